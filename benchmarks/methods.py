@@ -99,7 +99,7 @@ def whole(folder: Path) -> bool:
 
 def figures(name: str, folder: Path) -> dict[str, Any]:
     """What a run told."""
-    from bloomery.cli.demo.chat import trained_parameters
+    from bloomery.cli.demo.chat import trainable_parameters
     from bloomery.core.units import MIB
     from bloomery.monitor.events import EvalDone, StepDone, read_events
     from bloomery.plan.store import read_plan
@@ -110,7 +110,7 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     quick = sorted(step.step_seconds for step in taken)[len(taken) // 10]  # other programs disturb a run at times
     learned = sum(step.loss_tokens or 0 for step in taken)
     return {
-        "name": name, "folder": folder.name, "trained": trained_parameters(plan),
+        "name": name, "folder": folder.name, "trained": trainable_parameters(plan),
         "learning_rate": plan.optimizer.learning_rate, "held_out": exams[-1].loss,
         "curve": [[exam.step, exam.loss] for exam in exams],
         "losses": [[step.step, step.loss] for step in taken],

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli, main
-from bloomery.cli.demo.evaluation import examine
+from bloomery.cli.demo.evaluation import evaluate_demo
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
@@ -140,7 +140,7 @@ def test_events_and_the_fields_of_a_step():
 
 def test_keys_of_the_demo():
     """It takes two minutes, so its source has to do."""
-    source = inspect.getsource(examine)
+    source = inspect.getsource(evaluate_demo)
     for key in ("bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "seconds", "report", "folder"):
         assert f'"{key}":' in source
 

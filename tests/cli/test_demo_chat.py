@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from bloomery.cli import cli
 from bloomery.cli.demo import chat as demo_chat
-from bloomery.cli.demo.chat_evaluation import in_form
+from bloomery.cli.demo.chat_evaluation import is_function
 from bloomery.monitor.events import EventLog, RunEnded
 from models_for_tests import make_run
 
@@ -34,7 +34,7 @@ FULL = "extends: lora.yaml\nadapter: {kind: none}\n"
     ],
 )
 def test_an_answer_in_form_is_a_function_that_ends_and_is_python(text, ended, good):
-    assert in_form(text, ended) is good
+    assert is_function(text, ended) is good
 
 
 def test_a_finished_first_demo_is_found_and_a_killed_one_is_not(tmp_path, monkeypatch):
@@ -68,9 +68,9 @@ def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     result = json.loads(told.stdout)
     base, lora, full = result["models"]
     assert (base["name"], lora["name"], full["name"]) == ("base", "lora", "full")
-    assert base["trained"] is None and 0 < lora["trained"] < full["trained"]
+    assert base["trainable"] is None and 0 < lora["trainable"] < full["trainable"]
     assert base["loss"] != lora["loss"] != full["loss"] and all(m["memory_gib"] > 0 for m in (lora, full))
-    assert "rank 16 beside frozen weights" in told.stderr and "every weight:" in told.stderr
+    assert "LoRA, rank 16" in told.stderr and "full fine-tuning" in told.stderr
     assert max(map(len, told.stderr.splitlines())) <= 100
     for report in result["reports"]:
         assert "Held-out questions, before training and after" in Path(report).read_text()

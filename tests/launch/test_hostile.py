@@ -33,7 +33,7 @@ def test_a_run_whose_folder_goes_away_ends_and_does_not_come_back(bloomery: Bloo
         shutil.rmtree(bloomery.run_dir, ignore_errors=True) if away == "deleted" else bloomery.run_dir.rename(elsewhere)
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
-    assert "the run's folder was moved or deleted" in flat(err)
+    assert "moved or deleted" in flat(err)
     assert "Traceback" not in err
     assert is_gone(worker)
     assert away == "deleted" or not bloomery.run_dir.exists()
@@ -49,7 +49,7 @@ def test_a_disk_without_room_for_an_event_ends_the_run_and_resuming_makes_it_who
     words = [sys.executable, "-c", code + "runpy.run_module('bloomery', run_name='__main__')", *SHORT]
     full = subprocess.run(words, cwd=bloomery.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert full.returncode == 1
-    assert "an event could not be written: File too large" in flat(full.stderr)
+    assert "cannot write an event: File too large" in flat(full.stderr)
     assert f"bloomery resume {bloomery.run_dir}" in flat(full.stderr)
     assert "Traceback" not in full.stderr
     assert (bloomery.run_dir / "events.jsonl").stat().st_size <= limit

@@ -6,7 +6,7 @@ import sys
 import pytest
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.console.words import lines
+from bloomery.monitor.console.words import device_lines
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, EventLog, from_json, to_json
 from bloomery.monitor.sinks import CommandSink, LogFile, write_metrics
 from bloomery.monitor.summary import device_figures, summary_of
@@ -31,7 +31,7 @@ def test_energy_is_power_times_the_seconds_that_each_sample_stands_for():
     assert summary.devices.joules == 2000.0 and summary.devices.covered_seconds == 15.0
     assert summary.joules_per_token == pytest.approx(2000 / 8192)
     (device,) = summary.devices.all
-    assert device.mean_power == pytest.approx(2000 / 15) and device.mean_load == 98.0
+    assert device.mean_power == pytest.approx(2000 / 15) and device.mean_utilization == 98.0
 
 
 def test_without_any_power_there_is_no_energy_rather_than_none_used():
@@ -43,25 +43,24 @@ def test_without_any_power_there_is_no_energy_rather_than_none_used():
 def test_the_odd_die_adds_nothing_and_says_whose_sensor_it_is():
     summary = summary_of([sampled(0, power=402.0), sampled(1, power=None, shared_with=0)])
     assert summary.devices.joules == 2010.0
-    assert "with GPU 0" in lines(summary.devices.all)[1]
+    assert "with GPU 0" in device_lines(summary.devices.all)[1]
 
 
 def test_lines_stand_under_each_other_and_leave_out_what_nobody_knows():
     summary = summary_of([sampled(), sampled(1, utilization=7.0, temperature=None, clock_mhz=800.0), of_torch()])
-    first, second = lines(summary.devices.all)
-    assert first == ("gpu 0      98%  78 °C  200 W  2,424 MHz  10.1 of 12.0 GiB  tensors 8.0, held 9.5")
+    first, second = device_lines(summary.devices.all)
+    assert first == ("gpu 0      98%  78 °C  200 W  2,424 MHz  10.1 of 12.0 GiB  tensors 8.0, reserved 9.5")
     assert second == "gpu 1       7%         200 W    800 MHz  10.1 of 12.0 GiB"
-    assert lines(summary_of([sampled(CPU_DEVICE, power=None, clock_mhz=None, temperature=None)]).devices.all) == [
-        "cpu        98%  10.1 of 12.0 GiB"
-    ]
-    assert lines([]) == []
+    cpu = summary_of([sampled(CPU_DEVICE, power=None, clock_mhz=None, temperature=None)])
+    assert device_lines(cpu.devices.all) == ["cpu        98%  10.1 of 12.0 GiB"]
+    assert device_lines([]) == []
 
 
 def test_what_a_look_did_not_find_any_more_is_not_shown_as_it_was():
     summary = summary_of([sampled(throttled="temperature"), of_torch(), sampled(power=None)])
     (device,) = summary.devices.all
     assert device.latest.power is None and device.latest.throttled == "" and device.latest.reserved_gib == 9.5
-    assert device.slowed_seconds == {"temperature": 5.0} and device.peak_heat == 78.0
+    assert device.throttled_seconds == {"temperature": 5.0} and device.peak_temperature == 78.0
 
 
 def test_samples_come_back_equal_and_old_ones_still_load():
@@ -110,4 +109,4 @@ def test_tensorboard_has_every_sample(tmp_path):
     read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     read.Reload()
     assert [point.value for point in read.Scalars("gpu0/power")] == [200.0, 150.0]
-    assert {"gpu0/reserved_gib", "gpu0/fragmentation", "processor/utilization"} <= set(read.Tags()["scalars"])
+    assert {"gpu0/reserved_gib", "gpu0/fragmentation", "cpu/utilization"} <= set(read.Tags()["scalars"])

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from runs_for_tests import step_done
 
-from bloomery.monitor.diagnose.diagnosis import Diagnosis, Facts, why_not_learning, why_slow
-from bloomery.monitor.diagnose.history import seen_of
+from bloomery.monitor.diagnose.diagnosis import Diagnoser, PlanFacts, why_not_learning, why_slow
+from bloomery.monitor.diagnose.history import history_of
 from bloomery.monitor.events import DeviceStats, EvalDone, Recovered, Resumed, RunStarted, Saved, StepHealth, Warned
 
-GPU = Facts(
+GPU = PlanFacts(
     device="cuda",
     sequence_length=1024,
     steps=1000,
@@ -55,7 +55,7 @@ CASES = {
     "data": (
         steady(data_wait_seconds=0.2),
         GPU,
-        "the steps wait for data (40% of their time, 200 ms a step)",
+        "the steps wait for data (40% of step time, 200 ms per step)",
         "data.prefetch",
     ),
     "crowded": (
@@ -65,20 +65,20 @@ CASES = {
             for e in (s, DeviceStats(step=s.step, device=0, reserved_gib=10.5, fragmentation=0.2, alloc_retries=s.step))
         ],
         GPU,
-        "gives its cache back and asks the driver again and again (100 times in 100 steps; 20% of 10.5 GiB",
+        "retries allocations (100 retries in 100 steps; 20% of 10.5 GiB",
         "train.micro_batch_size",
     ),
     "fallen back": (
         steady(attention="sdpa"),
-        Facts(**{**vars(GPU), "fused_attention": False}),
-        "attention writes every score to memory (PyTorch's math kernel runs, which holds 1,024 x 1,024 scores a head)",
+        PlanFacts(**{**vars(GPU), "fused_attention": False}),
+        "attention writes the full score matrix to memory (the math kernel of PyTorch stores 1,024 x 1,024 scores",
         "train.attention=blockwise",
     ),
-    "math chosen": (steady(attention="math"), GPU, "the kernel math runs", "train.attention=auto"),
+    "math chosen": (steady(attention="math"), GPU, "the kernel math stores", "train.attention=auto"),
     "throttled": (
         with_every(steady(), DeviceStats, device=1, temperature=104.0, throttled="temperature"),
         GPU,
-        "GPU 1 slows itself down (it says so in 100% of the samples (temperature), at up to 104 °C)",
+        "thermal throttling of GPU 1 (reported in 100% of the samples (temperature), at up to 104 °C)",
         "rocm-smi --setpoweroverdrive",
     ),
     "clock": (
@@ -89,50 +89,49 @@ CASES = {
             ),
         ],
         GPU,
-        "its clock fell from 2,400 to 1,500 MHz at 98 °C",
-        "air",
+        "clock fell from 2,400 to 1,500 MHz at 98 °C",
+        "airflow",
     ),
     "cores": (
         with_every(steady(), StepHealth, every=2, seconds=1.0, core_wait_seconds=0.4),
         GPU,
-        "had no core for 40% of 20 s",
+        "waited for a core for 40% of 20 s",
         "OMP_NUM_THREADS=1",
     ),
     "compile": (
         [steady(1)[0], step_done(1, step_seconds=90.0), *steady(100, start=1)[1:]],
-        Facts(**{**vars(GPU), "compiled": True, "steps": 400}),
-        "the first step took 90 s and all 400 take 200 s",
+        PlanFacts(**{**vars(GPU), "compiled": True, "steps": 400}),
+        "first step 90 s, all 400 steps 200 s",
         "train.compile=false",
     ),
     "recompiled": (
         [e for s in steady()[1:] for e in (s, StepHealth(step=s.step, graphs=4 + s.step))],
         GPU,
-        "torch.compile keeps compiling (24 graphs at the start, 104 at step 100)",
+        "torch.compile recompiles again and again (24 graphs at the start, 104 at step 100)",
         "train.compile=false",
     ),
     "evaluations": (
         with_every(steady(), EvalDone, every=20, loss=4.0, perplexity=55.0, bits_per_byte=1.0, tokens=1, seconds=4.0),
         GPU,
-        "evaluations take a good part of the run (20 of 70 s)",
+        "evaluations take 29% of the run (20 of 70 s)",
         "eval.every",
     ),
     "saving": (
         with_every(steady(), Saved, every=20, path="x", bytes=1, seconds=4.0),
-        Facts(**{**vars(GPU), "saves_in_background": False}),
-        "writing checkpoints takes a good part of the run (20 of 70 s)",
+        PlanFacts(**{**vars(GPU), "saves_in_background": False}),
+        "saving checkpoints takes 29% of the run (20 of 70 s)",
         "checkpoint.every",
     ),
     "recomputing": (
         steady(memory_gib=3.0),
-        Facts(**{**vars(GPU), "checkpointing": "full"}),
-        "activation checkpointing is full, and 3.0 of 11.0 GiB are used",
+        PlanFacts(**{**vars(GPU), "checkpointing": "full"}),
+        "activation_checkpointing=full; peak memory 3.0 of 11.0 GiB",
         "bloomery plan RECIPE train.activation_checkpointing=none",
     ),
     "late": (
         steady(step_seconds=1.2),
         GPU,
-        "the steps take longer than the plan's range, and nothing that is measured says why (1.2 s each, where the "
-        "plan's range ends at 0.6 s: 2.0 times as long)",
+        "for no measured reason (1.2 s per step, planned at most 0.6 s: 2.0 times as long)",
         "bloomery bench RECIPE",
     ),
 }
@@ -154,7 +153,7 @@ def test_what_runs_in_the_background_is_not_waited_for():
 def test_a_late_run_with_a_cause_blames_the_cause():
     said = why_slow(steady(step_seconds=1.2, data_wait_seconds=0.7), GPU)
     assert ["wait for data" in text for text in said] == [True, False]
-    assert "nothing that is measured" not in said[1]
+    assert "no measured reason" not in said[1]
 
 
 def test_a_clock_that_falls_in_an_idle_or_cool_card_is_no_news():
@@ -174,38 +173,38 @@ def learning(losses, facts=GPU, ratio=1e-3, **changes):
 
 def test_a_first_loss_far_from_that_of_a_guess():
     (high,) = learning([14.0] * 5)
-    assert "begins worse than a guess (the first loss is 14.00, that of a guess among 1,000 tokens" in high
+    assert "uniform guess (first loss 14.00, uniform over 1,000 tokens" in high
     (low,) = learning([1.0] * 5)
-    assert "knows the answers" in low and "mask of attention" in low
-    assert learning([1.0] * 5, Facts(**{**vars(GPU), "fresh": False})) == ()  # weights that were trained before
+    assert "labels are leaking" in low and "attention mask" in low
+    assert learning([1.0] * 5, PlanFacts(**{**vars(GPU), "fresh": False})) == ()  # weights that were trained before
 
 
 def test_an_exploding_gradient_is_told_from_one_that_is_absent():
     flat = [6.9] * 120
     steps = [step_done(s, 6.9, grad_norm=1.0 if s < 40 else 500.0, learning_rate=1e-3) for s in range(1, 121)]
     (said,) = why_not_learning(steps, GPU)
-    assert "the gradient explodes (its norm was 1 in the first steps and is 5e+02 now" in said
+    assert "the gradient explodes (gradient norm 1 in the first steps, 5e+02 now" in said
     assert "set train.max_grad_norm=1.0" in said
     (said,) = learning(flat, grad_norm=0.0)
-    assert "no gradient comes back from the loss" in said
-    (said,) = learning(flat, Facts(**{**vars(GPU), "clip": 1.0}), grad_norm=50.0)
-    assert "leaves 2.0% of it" in said and "set train.max_grad_norm=50" in said
+    assert "no gradient flows back from the loss" in said
+    (said,) = learning(flat, PlanFacts(**{**vars(GPU), "clip": 1.0}), grad_norm=50.0)
+    assert "keeps 2.0% of it" in said and "set train.max_grad_norm=50" in said
 
 
 def test_a_plateau_without_a_cause_says_so_and_names_the_text():
-    crumbs = Facts(**{**vars(GPU), "bytes_per_token": 1.1, "duplicates": 0.6})
+    crumbs = PlanFacts(**{**vars(GPU), "bytes_per_token": 1.1, "duplicates": 0.6})
     stuck, tokenizer, copies = learning([6.9] * 120, crumbs)
-    assert "nothing that is measured says why" in stuck
-    assert "a token stands for 1.1 bytes" in tokenizer and "60% of the documents" in copies
+    assert "no measured reason" in stuck
+    assert "1.1 bytes per token" in tokenizer and "60% of the documents" in copies
 
 
 def test_a_warmup_longer_than_the_run():
-    facts = Facts(**{**vars(GPU), "steps": 100, "warmup_steps": 2000, "learning_rate": 1e-3})
+    facts = PlanFacts(**{**vars(GPU), "steps": 100, "warmup_steps": 2000, "learning_rate": 1e-3})
     assert learning([6.9] * 100, facts, ratio=1e-5, learning_rate=5e-5)[0].startswith("the learning rate is too low")
 
 
 def test_a_warmup_that_goes_on_is_waited_for():
-    facts = Facts(**{**vars(GPU), "steps": 100_000, "warmup_steps": 2000})
+    facts = PlanFacts(**{**vars(GPU), "steps": 100_000, "warmup_steps": 2000})
     assert learning([6.9] * 300, facts, ratio=1e-5, learning_rate=1e-5) == ()
 
 
@@ -228,19 +227,19 @@ def test_text_that_is_learned_by_heart():
             ),
         )
     ]
-    (said,) = why_not_learning(events, Facts(**{**vars(GPU), "text_tokens": 400_000}))
-    assert "was 3.00 at step 160 and is 3.90 now" in said and "the text was read 8.2 times" in said
+    (said,) = why_not_learning(events, PlanFacts(**{**vars(GPU), "text_tokens": 400_000}))
+    assert "validation loss 3.00 at step 160, 3.90 now" in said and "8.2 epochs" in said
     assert "eval.early_stopping_patience=3" in said
 
 
 def test_a_cause_is_said_once_also_over_a_resume():
     events = steady(100, data_wait_seconds=0.2)
-    first = Diagnosis(lambda: GPU)
-    told = [warned for event in events for warned in first.look(event)]
+    first = Diagnoser(lambda: GPU)
+    told = [warned for event in events for warned in first.check(event)]
     assert [warned.cause for warned in told] == ["data"] and told[0].step == 100
-    again = Diagnosis(lambda: GPU, [*events, *told])
+    again = Diagnoser(lambda: GPU, [*events, *told])
     more = [Resumed(step=100, path="x"), *steady(300, start=100, data_wait_seconds=0.2)]
-    assert [warned for event in more for warned in again.look(event)] == []
+    assert [warned for event in more for warned in again.check(event)] == []
 
 
 @pytest.mark.parametrize("back", [Recovered(step=4, reason="nan", action="back"), Resumed(step=4, path="x")])
@@ -251,32 +250,32 @@ def test_steps_that_were_given_up_are_forgotten_whether_by_a_recovery_or_a_resum
     told = [e for step in first for e in (step, *(StepHealth(step=s, update_ratio=ratios[s]) for s in ratios
                                                   if s == step.step))]  # fmt: skip
     told = [*told, EvalDone(step=8, loss=9.0, perplexity=None, bits_per_byte=None, tokens=1, seconds=1.0)]
-    seen = seen_of([*told, back])
+    seen = history_of([*told, back])
     assert (seen.step, list(seen.losses), seen.evaluations) == (4, [3.0] * 4, {})
     assert (seen.largest_ratio, seen.path) == (0.1, pytest.approx(4 * 0.1))
-    seen = seen_of(
+    seen = history_of(
         [*told, back, *(step_done(step, 2.0) for step in range(5, 11)), StepHealth(step=6, update_ratio=0.1)]
     )
     assert list(seen.losses) == [3.0] * 4 + [2.0] * 6
     assert [step.step for step in seen.recent] == list(range(1, 11))
     assert seen.path == pytest.approx(6 * 0.1)
-    assert seen_of([*told, Recovered(step=0, reason="oom", action="start")]).path == 0
+    assert history_of([*told, Recovered(step=0, reason="oom", action="start")]).path == 0
 
 
 def test_facts_are_asked_for_when_they_are_needed():
     asked = []
-    diagnosis = Diagnosis(lambda: asked.append(1) or GPU)
+    diagnosis = Diagnoser(lambda: asked.append(1) or GPU)
     for event in steady(9):
-        assert list(diagnosis.look(event)) == []
+        assert list(diagnosis.check(event)) == []
     assert asked == []
-    list(diagnosis.look(step_done(10)))
-    list(diagnosis.look(step_done(25)))
+    list(diagnosis.check(step_done(10)))
+    list(diagnosis.check(step_done(25)))
     assert asked == [1]
 
 
 def test_a_warning_of_another_kind_silences_nothing():
-    diagnosis = Diagnosis(lambda: GPU, [Warned(reason="x", cause="data-set")])
-    assert [w.cause for event in steady(100, data_wait_seconds=0.2) for w in diagnosis.look(event)] == ["data"]
+    diagnosis = Diagnoser(lambda: GPU, [Warned(reason="x", cause="data-set")])
+    assert [w.cause for event in steady(100, data_wait_seconds=0.2) for w in diagnosis.check(event)] == ["data"]
 
 
 def test_a_loss_that_is_not_of_text_may_stay_where_it_began():

@@ -9,7 +9,7 @@ from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.console.lines import PlainView, header, showing
-from bloomery.monitor.console.screen import Screen, Seen, frame
+from bloomery.monitor.console.screen import Screen, WatchedRun, frame
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -47,7 +47,7 @@ def test_samples_of_devices_do_not_part_a_line_from_its_exam():
 def test_plain_rows_are_aligned_under_their_header():
     rows = rows_of(lines_of(made_up_run()))
     assert [int(row[:6]) for row in rows] == [7, 10, 20, 30, 40]
-    for title in ("tokens", "loss", "exam, bits/byte", "tokens/s", "left"):
+    for title in ("tokens", "loss", "val bpb", "tokens/s", "ETA"):
         end = header().index(title) + len(title)
         assert all(row[end] == " " for row in rows if len(row) > end), title
     assert all(len(line) <= 100 for line in lines_of(made_up_run()))
@@ -56,22 +56,22 @@ def test_plain_rows_are_aligned_under_their_header():
 def test_exam_save_and_end_stand_on_the_line_of_their_step():
     rows = rows_of(lines_of(made_up_run()))
     exam = next(event for event in made_up_run() if isinstance(event, EvalDone) and event.step == 20)
-    assert f"{exam.bits_per_byte:.2f}" in rows[2] and rows[2].endswith("saved, the best")
+    assert f"{exam.bits_per_byte:.2f}" in rows[2] and rows[2].endswith("checkpoint (best)")
     assert "done in" in rows[4]
 
 
 def test_the_last_line_has_room_for_its_curve():
     rows = rows_of(lines_of(made_up_run()))
-    assert rows[4].endswith("the best, done in 28 s") and "saved" not in rows[4]
+    assert rows[4].endswith("best, done in 28 s") and "checkpoint" not in rows[4]
     assert [sum(letter in "▁▂▃▄▅▆▇█" for letter in row) for row in rows] == [1, 2, 3, 4, 5]
 
 
 def test_memory_has_a_column_and_leaves_the_curve_its_room():
     titles = header(memory=True)
-    rows = rows_of(lines_of(made_up_run(), tells_memory=True), titles)
+    rows = rows_of(lines_of(made_up_run(), show_memory=True), titles)
     end = len(titles)
     assert all(row[:end].endswith(" 0.58") and len(row) <= 100 for row in rows) and titles.endswith(" GiB")
-    assert rows[4].endswith("the best, done in 28 s")
+    assert rows[4].endswith("best, done in 28 s")
     assert [sum(letter in "▁▂▃▄▅▆▇█" for letter in row) for row in rows] == [1, 2, 3, 4, 5]
 
 
@@ -82,7 +82,7 @@ def test_an_exam_of_pairs_keeps_its_distance_from_the_loss():
     titles = header("pair")
     (row,) = rows_of(lines_of([started, step_done(1, 0.69), exam], every=1), titles)
     assert row[26 : len(titles)].split("  ")[0] == "" and "0.69, 100%  " in row
-    assert row.index("0.69, 100%") + 10 == titles.index("exam, right") + 11
+    assert row.index("0.69, 100%") + 10 == titles.index("val loss, acc") + 13
 
 
 def test_a_save_that_ends_some_steps_later_is_told_below():
@@ -90,7 +90,7 @@ def test_a_save_that_ends_some_steps_later_is_told_below():
     saved = Saved(step=4, path="checkpoints/step-00000004", bytes=1, seconds=0.1, best=True)
     lines = lines_of([*(step_done(step) for step in (1, 2, 3, 4, 5)), saved, step_done(6), saved], every=2)
     assert [int(row[:6]) for row in rows_of(lines)] == [2, 4, 6]
-    assert lines[-1] == "     4     saved, the best"
+    assert lines[-1] == "     4     checkpoint (best)"
 
 
 def test_an_exam_of_a_future_that_a_resume_gave_up_counts_no_more():
@@ -117,7 +117,7 @@ def test_time_left_counts_evaluations_too():
     summary = RunSummary(steps=100)
     for step in range(1, 12):
         summary.add(step_done(step, time=step * 0.5 + (5 if step > 5 else 0)))
-    assert summary.seconds_left == (100 - 11) * 1.0
+    assert summary.eta_seconds == (100 - 11) * 1.0
 
 
 def test_a_first_step_that_compiled_says_nothing_of_the_time_left():
@@ -125,7 +125,7 @@ def test_a_first_step_that_compiled_says_nothing_of_the_time_left():
     for step in range(1, 12):
         took = 30.0 if step <= 2 else 0.5
         summary.add(replace(step_done(step, time=30.0 * min(step, 2) + 0.5 * max(step - 2, 0)), step_seconds=took))
-    assert summary.seconds_left == (100 - 11) * 0.5
+    assert summary.eta_seconds == (100 - 11) * 0.5
 
 
 def test_a_clock_that_is_set_back_takes_no_time_away():
@@ -134,7 +134,7 @@ def test_a_clock_that_is_set_back_takes_no_time_away():
     for step in range(1, 12):
         summary.add(step_done(step, time=step * 0.5 - (3600 if step > 5 else 0)))
     assert summary.seconds == 4.5
-    assert summary.seconds_left == pytest.approx(89 * 0.45)
+    assert summary.eta_seconds == pytest.approx(89 * 0.45)
 
 
 def test_a_save_that_is_told_late_takes_no_time():
@@ -149,10 +149,10 @@ def test_a_resume_does_not_count_the_pause():
     summary = RunSummary(steps=100)
     for event in (step_done(1, time=0.5), step_done(2, time=1.0), Resumed(step=1, path="x", time=9000.0)):
         summary.add(event)
-    assert summary.seconds_left is None and summary.step == 1
+    assert summary.eta_seconds is None and summary.step == 1
     for event in (step_done(2, time=9000.5), step_done(3, time=9001.0)):
         summary.add(event)
-    assert summary.seconds_left == 97 * 0.5
+    assert summary.eta_seconds == 97 * 0.5
 
 
 def test_smoothing_is_bias_corrected():
@@ -208,7 +208,7 @@ def a_long_run():
 
 def screen_of(events, width=80, height=23, name="llama2-7b-full-24gb-20261122-110305", state="running"):
     facts = RunFacts(name=name, steps=390_000, flops_per_token=1e5, peak_flops=1e12, memory_limit_gib=176.0)
-    seen = Seen(summary=RunSummary(steps=facts.steps))
+    seen = WatchedRun(summary=RunSummary(steps=facts.steps))
     for event in events:
         seen.add(event)
     return frame(seen, facts, Screen(width, height), state=state, now=NOW)
@@ -220,8 +220,9 @@ def test_a_terminal_of_80_by_24_shows_every_figure_whole():
     assert len(lines) <= 23 and all(len(line) <= 80 for line in lines) and "…" not in text
     for part in (
         "llama2-7b-full-24gb-20261122-110305", "step 195,000 of 390,000", "12.3456, smoothed 12.3456",
-        "1,222,808 tokens/s, MFU 12.2%", "71.2% right at 195,000", "3.19 B", "0.58 of 176.0 GiB", "1.000",
-        "1.0% of the time waited for", "def first(sentence: str) -> str:", "slowed: thermal throttling", WARNING,
+        "1,222,808 tokens/s, MFU 12.2%", "0.693, accuracy 71.2% at step 195,000", "3.19 B", "0.58 of 176.0 GiB",
+        "1.000",
+        "1.0% of step time", "def first(sentence: str) -> str:", "throttled: thermal throttling", WARNING,
     ):  # fmt: skip
         assert part in text, part
 
@@ -295,4 +296,4 @@ def test_how_much_of_a_model_is_trained_is_said_where_it_is_not_all():
     whole = RunStarted(schema=2, version="0", parameters=16_081_536, steps=1, attention="mask", device="cpu")
     part = replace(whole, trainable=98_304)
     assert lines_of([whole])[0].endswith("16,081,536 parameters on cpu, attention: mask")
-    assert lines_of([part])[0].endswith("16,081,536 parameters, 98,304 of them trained, on cpu, attention: mask")
+    assert lines_of([part])[0].endswith("16,081,536 parameters (98,304 trainable) on cpu, attention: mask")

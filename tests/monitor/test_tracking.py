@@ -112,7 +112,7 @@ def test_a_tracker_is_told_where_nothing_lies_on_this_machine(tmp_path):
         "checkpoint": {"hub": "Qwen/Qwen2.5-1.5B"},
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    config = tracking.job_of(tmp_path)["config"]
+    config = tracking.run_info_of(tmp_path)["config"]
     assert config == {
         "data.prepared": "tiny-0a1b",
         "data.layout": "packed",
@@ -184,7 +184,7 @@ def test_trackio(library):
     [
         ("raise ImportError('half installed')", "trackio is not installed"),
         ("def init(**words): raise PermissionError('who are you? " + CANARY + "')", "PermissionError: who are you?"),
-        ("def init(**words): raise SystemExit(3)", "could not be started"),
+        ("def init(**words): raise SystemExit(3)", "cannot be started"),
         (TRACKIO + "\ndef log(*words, **more): raise OSError('no route to host')", "OSError: no route to host"),
     ],
 )
@@ -213,8 +213,8 @@ def test_a_library_that_hangs_stalls_nothing_and_is_left_behind(library, monkeyp
     assert time.monotonic() - begun < 3
     sink.close()
     assert time.monotonic() - begun < 6
-    assert [w.split(":")[0] for w in warnings] == ["trackio is too slow", warnings[1]]
-    assert "did not finish sending within" in warnings[1]
+    slow, timed_out = warnings
+    assert slow.startswith("trackio is too slow") and "timed out" in timed_out
     assert len(last_wishes) == 1  # what its library has registered to do at the exit is not done
 
 

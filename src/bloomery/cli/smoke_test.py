@@ -12,7 +12,7 @@ import click
 from bloomery.cli.common import literal
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
-from bloomery.monitor.console.words import doing
+from bloomery.monitor.console.words import progress_text
 from bloomery.monitor.events import EvalDone, Event, Phase, RunStarted, Sampled, Saved, StepDone
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def tell(seen: "Rehearsal", event: Event, status: "Status") -> None:
     train = seen.plan.train
     match event:
         case Phase():
-            status.update(literal(doing(event)))
+            status.update(literal(progress_text(event)))
         case RunStarted():
             say("ready", "text prepared, planned, model and optimizer built", seen.prepare_seconds)
         case StepDone(step=1):
             tokens = f"{train.tokens_per_step:,} tokens: {train.accumulation} x {train.micro_batch_size} rows"
             say("first step", f"{tokens}, with what it compiles and allocates", event.step_seconds)
         case StepDone():
-            status.update(literal(doing(event)))
+            status.update(literal(progress_text(event)))
         case EvalDone() if len(seen.of(EvalDone)) == 1:
             say("evaluation", f"on {event.tokens:,} tokens", event.seconds)
         case Sampled() if len(seen.of(Sampled)) == len(seen.plan.sample.prompts):

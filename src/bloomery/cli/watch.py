@@ -1,4 +1,4 @@
-"""`bloomery watch RUN`: a run on the terminal, while it goes on or after it has ended. It is only ever read."""
+"""`bloomery watch RUN`: the live view of a running or finished run. Reads only."""
 
 import sys
 import time
@@ -16,23 +16,23 @@ from bloomery.runs.names import find_run
 if TYPE_CHECKING:
     from bloomery.monitor.summary import RunFacts
 
-WIDTH = 100  # of what is printed where there is no terminal
+WIDTH = 100  # without a terminal
 REDRAW_SECONDS = 0.5
 
 
 @click.command()
 @click.argument("run")
-@click.option("--once", is_flag=True, help="Print one picture and leave; so it is without a terminal, too.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option("--once", is_flag=True, help="Print one picture, then exit; the default without a terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: str, once: bool, as_json: bool) -> None:
-    """Show RUN (a path, a name under runs/, or `last`): curves, exams, speed, every GPU, samples, what happened.
+    """Show loss, evaluations, speed, GPUs, samples and warnings of a run.
 
-    Ctrl+C ends the watching and leaves the run alone.
+    RUN is a path, a name under runs/, or `last`. Ctrl+C closes the view; training continues.
 
     Example: ssh -t that-machine 'cd my-models && bloomery watch last'
     """
     folder = find_run(run)
-    watched = _Watched(folder)
+    watched = _Watch(folder)
     if as_json:
         print_json(watched.document())
         return
@@ -40,46 +40,46 @@ def command(run: str, once: bool, as_json: bool) -> None:
         try:
             watched.follow()
         except KeyboardInterrupt:
-            say(f"The run goes on; this only looked. `bloomery stop {watched.name}` would stop it.")
+            say(f"Training continues. Stop it with `bloomery stop {watched.name}`.")
             return
     watched.print()
 
 
-class _Watched:
-    """The run as it stands each time that it is asked."""
+class _Watch:
+    """The run in its present state."""
 
     def __init__(self, folder: Path) -> None:
-        from bloomery.monitor.console.screen import Seen
+        from bloomery.monitor.console.screen import WatchedRun
         from bloomery.monitor.events import Tail
         from bloomery.train.run import name_of
 
-        self._folder, self._seen, self._tail = folder, Seen(), Tail(folder / "events.jsonl")
+        self._folder, self._run, self._tail = folder, WatchedRun(), Tail(folder / "events.jsonl")
         self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
-        self._known: RunFacts | None = None
-        self.name = name_of(folder.absolute())  # as one types it
+        self._facts: RunFacts | None = None
+        self.name = name_of(folder.absolute())  # as an argument of commands
 
     def print(self) -> None:
         from bloomery.monitor.console.screen import Screen, frame
 
-        state, facts = self._look()
+        status, facts = self._read()
         screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._plain)
-        for line in frame(self._seen, facts, screen, state=state, now=time.time()):
+        for line in frame(self._run, facts, screen, state=status, now=time.time()):
             say(line)
         tail = self._tail
-        if tail.unknown_lines > 1:  # a line that a kill cut short is nothing, many are of another version
-            passed = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
-            say(f"\n{passed} are of another version, or damaged")
-        again = f"bloomery watch {self.name}     in a terminal it follows the run"
+        if tail.unknown_lines > 1:  # a kill truncates one line
+            unknown = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
+            say(f"\n{unknown} are damaged or of another version")
+        again = f"bloomery watch {self.name}     in a terminal: live view"
         commands = {
             "done": f"bloomery report {self.name}",
             "running": again,
             "paused": again,
-            "stopping": f"bloomery resume {self.name}   once it has stopped",
+            "stopping": f"bloomery resume {self.name}   after it has stopped",
         }
-        say(f"\n{'next':<11}{commands.get(state, f'bloomery resume {self.name}')}")
+        say(f"\n{'next':<11}{commands.get(status, f'bloomery resume {self.name}')}")
 
     def follow(self) -> None:
-        """Until nobody works on the run any more."""
+        """Redraws the view until the process of the run ends."""
         from rich.console import Console
         from rich.live import Live
 
@@ -88,54 +88,55 @@ class _Watched:
         console = Console(highlight=False)
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while worked_on(self._folder):
-                state, facts = self._look()
+                status, facts = self._read()
                 screen = Screen(console.size.width, console.size.height, self._plain)
-                live.update(picture(self._seen, facts, screen, state=state, now=time.time()), refresh=True)
+                live.update(picture(self._run, facts, screen, state=status, now=time.time()), refresh=True)
                 time.sleep(REDRAW_SECONDS)
 
     def document(self) -> dict[str, Any]:
-        from bloomery.monitor.sinks import reached
+        """For programs: the keys of metrics.json and the present state."""
+        from bloomery.monitor.sinks import metrics_of
 
-        state, facts = self._look()
-        seen, summary, running = self._seen, self._seen.summary, state == "running"
+        status, facts = self._read()
+        run, summary, running = self._run, self._run.summary, status == "running"
         return {
             "run": facts.name,
             "folder": str(self._folder),
-            "state": state,
+            **metrics_of(summary),
+            "status": status,
             "phase": summary.phase.name if summary.phase is not None and running else None,
-            **reached(summary),
-            "steps_planned": summary.steps or facts.steps,
-            "seconds_left": summary.seconds_left if running else None,
+            "max_steps": summary.steps or facts.steps,
+            "eta_seconds": summary.eta_seconds if running else None,
             "learning_rate": summary.last.learning_rate if summary.last else None,
             "grad_norm": summary.last.grad_norm if summary.last else None,
             "mfu": facts.utilization(summary.tokens_per_second or 0.0) if summary.last else None,
             "memory_limit_gib": facts.memory_limit_gib,
-            "saved_step": seen.saved.step if seen.saved else None,
-            "now": [asdict(device.latest) for device in summary.devices.all],
-            "incidents": [{"step": event.step, "time": event.time, "what": text} for event, text in seen.incidents],
+            "checkpoint_step": run.saved.step if run.saved else None,
+            "device_stats": [asdict(device.latest) for device in summary.devices.all],
+            "incidents": [{"step": event.step, "time": event.time, "text": text} for event, text in run.incidents],
             "unreadable_lines": self._tail.unknown_lines,
         }
 
-    def _look(self) -> tuple[str, "RunFacts"]:
-        """Reads what is new; the state of the run, and what its plan tells once there is one that can be read."""
+    def _read(self) -> tuple[str, "RunFacts"]:
+        """Reads new events. Returns the status of the run, and figures of its plan once there is a readable one."""
         from bloomery.core.errors import UserError
         from bloomery.hardware.machine import read_machine
         from bloomery.monitor.summary import RunFacts
         from bloomery.plan.explained import run_facts
         from bloomery.plan.store import read_plan
 
-        folder, summary = self._folder, self._seen.summary
-        working = worked_on(folder)  # before the look: a run that ends meanwhile has told so
+        folder, summary = self._folder, self._run.summary
+        working = worked_on(folder)  # before the read, so that the last events are not missed
         for event in self._tail.read():
-            self._seen.add(event)
+            self._run.add(event)
         if not working:
-            state = "killed" if summary.ended is None else summary.ended.status
+            status = "killed" if summary.ended is None else summary.ended.status
         else:
-            state = "stopping" if summary.stopping else "paused" if (folder / "pause").exists() else "running"
-        if self._known is None:
+            status = "stopping" if summary.stopping else "paused" if (folder / "pause").exists() else "running"
+        if self._facts is None:
             try:
                 plan, machine = read_plan(folder / "plan.json"), read_machine(folder / "machine.json")
-                self._known = replace(run_facts(plan, machine), name=folder.name)
-            except (UserError, OSError):  # there is none yet, or one of another version
-                return state, RunFacts(name=folder.name)
-        return state, self._known
+                self._facts = replace(run_facts(plan, machine), name=folder.name)
+            except (UserError, OSError):  # no plan yet, or one of another version
+                return status, RunFacts(name=folder.name)
+        return status, self._facts

@@ -1,4 +1,4 @@
-"""What happens in a run, as values. `events.jsonl` holds one object a line; everything that shows a run reads it."""
+"""The events of a run. `events.jsonl` holds one JSON object per line; every view of a run reads this file."""
 
 import json
 import math
@@ -30,18 +30,18 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    schema: int  # of the events that follow; another one is refused
+    schema: int  # of the events that follow; readers refuse another one
     version: str
     world_size: int = 1
     mesh: dict[str, int] = field(default_factory=dict)  # devices by axis, without those of 1
     parameters: int
-    trainable: int | None = None  # of them; None: all
+    trainable: int | None = None  # parameters; None: all
     steps: int
     attention: str  # the kernel that runs
     device: str
     reasons: dict[str, str] = field(default_factory=dict)
-    loss_unit: str = "token"  # a loss is nats per loss token, or the objective's number per pair or answer
-    epochs: str = ""  # how many the run makes, in words
+    loss_unit: str = "token"  # the loss is nats per loss token, or per pair or response
+    epochs: str = ""  # of the dataset, as text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,47 +55,48 @@ class Phase(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """One optimizer step. `loss` is nats per learned token, or what the objective has a pair or an answer (see
-    docs/reference/objectives.md); None when the step was skipped as not finite. `metrics` are means over the step.
+    """One optimizer step. `loss` is nats per loss token, or the loss per pair or response
+    (see docs/reference/objectives.md); None when the step was skipped because it was not finite. `metrics` are means
+    over the step.
     """
 
     loss: float | None
     learning_rate: float
     grad_norm: float | None
-    tokens: int  # since the start of training, positions of the layout
+    tokens: int  # since the start of training, padding included
     tokens_per_second: float
     sequences_per_second: float
     step_seconds: float
     data_wait_seconds: float
     memory_gib: float
-    loss_tokens: int | None = None  # labels that counted in the loss of this step
+    loss_tokens: int | None = None  # labels that are not masked
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepHealth(Event):
-    """What a few early steps and every `logging.every`-th tell of a run's health; None is not known.
+    """Statistics of a few early steps and of every `logging.every`-th step; None: unknown.
 
-    Shares of parameters count their elements. Times are those since the `StepHealth` before.
+    Shares of parameters count their elements. Times are those since the previous `StepHealth`.
     """
 
-    update_ratio: float | None = None  # the step's change of a matrix beside its size, root mean squares, the median
-    unchanged_share: float | None = None  # of parameters in tensors that this step left as they were
-    unchanged: str = ""  # the largest of those
+    update_ratio: float | None = None  # RMS of a matrix's update / RMS of the matrix, the median
+    unchanged_share: float | None = None  # of parameters in tensors that the step did not change
+    unchanged: str = ""  # the largest of these tensors
     no_gradient_share: float | None = None  # of parameters in tensors whose gradient is absent or zero
-    labels_next: float | None = None  # share of the labels that are the token that follows, as they must be
-    labels_own: float | None = None  # that are the token they are asked at
+    labels_next: float | None = None  # share of the labels that are the next token: 1 unless labels are wrong
+    labels_own: float | None = None  # that are the input token at their position
     labels_after: float | None = None  # that are the token after the next
-    pair_excess: float | None = None  # how many times as often as by chance two neighbouring pairs are the same
+    pair_excess: float | None = None  # how often two pairs of adjacent tokens are the same, relative to chance
     seconds: float = 0.0
-    core_wait_seconds: float | None = None  # the training thread was ready to run and had no core
+    core_wait_seconds: float | None = None  # in which the training thread waited for a CPU core
     graphs: int | None = None  # compiled so far
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
-    loss: float | None  # nats per token, or a pair's or an answer's loss; None when it was not finite
-    perplexity: float | None  # None: of an objective that does not learn a text's tokens
+    loss: float | None  # nats per token, or per pair or response; None when not finite
+    perplexity: float | None  # None for objectives without a next-token loss
     bits_per_byte: float | None
     tokens: int
     seconds: float
@@ -112,7 +113,7 @@ class Sampled(Event):
 
     @property
     def whole(self) -> str:
-        """Both as people read them."""
+        """Prompt and completion as text."""
         return f"{self.prompt}\n{self.completion}" if self.chat else self.prompt + self.completion
 
 
@@ -126,23 +127,23 @@ class Saved(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceStats(Event):
-    """One device at work; None is what nothing here can read. Training tells the last four, the launcher the rest."""
+    """One device; None: not readable. The training process fills in the last four fields, the launcher the others."""
 
-    device: int  # of the machine's accelerators; PROCESSOR is the processor
+    device: int  # of the machine's accelerators; CPU_DEVICE is the CPU
     name: str = ""
-    seconds: float = 0.0  # that this sample stands for: utilisation and power are means over them, temperature the peak
+    seconds: float = 0.0  # covered by the sample: utilization and power are means, temperature is the peak
     utilization: float | None = None  # percent of the time
-    memory_gib: float | None = None  # in use by everybody
+    memory_gib: float | None = None  # in use by all processes
     memory_total_gib: float | None = None
-    temperature: float | None = None  # degrees Celsius, at the junction where it is known
+    temperature: float | None = None  # degrees Celsius, of the junction where known
     power: float | None = None  # watts
     clock_mhz: float | None = None
-    throttled: str | None = None  # why it runs slower than it could; "" when it does not
-    shared_with: int | None = None  # the device whose `power` is that of both: two dies of one card
+    throttled: str | None = None  # reasons; "" when it is not throttled
+    shared_with: int | None = None  # the device whose `power` includes this one: two dies of one board
     allocated_gib: float | None = None  # by tensors of the training process, at the end of a step
-    reserved_gib: float | None = None  # held by its allocator
-    fragmentation: float | None = None  # the share of `reserved_gib` that lies free between tensors
-    alloc_retries: int | None = None  # times that the allocator had to give everything back and ask again
+    reserved_gib: float | None = None  # by the caching allocator
+    fragmentation: float | None = None  # share of `reserved_gib` that is free between tensors
+    alloc_retries: int | None = None  # cache flushes of the allocator before a retry
 
 
 CPU_DEVICE = -1  # as `DeviceStats.device`
@@ -151,13 +152,13 @@ CPU_DEVICE = -1  # as `DeviceStats.device`
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     reason: str
-    cause: str = ""  # what a diagnosis found, in one word, so that it is said once
+    cause: str = ""  # id of a diagnosis, so that each is reported once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
     reason: str
-    action: str  # what the run does now
+    action: str  # of the run: skip, restart from a checkpoint, safer settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,19 +174,19 @@ class RunEnded(Event):
 
 
 Emit = Callable[[Event], None]
-SCHEMA = 2  # of events.jsonl, stated by every RunStarted
+SCHEMA = 2  # of events.jsonl, in every RunStarted
 KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def _accepted(annotation: Any) -> tuple[type, ...]:
-    """What isinstance asks for a field: JSON writes whole floats without a point, and knows no tuples."""
+    """The types that a field may have in JSON, for isinstance: a whole float is an int."""
     members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     plain = tuple(get_origin(member) or member for member in members)
     return (*plain, int) if float in plain else plain
 
 
 _ACCEPTED = {kind: {f.name: _accepted(f.type) for f in fields(kind)} for kind in KINDS.values()}
-_HELD = {kind: {f.name: _accepted(get_args(f.type)[1]) for f in fields(kind) if get_origin(f.type) is dict}
+_VALUE_TYPES = {kind: {f.name: _accepted(get_args(f.type)[1]) for f in fields(kind) if get_origin(f.type) is dict}
          for kind in KINDS.values()}  # fmt: skip
 _REQUIRED = {
     kind: frozenset(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
@@ -194,22 +195,19 @@ _REQUIRED = {
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN: what is not finite is written as null, which readers show as "skipped", never as a number.
-
-    Of metrics it is left out.
-    """
+    """JSON has no NaN: a value that is not finite is null, which readers show as "skipped"; a metric is left out."""
     if isinstance(value, dict):
         return {key: one for key, one in value.items() if not isinstance(one, float) or math.isfinite(one)}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def without_secrets(event: E) -> E:
-    """The event with its texts scrubbed: what a failing child said last may hold a token."""
+    """The event without secrets: the last output of a failing child process may contain a token."""
     return _reworded(event, redact_secrets)
 
 
 def as_shown(event: E) -> E:
-    """The event without what would steer a terminal: samples, warnings and names are not Bloomery's own words."""
+    """The event without terminal escape sequences, which a dataset or a file name may contain."""
     return _reworded(event, harmless)
 
 
@@ -224,20 +222,20 @@ def to_json(event: Event) -> str:
     return json.dumps({"event": type(event).__name__, **entry}, allow_nan=False, ensure_ascii=False)
 
 
-LONGEST_LINE = 2**20  # bytes; what is longer is no event
+LONGEST_LINE = 2**20  # bytes; a longer line is no event
 _STAMPED = re.compile(r'(.*), "crc32": "([0-9a-f]{8})"\}\s*', re.DOTALL)
 
 
 def to_line(event: Event) -> bytes:
-    """As it stands in the file: scrubbed, with the CRC-32 of what comes before it, so that damage shows."""
+    """A line of the file: without secrets, with the CRC-32 of the bytes before it."""
     body = to_json(without_secrets(event))[:-1].encode("utf-8", errors="backslashreplace")
     return body + f', "crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def from_json(line: str) -> Event | None:
-    """None for a line that a kill cut short, that something damaged, or of a kind that this version does not know.
+    """None for a truncated or damaged line and for an unknown kind of event.
 
-    A line without a CRC is taken as it is. Raises UserError for a run that another version's events describe.
+    A line without a CRC is accepted. Raises UserError for a run of another event schema.
     """
     stamped = _STAMPED.fullmatch(line)
     if stamped is not None and zlib.crc32(stamped[1].encode("utf-8", errors="replace")) != int(stamped[2], 16):
@@ -251,7 +249,7 @@ def from_json(line: str) -> Event | None:
     kind = KINDS.get(str(entry.pop("event", "")))
     if kind is RunStarted and entry.get("schema") != SCHEMA:
         version = f"Bloomery {entry.get('version', 'of an unknown version')}"
-        raise UserError(f"{version} wrote this run, and its events have another form", fix=f"read it with {version}")
+        raise UserError(f"{version} wrote this run with another event schema", fix=f"open it with {version}")
     if kind is None or not _REQUIRED[kind] <= entry.keys():
         return None
     known = {key: value for key, value in entry.items() if key in _ACCEPTED[kind]}
@@ -259,18 +257,18 @@ def from_json(line: str) -> Event | None:
 
 
 def _fits(value: Any, kind: type[Event], key: str) -> bool:
-    """Whether the field may hold it; of a dictionary every value is asked."""
-    held = _HELD[kind].get(key)
-    inside = held is None or not isinstance(value, dict) or all(isinstance(one, held) for one in value.values())
+    """Whether the field may have this value; of a dictionary every value is checked."""
+    types = _VALUE_TYPES[kind].get(key)
+    inside = types is None or not isinstance(value, dict) or all(isinstance(one, types) for one in value.values())
     return inside and isinstance(value, _ACCEPTED[kind][key])
 
 
 @final
 class EventLog:
-    """Appends events to `events.jsonl`; what was emitted survives the death of the process (`fsync`: of the machine).
+    """Appends events to `events.jsonl`; an emitted event survives a kill of the process (`fsync`: a power loss).
 
-    Several processes may write one file: each event is one `write` on an append-only descriptor, and begins on a
-    fresh line even where a killed writer left half a one.
+    Several processes may write one file: each event is one `write` on an append-only descriptor, and begins a new line
+    even after the truncated line of a killed writer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -285,23 +283,23 @@ class EventLog:
         self.close()
 
     def __call__(self, event: Event) -> None:
-        """Raises UserError when the disk is full, or the file was moved or deleted: nobody reads it any more."""
+        """Raises UserError when the disk is full, or the file was moved or deleted."""
         line = to_line(event)
         if not self._in_place():
             raise UserError(
-                "the run's folder was moved or deleted while it went on, so it ends here",
+                "the run folder was moved or deleted during training",
                 where=str(self.path),
-                fix="what was saved is resumed where the folder is now: `bloomery resume FOLDER`",
+                fix="resume the run from its new place: `bloomery resume FOLDER`",
             )
         try:
             rest = line if self._on_fresh_line() else b"\n" + line
-            while rest:  # a disk that fills up takes a part first and says why on the next call
+            while rest:  # a full disk accepts a part and fails on the next call
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
             raise UserError(
-                f"an event could not be written: {error.strerror}",
+                f"cannot write an event: {error.strerror}",
                 where=str(self.path),
-                fix=f"free some space, then `bloomery resume {shlex.quote(str(self.path.parent))}`",
+                fix=f"free disk space, then `bloomery resume {shlex.quote(str(self.path.parent))}`",
             ) from error
 
     def _on_fresh_line(self) -> bool:
@@ -326,20 +324,20 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every event in the order of writing; a missing file has none. Raises UserError for what is no file."""
+    """Every event in order; none of a missing file. Raises UserError if the path is not a regular file."""
     yield from Tail(path).read(whole=True)
 
 
 @final
 class Tail:
-    """The events of a file that were not read yet; a half-written line waits for its rest."""
+    """Reads the new events of a growing file; an incomplete line is read once it is complete."""
 
     def __init__(self, path: Path, start: int = 0) -> None:
         self._path, self._position, self._rest = path, start, b""
-        self.read_lines = self.unknown_lines = 0  # unknown: damaged, or of another version
+        self.read_lines = self.unknown_lines = 0  # unknown: damaged or of another version
 
     def read(self, *, whole: bool = False) -> Iterator[Event]:
-        """Everything up to now; `whole`: nobody writes any more, and what stands after the last newline is a line."""
+        """Every new event; `whole`: the file is final, and the text after the last newline is a line."""
         while chunk := read_from(self._path, self._position):
             self._position += len(chunk)
             *lines, self._rest = (self._rest + chunk).split(b"\n")
@@ -362,8 +360,7 @@ class Tail:
 def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_seconds: float = 0.1) -> Iterator[Event]:
     """Events of a file as they are written, beginning at byte `start`, until the writer has ended and all is read.
 
-    `until` is asked before each look, so that the last events of a writer that ended meanwhile are not missed.
-    A half-written line waits for its rest; the file need not exist yet.
+    `until` is called before each read, so that the last events are not missed. The file may not exist yet.
     """
     tail = Tail(path, start)
     while True:
@@ -375,7 +372,7 @@ def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_second
 
 
 def read_from(path: Path, position: int) -> bytes:
-    """The next piece of a growing file; nothing where it ends, or is not there yet."""
+    """The next chunk of a growing file; empty at its end or when it does not exist."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(position)
@@ -385,11 +382,11 @@ def read_from(path: Path, position: int) -> bytes:
 
 
 def last_per_step(events: Iterable[Event], kind: type[E]) -> list[E]:
-    """Events of one kind by step: a repeated step as told last, nothing of a future that was given up."""
+    """Events of one kind by step: the last one of a repeated step, none of the steps that a resume discards."""
     by_step: dict[int, E] = {}
     for event in events:
         if isinstance(event, Resumed | Recovered):
-            by_step = {step: told for step, told in by_step.items() if step <= event.step}
+            by_step = {step: kept for step, kept in by_step.items() if step <= event.step}
         elif isinstance(event, kind):
             by_step[event.step] = event
     return [by_step[step] for step in sorted(by_step)]

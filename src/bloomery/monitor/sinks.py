@@ -1,4 +1,4 @@
-"""Places besides the terminal that the events of a run go to."""
+"""Sinks for the events of a run: log.txt, hook commands, trackers, metrics.json."""
 
 import json
 import math
@@ -18,44 +18,43 @@ from typing import Any, Protocol, final
 from bloomery.core.files import open_regular, write_durably
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.core.units import MIB
-from bloomery.monitor.console.words import sentence
+from bloomery.monitor.console.words import log_line
 from bloomery.monitor.events import (
     DeviceStats,
-    EvalDone,
     Event,
     read_events,
     to_json,
     without_secrets,
 )
 from bloomery.monitor.summary import JOULES_IN_KWH, RunSummary, device_figures, summary_of
-from bloomery.monitor.trackers import TrackerSink, paced
+from bloomery.monitor.trackers import TrackerSink, on_schedule
 
 Warn = Callable[[str], None]
 _HOOK_SECONDS = 10.0
-_LOOK_MILLISECONDS = 20  # between two looks whether a hook has ended
-_CHUNK = 2**14  # of a hook's last words
+_POLL_MILLISECONDS = 20  # while a hook runs
+_CHUNK = 2**14  # bytes of a hook's standard error
 _SAMPLE_SECONDS = 60.0
-_HOOK_FAILURES = 3  # in a row, after which the hook is left alone
+_HOOK_FAILURES = 3  # in a row, after which the hook is not called again
 
 
 class Sink(Protocol):
-    """Receives every event in order; must not raise because its receiver is away: that is a warning."""
+    """Receives every event in order. A receiver that is gone is a warning, never an exception."""
 
     def write(self, event: Event) -> None: ...
     def close(self) -> None: ...
 
 
 @final
-class Pace:
-    """As `paced`, and of each device one sample a minute: for readers to whom an event is more than a point."""
+class Schedule:
+    """As `on_schedule`, and one sample of each device per minute."""
 
     def __init__(self, every_steps: int) -> None:
         self._every = every_steps
         self._sampled: dict[int, float] = {}
 
-    def lets_through(self, event: Event) -> bool:
+    def accepts(self, event: Event) -> bool:
         if not isinstance(event, DeviceStats):
-            return paced(event, self._every)
+            return on_schedule(event, self._every)
         due = event.time - self._sampled.get(event.device, -math.inf) >= _SAMPLE_SECONDS
         if due and event.seconds:
             self._sampled[event.device] = event.time
@@ -64,23 +63,20 @@ class Pace:
 
 @final
 class LogFile:
-    """`log.txt`: one line an event with its time, and the tracebacks that the terminal did not show; no secrets.
-
-    What a full disk does not take is lost here alone: events.jsonl is the record, and its writers say that it is full.
-    """
+    """`log.txt`: one line per event with its time, and full tracebacks; no secrets. A full disk is no error."""
 
     def __init__(self, path: Path, every_steps: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: what could not be written is not tried again.
+        # Unbuffered: a failed write is not repeated.
         self._file = os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
-        self._pace = Pace(every_steps)
+        self._schedule = Schedule(every_steps)
 
     def write(self, event: Event) -> None:
-        if self._pace.lets_through(event):
-            self.text(sentence(event), event.time)
+        if self._schedule.accepts(event):
+            self.text(log_line(event), event.time)
 
     def text(self, text: str, when: float | None = None) -> None:
-        """Any text, each line stamped."""
+        """Any text, with the time before each line."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
         for line in map(harmless, redact_secrets(text).splitlines() or [""]):
             with suppress(OSError):
@@ -92,83 +88,86 @@ class LogFile:
 
 @final
 class CommandSink:
-    """Runs the user's program with each event's JSON on its standard input; a hook that fails never stops a run.
+    """Runs your program with the JSON of each event on its standard input; a hook that fails never stops a run.
 
-    What it prints is passed over, but for the end of its standard error where it fails.
+    Its output is ignored, except the last line of standard error when it fails.
     """
 
     def __init__(self, command: str, folder: Path, warn: Warn, every_steps: int = 1) -> None:
-        self._words, self._folder, self._warn, self._pace = shlex.split(command), folder, warn, Pace(every_steps)
+        self._command, self._folder, self._warn, self._schedule = (
+            shlex.split(command),
+            folder,
+            warn,
+            Schedule(every_steps),
+        )
         self._failures = 0
 
     def write(self, event: Event) -> None:
-        if self._failures >= _HOOK_FAILURES or not self._pace.lets_through(event):
+        if self._failures >= _HOOK_FAILURES or not self._schedule.accepts(event):
             return
         problem = self._run(to_json(without_secrets(event)).encode(errors="backslashreplace") + b"\n")
         self._failures = self._failures + 1 if problem else 0
         if problem:
-            more = "; it is not called again" if self._failures == _HOOK_FAILURES else ""
-            self._warn(f"the hook {self._words[0]} {problem}{more}")
+            more = "; not called again" if self._failures == _HOOK_FAILURES else ""
+            self._warn(f"the hook {self._command[0]} {problem}{more}")
 
     def _run(self, line: bytes) -> str:
-        """What went wrong, or nothing. The event is a file: a hook that does not read it blocks nobody."""
+        """The problem, or "". The event is a file, so a hook that does not read it blocks nothing."""
         try:
             with TemporaryFile() as event:
                 event.write(line)
                 event.seek(0)
                 process = subprocess.Popen(
-                    self._words,
+                    self._command,
                     cwd=self._folder,
                     stdin=event,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    start_new_session=True,  # so that what it has started ends with it when it hangs
+                    start_new_session=True,  # so that a kill reaches its children
                 )
         except (OSError, ValueError) as error:
-            return f"could not be started: {getattr(error, 'strerror', None) or error}"
+            return f"cannot be started: {getattr(error, 'strerror', None) or error}"
         assert process.stderr is not None
         with process.stderr as pipe:
-            said = _last_words(process, pipe.fileno(), time.monotonic() + _HOOK_SECONDS)
+            output = _last_output(process, pipe.fileno(), time.monotonic() + _HOOK_SECONDS)
             if process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                return f"did not answer within {_HOOK_SECONDS:.0f} s"
-        last = harmless(said.decode(errors="replace")).strip().splitlines()[-1:] or [""]
+                return f"timed out after {_HOOK_SECONDS:.0f} s"
+        last = harmless(output.decode(errors="replace")).strip().splitlines()[-1:] or [""]
         return f"failed with exit code {process.returncode}: {last[0]}"[:300] if process.returncode else ""
 
     def close(self) -> None:
-        """Nothing is held open between events."""
+        """No resource is open between events."""
 
 
-def _last_words(process: "subprocess.Popen[bytes]", pipe: int, deadline: float) -> bytes:
-    """The end of what a process writes until it ends or the time is up. All else is read and forgotten, and a child
-    that it leaves behind with the pipe in its hands is not waited for.
-    """
-    said, total, ended = b"", 0, False
+def _last_output(process: "subprocess.Popen[bytes]", pipe: int, deadline: float) -> bytes:
+    """The last bytes that a process writes before it ends or times out, without waiting for its children."""
+    output, total, ended = b"", 0, False
     ready = select.poll()
     ready.register(pipe, select.POLLIN)
     while time.monotonic() < deadline:
-        ended = ended or process.poll() is not None  # before the look: what it wrote is in the pipe by then
-        if not ready.poll(0 if ended else _LOOK_MILLISECONDS):
+        ended = ended or process.poll() is not None  # before the poll, so that its output is in the pipe
+        if not ready.poll(0 if ended else _POLL_MILLISECONDS):
             if ended:
                 break
             continue
         chunk = os.read(pipe, _CHUNK)
-        said, total = (said + chunk)[-_CHUNK:], total + len(chunk)
-        if not chunk:  # closed; only its end is waited for
+        output, total = (output + chunk)[-_CHUNK:], total + len(chunk)
+        if not chunk:  # closed, the process may still run
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.0))
             break
         if total > MIB:
-            time.sleep(_LOOK_MILLISECONDS / 1000)  # whoever writes without end waits for us
-    return said
+            time.sleep(_POLL_MILLISECONDS / 1000)  # throttle endless output
+    return output
 
 
 def open_sinks(
     run_dir: Path, names: Sequence[str], commands: Sequence[str], *, every_steps: int, folder: Path, warn: Warn
 ) -> list[Sink]:
-    """The sinks of `logging.trackers`; `warn` is told of each that cannot be had. Hooks run in `folder`."""
+    """The sinks of `logging.trackers`; `warn` gets a line for each that fails. Hooks run in `folder`."""
     return [
         LogFile(run_dir / "log.txt", every_steps),
         *(TrackerSink(name, run_dir, warn, every_steps) for name in names),
@@ -177,27 +176,29 @@ def open_sinks(
 
 
 def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = None) -> Path:
-    """`metrics.json`: what the run reached, computed from its events, beside what was `planned`; replaced whole."""
+    """Writes `metrics.json`: the figures of the run, computed from its events, and those `planned`."""
     summary = summary_of(read_events(run_dir / "events.jsonl"))
     path = run_dir / "metrics.json"
-    write_durably(path, json.dumps({**reached(summary), "planned": dict(planned or {})}, indent=2) + "\n")
+    write_durably(path, json.dumps({**metrics_of(summary), "planned": dict(planned or {})}, indent=2) + "\n")
     return path
 
 
-def reached(summary: RunSummary) -> dict[str, Any]:
-    """What a run has come to, under the names that programs read."""
-    joules = summary.devices.joules
+def metrics_of(summary: RunSummary) -> dict[str, Any]:
+    """Figures of the run so far, for programs."""
+    joules, last, ended = summary.devices.joules, summary.last, summary.ended
     return {
-        "steps": summary.step,
-        "steps_planned": summary.steps,
+        "status": ended.status if ended else None,
+        "error": redact_secrets(ended.error) if ended and ended.error else None,
+        "step": summary.step,
+        "max_steps": summary.steps,
         "tokens": summary.tokens,
-        "loss": summary.last.loss if summary.last else None,
+        "loss": last.loss if last else None,
         "smoothed_loss": summary.smoothed,
-        "evaluation": _plain(summary.evaluation),
-        "best_evaluation": _plain(summary.best),
+        "eval": asdict(summary.evaluation) if summary.evaluation else None,
+        "best_eval": asdict(summary.best) if summary.best else None,
         "tokens_per_second": summary.tokens_per_second,
         "seconds": summary.seconds,
-        "step_seconds_total": summary.trained_seconds,
+        "train_seconds": summary.trained_seconds,
         "peak_memory_gib": summary.peak_gib,
         "energy_kwh": None if joules is None else joules / JOULES_IN_KWH,
         "energy_seconds": round(summary.devices.covered_seconds, 1),
@@ -207,10 +208,4 @@ def reached(summary: RunSummary) -> dict[str, Any]:
         "resumes": summary.resumes,
         "recoveries": summary.recoveries,
         "warnings": [redact_secrets(text) for text in summary.warnings],
-        "status": summary.ended.status if summary.ended else None,
-        "error": redact_secrets(summary.ended.error) if summary.ended and summary.ended.error else None,
     }
-
-
-def _plain(event: EvalDone | None) -> dict[str, Any] | None:
-    return asdict(event) if event else None

@@ -1,4 +1,4 @@
-"""What a run has reached, kept up to date from its events; terminal, `runs` and report take figures from here."""
+"""Figures of a run, updated from its events, for the terminal, `runs`, metrics.json and the report."""
 
 import itertools
 import statistics
@@ -24,7 +24,7 @@ from bloomery.monitor.events import (
 
 SMOOTHING = 0.9  # of the moving average of the loss, bias-corrected as Adam's first moment is
 BARS = "▁▂▃▄▅▆▇█"
-NEWS = 0.1  # by how much the number of steps must change to be told
+NEWS = 0.1  # relative change of the number of steps that is printed
 JOULES_IN_KWH = 3.6e6
 _NOW = ("utilization", "temperature", "power", "clock_mhz", "throttled")
 _RECENT = 50  # steps that the speed is taken from
@@ -32,7 +32,7 @@ _RECENT = 50  # steps that the speed is taken from
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a view cannot see in the events; None is not shown."""
+    """Figures of the plan that a view shows and no event holds; None is not shown."""
 
     name: str = ""
     every_steps: int = 10
@@ -40,7 +40,7 @@ class RunFacts:
     flops_per_token: float | None = None  # forward and backward
     peak_flops: float | None = None  # per second, of all devices together
     memory_limit_gib: float | None = None
-    tells_memory: bool = False  # in each printed line
+    show_memory: bool = False  # in each line of the table
 
     def utilization(self, tokens_per_second: float) -> float | None:
         """MFU: the share of the device's peak that the model's own arithmetic uses (PaLM, appendix B)."""
@@ -52,46 +52,50 @@ class RunFacts:
 @final
 @dataclass
 class DeviceSummary:
-    """Mutable: one device after the samples that `add` was given."""
+    """Mutable: figures of one device after the samples that `add` was given."""
 
-    latest: DeviceStats  # each figure as it was told last
-    seconds: float = 0.0  # that samples stand for
-    busy_seconds: float = 0.0  # the load, as if it had been all or nothing
-    load_seconds: float = 0.0  # in which a load was told
-    peak_load: float | None = None
-    peak_heat: float | None = None
+    latest: DeviceStats  # the newest value of each field
+    seconds: float = 0.0  # covered by samples
+    busy_seconds: float = 0.0  # utilization x time
+    utilization_seconds: float = 0.0  # in which utilization is known
+    peak_utilization: float | None = None
+    peak_temperature: float | None = None
     peak_gib: float | None = None
     joules: float = 0.0
-    power_seconds: float = 0.0  # in which a power was told
-    slowed_seconds: dict[str, float] = field(default_factory=dict)  # by reason
+    power_seconds: float = 0.0  # in which power is known
+    throttled_seconds: dict[str, float] = field(default_factory=dict)  # by reason
 
     def add(self, event: DeviceStats) -> None:
-        told: dict[str, Any] = {f.name: value for f in fields(event) if (value := getattr(event, f.name)) is not None}
-        if event.seconds:  # a look at the device: what it did not tell is not known any more
-            told = {**dict.fromkeys(_NOW), **told}
-        self.latest = replace(self.latest, **told)
+        known: dict[str, Any] = {f.name: v for f in fields(event) if (v := getattr(event, f.name)) is not None}
+        if event.seconds:  # a sample of the device: a value that it lacks is no longer known
+            known = {**dict.fromkeys(_NOW), **known}
+        self.latest = replace(self.latest, **known)
         self.seconds += event.seconds
-        peaks = {"peak_load": event.utilization, "peak_heat": event.temperature, "peak_gib": event.memory_gib}
+        peaks = {
+            "peak_utilization": event.utilization,
+            "peak_temperature": event.temperature,
+            "peak_gib": event.memory_gib,
+        }
         for name, value in peaks.items():
             if value is not None:
                 setattr(self, name, max(getattr(self, name) or value, value))
         if event.utilization is not None:
             self.busy_seconds += event.utilization / 100 * event.seconds
-            self.load_seconds += event.seconds
+            self.utilization_seconds += event.seconds
         if event.power is not None:
             self.joules += event.power * event.seconds
             self.power_seconds += event.seconds
         for reason in filter(None, (event.throttled or "").split(", ")):
-            self.slowed_seconds[reason] = self.slowed_seconds.get(reason, 0.0) + event.seconds
+            self.throttled_seconds[reason] = self.throttled_seconds.get(reason, 0.0) + event.seconds
 
     @property
     def name(self) -> str:
-        return "processor" if self.latest.device == CPU_DEVICE else f"GPU {self.latest.device}"
+        return "CPU" if self.latest.device == CPU_DEVICE else f"GPU {self.latest.device}"
 
     @property
-    def mean_load(self) -> float | None:
+    def mean_utilization(self) -> float | None:
         """Percent."""
-        return 100 * self.busy_seconds / self.load_seconds if self.load_seconds else None
+        return 100 * self.busy_seconds / self.utilization_seconds if self.utilization_seconds else None
 
     @property
     def mean_power(self) -> float | None:
@@ -111,39 +115,36 @@ class Devices:
 
     @property
     def all(self) -> list[DeviceSummary]:
-        """GPUs in order, then the processor."""
+        """GPUs in order, then the CPU."""
         return sorted(
             self.by_number.values(), key=lambda device: (device.latest.device == CPU_DEVICE, device.latest.device)
         )
 
     @property
     def joules(self) -> float | None:
-        """Of every device whose power was told; None when none was."""
+        """Of every device whose power is known; None without any."""
         known = [device.joules for device in self.by_number.values() if device.power_seconds]
         return sum(known) if known else None
 
     @property
     def covered_seconds(self) -> float:
-        """For how long a power was told by the device that told it longest."""
+        """The longest time over which the power of a device is known."""
         return max((device.power_seconds for device in self.by_number.values()), default=0.0)
 
 
 @dataclass
 class Elapsed:
-    """Wall time while somebody worked on the run: a night between a stop and its resume is none of it.
-
-    For a clock that may be set back meanwhile: time that went backwards is none either.
-    """
+    """Wall time of the run's processes, without the time between a stop and its resume. A clock set back adds none."""
 
     seconds: float = 0.0
     _before: float | None = None
-    _stepped: bool = False  # whether the process that speaks has taken a step
+    _stepped: bool = False  # whether the current process has finished a step
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
-        if isinstance(event, Saved | Warned | DeviceStats):  # other threads make these, and they are told late
+        if isinstance(event, Saved | Warned | DeviceStats):  # from other threads, out of order
             return self.seconds
-        if isinstance(event, RunStarted) and self._stepped:  # another process: the one before was killed
+        if isinstance(event, RunStarted) and self._stepped:  # a new process: the previous one was killed
             self._before = None
         self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
         self._before = None if isinstance(event, RunEnded) else event.time
@@ -151,7 +152,7 @@ class Elapsed:
         return self.seconds
 
     def until(self, now: float) -> float:
-        """The same up to this moment; it stands still once the run has ended."""
+        """The seconds up to `now`; constant once the run has ended."""
         return self.seconds + (max(0.0, now - self._before) if self._before is not None else 0.0)
 
 
@@ -160,15 +161,15 @@ class RunSummary:
     """Mutable: the state of one run after the events that `add` was given."""
 
     steps: int | None = None
-    announced: int | None = None  # steps as a line told them; a wall-time run estimates them anew all the time
+    announced: int | None = None  # steps as printed; a run with train.max_time estimates them again and again
     step: int = 0
     tokens: int = 0
     phase: Phase | None = None
     last: StepDone | None = None
     evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
     ended: RunEnded | None = None
-    loss_unit: str = "token"  # what a loss is per
-    stopping: bool = False  # it was asked to, and saves after the step that it is taking
+    loss_unit: str = "token"  # the loss is per one of these
+    stopping: bool = False  # on request, after the current step and its checkpoint
     began: float | None = None
     latest: float | None = None
     clock: Elapsed = field(default_factory=Elapsed)
@@ -211,13 +212,13 @@ class RunSummary:
                         self.announced = self.steps
             case Resumed():
                 self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
-                self.evaluations = {step: told for step, told in self.evaluations.items() if step <= event.step}
+                self.evaluations = {step: e for step, e in self.evaluations.items() if step <= event.step}
                 self.recent.clear()
             case Recovered():
                 self.recoveries += 1
-                if event.step < self.step:  # back to a checkpoint: what came after it is given up
+                if event.step < self.step:  # back to a checkpoint: later evaluations are discarded
                     self.step = event.step
-                    self.evaluations = {step: told for step, told in self.evaluations.items() if step <= event.step}
+                    self.evaluations = {step: e for step, e in self.evaluations.items() if step <= event.step}
                     self.recent.clear()
                 self.warnings.append(f"{event.reason}: {event.action}")
             case Warned():
@@ -231,7 +232,7 @@ class RunSummary:
 
     @property
     def unit(self) -> str:
-        """Of the loss, in words."""
+        """Unit of the loss."""
         return "nats per token" if self.loss_unit == "token" else f"per {self.loss_unit}"
 
     def _add_step(self, event: StepDone) -> None:
@@ -254,29 +255,26 @@ class RunSummary:
 
     @property
     def best(self) -> EvalDone | None:
-        """The first of those with the lowest loss; None while no loss was finite."""
-        finite = [told for told in self.evaluations.values() if told.loss is not None]
-        return min(finite, key=lambda told: told.loss or 0.0, default=None)
+        """The evaluation with the lowest loss, the first of equals; None without a finite loss."""
+        finite = [e for e in self.evaluations.values() if e.loss is not None]
+        return min(finite, key=lambda e: e.loss or 0.0, default=None)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the recent steps, evaluations and saves apart."""
+        """Median of the recent steps, without evaluations and checkpoints."""
         if not self.recent:
             return None
         return statistics.median(step.tokens_per_second for step in self.recent)
 
     @property
     def data_wait(self) -> float | None:
-        """The share of the recent steps' time that was spent waiting for data."""
+        """Share of the recent steps' time spent waiting for data."""
         seconds = sum(step.step_seconds for step in self.recent)
         return sum(step.data_wait_seconds for step in self.recent) / seconds if seconds else None
 
     @property
-    def seconds_left(self) -> float | None:
-        """From the wall clock of the recent steps, so that evaluations and saves count too.
-
-        The first steps of a process, which compile, do not count while they stand out.
-        """
+    def eta_seconds(self) -> float | None:
+        """From the wall clock of the recent steps, evaluations and checkpoints included, slow first steps excluded."""
         if not self.steps or len(self.recent) < 2:
             return None
         usual = 3 * statistics.median(step.step_seconds for step in self.recent)
@@ -289,18 +287,18 @@ class RunSummary:
 
     @property
     def joules_per_token(self) -> float | None:
-        """Of the devices whose power was told. Steps that were computed twice cost twice and count once."""
+        """Of the devices whose power is known. A repeated step costs twice and counts once."""
         joules = self.devices.joules
         return joules / self.tokens if joules is not None and self.tokens else None
 
     @property
     def seconds(self) -> float:
-        """Wall time from the first event to the last, without what lay between a process and the next."""
+        """Wall time from the first event to the last, without the time between two processes."""
         return self.clock.seconds
 
 
 def summary_of(events: Iterable[Event]) -> RunSummary:
-    """The state after all of these events."""
+    """The figures after all of these events."""
     summary = RunSummary()
     for event in events:
         summary.add(event)
@@ -308,7 +306,7 @@ def summary_of(events: Iterable[Event]) -> RunSummary:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """Bars of the last `width` values; the lowest of all is the lowest bar. A flat series is a line of low bars."""
+    """Bars of the last `width` values, scaled to all of them; equal values are low bars."""
     shown = list(values)
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     scale = (len(BARS) - 2) / (high - low) if high > low else 0.0
@@ -316,14 +314,14 @@ def sparkline(values: Iterable[float], width: int) -> str:
 
 
 def in_millions(tokens: float) -> str:
-    """0.33 M, 3.19 B: two decimals so that columns stay aligned; below 10,000 the number itself."""
+    """0.33 M, 3.19 B: two decimals, for aligned columns; below 10,000 the number itself."""
     if tokens < 10_000:
         return f"{tokens:,.0f}"
     return f"{tokens / 1e9:.2f} B" if tokens >= 1e9 else f"{tokens / 1e6:.2f} M"
 
 
 def device_figures(device: DeviceSummary) -> dict[str, Any]:
-    """What metrics.json holds of a device."""
+    """A device in metrics.json."""
 
     def short(value: float | None) -> float | None:
         return None if value is None else round(value, 3)
@@ -332,14 +330,14 @@ def device_figures(device: DeviceSummary) -> dict[str, Any]:
         "device": device.latest.device,
         "name": device.latest.name,
         "seconds": round(device.seconds, 1),
-        "utilisation_mean": short(device.mean_load),
-        "utilisation_peak": short(device.peak_load),
-        "temperature_peak": short(device.peak_heat),
+        "utilization_mean": short(device.mean_utilization),
+        "utilization_peak": short(device.peak_utilization),
+        "temperature_peak": short(device.peak_temperature),
         "power_mean": short(device.mean_power),
         "energy_kwh": device.joules / JOULES_IN_KWH if device.power_seconds else None,
         "memory_peak_gib": short(device.peak_gib),
         "power_shared_with": device.latest.shared_with,
-        "slowed_seconds": {reason: round(seconds, 1) for reason, seconds in device.slowed_seconds.items()},
+        "throttled_seconds": {reason: round(seconds, 1) for reason, seconds in device.throttled_seconds.items()},
         "reserved_gib": short(device.latest.reserved_gib),
         "fragmentation": short(device.latest.fragmentation),
         "alloc_retries": device.latest.alloc_retries,

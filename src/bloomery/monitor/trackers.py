@@ -1,8 +1,8 @@
 """Trackers: TensorBoard, Weights & Biases, trackio and MLflow, each through its own library, each in a thread.
 
-A tracker's library talks to a network, prints, fails and sometimes hangs: none of that may reach a run. Nobody waits
-for one but `close`, and that not for long. Where its data goes and with which login is the user's environment alone
-(WANDB_*, TRACKIO_*, MLFLOW_*): a recipe holds no secret.
+A tracker's library uses the network, prints, fails and sometimes hangs; training is independent of it. Only `close`
+waits for it, with a time limit. The environment (WANDB_*, TRACKIO_*, MLFLOW_*) sets server and login: a recipe has no
+secrets.
 """
 
 import atexit
@@ -38,32 +38,24 @@ from bloomery.monitor.events import (
 from bloomery.recipe.schema import IF_INSTALLED
 
 FINISH_SECONDS = 20.0  # to send what is left at the end
-WAITING_EVENTS = 5_000  # kept for a tracker that is slow; what comes then is left out
-LONGEST_PARAMETER = 500  # letters, the least that any MLflow server takes
-PARAMETERS_AT_ONCE = 100  # what one MLflow call takes
+WAITING_EVENTS = 5_000  # buffer for a slow tracker; events above it are dropped
+LONGEST_PARAMETER = 500  # characters, the lowest limit of an MLflow server
+PARAMETERS_AT_ONCE = 100  # limit of one MLflow call
 INSTALLED_BY_THE_USER = ("wandb", "trackio", "mlflow")
 _DEVICE_FIGURES = (
     "utilization", "memory_gib", "temperature", "power", "clock_mhz", "allocated_gib", "reserved_gib", "fragmentation",
 )  # fmt: skip
-_JOB = threading.Lock()  # the first tracker of a run makes its id
-_COMPARED = (
-    "model",
-    "data",
-    "optimizer",
-    "train",
-    "checkpoint",
-    "eval",
-    "sample",
-)  # sections that runs differ by
+_ID_LOCK = threading.Lock()  # the first tracker of a run creates its id
+_COMPARED = ("model", "data", "optimizer", "train", "checkpoint", "eval", "sample")  # sections shown as settings
 
 
-def paced(event: Event, every_steps: int) -> bool:
-    """Whether a sink that follows `logging.every` shows this event; only steps are thinned."""
+def on_schedule(event: Event, every_steps: int) -> bool:
+    """Whether a sink that follows `logging.every` shows this event; other events than steps always are."""
     return not isinstance(event, StepDone) or event.step % every_steps == 0 or event.loss is None
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event under the names that charts show; what is None is absent."""
+    """The numbers of an event by chart name, without None."""
     match event:
         case StepDone():
             figures: dict[str, float | None] = {
@@ -87,7 +79,7 @@ def scalars(event: Event) -> dict[str, float]:
                 **{f"eval/{name}": value for name, value in event.metrics.items()},
             }
         case DeviceStats():
-            folder = "processor" if event.device == CPU_DEVICE else f"gpu{event.device}"
+            folder = "cpu" if event.device == CPU_DEVICE else f"gpu{event.device}"
             figures = {f"{folder}/{name}": getattr(event, name) for name in _DEVICE_FIGURES}
         case _:
             figures = {}
@@ -95,18 +87,18 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 class Tracker(Protocol):
-    """One run at a tracker. Raises whatever its library raises."""
+    """A run at a tracker. Raises any exception of its library."""
 
     def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None: ...
-    def end(self, why: str) -> None: ...
+    def end(self, status: str) -> None: ...
 
 
 @final
 class TrackerSink:
-    """One tracker of `logging.trackers`, opened and fed by a thread of its own, at the pace of `logging.every`.
+    """A tracker of `logging.trackers`, in its own thread, every `logging.every` steps.
 
-    `warn` gets one sentence for a tracker that cannot be had, and one for the first record that it does not take; it is
-    asked again all the same. `IF_INSTALLED` is TensorBoard without a warning where it is not installed.
+    `warn` gets one line when the tracker cannot start and one for the first event that fails; later events are still
+    sent. `IF_INSTALLED` is TensorBoard without a warning where it is not installed.
     """
 
     def __init__(self, name: str, run_dir: Path, warn: Callable[[str], None], every_steps: int = 1) -> None:
@@ -121,18 +113,18 @@ class TrackerSink:
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        wanted = isinstance(event, RunEnded | Resumed) or (scalars(event) and paced(event, self._every))
+        wanted = isinstance(event, RunEnded | Resumed) or (scalars(event) and on_schedule(event, self._every))
         if not wanted or not self._thread.is_alive():
             return
         try:
             self._events.put_nowait(without_secrets(event))
         except queue.Full:
             if not self._lost:
-                self._warn(f"{self._name} is too slow: it does not get every step; events.jsonl holds them all")
+                self._warn(f"{self._name} is too slow and misses steps; events.jsonl has all of them")
             self._lost = True
 
     def close(self) -> None:
-        """Gives it a while to send the rest. What it has kept on the disk stays there."""
+        """Waits up to FINISH_SECONDS for the remaining events."""
         deadline = time.monotonic() + FINISH_SECONDS
         with suppress(queue.Full):
             self._events.put(None, timeout=FINISH_SECONDS if self._thread.is_alive() else 0.0)
@@ -140,30 +132,27 @@ class TrackerSink:
         if sys.stdout is self._muted:
             sys.stdout = self._stdout
         if self._thread.is_alive():
-            atexit.register(atexit._clear)  # its library's own last wish may hang, too: registered last, called first
-            self._warn(f"{self._name} did not finish sending within {FINISH_SECONDS:.0f} s and was left behind")
+            atexit.register(atexit._clear)  # exit handlers of its library may hang, too: registered last, called first
+            self._warn(f"{self._name} timed out after {FINISH_SECONDS:.0f} s; its last events may be missing")
 
     def _track(self) -> None:
-        name, why, failed = self._name, "killed", False
+        name, status, failed = self._name, "killed", False
         try:
-            with _JOB:
-                job = {"folder": str(self._run_dir)} if name == "tensorboard" else job_of(self._run_dir)
-            tracker: Tracker = TRACKERS[name](job)
+            with _ID_LOCK:
+                run_info = {"folder": str(self._run_dir)} if name == "tensorboard" else run_info_of(self._run_dir)
+            tracker: Tracker = TRACKERS[name](run_info)
         except ImportError as error:
             package = "'bloomery[track]'" if name == "tensorboard" else name
             if self._asked_for:
-                self._warn(
-                    f"{name} is not installed ({error}): this run is not tracked there; fix: pip install {package}"
-                )
+                self._warn(f"{name} is not installed ({error}), the run is not tracked; fix: pip install {package}")
             return
-        except BaseException as error:  # whatever its library raises, SystemExit included
-            self._warn(f"{name} could not be started, this run is not tracked there: {_words(error)}")
+        except BaseException as error:  # any exception of its library, SystemExit included
+            self._warn(f"{name} cannot be started, the run is not tracked: {_message(error)}")
             return
         if isinstance(tracker, Wandb) and tracker.offline:
-            kept = self._run_dir / "wandb/offline-run-*"
-            self._warn(f"wandb: nobody has logged in here, so the run is kept; later: wandb sync {kept}")
+            self._warn(f"wandb: no login, offline mode; later: wandb sync {self._run_dir / 'wandb/offline-run-*'}")
         while (event := self._events.get()) is not None:
-            why = event.status if isinstance(event, RunEnded) else why
+            status = event.status if isinstance(event, RunEnded) else status
             figures = scalars(event)
             try:
                 if isinstance(event, Resumed) and isinstance(tracker, TensorBoard):
@@ -172,17 +161,17 @@ class TrackerSink:
                     tracker.log(figures, step=event.step, when=event.time)
             except Exception as error:
                 if not failed:
-                    self._warn(f"{name} did not take step {event.step}, training goes on: {_words(error)}")
+                    self._warn(f"{name} failed at step {event.step}, training continues: {_message(error)}")
                 failed = True
         try:
-            tracker.end(why)
+            tracker.end(status)
         except Exception as error:
-            self._warn(f"{name} did not take the end of the run: {_words(error)}")
+            self._warn(f"{name} failed at the end of the run: {_message(error)}")
 
 
 @final
 class _Muted:
-    """Standard output while a tracker works: what its thread prints is no answer of Bloomery's, and goes nowhere."""
+    """Standard output that drops the output of a tracker's thread."""
 
     def __init__(self, stream: TextIO, thread: threading.Thread) -> None:
         self._stream, self._thread = stream, thread
@@ -194,7 +183,7 @@ class _Muted:
         return getattr(self._stream, name)
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
@@ -202,46 +191,46 @@ def _words(error: BaseException) -> str:
 class TensorBoard:
     """Event files in the run's folder, written without importing torch."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, run_info: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._proto, self._summary = event_pb2, summary_pb2.Summary
-        self._writer = EventFileWriter(str(Path(job["folder"]) / "tensorboard"))
+        self._writer = EventFileWriter(str(Path(run_info["folder"]) / "tensorboard"))
 
     def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
         self._writer.add_event(self._proto.Event(wall_time=when, step=step, summary=self._summary(value=values)))
 
     def go_back(self, event: Resumed) -> None:
-        """TensorBoard drops what lies at or after this step, so that repeated steps are drawn once."""
+        """Makes TensorBoard drop this and later steps, so that repeated steps are drawn once."""
         session = self._proto.SessionLog(status=self._proto.SessionLog.START)
         self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step + 1, session_log=session))
 
-    def end(self, why: str) -> None:
-        del why
+    def end(self, status: str) -> None:
+        del status
         self._writer.close()
 
 
 @final
 class Wandb:
-    """`offline` where nobody has logged in: `wandb sync` sends it later."""
+    """`offline` without a login: `wandb sync` uploads the run later."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, run_info: Mapping[str, Any]) -> None:
         library, mode = importlib.import_module("wandb"), _wandb_mode(os.environ)
         self.offline = mode == "offline"
         settings = {"settings": library.Settings(console="off", silent=True)} if hasattr(library, "Settings") else {}
         self._run = library.init(
-            project=os.environ.get("WANDB_PROJECT", job["project"]),
-            name=job["name"],
-            id=job["id"],
-            dir=job["folder"],
-            config=job["config"],
+            project=os.environ.get("WANDB_PROJECT", run_info["project"]),
+            name=run_info["name"],
+            id=run_info["id"],
+            dir=run_info["folder"],
+            config=run_info["config"],
             resume="allow",
             mode=mode,
             **settings,
         )
-        # Its own step may only grow; after a resume ours goes back, and the last telling of a step is drawn last.
+        # wandb's own step never decreases; the step of a resumed run does.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -249,12 +238,12 @@ class Wandb:
         del when
         self._run.log({"step": step, **figures})
 
-    def end(self, why: str) -> None:
-        self._run.finish(exit_code=0 if why in ("done", "stopped") else 1)
+    def end(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status in ("done", "stopped") else 1)
 
 
 def _wandb_mode(environment: Mapping[str, str]) -> str | None:
-    """None: as its own settings say. Without a login it would ask a terminal that is not there."""
+    """None: from its own settings. Without a login wandb would prompt on a terminal that does not exist."""
     if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
         return None
     try:
@@ -267,14 +256,14 @@ def _wandb_mode(environment: Mapping[str, str]) -> str | None:
 
 @final
 class Trackio:
-    """Local, below ~/.cache/huggingface/trackio; on a Space where TRACKIO_SPACE_ID names one."""
+    """Local, in ~/.cache/huggingface/trackio, or on the Space of TRACKIO_SPACE_ID."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, run_info: Mapping[str, Any]) -> None:
         self._library = importlib.import_module("trackio")
         self._library.init(
-            project=os.environ.get("TRACKIO_PROJECT", job["project"]),
-            name=job["name"],
-            config=job["config"],
+            project=os.environ.get("TRACKIO_PROJECT", run_info["project"]),
+            name=run_info["name"],
+            config=run_info["config"],
             resume="allow",
         )
 
@@ -282,32 +271,34 @@ class Trackio:
         del when
         self._library.log(dict(figures), step=step)
 
-    def end(self, why: str) -> None:
-        del why
+    def end(self, status: str) -> None:
+        del status
         self._library.finish()
 
 
 @final
 class Mlflow:
-    """Where MLFLOW_TRACKING_URI says, else where MLflow itself keeps its runs in the working folder."""
+    """At MLFLOW_TRACKING_URI, else at the default of MLflow in the working folder."""
 
-    def __init__(self, job: Mapping[str, Any]) -> None:
+    def __init__(self, run_info: Mapping[str, Any]) -> None:
         importlib.import_module("mlflow")
         entities = importlib.import_module("mlflow.entities")
         self._metric = entities.Metric
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", job["project"])
-        found = self._client.get_experiment_by_name(name)
-        if found is not None and job["resumed"]:  # the run of the same id goes on; its parameters never change
-            mine = f"tags.`bloomery.id` = '{job['id']}'"
-            for run in self._client.search_runs([found.experiment_id], filter_string=mine, max_results=1):
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run_info["project"])
+        experiment = self._client.get_experiment_by_name(name)
+        if (
+            experiment is not None and run_info["resumed"]
+        ):  # continue the run of the same id; its parameters never change
+            mine = f"tags.`bloomery.id` = '{run_info['id']}'"
+            for run in self._client.search_runs([experiment.experiment_id], filter_string=mine, max_results=1):
                 self._run_id = str(run.info.run_id)
                 self._client.update_run(self._run_id, status="RUNNING")
                 return
-        experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
-        tags = {"bloomery.id": job["id"]}
-        self._run_id = str(self._client.create_run(experiment, tags=tags, run_name=job["name"]).info.run_id)
-        parameters = [entities.Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in job["config"].items()]
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        tags = {"bloomery.id": run_info["id"]}
+        self._run_id = str(self._client.create_run(experiment_id, tags=tags, run_name=run_info["name"]).info.run_id)
+        parameters = [entities.Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in run_info["config"].items()]
         for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
             self._client.log_batch(self._run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
 
@@ -315,9 +306,9 @@ class Mlflow:
         metrics = [self._metric(key, value, int(when * 1000), step) for key, value in figures.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
 
-    def end(self, why: str) -> None:
-        status = {"done": "FINISHED", "stopped": "KILLED"}.get(why, "FAILED")
-        self._client.set_terminated(self._run_id, status=status)
+    def end(self, status: str) -> None:
+        mapped = {"done": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED")
+        self._client.set_terminated(self._run_id, status=mapped)
 
 
 TRACKERS: dict[str, Callable[[Mapping[str, Any]], Tracker]] = {
@@ -326,31 +317,30 @@ TRACKERS: dict[str, Callable[[Mapping[str, Any]], Tracker]] = {
 
 
 def require(names: Sequence[str]) -> None:
-    """Raises UserError for a tracker whose library is not installed here. Nothing is imported."""
+    """Raises UserError for a tracker whose library is not installed. Imports nothing."""
     for name in names:
         if name not in INSTALLED_BY_THE_USER:
             continue
-        found = None
+        spec = None
         with suppress(ImportError, ValueError):
-            found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder `wandb/` here, which its offline runs make, is none
+            spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder `wandb/` of offline runs is no library
             raise UserError(
                 f"{name} is not installed in this environment",
                 where=f"logging.trackers={name}",
-                fix=f"{sys.executable} -m pip install {name}\n       or take it out of logging.trackers",
+                fix=f"{sys.executable} -m pip install {name}\n       or remove it from logging.trackers",
             )
 
 
-def job_of(run_dir: Path) -> dict[str, Any]:
-    """What a tracker must know of a run; its id is made once, so that a resumed run goes on at the tracker, too.
+def run_info_of(run_dir: Path) -> dict[str, Any]:
+    """Name, id and settings of a run for a tracker. The id is created once, so that a resumed run continues there.
 
-    The plan's figures are its settings: without secrets, and of a path on this machine its end alone, as the rest names
-    people and projects.
+    The settings are those of the plan, without secrets; of an absolute path only the last part.
     """
-    known = run_dir / "tracked.json"
-    resumed = known.is_file()
+    tracked = run_dir / "tracked.json"
+    resumed = tracked.is_file()
     if not resumed:
-        write_durably(known, json.dumps({"id": uuid.uuid4().hex[:16]}) + "\n")
+        write_durably(tracked, json.dumps({"id": uuid.uuid4().hex[:16]}) + "\n")
     plan, settings = _read(run_dir / "plan.json"), dict[str, Any]()
     for section in _COMPARED:
         values = plan.get(section)
@@ -361,7 +351,7 @@ def job_of(run_dir: Path) -> dict[str, Any]:
                 if isinstance(item, str | int | float | bool):
                     settings[f"{section}.{key}.{name}".rstrip(".")] = item
     return {
-        "id": _read(known).get("id") or run_dir.name,
+        "id": _read(tracked).get("id") or run_dir.name,
         "name": run_dir.name,
         "project": str(plan.get("name") or "bloomery"),
         "folder": str(run_dir),
@@ -372,7 +362,7 @@ def job_of(run_dir: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_whole(path))
+        content = json.loads(read_whole(path))
     except (OSError, ValueError, UserError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

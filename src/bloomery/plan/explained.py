@@ -5,7 +5,7 @@ from bloomery.core.units import GIB
 from bloomery.data.prepare.stats import DatasetStats, read_stats
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.monitor.diagnose.diagnosis import Facts
+from bloomery.monitor.diagnose.diagnosis import PlanFacts
 from bloomery.monitor.summary import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import mode_of
@@ -28,16 +28,16 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
         flops_per_token=useful_flops(config, mode_of(plan, config), plan.data.sequence_length),
         peak_flops=rate.peak if rate else None,
         memory_limit_gib=plan.memory.limit / GIB,
-        tells_memory=plan.logging.memory,
+        show_memory=plan.logging.memory,
     )
 
 
-def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> Facts:
+def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
     """Reads a sample of the shards: a tenth of a second. Text that is gone or damaged is not known."""
     config, train, optimizer, stats = plan.model.config, plan.train, plan.optimizer, _stats(plan)
     estimate, aim = plan.step_seconds, plan.objective.spec
     nats = aim.loss_unit == "token"
-    return Facts(
+    return PlanFacts(
         vocab_size=config.vocab_size if nats else None,  # a guess is worth ln V to these alone
         fresh=plan.model.source is None and nats,  # other losses begin and fall otherwise
         falls=aim.falls,

@@ -205,10 +205,10 @@ def _devices(record: Record) -> dict[str, Any]:
 
     head, rows = ["load", "hottest", "power", "energy", "memory, peak", "slowed down"], []
     for device in known.all:
-        now, slowed = device.latest, device.slowed_seconds.items()
+        now, slowed = device.latest, device.throttled_seconds.items()
         cells = [
-            figure(device.mean_load, ".0f", "%"),
-            figure(device.peak_heat, ".0f", " °C"),
+            figure(device.mean_utilization, ".0f", "%"),
+            figure(device.peak_temperature, ".0f", " °C"),
             figure(device.mean_power, ",.0f", " W") if now.shared_with is None else f"with GPU {now.shared_with}",
             format_joules(device.joules) if device.power_seconds else "",
             figure(device.peak_gib, ".1f", " GiB"),

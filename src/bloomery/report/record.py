@@ -12,7 +12,7 @@ from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.data.shards.format import Manifest
 from bloomery.hardware.machine import Machine
-from bloomery.monitor.diagnose.diagnosis import Finding, findings
+from bloomery.monitor.diagnose.diagnosis import Diagnosis, diagnose
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -82,7 +82,7 @@ class Record:
     manifest: Manifest | None
     recipe: str
     expected: Claims
-    found: tuple[Finding, ...]  # what a diagnosis of the events finds wrong
+    diagnoses: tuple[Diagnosis, ...]
     lost: str | None = None  # of the events
 
     @property
@@ -140,7 +140,7 @@ def read_record(folder: Path) -> Record:
         manifest=_read(plan.data.prepared / "manifest.json", Manifest) if plan else None,
         recipe=recipe.read_text(encoding="utf-8") if recipe.is_file() else "",
         expected=_expected(recipe),
-        found=tuple(findings(events, diagnosis_facts(plan, machine))) if plan else (),
+        diagnoses=tuple(diagnose(events, diagnosis_facts(plan, machine))) if plan else (),
     )
 
 

@@ -15,7 +15,7 @@ from bloomery.core.files import state_folder
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.monitor.console.lines import showing
-from bloomery.monitor.diagnose.diagnosis import Diagnosis
+from bloomery.monitor.diagnose.diagnosis import Diagnoser
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.summary import RunFacts, summary_of
@@ -89,7 +89,7 @@ class EventHub:
         self._untold: list[Event] = []  # said while nobody was shown anything
         self._log = LogFile(folder.log)
         self._followed = False  # whether somebody reads events.jsonl and tells what is written there
-        self._diagnosis: Diagnosis | None = None
+        self._diagnosis: Diagnoser | None = None
         self.ended = False  # whether RunEnded is written
         self.began = False  # whether a child was started
         self.hooks = frozenset[str]()  # commands that this user asked for; others are shown, not run
@@ -105,7 +105,7 @@ class EventHub:
     def tell(self, event: Event) -> None:
         for sink in self._sinks:
             sink.write(event)
-        for warning in self._diagnosis.look(event) if self._followed and self._diagnosis else ():
+        for warning in self._diagnosis.check(event) if self._followed and self._diagnosis else ():
             self._write(warning)  # and comes back as what is followed
 
     def line(self, text: str) -> None:
@@ -128,7 +128,7 @@ class EventHub:
                 self._sinks[0].write(event)
             if plan is not None:
                 facts_of = partial(diagnosis_facts, plan, self._machine())
-                self._diagnosis = Diagnosis(facts_of, read_events(self._folder.events))
+                self._diagnosis = Diagnoser(facts_of, read_events(self._folder.events))
             self._followed = True
             try:
                 yield

@@ -194,13 +194,13 @@ class _Flow:
                 self.hub.line(f"metrics.json could not be written: {error.strerror}")
 
     def _planned(self) -> dict[str, float | None]:
-        """The plan's figures under the names of what metrics.json measured."""
+        """The plan's figures by the keys of metrics.json."""
         if not self.folder.plan.exists():
             return {}
         plan = read_plan(self.folder.plan)
         rate = plan.step_seconds.inverse(plan.train.tokens_per_step).value if plan.step_seconds is not None else None
         return {
-            "steps": plan.train.steps,
+            "max_steps": plan.train.steps,
             "tokens_per_second": rate,
             "seconds": plan.seconds.value if plan.seconds is not None else None,
             "peak_memory_gib": plan.memory.total / GIB,

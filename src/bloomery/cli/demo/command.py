@@ -1,4 +1,4 @@
-"""`bloomery demo`: train a small model on this machine's own Python source, kill it, resume it, examine it."""
+"""`bloomery demo`: train a small model on this machine's Python source, kill and resume the run, evaluate the model."""
 
 import os
 import signal
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from bloomery.cli.demo.story import Story
 
 KILL_AT = 2 / 3  # of the run's steps
-REPEATED = 5  # steps at least between the last checkpoint and the kill, so that there is something to compare
+REPEATED = 5  # steps at least between the last checkpoint and the kill, to compare their losses
 
 
 @final
 @dataclass
 class Kill:
-    """The kill, and the losses told before and after it for the steps that had to be repeated."""
+    """The kill, and the losses of the repeated steps before and after it."""
 
     step: int
-    saved: int  # the checkpoint that the run comes back to
+    saved: int  # the checkpoint that the run resumes from
     before: dict[int, float | None]
     after: dict[int, float | None] = field(default_factory=dict)
     back_seconds: float = 0.0
@@ -41,12 +41,12 @@ class Kill:
 
 @click.command()
 @click.argument("what", required=False, type=click.Choice(["chat"]))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end; the story goes to stderr.")
-@click.option("--run-dir", type=NewPath(), help="Where the run goes [default: runs/demo].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document; the rest goes to stderr.")
+@click.option("--run-dir", type=NewPath(), help="Folder of the run [default: runs/demo].")
 def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
-    """Train a small model on this machine, kill it, resume it, examine it: about two minutes on two cores.
+    """Train, kill, resume and evaluate a small model: 2 minutes on 2 cores.
 
-    `bloomery demo chat` lets that model learn to answer, by adapters and with every weight: two minutes more.
+    `bloomery demo chat` then fine-tunes that model with LoRA and in full: 2 minutes more.
 
     Example: bloomery demo --run-dir runs/first
     """
@@ -55,17 +55,20 @@ def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     if what == "chat":
         from bloomery.cli.demo.chat import demonstrate
 
-        told = demonstrate(run_dir=run_dir, as_json=as_json)
+        document = demonstrate(run_dir=run_dir, as_json=as_json)
         if as_json:
-            print_json(told)
+            print_json(document)
         return 0
-    from bloomery.cli.demo.evaluation import examine, introduce
+    from bloomery.cli.demo.evaluation import describe, evaluate_demo
     from bloomery.cli.demo.story import Story
+    from bloomery.hardware.detect.detect import detect
 
     began = time.time()
     folder = run_dir or _free_folder()
     story = Story(to_stderr=as_json)
-    introduce(story)
+    story.write("Bloomery demo: train a small language model on this machine's Python source code")
+    story.write(f"{describe(detect())} · no download")
+    story.write()
     try:
         with Trainer(folder) as trainer:
             kill = _train_and_kill(trainer, story)
@@ -73,14 +76,14 @@ def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
                 _resume(trainer, story, kill)
     finally:
         story.end_table()
-    result = examine(folder, story, kill, began)
+    result = evaluate_demo(folder, story, kill, began)
     if as_json:
         print_json(result)
     return 0
 
 
 def _free_folder() -> Path:
-    """runs/demo, or runs/demo-2 and so on: an earlier demo is never overwritten."""
+    """runs/demo, else runs/demo-2 and so on: no run is overwritten."""
     number, folder = 1, Path("runs/demo")
     while folder.exists():
         number += 1
@@ -90,7 +93,7 @@ def _free_folder() -> Path:
 
 @final
 class Trainer:
-    """`bloomery train` or `resume` as a process of its own, watched through the events that it writes."""
+    """`bloomery train` or `resume` in a process, followed through its events."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -102,14 +105,14 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def run(self, *words: str) -> Iterator[Event]:
-        """What the process tells, until it ends. It leads a group of its own: a kill takes its ranks along,
-        and Ctrl+C reaches it once, through us. Raises UserError with its last words when it fails.
+    def run(self, *arguments: str) -> Iterator[Event]:
+        """Events until the process ends. Its process group is its own: a kill includes its ranks, and Ctrl+C is
+        forwarded once. Raises UserError with its error when it fails.
         """
         events = self.folder / "events.jsonl"
         known = events.stat().st_size if events.exists() else 0
         self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "bloomery", *words],
+            [sys.executable, "-m", "bloomery", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -124,24 +127,24 @@ class Trainer:
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         _, errors = process.communicate()
         if process.returncode != 0:
-            words = errors.decode("utf-8", errors="replace").strip().splitlines()
+            lines = errors.decode("utf-8", errors="replace").strip().splitlines()
             raise UserError(
-                "the demo's training ended early" + (f": {words[0].removeprefix('error: ')}" if words else ""),
+                "training of the demo failed" + (f": {lines[0].removeprefix('error: ')}" if lines else ""),
                 where=str(self.folder / "log.txt"),
-                fix=f"`bloomery resume {self.folder}` goes on from the last checkpoint",
+                fix=f"resume from the last checkpoint: `bloomery resume {self.folder}`",
                 code=process.returncode if process.returncode > 0 else 1,
             )
 
     def kill(self) -> None:
-        """SIGKILL to the process and all its children; harmless when they have ended."""
+        """Sends SIGKILL to the process and its children, if they run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
 
 
 def _train_and_kill(trainer: Trainer, story: "Story") -> Kill | None:
-    """None when training ended before there was a checkpoint to come back to."""
-    from bloomery.cli.demo.evaluation import tell_plan, tell_text
+    """None when training ended before a kill after the first checkpoint."""
+    from bloomery.cli.demo.evaluation import show_dataset, show_plan
     from bloomery.plan.store import read_plan
 
     losses: dict[int, float | None] = {}
@@ -150,20 +153,20 @@ def _train_and_kill(trainer: Trainer, story: "Story") -> Kill | None:
         story.show(event)
         match event:
             case RunStarted():
-                tell_text(story, read_plan(trainer.folder / "plan.json"), event.time - began)
+                show_dataset(story, read_plan(trainer.folder / "plan.json"), event.time - began)
             case Phase(name="length") if steps:
                 steps = round(event.total)
             case Phase(name="length"):
                 steps = round(event.total)
                 story.begin_table(steps)
-                tell_plan(story, read_plan(trainer.folder / "plan.json"))
+                show_plan(story, read_plan(trainer.folder / "plan.json"))
             case Saved():
                 saved = event.step
             case StepDone():
                 losses[event.step] = event.loss
                 if saved and steps and event.step >= max(KILL_AT * steps, saved + REPEATED):
                     trainer.kill()
-                    story.note(event.step, "kill -9 sent to the training process, on purpose")
+                    story.note(event.step, "training process killed on purpose (kill -9)")
                     return Kill(event.step, saved, {s: x for s, x in losses.items() if s > saved})
     return None
 
@@ -175,13 +178,10 @@ def _resume(trainer: Trainer, story: "Story", kill: Kill) -> None:
         if isinstance(event, StepDone) and event.step in kill.before:
             kill.after[event.step] = event.loss
             if event.step == kill.step:
-                story.note(kill.saved, _verdict(kill))
+                first, differing = f"steps {kill.saved + 1} to {kill.step}", kill.differing
+                same = "losses bitwise identical"
+                if differing:
+                    same = f"{len(differing)} of {len(kill.before)} losses differ, the first at step {differing[0]}"
+                story.note(kill.saved, f"resumed in {kill.back_seconds:.1f} s; repeated {first}: {same}")
         if event.step > kill.step:
             story.show(event)
-
-
-def _verdict(kill: Kill) -> str:
-    again = f"resumed in {kill.back_seconds:.1f} s; steps {kill.saved + 1} to {kill.step} once more: "
-    if not kill.differing:
-        return again + "every loss the same to the last bit"
-    return again + f"{len(kill.differing)} of {len(kill.before)} losses differ, the first at step {kill.differing[0]}"

@@ -1,4 +1,4 @@
-"""What the parent process shows of a run while it reads its events: plain lines, or a live view on a terminal."""
+"""Views of a running job: plain lines for a pipe or file, a live view on a terminal."""
 
 import textwrap
 import threading
@@ -14,8 +14,8 @@ from rich.live import Live
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
-from bloomery.monitor.console.screen import Screen, Seen, picture
-from bloomery.monitor.console.words import happened, score
+from bloomery.monitor.console.screen import Screen, WatchedRun, picture
+from bloomery.monitor.console.words import eval_text, incident_text
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -41,52 +41,45 @@ _BARS = 11
 _SAMPLE_LINES = 6
 _REDRAWS_PER_SECOND = 2
 _PHASE_SECONDS = 10.0  # between two lines of one phase
-_PHASE_WORDS = {
-    "stopping": "a checkpoint is written after this step, then the run ends",
-    "paused": "training waits",
-}
+_PHASE_TEXTS = {"stopping": "a checkpoint is saved after this step, then the run stops", "paused": "training waits"}
 
 
 def titled(title: str, *texts: str) -> list[str]:
-    """The first line beside its title, the others below it."""
+    """The title in the first columns of the first line, the texts in the others."""
     return [f"{title if at == 0 else '':<{TITLE}}{text}".rstrip() for at, text in enumerate(texts or ("",))]
 
 
-def _columns(memory: bool) -> dict[str, int]:
-    """Widths. An exam makes room for a column of memory."""
-    wide = {"step": 6, "tokens": 11, "loss": 9, "exam": 13 if memory else 17, "tokens/s": 11, "left": 9}
-    return wide | ({"GiB": 7} if memory else {})
+def _columns(loss_unit: str, memory: bool) -> dict[str, int]:
+    """Titles and widths."""
+    name = {"token": "val bpb", "label": "val loss"}.get(loss_unit, "val loss, acc")
+    widths = {"step": 6, "tokens": 11, "loss": 9, name: 10 if len(name) < 10 else 16, "tokens/s": 11, "ETA": 9}
+    return widths | ({"GiB": 7} if memory else {})
 
 
-def header(per: str = "token", *, memory: bool = False) -> str:
-    """The titles of the columns. `per`: what the loss is about."""
-    exam = {"token": "bits/byte" if memory else "exam, bits/byte", "label": "exam"}.get(per, "exam, right")
-    titles = {"exam": exam}  # labels beside a teacher: none is right or wrong
-    return "".join(f"{titles.get(title, title):>{width}}" for title, width in _columns(memory).items())
+def header(loss_unit: str = "token", *, memory: bool = False) -> str:
+    """The titles of the table's columns."""
+    return "".join(f"{title:>{width}}" for title, width in _columns(loss_unit, memory).items())
 
 
 class View(Sink, Protocol):
-    """A sink that people watch."""
+    """A sink on the terminal."""
 
     def note(self, step: int, text: str) -> None: ...
 
 
 @contextmanager
 def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Event] = ()) -> Iterator[View]:
-    """The view that fits where the output goes: live on a terminal, lines anywhere else.
-
-    `before`: what a run that goes on has told until now.
-    """
+    """A live view on a terminal, lines anywhere else. `before`: the events of a resumed run."""
     console = console or Console()
-    seen = Seen(summary=RunSummary(steps=facts.steps))
+    run = WatchedRun(summary=RunSummary(steps=facts.steps))
     for event in before:
-        seen.add(event)
-    seen.begin_again()
+        run.add(event)
+    run.restart()
 
     def write(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    view: View = LiveView(facts, console, seen) if console.is_terminal else PlainView(facts, write, seen.summary)
+    view: View = LiveView(facts, console, run) if console.is_terminal else PlainView(facts, write, run.summary)
     try:
         yield view
     finally:
@@ -95,10 +88,10 @@ def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Ev
 
 @final
 class LiveView:
-    """The picture of `bloomery watch`, redrawn while the run goes on; `close` leaves the last one on the screen."""
+    """The picture of `bloomery watch`, redrawn twice per second; `close` leaves the last one on the screen."""
 
-    def __init__(self, facts: RunFacts, console: Console, seen: Seen) -> None:
-        self._facts, self._console, self._seen = facts, console, seen
+    def __init__(self, facts: RunFacts, console: Console, run: WatchedRun) -> None:
+        self._facts, self._console, self._run = facts, console, run
         self._lock = threading.Lock()  # the drawing thread reads what `write` changes
         self._live = Live(
             console=console,
@@ -111,12 +104,12 @@ class LiveView:
 
     def write(self, event: Event) -> None:
         with self._lock:
-            self._seen.add(event)
+            self._run.add(event)
 
     def note(self, step: int, text: str) -> None:
-        """A line among what happened."""
+        """A line among the incidents."""
         with self._lock:
-            self._seen.incidents.append((Event(step=step), harmless(text)))
+            self._run.incidents.append((Event(step=step), harmless(text)))
 
     def close(self) -> None:
         self._live.stop()
@@ -125,25 +118,28 @@ class LiveView:
         plain = (self._console.encoding or "ascii").lower() not in ("utf-8", "utf8")
         screen = Screen(self._console.width, self._console.height - 1, plain)
         with self._lock:
-            return picture(self._seen, self._facts, screen, state=self._seen.state, now=time.time())
+            return picture(self._run, self._facts, screen, state=self._run.state, now=time.time())
 
 
 @dataclass
 class _Line:
-    """A step's line, held back until nothing can join it: its exam and its save come after its StepDone."""
+    """A line of the table, printed when the next one begins: evaluation and checkpoint come after StepDone."""
 
     step: int
-    cells: dict[str, str]  # by the titles of their columns
+    cells: dict[str, str]  # by the titles of their columns, the evaluation apart
+    evaluation: str = ""
     notes: list[str] = field(default_factory=list)
-    after: list[Event] = field(default_factory=list)  # what happened at this step and is told below it
+    after: list[Event] = field(default_factory=list)  # printed below it
 
 
 @final
 class PlainView:
-    """One aligned line every `logging.every` steps and at each exam. The loss is the mean since the line before."""
+    """A line every `logging.every` steps and at each evaluation. The loss is the mean since the previous line."""
 
-    def __init__(self, facts: RunFacts, write: Callable[[str], None], summary: RunSummary | None = None) -> None:
-        self._facts = facts
+    def __init__(
+        self, facts: RunFacts, write: Callable[[str], None], summary: RunSummary | None = None, width: int = WIDTH
+    ) -> None:
+        self._facts, self._width = facts, width
         self._write: Callable[[str], None] = lambda line: write(harmless(line))
         self._summary = summary or RunSummary(steps=facts.steps, announced=facts.steps)
         self._line: _Line | None = None
@@ -153,7 +149,7 @@ class PlainView:
         self._phase: tuple[str, float] = ("", 0.0)
 
     def write(self, event: Event) -> None:
-        event = as_shown(event)  # before lines are cut: what is not seen takes no room
+        event = as_shown(event)  # before lines are cut to their width
         announced = self._summary.announced
         self._summary.add(event)
         line = self._line
@@ -161,7 +157,7 @@ class PlainView:
             case Phase(name="length") if self._summary.announced == announced:
                 pass
             case StepHealth() | DeviceStats():
-                pass  # for a diagnosis, which says in words what is wrong, and for the live view
+                pass  # for the diagnosis and the live view
             case StepDone():
                 if line is not None and line.step != event.step:
                     self._flush()
@@ -169,41 +165,40 @@ class PlainView:
                 if event.step % self._facts.every_steps == 0 or event.loss is None or event.step == self._summary.steps:
                     self._at(event.step)
             case EvalDone():
-                short = score(event, self._summary.loss_unit, 2).removesuffix(" bits/byte").removesuffix(" right")
-                self._at(event.step).cells["exam"] = short
+                self._at(event.step).evaluation = eval_text(event, 2).replace("accuracy ", "")
             case Saved() if event.step == self._summary.step:
-                self._at(event.step).notes.append(happened(event) or "")
+                self._at(event.step).notes.append(incident_text(event) or "")
             case Saved() | Sampled() | Recovered() | Warned() if line is not None and (
-                line.step == event.step or isinstance(event, Saved)  # a save that took some steps joins any line
+                line.step == event.step or isinstance(event, Saved)  # an asynchronous checkpoint of an earlier step
             ):
                 line.after.append(event)
             case RunEnded():
                 self._end(event)
             case _:
                 self._flush()
-                self._say(event)
+                self._print(event)
 
     def note(self, step: int, text: str) -> None:
         """A line among the steps, in their columns."""
         self._flush()
-        lines = textwrap.wrap(text, WIDTH - TITLE) or [""]
+        lines = textwrap.wrap(text, self._width - TITLE) or [""]
         for at, line in zip([str(step)] + [""] * len(lines), lines, strict=False):
             self._write(f"{at:>6}     {line}")
 
     def close(self) -> None:
         self._flush()
 
-    def _say(self, event: Event) -> None:
+    def _print(self, event: Event) -> None:
         match event:
             case RunStarted():
-                some = f", {event.trainable:,} of them trained," if event.trainable is not None else ""
+                trainable = f" ({event.trainable:,} trainable)" if event.trainable is not None else ""
                 where = f"on {event.device}, attention: {event.attention}"
                 where += f", {event.epochs}" if event.epochs else ""
-                self._titled("runs", f"{event.parameters:,} parameters{some} {where}")
+                self._titled("model", f"{event.parameters:,} parameters{trainable} {where}")
             case Phase():
-                self._say_phase(event)
+                self._print_phase(event)
             case Sampled():  # the first lines as they are, long ones cut
-                room = WIDTH - TITLE
+                room = self._width - TITLE
                 text = event.whole.expandtabs(4).splitlines()[:_SAMPLE_LINES]
                 cut = [line if len(line) <= room else line[: room - 1] + "…" for line in text]
                 for line in titled("sample", *cut) if cut else ():
@@ -213,25 +208,25 @@ class PlainView:
             case Recovered() | Saved() | Resumed():
                 if isinstance(event, Resumed):
                     self._since.clear()
-                self.note(event.step, happened(event) or "")
+                self.note(event.step, incident_text(event) or "")
 
-    def _say_phase(self, event: Phase) -> None:
-        name, said = self._phase
+    def _print_phase(self, event: Phase) -> None:
+        name, printed_at = self._phase
         ended = 0 < event.total <= event.done
-        if event.name == name and not ended and event.time - said < _PHASE_SECONDS:
+        if event.name == name and not ended and event.time - printed_at < _PHASE_SECONDS:
             return
         self._phase = ("" if ended else event.name, event.time)
-        share = f"{min(event.done / event.total, 1):>4.0%}" if event.total else _PHASE_WORDS.get(event.name, "")
+        share = f"{min(event.done / event.total, 1):>4.0%}" if event.total else _PHASE_TEXTS.get(event.name, "")
         if event.name == "length":
-            share = f"{event.total:,.0f} steps fit into the time that was asked for"
+            share = f"{event.total:,.0f} steps fit in train.max_time"
         self._titled(event.name, share)
 
     def _titled(self, title: str, text: str) -> None:
-        for line in titled(title, *textwrap.wrap(text, WIDTH - TITLE)):
+        for line in titled(title, *textwrap.wrap(text, self._width - TITLE)):
             self._write(line)
 
     def _at(self, step: int) -> _Line:
-        """The line of that step, drawn from the steps since the one before."""
+        """The line of that step, with the mean of the steps since the previous line."""
         if self._line is not None and self._line.step == step:
             return self._line
         self._flush()
@@ -239,7 +234,7 @@ class PlainView:
         losses = [event.loss for event in steps if event.loss is not None]
         seconds = sum(event.step_seconds for event in steps)
         tokens = sum(event.tokens_per_second * event.step_seconds for event in steps)
-        speed, left = tokens / seconds if seconds else self._summary.tokens_per_second, self._summary.seconds_left
+        speed, left = tokens / seconds if seconds else self._summary.tokens_per_second, self._summary.eta_seconds
         if losses:
             self._curve.append(fmean(losses))
         skipped = not self._curve or (bool(steps) and steps[-1].loss is None)
@@ -248,7 +243,7 @@ class PlainView:
             "tokens": in_millions(self._summary.tokens),
             "loss": "skipped" if skipped else f"{self._curve[-1]:.2f}",
             "tokens/s": "" if speed is None else f"{speed:,.0f}",
-            "left": "" if left is None else f"{left:.0f} s" if left < 10 else format_seconds(left),
+            "ETA": "" if left is None else f"{left:.0f} s" if left < 10 else format_seconds(left),
             "GiB": f"{self._summary.peak_gib:.2f}" if steps else "",
         }
         self._line = _Line(step, cells)
@@ -258,23 +253,24 @@ class PlainView:
         line, self._line = self._line, None
         if line is None:
             return
-        memory = self._facts.tells_memory
+        unit, memory = self._summary.loss_unit, self._facts.show_memory
         if not self._headed:
             self._write("")
-            self._write(header(self._summary.loss_unit, memory=memory))
+            self._write(header(unit, memory=memory))
             self._headed = True
-        row = "".join(f"{line.cells.get(title, ''):>{width}}" for title, width in _columns(memory).items())
+        columns = _columns(unit, memory).items()
+        row = "".join(f"{line.cells.get(title, line.evaluation):>{width}}" for title, width in columns)
         notes = ", ".join(line.notes)
-        room = max(min(_BARS, WIDTH - len(row) - len(notes) - 5), 0)
+        room = max(min(_BARS, self._width - len(row) - len(notes) - 5), 0)
         self._write(f"{row}   {sparkline(self._curve, room):<{room}}  {notes}".rstrip())
         for event in line.after:
-            self._say(event)
+            self._print(event)
 
     def _end(self, event: RunEnded) -> None:
         took = format_seconds(self._summary.seconds)
         if event.status == "done" and self._line is not None:
-            notes = [note.removeprefix("saved, ") for note in self._line.notes if note != "saved"]  # done is saved
-            self._line.notes = [*notes, f"done in {took}"]
+            best = ["best"] if "checkpoint (best)" in self._line.notes else []  # the last step has a checkpoint
+            self._line.notes = [*best, f"done in {took}"]
             self._flush()
             return
         self._flush()

@@ -1,4 +1,4 @@
-"""A run as one picture of text, for whoever looks at it from outside: while it goes on or long after."""
+"""A run as one picture of text: a running job or a finished one."""
 
 import textwrap
 import time
@@ -14,7 +14,14 @@ from rich.text import Text
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
-from bloomery.monitor.console.words import format_joules, happened, lines, score, short_lines
+from bloomery.monitor.console.words import (
+    device_lines,
+    eval_text,
+    eval_title,
+    format_joules,
+    incident_text,
+    short_device_lines,
+)
 from bloomery.monitor.events import (
     Event,
     Recovered,
@@ -46,8 +53,8 @@ def plot(
     """`height` rows of at most `width` columns with a scale on the left, one with the first and the last step, then one
     of bars from zero for each of `strips`, over the same steps.
 
-    `line` is drawn as the mean of each stretch, `marks` as `o`. What is above `top` touches the upper edge. `plain`:
-    ASCII alone. Empty without two points.
+    `line` is drawn as the mean of each interval, `marks` as `o`. Values above `top` are drawn at the upper edge.
+    `plain`: ASCII only. Empty without two points.
     """
     columns, across = width - _LABEL - 1, [x for x, _ in (*line, *marks)]
     if len(line) < 2 or columns < 10 or height < 2:
@@ -55,14 +62,14 @@ def plot(
     first, last = min(across), max(across)
     span = max(last - first, 1e-9)
 
-    def means(points: Sequence[Point], stretches: int) -> np.ndarray:
-        """One value a stretch; one without a point lies on the way between its neighbours, or is NaN at the ends."""
+    def means(points: Sequence[Point], intervals: int) -> np.ndarray:
+        """One value per interval; an empty one is interpolated, or NaN at the ends."""
         x, y = np.array(points, dtype=float).T
-        at = np.minimum(((x - first) / span * stretches).astype(int), stretches - 1)
-        counts = np.bincount(at, minlength=stretches)
+        at = np.minimum(((x - first) / span * intervals).astype(int), intervals - 1)
+        counts = np.bincount(at, minlength=intervals)
         known = counts.nonzero()[0]
-        values = np.bincount(at, weights=y, minlength=stretches)[known] / counts[known]
-        return np.interp(np.arange(stretches), known, values, left=np.nan, right=np.nan)
+        values = np.bincount(at, weights=y, minlength=intervals)[known] / counts[known]
+        return np.interp(np.arange(intervals), known, values, left=np.nan, right=np.nan)
 
     curve = means(line, columns * (1 if plain else 2))
     heights = [*curve[~np.isnan(curve)].tolist(), *(y for _, y in marks)]
@@ -70,7 +77,7 @@ def plot(
     high = high if top is None else min(max(top, low), high)
     room = (high - low) or abs(high) * 0.1 or 1.0
 
-    # What lies between two neighbouring columns is filled: the line holds.
+    # The cells between two adjacent columns are filled, so that the line has no gap.
     fine = height * (1 if plain else 4)
     bits = [[0] * columns for _ in range(height)]
     before: int | None = None
@@ -110,7 +117,7 @@ def plot(
 
 
 def settled_top(line: Sequence[Point]) -> float | None:
-    """The height below which a curve stays after its first tenth, where that part would leave the rest flat."""
+    """The maximum after the first tenth of a curve, if drawing that tenth would flatten the rest; else None."""
     start = len(line) // 10
     if start < 10:
         return None
@@ -123,17 +130,17 @@ _TITLE = 11  # columns
 _KEPT = 200  # incidents
 _SAMPLES = 2
 _POINTS = 20_000  # of a curve that are kept: more than any screen shows
-_LEAST_ROOM = 11  # lines for the curve and what happened, below which other things are shortened
-_ROOM_FOR_STRIPS = 16  # of rate and speed below the curve
+_LEAST_ROOM = 11  # lines for the curve and the incidents, below which device lines are shortened
+_ROOM_FOR_STRIPS = 16  # lines, for learning rate and speed below the curve
 _SHORT = 40  # columns of a device that shares its line
-_CLOCK_SECONDS = 600.0  # left, from which on the time of the end is told, too
+_CLOCK_SECONDS = 600.0  # ETA above which the view shows the clock time of the end, too
 _ASCII = str.maketrans({"█": "#", "░": "-", "·": "-", "…": "~", "°": " ", "│": "|"})
 
 
 @final
 @dataclass
-class Seen:
-    """Mutable: what a watcher knows of a run after the events that `add` was given."""
+class WatchedRun:
+    """Mutable: the state of a run after the events that `add` was given."""
 
     summary: RunSummary = field(default_factory=RunSummary)
     curve: list[Point] = field(default_factory=list)  # losses
@@ -142,28 +149,24 @@ class Seen:
     incidents: deque[tuple[Event, str]] = field(default_factory=lambda: deque(maxlen=_KEPT))
     samples: deque[Sampled] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     saved: Saved | None = None
-    _open: bool = False  # steps were told and no end of them
+    _open: bool = False  # it has steps and no RunEnded after them
 
     def add(self, event: Event) -> None:
         event = as_shown(event)
         if isinstance(event, RunStarted | Resumed) and self._open:
-            self.incidents.append((replace(event, step=self.summary.step), "killed, without a word"))
+            self.incidents.append((replace(event, step=self.summary.step), "killed (SIGKILL, crash or power loss)"))
             self._open = False
         self.summary.add(event)
         match event:
             case StepDone():
                 self._open = True
-                told = [
-                    (self.rates, event.learning_rate),
-                    (self.speeds, event.tokens_per_second),
-                    (self.curve, event.loss),
-                ]
-                for points, value in told:
+                figures = (event.loss, event.learning_rate, event.tokens_per_second)
+                for points, value in zip((self.curve, self.rates, self.speeds), figures, strict=True):
                     if value is not None:
                         points.append((float(event.step), value))
                     if len(points) > _POINTS:
                         del points[1::2]
-            case Resumed() | Recovered():  # what came after it is given up
+            case Resumed() | Recovered():  # later steps are discarded
                 for points in (self.curve, self.rates, self.speeds):
                     points[:] = [point for point in points if point[0] <= event.step]
             case Sampled():
@@ -172,19 +175,19 @@ class Seen:
                 self.saved = event
             case RunEnded():
                 self._open = False
-        text = happened(event)
+        text = incident_text(event)
         if text is not None and not isinstance(event, Saved):
             self.incidents.append((event, text))
 
-    def begin_again(self) -> None:
-        """Another process goes on: how the one before it ended is history, and no state of this one."""
+    def restart(self) -> None:
+        """A new process resumes the run: the end of the previous one is no longer its state."""
         self.summary.ended, self.summary.stopping, self.summary.phase = None, False, None
         self.summary.recent.clear()
         self.incidents.clear()
 
     @property
     def state(self) -> str:
-        """What the run does, as far as its events tell."""
+        """starting, running, stopping, or the status of RunEnded."""
         if self.summary.ended is not None:
             return self.summary.ended.status
         if self.summary.stopping:
@@ -195,36 +198,40 @@ class Seen:
 @final
 @dataclass(frozen=True)
 class Screen:
-    """How much room there is, and whether only ASCII may be drawn. `height` None: as long as it takes."""
+    """Size in characters, and whether only ASCII may be drawn. `height` None: no limit."""
 
     width: int
     height: int | None = None
     plain: bool = False
 
 
-def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
-    """The picture, no line wider than the screen. `state`: what the run does; `now`: seconds since 1970."""
+def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
+    """The picture, no line wider than the screen. `state`: as in `bloomery watch --json`; `now`: seconds since 1970."""
     width, head, figures = (
         screen.width,
-        _head(seen.summary, facts, screen, state, now),
-        _figures(seen, facts, screen.width),
+        _head(run.summary, facts, screen, state, now),
+        _figures(run, facts, screen.width),
     )
-    all_devices = seen.summary.devices.all
-    devices = lines(all_devices, width)
+    all_devices = run.summary.devices.all
+    devices = device_lines(all_devices, width)
     if screen.height is None:
-        chart, what, samples = _chart(seen, screen, 10), _happened(seen, width, 16, now=now), _samples(seen, width, 8)
+        chart, incidents, samples = (
+            _chart(run, screen, 10),
+            _incidents(run, width, 16, now=now),
+            _samples(run, width, 8),
+        )
     else:
         room = screen.height - len(head) - len(figures) - len(devices) - 4  # one of them between blocks
         if room < _LEAST_ROOM and len(all_devices) > 2 and width >= 2 * _SHORT:
-            devices = short_lines(all_devices, width)
+            devices = short_device_lines(all_devices, width)
             room = screen.height - len(head) - len(figures) - len(devices) - 4
-        wordy = bool(seen.incidents) and len(seen.incidents[-1][1]) > 2 * width - 40
+        wordy = bool(run.incidents) and len(run.incidents[-1][1]) > 2 * width - 40
         lowest = 2 if wordy and room < _LEAST_ROOM else 3
-        chart = _chart(seen, screen, max(lowest, min(12, room // 2 - 3)), strips=room >= _ROOM_FOR_STRIPS)
+        chart = _chart(run, screen, max(lowest, min(12, room // 2 - 3)), strips=room >= _ROOM_FOR_STRIPS)
         left = max(room - len(chart), 0)
-        what = _happened(seen, width, min(12, max(left // 2, 2)), newest=max(left - 2, 2), now=now)
-        samples = _samples(seen, width, max(left - len(what) - 1, 0))
-    blocks = [head, chart, figures, devices, samples, what]
+        incidents = _incidents(run, width, min(12, max(left // 2, 2)), newest=max(left - 2, 2), now=now)
+        samples = _samples(run, width, max(left - len(incidents) - 1, 0))
+    blocks = [head, chart, figures, devices, samples, incidents]
     shown = []
     for line in [line for block in blocks if block for line in ("", *block)][1:][: screen.height]:
         line = harmless(line).replace("\t", " ").replace("\n", " ")
@@ -234,28 +241,28 @@ def frame(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float
     return shown
 
 
-def picture(seen: Seen, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
-    """The same for rich. Colour is an ornament: nothing is told by it alone, and NO_COLOR takes it away."""
-    rows = frame(seen, facts, screen, state=state, now=now)
+def picture(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
+    """The same for rich. No information is in the color alone; NO_COLOR removes it."""
+    rows = frame(run, facts, screen, state=state, now=now)
     styles = ["bold" if at == 0 else "cyan" if at == 1 or "│" in row else "" for at, row in enumerate(rows)]
     return Group(*(Text(row, style, no_wrap=True, overflow="crop") for row, style in zip(rows, styles, strict=True)))
 
 
 def _head(summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now: float) -> list[str]:
-    """Name, state and step in one line, or two where a name is long; then a bar with the time gone and left."""
+    """Name, state and step in one line, or two where a name is long; then a bar with elapsed time and ETA."""
     steps, phase = summary.steps or facts.steps, summary.phase
     works = state in ("starting", "running")
     doing = f" · {phase.name}" if phase is not None and works and phase.name != "length" else ""
-    told = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")
-    whole = f"{facts.name} · {told}" if facts.name else told
+    progress = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")
+    whole = f"{facts.name} · {progress}" if facts.name else progress
 
     lives = works or state in ("stopping", "paused")
     times = format_seconds(summary.clock.until(now if lives or summary.latest is None else summary.latest))
-    if state == "running" and (seconds := summary.seconds_left):
-        times += f", {format_seconds(seconds)} left"
-        if seconds > _CLOCK_SECONDS:  # by the clock where one would have to count
+    if state == "running" and (seconds := summary.eta_seconds):
+        times += f", ETA {format_seconds(seconds)}"
+        if seconds > _CLOCK_SECONDS:
             end, today = time.localtime(now + seconds), time.localtime(now)
-            times += f", until {time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)}"
+            times += f" ({time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)})"
     done, total = float(summary.step), float(summary.steps or 0)
     if phase is not None and phase.total and not summary.last:
         done, total = phase.done, phase.total
@@ -263,26 +270,24 @@ def _head(summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now:
     room = max(screen.width - len(times) - 8, 4)
     full = int(share * room)
     bar = f"{'█' * full}{'░' * (room - full)} {share:>4.0%}  {times}"
-    return [*([whole] if cell_len(whole) <= screen.width else [facts.name, told]), bar]
+    return [*([whole] if cell_len(whole) <= screen.width else [facts.name, progress]), bar]
 
 
-def _chart(seen: Seen, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
-    exams = [
-        (float(step), told.loss) for step, told in sorted(seen.summary.evaluations.items()) if told.loss is not None
-    ]
-    top, below = settled_top(seen.curve), {"rate": seen.rates, "tokens/s": seen.speeds} if strips else {}
-    drawn = plot(seen.curve, exams, below, width=screen.width, height=height, top=top, plain=screen.plain)
-    legend = f"loss, {seen.summary.unit}"
-    legend += "   o exam on held-out text" if exams else ""
-    legend += f"   (it began at {seen.curve[0][1]:.4g})" if top is not None else ""
+def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
+    evals = [(float(step), e.loss) for step, e in sorted(run.summary.evaluations.items()) if e.loss is not None]
+    top, below = settled_top(run.curve), {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
+    drawn = plot(run.curve, evals, below, width=screen.width, height=height, top=top, plain=screen.plain)
+    legend = f"training loss, {run.summary.unit}"
+    legend += "   o validation loss" if evals else ""
+    legend += f"   (first: {run.curve[0][1]:.4g})" if top is not None else ""
     return [legend, *drawn] if drawn else []
 
 
-def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
-    summary, last = seen.summary, seen.summary.last
+def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
+    summary, last = run.summary, run.summary.last
     if last is None:
         return []
-    speed, exam, best = summary.tokens_per_second or 0.0, summary.evaluation, summary.best
+    speed, latest, best = summary.tokens_per_second or 0.0, summary.evaluation, summary.best
     used, joules, each = facts.utilization(speed), summary.devices.joules, summary.joules_per_token
     loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
     limit = f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else ""
@@ -290,53 +295,53 @@ def _figures(seen: Seen, facts: RunFacts, width: int) -> list[str]:
     pairs = [
         ("loss", loss if summary.smoothed is None else f"{loss}, smoothed {summary.smoothed:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
-        ("exam", "none yet" if exam is None else f"{score(exam, summary.loss_unit)} at {exam.step:,}"),
-        ("best", "" if best is None or best == exam else f"{score(best, summary.loss_unit)} at {best.step:,}"),
+        (eval_title(latest), f"{eval_text(latest)} at step {latest.step:,}") if latest else ("val loss", "none yet"),
+        ("best", "" if best is None or best == latest else f"{eval_text(best)} at step {best.step:,}"),
         ("tokens", in_millions(summary.tokens)),
         ("memory", f"{last.memory_gib:.2f}{limit} GiB"),
-        ("rate", f"{last.learning_rate:.3g}"),
-        ("gradient", "skipped" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
-        ("data", f"{summary.data_wait or 0:.1%} of the time waited for"),
+        ("lr", f"{last.learning_rate:.3g}"),
+        ("grad norm", "skipped" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
+        ("data wait", f"{summary.data_wait or 0:.1%} of step time"),
         ("energy", energy),
-        ("saved", "nothing yet" if seen.saved is None else f"step {seen.saved.step:,}"),
+        ("checkpoint", "none yet" if run.saved is None else f"step {run.saved.step:,}"),
     ]
     half = width // 2
     rows: list[str] = []
     for cell in [f"{title:<{_TITLE}}{text}" for title, text in pairs if text]:
-        if rows and len(rows[-1]) < half and len(cell) <= width - half:  # what needs more has a line of its own
+        if rows and len(rows[-1]) < half and len(cell) <= width - half:  # a longer cell has a line of its own
             rows[-1] = f"{rows[-1]:<{half}}{cell}"
         else:
             rows.append(cell)
     return rows
 
 
-def _samples(seen: Seen, width: int, room: int) -> list[str]:
-    """The beginnings of the newest samples; long lines go on in the next, their blanks kept."""
+def _samples(run: WatchedRun, width: int, room: int) -> list[str]:
+    """The first lines of the newest samples; long lines wrap, spaces unchanged."""
     found: list[str] = []
-    told = [*seen.samples] if room >= _SAMPLES * 5 else [*seen.samples][-1:]
-    for sample in told:
+    shown = [*run.samples] if room >= _SAMPLES * 5 else [*run.samples][-1:]
+    for sample in shown:
         whole = sample.whole.expandtabs(4).splitlines()
         text = [part for line in whole for part in [*chop_cells(line, max(width - _TITLE, 10))] or [""]]
         found += [
             f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
-            for at, line in enumerate(text[: max(room // len(told), 1)])
+            for at, line in enumerate(text[: max(room // len(shown), 1)])
         ]
     return found[:room]
 
 
-def _happened(seen: Seen, width: int, room: int, newest: int = 0, *, now: float) -> list[str]:
-    """The newest incidents, the newest last; where it is narrow, each in two lines, that one in up to `newest`."""
+def _incidents(run: WatchedRun, width: int, room: int, newest: int = 0, *, now: float) -> list[str]:
+    """The newest incidents, the newest last. With little room an incident has two lines, the newest up to `newest`."""
     found: list[str] = []
-    today = all(time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in seen.incidents)
+    today = all(time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in run.incidents)
     stamped, indent = ("%H:%M", 7) if today else ("%d %b %H:%M", 14)
-    for event, text in reversed(seen.incidents):
+    for event, text in reversed(run.incidents):
         most = max(4 if room >= 8 else 2, 0 if found else newest)
         stamp = time.strftime(stamped, time.localtime(event.time))
         wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - indent, 20))
-        told = [f"{stamp if at == 0 else '':<{indent}}{line}" for at, line in enumerate(wrapped[:most])]
+        shown = [f"{stamp if at == 0 else '':<{indent}}{line}" for at, line in enumerate(wrapped[:most])]
         if len(wrapped) > most:
-            told[-1] = told[-1][: width - 1] + "…"
-        if found and len(found) + len(told) > room:
+            shown[-1] = shown[-1][: width - 1] + "…"
+        if found and len(found) + len(shown) > room:
             break
-        found = told + found
+        found = shown + found
     return found

@@ -1,4 +1,4 @@
-"""What a diagnosis knows: plain facts of the plan and the text, and what a run's events have told so far."""
+"""Input of a diagnosis: settings of the plan, statistics of the dataset, and the events of the run so far."""
 
 from array import array
 from bisect import bisect_right
@@ -19,33 +19,33 @@ from bloomery.monitor.events import (
     StepHealth,
 )
 
-RECENT = 200  # steps and samples that count as "now"
+RECENT = 200  # steps and samples that are kept
 FEW = 20  # steps that a mean of the loss is taken over
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the events do not tell; None or 0 is not known, and what needs it is then not said."""
+class PlanFacts:
+    """Settings and statistics that no event holds; None or 0: unknown, and the rules that need it are skipped."""
 
     vocab_size: int | None = None
-    fresh: bool = True  # the weights began as noise
-    falls: bool = True  # the loss is nats a token, whose way down is known; that of a pair may stay near where it began
+    fresh: bool = True  # random initial weights
+    falls: bool = True  # a loss in nats per token must fall; the loss of a pair may stay near its first value
     steps: int | None = None
     tokens_per_step: int = 0
     sequence_length: int = 0
     layout: str = "packed"
     optimizer: str = "adamw"
     learning_rate: float = 0.0  # the peak
-    muon_learning_rate: float = 0.0  # Muon's own
+    muon_learning_rate: float = 0.0  # of Muon
     warmup_steps: int = 0
     clip: float | None = None
     precision: str = "float32"
-    unigram_nats: float | None = None  # the loss of knowing how often each token occurs, and nothing else
+    unigram_nats: float | None = None  # entropy of the token frequencies
     bytes_per_token: float | None = None
     duplicates: float | None = None  # share of documents that repeat another one
-    text_tokens: int | None = None  # of the training split
+    text_tokens: int | None = None  # in the training split
     device: str = "cpu"
-    fused_attention: bool | None = None  # whether the device has such kernels
+    fused_attention: bool | None = None  # whether the device has fused kernels
     checkpointing: str = "none"
     compiled: bool = False
     saves_in_background: bool = True
@@ -54,39 +54,41 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A cause with its evidence and what mends it: an edit of the recipe or a command."""
+class Diagnosis:
+    """A problem with its evidence and its fix: an edit of the recipe or a command."""
 
-    cause: str  # one word, by which it is said once
-    what: str
-    seen: str
+    cause: str  # one word: each is reported once
+    problem: str
+    evidence: str
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.seen}): {self.fix}"
+        return f"{self.problem} ({self.evidence}): {self.fix}"
 
 
 @dataclass(frozen=True)
 class Moved:
-    """How far the weights have come until a step."""
+    """How far the weights have moved by a step."""
 
     step: int = 0
-    path: float = 0.0  # how many times their own size, at most
+    path: float = 0.0  # the sum of the update-to-weight ratios
     largest: float = 0.0  # of the update-to-weight ratios
 
 
 @dataclass
-class Seen:
-    """Mutable: what the events told. Bounded, but for eight bytes a step."""
+class RunHistory:
+    """Mutable: figures of the events so far. Bounded except for eight bytes per step."""
 
     first: StepDone | None = None  # step 1 itself
     recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: "array[float]" = field(default_factory=lambda: array("f"))  # finite ones, in order
-    told_at: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
+    loss_steps: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
     health: deque[StepHealth] = field(default_factory=lambda: deque(maxlen=RECENT))
     gpus: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
-    allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))  # as training tells it
-    evaluations: dict[int, float] = field(default_factory=dict)  # step -> held-out loss
+    allocator: deque[DeviceStats] = field(
+        default_factory=lambda: deque(maxlen=RECENT)
+    )  # reported by the training process
+    evaluations: dict[int, float] = field(default_factory=dict)  # step -> validation loss
     attention: str = ""
     step: int = 0
     steps_seconds: float = 0.0
@@ -106,7 +108,7 @@ class Seen:
             case StepDone():
                 self._add_step(event)
             case StepHealth():
-                self._add_vitals(event)
+                self._add_health(event)
             case EvalDone(loss=float() as loss):
                 self.evaluations[event.step] = loss
                 self.evaluation_seconds += event.seconds
@@ -134,12 +136,12 @@ class Seen:
         self.peak_rate, self.peak_gib = max(self.peak_rate, event.learning_rate), max(self.peak_gib, event.memory_gib)
         if event.loss is not None:
             self.losses.append(event.loss)
-            self.told_at.append(event.step)
+            self.loss_steps.append(event.step)
         if event.grad_norm is not None and len(self.first_norms) < FEW:
             self.first_norms.append(event.grad_norm)
 
-    def _add_vitals(self, event: StepHealth) -> None:
-        """The path takes each ratio for all steps since the one before: they change slowly."""
+    def _add_health(self, event: StepHealth) -> None:
+        """The path counts each ratio for all steps since the previous one: ratios change slowly."""
         since = event.step - (self.health[-1].step if self.health else self.began_at)
         ratio, before = event.update_ratio or 0.0, self.moved[-1]
         self.moved.append(Moved(event.step, before.path + ratio * max(1, since), max(before.largest, ratio)))
@@ -148,20 +150,20 @@ class Seen:
         self.health.append(event)
 
     def _go_back(self, step: int) -> None:
-        """What a resume or a recovery gave up is forgotten; seconds that were spent stay spent."""
-        kept = bisect_right(self.told_at, step)
-        del self.losses[kept:], self.told_at[kept:]
-        past = [told for told in self.moved if told.step <= step] or [Moved()]
+        """Discards the steps after `step`; seconds are kept."""
+        kept = bisect_right(self.loss_steps, step)
+        del self.losses[kept:], self.loss_steps[kept:]
+        past = [moved for moved in self.moved if moved.step <= step] or [Moved()]
         self.moved = deque(past, maxlen=RECENT)
-        self.recent = deque((told for told in self.recent if told.step <= step), maxlen=RECENT)
-        self.health = deque((told for told in self.health if told.step <= step), maxlen=RECENT)
-        self.allocator = deque((told for told in self.allocator if told.step <= step), maxlen=RECENT)
+        self.recent = deque((done for done in self.recent if done.step <= step), maxlen=RECENT)
+        self.health = deque((health for health in self.health if health.step <= step), maxlen=RECENT)
+        self.allocator = deque((sample for sample in self.allocator if sample.step <= step), maxlen=RECENT)
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
         self.first, self.step = self.first if step else None, step
 
     @property
     def path(self) -> float:
-        """How many times their own size the weights have moved at most."""
+        """Upper bound on the distance of the weights from their initial values, in units of their size."""
         return self.moved[-1].path
 
     @property
@@ -170,7 +172,7 @@ class Seen:
 
     @property
     def begin(self) -> float | None:
-        """The loss of the first step, before anything was learned."""
+        """The loss of the first step, before any update."""
         return self.first.loss if self.first is not None else None
 
     @property
@@ -180,13 +182,13 @@ class Seen:
 
     @property
     def lowest(self) -> float | None:
-        """The lowest mean of a few steps in a row."""
+        """The lowest mean of FEW consecutive steps."""
         blocks = range(0, len(self.losses) - FEW + 1, FEW)
         return min((fmean(self.losses[at : at + FEW]) for at in blocks), default=None)
 
     @property
     def flat(self) -> bool:
-        """Whether the second half of the steps brought less than 1%: its last tenth beside the tenth in the middle."""
+        """Whether the loss fell by less than 1% from the middle tenth of the steps to the last."""
         tenth, half = max(FEW, len(self.losses) // 10), len(self.losses) // 2
         if half < 2 * FEW:
             return False
@@ -194,30 +196,30 @@ class Seen:
 
     @property
     def healthy_rate(self) -> list[StepHealth]:
-        """The health of steps whose learning rate was at least a hundredth of the peak: others hardly move anything."""
-        rates = {told.step: told.learning_rate for told in self.recent}
+        """The health of steps with a learning rate of at least 1% of the peak: others hardly change the weights."""
+        rates = {done.step: done.learning_rate for done in self.recent}
         return [v for v in self.health if rates.get(v.step, self.peak_rate) >= 0.01 * self.peak_rate]
 
     @property
     def ratio(self) -> float | None:
-        """The update-to-weight ratio of the newest ten vitals, their median."""
+        """Median of the ten newest update-to-weight ratios."""
         return middle([v.update_ratio for v in self.healthy_rate[-10:]])
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known."""
+    """The median of the known values."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
 
-def seen_of(events: Iterable[Event]) -> Seen:
-    """What all of these events told."""
-    seen = Seen()
+def history_of(events: Iterable[Event]) -> RunHistory:
+    """The history of these events."""
+    history = RunHistory()
     for event in events:
-        seen.add(event)
-    return seen
+        history.add(event)
+    return history
 
 
 def total(values: Sequence[float | None]) -> float:
-    """The sum of those that are known."""
+    """The sum of the known values."""
     return sum(value for value in values if value is not None)
