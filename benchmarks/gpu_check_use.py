@@ -50,8 +50,8 @@ def used(*, tiny: bool) -> ModelFiles:
             ["eval", run, "--step", "last", "--json", "--data", "second.yaml", *used_as],
             ["eval", run, "--step", "last", "--json", "--data", "second.yaml", "--quantize", "none", *used_as],
             ["eval", run, "--step", "last", "--json", "--data", "second.yaml", "-d", "cpu"],
-            ["generate", run, "--prompt", "def f(", "--max-tokens", "16", *used_as],
-            ["chat", run, "--template", "chatml", "--max-tokens", "16", *used_as],
+            ["generate", run, "--prompt", "def f(", "--max-new-tokens", "16", *used_as],
+            ["chat", run, "--template", "chatml", "--max-new-tokens", "16", *used_as],
             ["report", run, *used_as],
             ["export", run, "--to", "merged", "--out", "merged", "--no-verify", *used_as],
         ]
@@ -131,9 +131,9 @@ def measure(run: Path, device: str) -> ModelFiles:
     for block in decoder.model.layers:
         block.self_attn.backend = "sdpa"
     decoder.model.backend = "sdpa"
-    list(generate(decoder, tokenizer, "def f(", Sampling(max_tokens=4)))
+    list(generate(decoder, tokenizer, "def f(", Sampling(max_new_tokens=4)))
     begun, count = time.perf_counter(), 32
-    list(generate(decoder, tokenizer, "def f(", Sampling(max_tokens=count)))
+    list(generate(decoder, tokenizer, "def f(", Sampling(max_new_tokens=count)))
     seconds = time.perf_counter() - begun
     own = [event for event in read_events(run / "events.jsonl") if isinstance(event, EvalDone)][-1].loss
     return {

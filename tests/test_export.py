@@ -55,9 +55,9 @@ def test_an_export_of_a_run_tells_where_it_comes_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("lines", "limit"), [
-    ("", "was not taught to follow instructions"),
-    ("objective: {kind: sft}\n", "answers as its training data does"),
-    ("model: {from: org/base}\n", "may have lost some of what it was taught before"),
+    ("", "not trained to follow instructions"),
+    ("objective: {kind: sft}\n", "answers like its training data"),
+    ("model: {from: org/base}\n", "may have forgotten some abilities"),
 ])  # fmt: skip
 def test_a_card_promises_no_less_and_no_more_than_was_trained(tmp_path: Path, lines: str, limit: str) -> None:
     run = make_run(tmp_path / "tiny", 10)
@@ -72,7 +72,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
     (tmp_path / "out").mkdir()
     export(source, tmp_path / "out", verify=False)
-    with pytest.raises(UserError, match="taken"):
+    with pytest.raises(UserError, match="output folder exists"):
         export(source, tmp_path / "out", verify=False)
 
 

@@ -18,7 +18,7 @@ from bloomery.runs.generate import Stops, TextStream, generate, load_model
 from bloomery.train.model_folder import model_folder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 
-HOT = Sampling(max_tokens=60, temperature=2.0)
+HOT = Sampling(max_new_tokens=60, temperature=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def test_streaming_random_tokens_equals_decoding_them_where_they_are_text(folder
 def test_generate_is_sampling_after_bos(folder: Path) -> None:
     decoder, tokenizer = load_model(folder)
     ids = [tokenizer.bos_id, *tokenizer.encode("def f")]
-    drawn = sample_tokens(decoder, ids, Sampling(max_tokens=30, temperature=0.0, stop_ids=(tokenizer.eos_id,)))
+    drawn = sample_tokens(decoder, ids, Sampling(max_new_tokens=30, temperature=0.0, stop_ids=(tokenizer.eos_id,)))
     expected = tokenizer.decode(ids + list(drawn))[len(tokenizer.decode(ids)) :]
-    assert "".join(generate(decoder, tokenizer, "def f", Sampling(max_tokens=30, temperature=0.0))) == expected
+    assert "".join(generate(decoder, tokenizer, "def f", Sampling(max_new_tokens=30, temperature=0.0))) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_stop_texts_are_never_shown(pieces: list[str], stops: list[str], shown: 
     told = ""
     for piece in pieces:
         told += watch.push(piece)
-        if watch.found:
+        if watch.stopped:
             break
-    assert told + ("" if watch.found else watch.flush()) == shown
+    assert told + ("" if watch.stopped else watch.flush()) == shown
 
 
 def test_generate_stops_before_a_stop_text(folder: Path) -> None:
@@ -135,17 +135,17 @@ class TestCommandLine:
         return subprocess.run([sys.executable, "-m", "bloomery", *words], capture_output=True, text=True, cwd=cwd)
 
     def test_a_prompt_is_continued_on_stdout(self, folder: Path) -> None:
-        words = ("generate", str(folder), "--prompt", "def", "--max-tokens", "20", "--temperature", "0")
+        words = ("generate", str(folder), "--prompt", "def", "--max-new-tokens", "20", "--temperature", "0")
         done = self.bloomery(*words, cwd=folder)
         decoder, tokenizer = load_decoder(folder), load_tokenizer(folder)
-        expected = "".join(generate(decoder, tokenizer, "def", Sampling(max_tokens=20, temperature=0.0)))
+        expected = "".join(generate(decoder, tokenizer, "def", Sampling(max_new_tokens=20, temperature=0.0)))
         assert (done.returncode, done.stdout) == (0, "def" + expected + "\n")
 
     def test_a_run_by_its_name_and_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         make_run(tmp_path / "runs" / "tiny", 10)
         (tmp_path / "prompts.txt").write_text("def\n\nclass\n")
-        words = ("generate", "tiny", "--prompts", "prompts.txt", "--json", "--max-tokens", "8", "--top-k", "5",
+        words = ("generate", "tiny", "--prompts", "prompts.txt", "--json", "--max-new-tokens", "8", "--top-k", "5",
                  "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--stop", "zzz", "--seed", "4",
                  "--step", "last")  # fmt: skip
         done = CliRunner().invoke(cli, words, catch_exceptions=False)
@@ -172,7 +172,7 @@ class TestCommandLine:
 def test_turns_that_begin_alike_are_read_once_and_say_the_same(family: str, tmp_path: Path) -> None:
     """Gemma 2 has windows: what they have let go is read again."""
     decoder, _ = load_model(make_model(tmp_path, family))
-    past, ids, cold = Past(decoder), [1, 5, 9, 20, 33], Sampling(max_tokens=12, temperature=0.0)
+    past, ids, cold = Past(decoder), [1, 5, 9, 20, 33], Sampling(max_new_tokens=12, temperature=0.0)
     for more in ([7, 8], [40, 41, 42], [3]):
         said = list(sample_tokens(decoder, ids, cold, past))
         assert said == list(sample_tokens(decoder, ids, cold))
@@ -185,7 +185,7 @@ def test_turns_that_begin_alike_are_read_once_and_say_the_same(family: str, tmp_
 
 def test_a_past_that_was_interrupted_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, _ = load_model(folder)
-    past, cold = Past(decoder), Sampling(max_tokens=4, temperature=0.0)
+    past, cold = Past(decoder), Sampling(max_new_tokens=4, temperature=0.0)
     said = list(sample_tokens(decoder, [1, 5, 9], cold, past))
 
     def interrupt(*_: object, **__: object) -> None:
@@ -207,8 +207,8 @@ def test_from_python(folder: Path, tmp_path: Path) -> None:
     from bloomery.plan.types import RunPlan
 
     assert all(callable(getattr(bloomery, name)) for name in set(bloomery.__all__) - {"__version__"})
-    cold = Sampling(max_tokens=5, temperature=0.0)
-    text = bloomery.generate(folder, "def ", sampling=cold, device="cpu")
+    cold = Sampling(max_new_tokens=5, temperature=0.0)
+    text = bloomery.generate(folder, "def ", max_new_tokens=5, temperature=0.0, device="cpu")
     assert text == "".join(generate(*load_model(folder), "def ", cold))
     (tmp_path / "a.txt").write_text("def f(x):\n    return x\n")
     assert bloomery.evaluate(folder, tmp_path / "a.txt", device="cpu").loss > 0

@@ -155,17 +155,17 @@ def test_the_token_is_that_of_the_environment_and_never_the_one_that_lies_about(
 
 
 REFUSED = [
-    (("fetch_model", "org/pickled"), "its weights are pickles (pytorch_model.bin)", "safetensors"),
-    (("fetch_model", "org/nobody"), "the Hub knows no model org/nobody, or it is private", "export HF_TOKEN"),
-    (("fetch_model", "org/gguf"), "holds no config.json", "converted it from"),
-    (("fetch_model", "org/rows"), "holds no config.json", "bloomery download org/rows --dataset"),
-    (("fetch_model", "org/evil"), "a file named '../../out.json', which leads out", "a source that you trust"),
-    (("fetch_model", "org/model@nowhere"), "it has no revision nowhere", "tree/main"),
-    (("fetch_model", "./nothing/here"), "there is no such folder", "write ORG/NAME"),
-    (("download", "/tmp"), "it lies on this machine", "name it as it is"),
-    (("fetch_dataset", "org/script"), "its data come from a program, rows.py", "org/script@refs/convert/parquet"),
-    (("fetch_dataset", "org/nothing"), "the Hub knows no data set org/nothing", "mend the name"),
-    (("local_model", "org/nobody"), "org/nobody has not been downloaded", "`bloomery download org/nobody`"),
+    (("fetch_model", "org/pickled"), "pickle files, which can run code when opened: pytorch_model.bin", "safetensors"),
+    (("fetch_model", "org/nobody"), "no model on the Hub, or it is private: org/nobody", "export HF_TOKEN"),
+    (("fetch_model", "org/gguf"), "no config.json", "converted from"),
+    (("fetch_model", "org/rows"), "no config.json", "bloomery download org/rows --dataset"),
+    (("fetch_model", "org/evil"), "leads out of its folder: '../../out.json'", "a source that you trust"),
+    (("fetch_model", "org/model@nowhere"), "no such revision: nowhere", "tree/main"),
+    (("fetch_model", "./nothing/here"), "no such folder", "write ORG/NAME"),
+    (("download", "/tmp"), "local path", "use the path"),
+    (("fetch_dataset", "org/script"), "loading script: rows.py", "org/script@refs/convert/parquet"),
+    (("fetch_dataset", "org/nothing"), "no dataset on the Hub, or it is private: org/nothing", "correct the name"),
+    (("local_model", "org/nobody"), "org/nobody is not downloaded", "bloomery download org/nobody"),
 ]
 EACH = """
 import json, sys
@@ -200,16 +200,16 @@ def test_what_cannot_be_fetched_is_one_sentence_with_its_remedy(told, index):
 def test_a_gated_model_says_where_to_agree(tmp_path):
     with fake_hub({"org/gated": MODEL}, gated={"org/gated"}) as server:
         _, told = Client(tmp_path, server.url)("fetch_model", "org/gated")
-        assert "asks for an agreement" in told and f"agree on {server.url}/org/gated" in told
+        assert "gated repository" in told and f"accept on {server.url}/org/gated" in told
         folder, _ = Client(tmp_path, server.url, HF_TOKEN="hf_mine")("fetch_model", "org/gated")
         assert folder
 
 
 def test_offline_and_without_a_network_nothing_is_waited_for(tmp_path):
     offline = Client(tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")("fetch_model", "org/model")[1]
-    assert "HF_HUB_OFFLINE forbids" in offline and "bloomery download org/model --to DIR" in offline
+    assert "HF_HUB_OFFLINE prevents" in offline and "bloomery download org/model --to DIR" in offline
     unreachable = Client(tmp_path, "http://127.0.0.1:9")("fetch_model", "org/model")[1]
-    assert "the Hub cannot be reached" in unreachable and "refused" in unreachable.lower()
+    assert "cannot reach the Hub" in unreachable and "refused" in unreachable.lower()
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
@@ -278,5 +278,5 @@ def test_a_model_of_a_command_may_be_an_id_and_a_base_with_its_adapter(tmp_path,
     assert model_path("org/name") == tmp_path / "cache"
     assert str(model_path("base+adapter")) == "base+adapter"
     assert str(model_path("org/name+adapter")) == f"{tmp_path}/cache+adapter"
-    with pytest.raises(UserError, match="there is no run"):
+    with pytest.raises(UserError, match="no run"):
         model_path("nothing")

@@ -62,7 +62,7 @@ def test_both_models_answer_the_same_questions(made):
     assert len(told) == 4 and all(one.question.startswith("return") and "def f" in one.reference for one in told)
     questions = validation_prompts(plan.data.prepared, 64)
     first = min(questions, key=lambda question: len(question.prompt))
-    said = answer(load_decoder(plan.model.source), tokenizer, first, max_tokens=160)
+    said = answer(load_decoder(plan.model.source), tokenizer, first, max_new_tokens=160)
     assert told[0].before == shown(tokenizer, said.ids) + ("" if said.ended else " …")
     assert any(one.before != one.after for one in told)
 

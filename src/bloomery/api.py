@@ -1,115 +1,147 @@
-"""Bloomery from Python: plain functions, which `import bloomery` offers too. Each imports what it needs when called.
+"""The Python interface, also as attributes of `import bloomery`: plain functions; heavy imports happen when called.
 
-`model` is what the command line takes: a folder in Hugging Face's layout, a run or its name, a Hub id, BASE+ADAPTER.
-`device`: auto (the GPU where one can be used), cpu, or a GPU's number; set it before torch is imported. `step`: a run's
-checkpoint: best, last or a number. `tell` gets a line about what is loaded. All of them raise UserError.
+MODEL is a run (a path, a name under runs/, or `last`), a Hugging Face folder, a Hub id, or BASE+ADAPTER. `device`:
+auto, cpu, or a GPU number; call the first function before torch is imported, so that the environment can be set.
+`step`: the checkpoint of a run: best, last or a number. Every function raises UserError.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from bloomery.core.errors import UserError
 
 if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
-    from bloomery.model.decoder import Decoder
-    from bloomery.model.sampling import Sampling
-    from bloomery.plan.types import RunPlan
-    from bloomery.runs.evaluate import Evaluation
+    from bloomery.plan.types import PlanReport
+    from bloomery.recipe.load import LoadedRecipe
+    from bloomery.runs.evaluate import TextScores
+    from bloomery.runs.generate import Model
+    from bloomery.runs.lifecycle import Run
     from bloomery.train.evaluation.scoring import PairMetrics
-    from bloomery.train.run import Run
+    from bloomery.train.use import Use
 
 Layout = Literal["hf", "adapter", "merged"]
-Tell = Callable[[str], None]
+Recipe = str | Path | Mapping[str, Any]
+OnText = Callable[[str], None]
 
 
-def load(folder: str | Path) -> "Decoder":
-    """The decoder in a folder of Hugging Face's layout (a checkpoint, an export, a download), ready to evaluate."""
-    from bloomery.model.io.weights import load_decoder
+def load(
+    model: str | Path, *, step: str = "best", device: str = "auto", quantize: str | None = None,
+    on_load: OnText = lambda _: None,
+) -> "Model":  # fmt: skip
+    """A model with its tokenizer: `.generate(prompt)`, `.chat(message)`, `.decoder` (a torch module in eval mode).
 
-    return load_decoder(Path(folder))
+    `quantize`: none, nf4 or int8 frozen weights; None: as in training. `on_load` gets a line about what is loaded.
+
+        model = bloomery.load("last")
+        print(model.generate("def read_json(path):", max_new_tokens=50))
+    """
+    folder, use = _located(model, device, quantize)
+    from bloomery.runs.generate import Model
+
+    return Model.load(folder, step=step, use=use, on_load=on_load)
 
 
-def train(recipe: str | Path, overrides: Sequence[str] = (), *, run_dir: Path | None = None) -> "Run":
-    """Train a recipe (a file or a packaged name) in a process of its own, without output."""
-    from bloomery.recipe.load import load_recipe
+def train(
+    recipe: Recipe, *, run_dir: str | Path | None = None, devices: str | None = None, recover: bool = False,
+    quiet: bool = False, **overrides: Any,
+) -> "Run":  # fmt: skip
+    """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and print its progress.
+
+    `overrides`: sections of the recipe. Returns when the run ends; Ctrl+C saves a checkpoint and stops.
+
+        run = bloomery.train("go-coder-tiny", data={"path": "code"}, train={"epochs": 2}, adapter="lora")
+        run.metrics(), run.model().generate("func main() {")
+    """
     from bloomery.runs.lifecycle import start
 
-    return start(load_recipe(recipe, overrides), run_dir=run_dir, quiet=True)
+    folder = None if run_dir is None else Path(run_dir)
+    return start(_loaded(recipe, overrides), run_dir=folder, devices=devices, recover=recover, quiet=quiet)
 
 
-def plan(recipe: str | Path, overrides: Sequence[str] = (), *, gpu: str | None = None) -> "RunPlan":
-    """The plan of a recipe (a file or a packaged name) for this machine, or for `gpu`."""
+def plan(recipe: Recipe, *, gpu: str | None = None, gpus: int = 1, nodes: int = 1, **overrides: Any) -> "PlanReport":
+    """The plan of a recipe for this machine, or for `gpu`: `.plan` (memory, time, choices), `.claims`, `.suggestions`.
+
+    report = bloomery.plan("go-coder-125m", gpu="RX 6700 XT", train={"max_tokens": "10B"})
+    """
+    from bloomery.plan.advice.advise import advise
     from bloomery.plan.local import local_plan
-    from bloomery.recipe.load import load_recipe
 
-    return local_plan(load_recipe(recipe, overrides), gpu=gpu)[0]
+    loaded = _loaded(recipe, overrides)
+    return advise(loaded, *local_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes))
 
 
 def evaluate(
     model: str | Path, data: str | Path | None = None, *, step: str = "best", bos: bool = True,
     template: str | None = None, device: str = "auto", quantize: str | None = None,
-    tell: Tell = lambda _: None, note: Tell = lambda _: None,
-) -> "Evaluation | PairMetrics":  # fmt: skip
-    """How well a model predicts `data` (a text, a data file or a folder), or a reward model judges the pairs in it.
+    on_load: OnText = lambda _: None, on_note: OnText = lambda _: None,
+) -> "TextScores | PairMetrics":  # fmt: skip
+    """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model.
 
-    `data`: None examines a run on its validation split. `bos`: whether a BOS goes before each text, so that its first
-    token is scored too. `template`: how conversations are written, by default as the tokenizer says. `note` gets each
-    sentence that a reader of the result must know.
+    `data`: None uses a run's validation set. `bos`: add a BOS token to each text, so that its first token is scored.
+    `template`: the chat template of conversations, by default the tokenizer's own. `on_note` gets each remark about
+    the result.
     """
-    from bloomery.runs.names import chosen_use, model_path
-
-    folder = model_path(str(model))
-    use = chosen_use(device, quantize)  # before torch is imported
+    folder, use = _located(model, device, quantize)
     from bloomery.runs.evaluate import evaluate_model
 
     data = None if data is None else Path(data)
-    result, notes = evaluate_model(folder, data, step=step, bos=bos, template=template, use=use, tell=tell)
-    for text in notes:
-        note(text)
+    result, notes = evaluate_model(folder, data, step=step, bos=bos, template=template, use=use, on_load=on_load)
+    for note in notes:
+        on_note(note)
     return result
 
 
 def generate(
-    model: str | Path, prompt: str, *, sampling: "Sampling | None" = None, stop: Sequence[str] = (),
-    chat: bool = False, step: str = "best", device: str = "auto", quantize: str | None = None,
-    tell: Tell = lambda _: None,
+    model: str | Path, prompt: str, *, stop: Sequence[str] = (), chat: bool = False, step: str = "best",
+    device: str = "auto", quantize: str | None = None, on_load: OnText = lambda _: None, **settings: Any,
 ) -> str:  # fmt: skip
-    """What the model writes after `prompt`, or (`chat`) answers to it by its own chat template, until one of `stop`."""
-    from bloomery.runs.names import chosen_use, model_path
+    """The completion of `prompt`, up to one of the `stop` texts; with `chat`, the reply in the model's chat template.
 
-    folder = model_path(str(model))
-    use = chosen_use(device, quantize)  # before torch is imported
-    from bloomery.model.sampling import Sampling
-    from bloomery.runs.generate import load_model, writer
-
-    decoder, tokenizer = load_model(folder, step=step, use=use, tell=tell)
-    with writer(decoder, tokenizer, sampling or Sampling(), stop, chat=chat) as answer:
-        return "".join(answer(prompt))
+    `settings`: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed. To complete several
+    prompts, use `load`.
+    """
+    loaded = load(model, step=step, device=device, quantize=quantize, on_load=on_load)
+    return (loaded.chat if chat else loaded.generate)(prompt, stop=stop, **settings)
 
 
 def export(
     model: str | Path, out: str | Path, *, layout: Layout = "hf", dtype: str | None = None, step: str = "best",
     verify: bool = True, device: str = "auto",
 ) -> "Exported":  # fmt: skip
-    """Writes a model to the new folder `out`: whole for transformers and kin, its adapter for PEFT, or both merged.
+    """Export a model to the new folder `out`: hf (a full model), adapter (for PEFT), or merged (adapter and base).
 
-    `dtype`: of merged weights; None keeps the base's. `verify`: reads the copy back, compares it and runs it.
+    `dtype`: of merged weights; None keeps the base model's. `verify`: read the export back, compare and run it.
     """
     if dtype is not None and layout != "merged":
-        problem = f"--to {layout} copies the weights as they are"
-        raise UserError(problem, where="--type", fix="leave out --type", code=2)
-    from bloomery.runs.names import chosen_use, model_path
-
-    folder = model_path(str(model))
-    use = chosen_use(device)  # before torch is imported
+        problem = f"--to {layout} does not convert weights"
+        raise UserError(problem, where="--type", fix="remove --type, or use --to merged", code=2)
+    folder, use = _located(model, device, None)
     from bloomery.export import layouts
     from bloomery.train.model_folder import find_model
 
-    found = find_model(folder, step)
+    files = find_model(folder, step)
     if layout == "adapter":
-        return layouts.export_adapter(found, Path(out), verify=verify, use=use)
+        return layouts.export_adapter(files, Path(out), verify=verify, use=use)
     if layout == "merged":
-        return layouts.export_merged(found, Path(out), dtype=dtype, verify=verify, use=use)
-    return layouts.export(found.weights, Path(out), verify=verify, use=use)
+        return layouts.export_merged(files, Path(out), dtype=dtype, verify=verify, use=use)
+    return layouts.export(files.weights, Path(out), verify=verify, use=use)
+
+
+def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Path, Use]":
+    """Sets the environment, so torch must not be imported before."""
+    from bloomery.runs.names import chosen_use, model_path
+
+    return model_path(str(model)), chosen_use(device, quantize)
+
+
+def _loaded(recipe: Recipe, overrides: Mapping[str, Any]) -> "LoadedRecipe":
+    from bloomery.recipe.load import load_recipe, load_text
+
+    words = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    if isinstance(recipe, Mapping):
+        text = json.dumps(dict(recipe), default=str)  # YAML contains JSON
+        return load_text(text, name=str(recipe.get("name", "recipe")), source="the recipe", overrides=words)
+    return load_recipe(recipe, words)

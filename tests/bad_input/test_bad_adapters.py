@@ -8,7 +8,7 @@ import torch
 from command_line import assert_clear, here
 from safetensors.torch import save_file
 
-GENERATE = ("--prompt", "the", "--max-tokens", "3")
+GENERATE = ("--prompt", "the", "--max-new-tokens", "3")
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "model"}
 TENSORS = {f"{MODULE}.lora_A.weight": torch.zeros(2, 16), f"{MODULE}.lora_B.weight": torch.zeros(16, 2)}

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 PICKLE = b'cos\nsystem\n(S"touch ran"\ntR.'
 VERBS = {
-    "generate": ("generate", "model", "--prompt", "the", "--max-tokens", "3"),
+    "generate": ("generate", "model", "--prompt", "the", "--max-new-tokens", "3"),
     "eval": ("eval", "model", "--data", "some.txt"),
     "export": ("export", "model", "--to", "hf", "--out", "copy"),
 }
@@ -245,7 +245,7 @@ TOKENIZERS = {
 def test_tokenizers(model, case):
     described = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps(TOKENIZERS[case](described)))
-    words = ("generate", "model", "--prompt", "a" * 40 + "b", "--max-tokens", "3")
+    words = ("generate", "model", "--prompt", "a" * 40 + "b", "--max-new-tokens", "3")
     assert_clear(here(*words), mentions=["tokenizer"])
 
 

@@ -274,7 +274,7 @@ def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop, verbs):
 
 
 def test_closed_output_is_no_crash(trained):
-    words = f"{sys.executable} -m bloomery generate one --prompt x --max-tokens 2 >&- 2>&-"
+    words = f"{sys.executable} -m bloomery generate one --prompt x --max-new-tokens 2 >&- 2>&-"
     assert subprocess.run(["sh", "-c", words], cwd=trained).returncode == 0
 
 

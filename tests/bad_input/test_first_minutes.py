@@ -60,7 +60,7 @@ def model(tmp_path_factory):
 
 class TestPipedPrompts:
     def asked(self, model, *words, piped=""):
-        return CliRunner().invoke(cli, ["generate", str(model), "--max-tokens", "3", "--json", *words], input=piped)
+        return CliRunner().invoke(cli, ["generate", str(model), "--max-new-tokens", "3", "--json", *words], input=piped)
 
     def test_a_pipe_is_one_prompt(self, model):
         result = self.asked(model, piped="def f(x):\n    return\n")

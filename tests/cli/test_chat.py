@@ -18,7 +18,7 @@ from bloomery.model.sampling import Sampling
 from bloomery.runs.generate import continued, load_model
 from models_for_tests import make_model
 
-COLD = Sampling(max_tokens=12, temperature=0.0)
+COLD = Sampling(max_new_tokens=12, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def chatting(model, **rest):
 def test_each_turn_is_put_to_the_model_with_all_before_it(model):
     decoder, tokenizer = model
     session = chatting(model, system="S")
-    first = "".join(session.answer("one"))
-    second = "".join(session.answer("two"))
+    first = "".join(session.reply("one"))
+    second = "".join(session.reply("two"))
     assert [(turn.role, turn.content) for turn in session.turns] == [
         ("system", "S"), ("user", "one"), ("assistant", first), ("user", "two"), ("assistant", second)
     ]  # fmt: skip
@@ -54,29 +54,30 @@ def test_the_oldest_turns_are_forgotten_and_the_system_prompt_never(model):
     put = []
     session.form = ChatFormat(lambda turns: put.append(turns) or [3] * (10 * len(turns)), (), (), "")
     for number in range(8):
-        list(session.answer(f"question {number}"))
-    assert session.forgotten and session.said[session.forgotten].role == "user"
+        list(session.reply(f"question {number}"))
+    assert session.dropped and session.history[session.dropped].role == "user"
     last = put[-1]
     assert last[0] == Message("system", "be brief") and last[-1].content == "question 7"
-    assert 10 * len(last) + COLD.max_tokens <= model[0].config.max_positions < 10 * (len(last) + 2) + COLD.max_tokens
+    limit = model[0].config.max_positions - COLD.max_new_tokens
+    assert 10 * len(last) <= limit < 10 * (len(last) + 2)
     session.reset()
-    assert (session.said, session.forgotten) == ([], 0)
+    assert (session.history, session.dropped) == ([], 0)
 
 
 def test_a_message_that_cannot_fit_is_refused_and_was_not_said(model):
     session = chatting(model)
-    with pytest.raises(UserError, match=r"this message has [\d,]+ tokens, and the model reads 128"):
-        list(session.answer("word " * 300))
-    assert session.said == []
-    assert list(session.answer("word"))
+    with pytest.raises(UserError, match=r"message too long: [\d,]+ tokens, and the context with the reply is 128"):
+        list(session.reply("word " * 300))
+    assert session.history == []
+    assert list(session.reply("word"))
 
 
 def test_an_answer_that_is_broken_off_stays_as_far_as_it_came(model):
     session = chatting(model)
-    answer = session.answer("one")
+    answer = session.reply("one")
     piece = next(answer)
     answer.close()
-    assert session.said[-1] == Message("assistant", piece)
+    assert session.history[-1] == Message("assistant", piece)
 
 
 def test_an_answer_ends_where_the_template_ends_a_turn(folder):
@@ -114,33 +115,33 @@ def test_a_model_without_a_template_goes_on_with_one_text(folder):
 def test_a_pipe_is_a_conversation_with_commands(folder, tmp_path):
     saved = tmp_path / "talk.jsonl"
     lines = ["hello", "", "/set temperature 0", "/system Be kind.", "//slash", f"/save {saved}", "/reset", "a \\", "b"]
-    words = ["chat", str(folder), "--max-tokens", "5"]
+    words = ["chat", str(folder), "--max-new-tokens", "5"]
     told = CliRunner().invoke(cli, words, input="\n".join(lines) + "\n")
     assert told.exit_code == 0, told.stderr
     row = json.loads(saved.read_text())
     assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     assert row["messages"][3]["content"] == "/slash"
-    assert "temperature 0.0" in told.stderr and "(the model is told: Be kind.)" in told.stderr
-    assert "reads 128 tokens; no chat template" in told.stderr and "reads" not in told.stdout
+    assert "temperature 0.0" in told.stderr and "(system prompt: Be kind.)" in told.stderr
+    assert "context 128 tokens; no chat template" in told.stderr and "context" not in told.stdout
 
 
 @pytest.mark.parametrize(
     ("line", "problem", "fix"),
     [
-        ("/sytem x", "there is no command /sytem", "did you mean /system?"),
-        ("/set temprature 1", "there is no setting 'temprature'", "did you mean temperature?"),
-        ("/set temperature hot", "'hot' is no temperature", "/set temperature 0.8"),
-        ("/set temperature -1", "'-1' is no temperature", "/set temperature"),
-        ("/set top_p nan", "nan is no number to draw with", "finite"),
+        ("/sytem x", "no such command: /sytem", "did you mean /system?"),
+        ("/set temprature 1", "no such setting: 'temprature'", "did you mean temperature?"),
+        ("/set temperature hot", "invalid temperature: 'hot'", "/set temperature 0.8"),
+        ("/set temperature -1", "invalid temperature: -1", "/set temperature"),
+        ("/set top_p nan", "not a finite number: nan", "finite"),
         ("/set top_k", "", ""),
-        ("/save", "/save lacks the file's name", "/save talk.jsonl"),
-        ("/save talk.jsonl", "nothing has been said yet", "ask something first"),
-        ("/save 'talk", "a quote is never closed", "/save 'my talk.jsonl'"),
-        ("hello\n/save /proc/nothing/x", "cannot be written", "another file"),
+        ("/save", "missing file name", "/save talk.jsonl"),
+        ("/save talk.jsonl", "conversation is empty", "send a message first"),
+        ("/save 'talk", "unclosed quote", "/save 'my talk.jsonl'"),
+        ("hello\n/save /proc/nothing/x", "cannot write the file", "another file"),
     ],
 )
 def test_wrong_words_are_said_and_the_chat_goes_on(folder, line, problem, fix):
-    words = ["chat", str(folder), "--max-tokens", "3"]
+    words = ["chat", str(folder), "--max-new-tokens", "3"]
     told = CliRunner().invoke(cli, words, input=f"{line}\nhello\n", standalone_mode=False)
     assert problem in told.stderr and fix in told.stderr
     assert told.return_value == (1 if problem else 0) and told.stdout.endswith("\n")
@@ -148,7 +149,7 @@ def test_wrong_words_are_said_and_the_chat_goes_on(folder, line, problem, fix):
 
 def test_settings_are_those_of_the_flags():
     assert set(SETTINGS) < set(Sampling.__dataclass_fields__)
-    assert setting("temperature 0.7") == ("temperature", 0.7) and setting("--max-tokens=9") == ("max_tokens", 9)
+    assert setting("temperature 0.7") == ("temperature", 0.7) and setting("--max-new-tokens=9") == ("max_new_tokens", 9)
     assert setting("top_k off") == ("top_k", None)
 
 
@@ -160,9 +161,9 @@ def test_text_of_a_model_commands_no_terminal():
 class Interrupted:
     """A session of a person who presses Ctrl+C while it answers."""
 
-    forgotten = 0
+    dropped = 0
 
-    def answer(self, text):
+    def reply(self, text):
         yield "begun"
         raise KeyboardInterrupt
 
@@ -183,12 +184,12 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(monkeypatch, lines, code, asked
         return {"i": "hello", "q": "/quit", None: None}[key]
 
     monkeypatch.setattr(verb.Terminal, "_read", lambda self, prompt: read(prompt))
-    terminal.person = True
+    terminal.interactive = True
     assert (terminal.talk(), len(count)) == (code, asked)
 
 
 def test_generate_answers_questions_by_the_template(folder, tmp_path):
-    words = ["generate", str(folder), "--prompt", "hi", "--max-tokens", "8", "--temperature", "0", "--json"]
+    words = ["generate", str(folder), "--prompt", "hi", "--max-new-tokens", "8", "--temperature", "0", "--json"]
     refused = CliRunner().invoke(cli, [*words, "--chat"], standalone_mode=False)
     assert isinstance(refused.exception, UserError) and "no chat template" in refused.exception.problem
     tuned = make_model(tmp_path)
@@ -196,7 +197,7 @@ def test_generate_answers_questions_by_the_template(folder, tmp_path):
     told = json.loads(CliRunner().invoke(cli, ["generate", str(tuned), *words[2:], "--chat"]).stdout)
     decoder, tokenizer = load_model(tuned)
     asked = [*tokenizer.encode("hi"), tokenizer.eos_id]
-    expected = "".join(continued(decoder, tokenizer, asked, Sampling(max_tokens=8, temperature=0.0)))
+    expected = "".join(continued(decoder, tokenizer, asked, Sampling(max_new_tokens=8, temperature=0.0)))
     assert told == {"results": [{"prompt": "hi", "text": expected}]}
 
 

@@ -39,8 +39,8 @@ def typed(*words: str) -> str:
 def test_prepare_sums_up_and_checks(workshop):
     output = typed("prepare", "small.yaml", "--check")
     assert "for validation" in output
-    assert "the text has no more to merge; 50,000 were asked for" in output
-    assert "tokens are cut off" in output
+    assert "dataset too small for 50,000 tokens" in output
+    assert "tokens truncated" in output
     assert "repeated   1 of" in output
     assert "repeat an earlier one word for word" in output
     folder = next((workshop / "prepared").iterdir())
@@ -54,7 +54,7 @@ def test_each_of_several_sources_is_told_with_its_weight(workshop):
     (workshop / "mixed.yaml").write_text(RECIPE.split("data:")[0] + sources)
     output = typed("prepare", "mixed.yaml")
     first, second = output.partition("sources    ")[2].splitlines()[:2]
-    assert first.startswith("text: 9 documents, ") and first.endswith(" tokens, 2 times an epoch")
+    assert first.startswith("text: 9 documents, ") and first.endswith(" tokens, 2 times per epoch")
     assert second.strip().startswith("text/3.txt: 1 document") and "times" not in second
     shown = typed("prepare", "mixed.yaml", "--preview", "2")
     assert "10.txt" in shown and "3.txt  " in shown.replace("13.txt", "")  # one of each
@@ -62,10 +62,10 @@ def test_each_of_several_sources_is_told_with_its_weight(workshop):
 
 def test_preview_shows_documents_tokens_and_what_is_cut(workshop):
     output = typed("prepare", "small.yaml", "--preview", "3")
-    assert output.count("tokens ·") == 3
+    assert output.count(" train · ") + output.count(" validation · ") == 3
     assert "0.txt" in output
     assert "<s>|" in output
-    assert "tokens cut off" in output
+    assert "tokens truncated" in output
     folder = next((workshop / "prepared").iterdir())
     assert not list(folder.glob("*.bin"))
     typed("prepare", "small.yaml")
@@ -97,11 +97,11 @@ def test_preview_shows_what_is_learned(workshop):
     with pytest.raises(UserError, match="did you mean assistant"):
         typed("prepare", "chat.yaml", "--preview", "3")
     output = typed("prepare", "chat.yaml", "--preview", "3", "data.on_error=skip")
-    (line,) = [line for line in output.splitlines() if "⟧" in line and not line.startswith("learned")]
+    (line,) = [line for line in output.splitlines() if "⟧" in line and not line.startswith("loss on")]
     learned = line[line.index("⟦") + 1 : line.index("⟧")].replace("¦", "")
     assert learned == "this \\x1b[31m<|im_end|>"
     assert "what?" in output[: output.index("⟦")].replace("¦", "")
-    assert "learned: between ⟦ and ⟧" in output
+    assert "loss on: between ⟦ and ⟧" in output
     assert "\x1b" not in output
 
 
@@ -110,7 +110,7 @@ def test_preview_shows_both_sides_of_a_pair_and_what_is_left_out(workshop):
     output = typed("prepare", "chat.yaml", "--preview", "1")
     assert "rows.jsonl:1 (chosen)" in output
     assert "rows.jsonl:1 (rejected)" in output
-    assert output.count("left out: in a row of 24 nothing learned is left of a side") == 2
+    assert output.count("left out: no loss tokens on one side of the pair after truncation to 24") == 2
 
 
 def test_check_tells_what_is_wrong_with_conversations(workshop):
@@ -120,10 +120,10 @@ def test_check_tells_what_is_wrong_with_conversations(workshop):
     rows += [{"messages": [rows[0]["messages"][0], {**rows[1]["messages"][1], "weight": 0}]}]
     write_chat(workshop, rows)
     output = typed("prepare", "chat.yaml", "--check")
-    assert "text       25 conversations to learn" in output
+    assert "dataset    25 conversations for training" in output
     assert "format     messages" in output
-    assert "left out: 1 conversation with nothing to learn within a row;" in output
-    assert "left out: 1 conversation with nothing to learn\n" in output
+    assert "left out: 1 conversation, no loss tokens after truncation;" in output
+    assert "left out: 1 conversation, all labels are masked\n" in output
     assert "repeated   2 of 25 conversations" in output
     assert "24 of 25 answers end in the template's own token" in output
 
@@ -150,5 +150,21 @@ def test_mistakes_are_sentences(workshop):
         typed("prepare", "small.yaml", "data.packing=true", "data.sequence_length=100000")
     with pytest.raises(UserError, match="holds neither"):
         typed("tokenizer", "inspect", "text", "--text", "a")
-    with pytest.raises(UserError, match="there is no run 'lost'"):
+    with pytest.raises(UserError, match="no run 'lost'"):
         typed("tokenizer", "inspect", "lost", "--text", "a")
+
+
+@pytest.mark.parametrize("words", ["prepare", "prepare --preview 1", "tokenizer train"])
+def test_a_missing_path_leaves_no_folder(workshop, words):
+    before = sorted(workshop.rglob("*"))
+    with pytest.raises(UserError, match="nowhere"):
+        typed(*words.split(), "small.yaml", "data.path=nowhere")
+    assert sorted(workshop.rglob("*")) == before
+
+
+@pytest.mark.parametrize("content", ["\n\n\n", "text\n\n\n", '""\n""\n'])
+def test_a_csv_of_blank_lines_is_an_error_about_its_file(workshop, content):
+    (workshop / "blank.csv").write_text(content)
+    with pytest.raises(UserError) as caught:
+        typed("prepare", "small.yaml", "data.path=blank.csv", "data.glob=null")
+    assert "blank.csv" in f"{caught.value.problem} {caught.value.where}"

@@ -12,13 +12,17 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from bloomery.cli import cli, main
+from bloomery.cli import COMMANDS, cli, main
 from bloomery.cli.demo.evaluation import evaluate_demo
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Recipe
 
+FORGATHER = {  # hidden from --help
+    "--max-steps", "--train-epochs", "--models-dir", "--model-name", "--dataset-proj", "--dataset-config",
+    "--safe-load", "--gradient-checkpointing", "--log-peak-memory", "--chat-template",
+}  # fmt: skip
 FLAGS = {
     "demo": {"--json", "--run-dir"},
     "doctor": {"--probe", "--json", "--machine", "--explain", "--fix", "--bundle", "--docker"},
@@ -26,27 +30,26 @@ FLAGS = {
     "recipes show": set(),
     "recipes copy": set(),
     "recipes schema": set(),
+    "recipes import": {"--out"},
     "tokenizer train": set(),
     "tokenizer inspect": {"--text"},
     "prepare": {"--preview", "--check", "--model", "--data"},
     "plan": {"--model", "--data", "--gpu", "--gpus", "--nodes", "--simulate", "--json"},
     "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
     "train": {
-        "--model", "--data", "--run-dir", "-d", "--devices", "--dry-run", "--rehearse", "--recover", "--max-steps",
-        "--train-epochs", "--log-peak-memory", "--models-dir", "--model-name", "--dataset-config", "--dataset-proj",
-        "--safe-load", "--gradient-checkpointing", "--chat-template",
+        "--model", "--data", "--run-dir", "-d", "--devices", "--dry-run", "--smoke-test", "--recover", *FORGATHER,
     },
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},
     "eval": {"--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize"},
     "generate": {
-        "--prompt", "--prompts", "--chat", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
+        "--prompt", "--prompts", "--chat", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--stop", "--seed", "--step", "--json", "-d", "--devices", "--quantize",
     },
     "export": {"--to", "--out", "--type", "--step", "--verify", "--no-verify", "-d", "--devices"},
     "chat": {
-        "--system", "--template", "--step", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
+        "--system", "--template", "--step", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--seed", "-d", "--devices", "--quantize",
     },
     "download": {"--dataset", "--to"},
@@ -119,6 +122,23 @@ def test_verbs_and_flags():
         options = [parameter for parameter in commands[words].params if isinstance(parameter, click.Option)]
         known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         assert flags == known, words
+
+
+def test_the_flags_of_forgather_work_and_are_hidden():
+    train = leaves(cli)["train"]
+    hidden = {name for option in train.params if getattr(option, "hidden", False) for name in option.opts}
+    assert hidden == FORGATHER
+
+
+@pytest.mark.parametrize("name", set(FLAGS) - {"report"})
+def test_help_is_a_short_sentence_for_each_command_and_option(name):
+    command = leaves(cli)[name]
+    lines = [option.help for option in command.params if isinstance(option, click.Option) and not option.hidden]
+    lines += [COMMANDS[name][1]] if name in COMMANDS else [command.help.splitlines()[0]]
+    for line in lines:
+        text = line.partition(" [")[0]  # the default
+        assert (text[:1].isupper() and text.endswith(".")) or text != line, line
+        assert len(text) <= 60, line
 
 
 def test_defaults_of_a_recipe():
@@ -234,7 +254,7 @@ def test_json_of_a_run(workshop, monkeypatch):
     run = the_run(workshop).name
     told = asked(workshop, monkeypatch, "eval", "last", "--json")
     assert list(told) == ["loss", "perplexity", "bits_per_byte", "tokens", "bytes"]
-    text = asked(workshop, monkeypatch, "generate", run, "--prompt", "the", "--max-tokens", "3", "--json")
+    text = asked(workshop, monkeypatch, "generate", run, "--prompt", "the", "--max-new-tokens", "3", "--json")
     assert set(text["results"][0]) == {"prompt", "text"}
     (line,) = asked(workshop, monkeypatch, "runs", "--json")["runs"]
     assert {"name", "state", "step", "steps", "loss", "bits_per_byte", "bytes", "command"} == set(line)

@@ -125,7 +125,7 @@ def test_answers_are_those_of_each_model_and_prompts_are_no_markup(here):
     pieces, text = page("chatty+adapter", "--prompt", "return", "--prompt", "<script>")
     assert "<script" not in text and "<script>" in pieces
     assert pieces[pieces.index("What it says") + 1].startswith("put by the tokenizer's own")
-    asked = ("--chat", "--max-tokens", "100", "--temperature", "0.6", "--top-p", "0.95", "--seed", "0")
+    asked = ("--chat", "--max-new-tokens", "100", "--temperature", "0.6", "--top-p", "0.95", "--seed", "0")
     at = pieces.index("return")
     for name, answer in (("chatty", pieces[at + 2]), ("chatty+adapter", pieces[at + 4])):
         whole = said(name, "--prompt", "return", *asked, command=generate_command).removeprefix("return\n")

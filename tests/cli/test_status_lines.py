@@ -6,13 +6,14 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bloomery.cli import plan as plan_simulate
 from bloomery.cli.bench import Table
-from bloomery.cli.smoke_test import tell
-from bloomery.cli.smoke_test import waiting as rehearsing
+from bloomery.cli.smoke_test import report_event
 from bloomery.cli.stop import waiting
 from bloomery.monitor.events import Phase
+from bloomery.recipe.schema import Sample
 
 STRANGE = "[red]a [/x]"
 
@@ -33,10 +34,10 @@ def test_waiting_for_a_run():
     assert "waiting for [red]a" in shown.getvalue()
 
 
-def test_phases_of_a_rehearsal():
-    seen = type("Seen", (), {"plan": type("RunPlan", (), {"train": None})})
-    with redirect_stderr(Terminal()), rehearsing() as status:
-        tell(seen, Phase(name=STRANGE, done=1, total=2), status)
+def test_phases_of_a_smoke_test():
+    result = type("Result", (), {"plan": type("RunPlan", (), {"train": None, "sample": Sample()})})
+    with redirect_stderr(Terminal()), Console(stderr=True).status("preparing") as status:
+        report_event(result, Phase(name=STRANGE, done=1, total=2), status)
         assert f"{STRANGE} 50%" in str(status.renderable.text)
 
 
@@ -46,9 +47,9 @@ def test_settings_of_a_bench():
         table = Table(to_stderr=True)
         table._now(f"sample.prompts={STRANGE}", "forward")
         assert f"{STRANGE}: forward" in str(table._status.renderable.text)
-        table.say("done")
+        table.print("done")
 
 
 def test_phases_of_a_simulation():
-    with redirect_stderr(Terminal()), plan_simulate.progress() as say:
-        say(STRANGE)
+    with redirect_stderr(Terminal()), plan_simulate.progress() as show:
+        show(STRANGE)

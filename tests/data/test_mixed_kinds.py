@@ -197,7 +197,7 @@ def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch)
     }))  # fmt: skip
     told = CliRunner().invoke(cli, ["prepare", "mix.yaml", "--check"], catch_exceptions=False).stdout
     lines = told.splitlines()
-    assert lines[0] == f"text       24 conversations and {len(TEXTS)} documents to learn, 0 for validation"
+    assert lines[0] == f"dataset    24 conversations and {len(TEXTS)} documents for training, 0 for validation"
     assert any(line.endswith("tokens") and ": 24 conversations, " in line for line in lines)
     assert any(f": {len(TEXTS)} documents of text, " in line and "0.5 times an epoch" in line for line in lines)
     assert any("longer than one: 1 text, 0 tokens are cut off" in line for line in lines)

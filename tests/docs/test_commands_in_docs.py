@@ -5,7 +5,7 @@ import re
 import pytest
 from words_of_docs import ROOT, check_command, check_key, commands_in, quoted, words_of
 
-from bloomery.cli import VERBS, cli
+from bloomery.cli import COMMANDS, cli
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SOURCES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "src").rglob("*.yaml")), ROOT / "pyproject.toml"]
@@ -31,7 +31,7 @@ def test_a_recipe_key_on_a_page_exists(page) -> None:
 def test_every_verb_has_a_page() -> None:
     index = (ROOT / "docs/index.md").read_text()
     named = {words_of(text)[0] for text in quoted(index) if text.startswith("bloomery ")}
-    assert {verb for verb in VERBS if cli.get_command(None, verb)} <= named  # type: ignore[arg-type]  # asked without a context
+    assert {verb for verb in COMMANDS if cli.get_command(None, verb)} <= named  # type: ignore[arg-type]  # asked without a context
     for link in re.findall(r"\]\(([\w./-]+\.md)\)", index):
         assert (ROOT / "docs" / link).is_file(), link
 
@@ -47,4 +47,4 @@ def test_links_lead_somewhere(page) -> None:
 def test_messages_name_verbs_that_exist() -> None:
     for source in SOURCES:
         for verb in re.findall(r"`bloomery ([a-z]+)", source.read_text()):
-            assert verb in VERBS, f"{source}: bloomery {verb}"
+            assert verb in COMMANDS, f"{source}: bloomery {verb}"

@@ -32,7 +32,7 @@ def qlora(bloomery: Bloomery) -> Bloomery:
 
 def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora: Bloomery) -> None:
     """Ten seconds: four processes start torch, which is what is tested."""
-    done = qlora.run("train", "qlora.yaml", "--rehearse", "--run-dir", "runs/one")
+    done = qlora.run("train", "qlora.yaml", "--smoke-test", "--run-dir", "runs/one")
     assert done.returncode == 0, done.stderr
     assert "none: the recipe holds out no text to validate on" in done.stdout
     events = qlora.events()

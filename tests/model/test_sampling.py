@@ -13,7 +13,7 @@ from bloomery.model.sampling import Cache, Sampling, next_distribution, sample_t
 
 SHAPES = ["llama3-gqa-tied", "gpt2", "mistral-window", "gemma2", "gemma3", "qwen2.5-window-tied", "smollm3-window",
           "olmo2", "phi4-partial", "llama-yarn"]  # fmt: skip
-GREEDY = Sampling(max_tokens=25, temperature=0.0)
+GREEDY = Sampling(max_new_tokens=25, temperature=0.0)
 
 
 @pytest.mark.parametrize("case", SHAPES)
@@ -37,7 +37,7 @@ def test_greedy_equals_transformers(case: str, penalty: float, tmp_path: Path) -
     )
     with torch.no_grad():
         expected = theirs.generate(row, generation_config=asked)[0, 12:].tolist()
-    sampling = Sampling(max_tokens=25, temperature=0.0, repetition_penalty=penalty, stop_ids=(2,))
+    sampling = Sampling(max_new_tokens=25, temperature=0.0, repetition_penalty=penalty, stop_ids=(2,))
     ours = list(sample_tokens(load_decoder(tmp_path), row[0].tolist(), sampling))
     assert ours == [token for token in expected if token != 2]
 
@@ -78,7 +78,7 @@ def test_a_seed_is_a_text(tmp_path: Path) -> None:
 
     def drawn(seed: int) -> list[int]:
         torch.manual_seed(torch.seed())
-        return list(sample_tokens(decoder, [1, 5], Sampling(max_tokens=20, temperature=1.5, seed=seed)))
+        return list(sample_tokens(decoder, [1, 5], Sampling(max_new_tokens=20, temperature=1.5, seed=seed)))
 
     assert drawn(3) == drawn(3)
     assert len({tuple(drawn(seed)) for seed in range(4)}) == 4
@@ -87,7 +87,7 @@ def test_a_seed_is_a_text(tmp_path: Path) -> None:
 def test_drawing_leaves_the_global_random_stream_and_the_gradients_alone(tmp_path: Path) -> None:
     saved_reference("gpt2", tmp_path)
     decoder, before = load_decoder(tmp_path), torch.get_rng_state()
-    list(sample_tokens(decoder, [1, 5], Sampling(max_tokens=5)))
+    list(sample_tokens(decoder, [1, 5], Sampling(max_new_tokens=5)))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for parameter in decoder.parameters())
@@ -105,5 +105,5 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(tmp_path: Path) -> Non
     decoder = load_decoder(tmp_path)
     whole = list(sample_tokens(decoder, [1, 7], GREEDY))
     stop = whole[5]
-    cut = list(sample_tokens(decoder, [1, 7], Sampling(max_tokens=25, temperature=0.0, stop_ids=(stop,))))
+    cut = list(sample_tokens(decoder, [1, 7], Sampling(max_new_tokens=25, temperature=0.0, stop_ids=(stop,))))
     assert cut == whole[: whole.index(stop)]

@@ -109,9 +109,9 @@ def test_settings_that_contradict_the_run_are_said(sections, doubt):
 
 def test_python_asks_for_a_plan_by_calling_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = bloomery.plan("go-coder-125m", gpu="RX 6700 XT")
-    assert isinstance(plan, RunPlan)
-    assert plan.train.precision == "float16"
+    report = bloomery.plan("go-coder-125m", gpu="RX 6700 XT", train={"max_steps": 7})
+    assert isinstance(report.plan, RunPlan)
+    assert report.plan.train.precision == "float16" and report.plan.train.steps == 7
 
 
 def test_planning_needs_no_torch(tmp_path):

@@ -100,7 +100,7 @@ def test_an_exported_adapter_of_a_reward_model_gives_its_values_in_peft(prepared
 
 def test_what_cannot_be_exported_so_says_what_can(tuned, tmp_path):
     found = find_model(tuned)
-    with pytest.raises(UserError, match="no whole model") as refused:
+    with pytest.raises(UserError, match="adapter as a full model") as refused:
         export(tuned, tmp_path / "out")
     assert "--to merged" in refused.value.fix
     for write in (export_adapter, export_merged):

@@ -22,7 +22,7 @@ ASKED = "what is iron?"
 TALKS = [{"messages": [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"{n} it is."}]}
          for n in range(30)]  # fmt: skip
 COMPLETIONS = [{"prompt": f"what is {n}?", "completion": f" {n} it is."} for n in range(30)]
-DRAWN = Sampling(max_tokens=8, temperature=0.8, top_p=0.95, seed=0)
+DRAWN = Sampling(max_new_tokens=8, temperature=0.8, top_p=0.95, seed=0)
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 
 

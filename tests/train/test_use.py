@@ -77,7 +77,7 @@ def test_the_loaded_model_has_the_runs_own_figure(prepared, base, tmp_path, quan
     run, plan = run_of(prepared, base, tmp_path / "run", quantize=quantize, precision=precision, adapter=adapter)
     told = []
     for load in (load_model, load_to_evaluate):
-        decoder, _ = load(run.folder, step="last", use=Use("cpu"), tell=told.append)
+        decoder, _ = load(run.folder, step="last", use=Use("cpu"), on_load=told.append)
         assert figure(decoder, plan) == run.of(EvalDone)[-1].loss
         assert bool(dict(quantized_weights(decoder))) == (quantize != "none")
     assert not any("differ" in line for line in told)
@@ -100,7 +100,7 @@ def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
     run, plan = run_of(prepared, base, tmp_path / "run")
     own, heard = run.of(EvalDone)[-1].loss, []
     for quantize in ("none", "int8"):
-        decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu", quantize), tell=heard.append)
+        decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu", quantize), on_load=heard.append)
         assert figure(decoder, plan) != own
     said = [line for line in heard if "figures differ" in line]
     assert len(said) == 2 and "nf4 weights" in said[0] and "not quantized" in said[0] and "int8" in said[1]
@@ -117,10 +117,10 @@ def test_a_device_without_the_runs_precision_says_so(prepared, base, tmp_path):
     trained_elsewhere = plan.train.model_copy(update={"device": "cuda", "precision": "bfloat16"})
     write_plan(plan.model_copy(update={"train": trained_elsewhere}), run.folder / "plan.json")
     told = []
-    decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu"), tell=told.append)
+    decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu"), on_load=told.append)
     assert "computed in bfloat16, which CPU lacks" in told[0]
     assert decoder.model.embed_tokens.weight.dtype == torch.float32
-    load_to_evaluate(run.folder, step="last", use=Use("cpu", bfloat16=True), tell=told.append)
+    load_to_evaluate(run.folder, step="last", use=Use("cpu", bfloat16=True), on_load=told.append)
     assert sum("lacks" in line for line in told) == 1
 
 

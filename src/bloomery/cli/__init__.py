@@ -1,4 +1,4 @@
-"""The `bloomery` command: a thin skin over the package. No verb is imported before it is asked for."""
+"""The `bloomery` command. A command's module is imported when the command runs."""
 
 import importlib
 import io
@@ -14,50 +14,44 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.core.version import __version__
 
-STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C before there was anything to resume
+STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C with nothing to resume
 
-# Verb -> (where its click command lives, its line in --help). A verb whose module is not there is not listed.
-VERBS: dict[str, tuple[str, str]] = {
-    "demo": (
-        "bloomery.cli.demo.command:command",
-        "Train a small model here, kill it, resume it, examine it.",
-    ),
-    "doctor": (
-        "bloomery.cli.doctor.command:command",
-        "Say why this machine does not train, and what mends it.",
-    ),
-    "recipes": ("bloomery.cli.recipes:command", "List, show and copy the packaged recipes; print their JSON schema."),
-    "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or look at what one does to a text."),
-    "prepare": ("bloomery.cli.prepare:command", "Turn text into shards of tokens; --preview shows what is learned."),
-    "plan": ("bloomery.cli.plan:command", "Say what a run would do, need and take, and whether it fits."),
-    "bench": ("bloomery.cli.bench:command", "Measure what this machine reaches, beside what the plan said."),
+# Command -> (where its click command is, its line in --help).
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("bloomery.cli.demo.command:command", "Train a small model, kill and resume it, evaluate it."),
+    "doctor": ("bloomery.cli.doctor.command:command", "Check this machine and suggest fixes."),
+    "recipes": ("bloomery.cli.recipes:command", "List, show, copy and import recipes."),
+    "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or print the tokens of a text."),
+    "prepare": ("bloomery.cli.prepare:command", "Tokenize a dataset; preview the loss mask."),
+    "plan": ("bloomery.cli.plan:command", "Estimate memory, time and disk before a run."),
+    "bench": ("bloomery.cli.bench:command", "Measure speed and memory, compared with the plan."),
     "train": ("bloomery.cli.train:command", "Train a recipe."),
-    "resume": ("bloomery.cli.resume:command", "Go on where a run stopped, whatever stopped it."),
-    "stop": ("bloomery.cli.stop:command", "Let a running run save, and stop it."),
-    "save": ("bloomery.cli.save:command", "Let a running run write a checkpoint, and go on."),
-    "watch": ("bloomery.cli.watch:command", "Show a run on the terminal, while it goes on or after it has ended."),
-    "eval": ("bloomery.cli.eval:command", "Loss, perplexity and bits per byte of a model on a text."),
-    "generate": ("bloomery.cli.generate:command", "Let a model continue prompts."),
-    "chat": ("bloomery.cli.chat:command", "Talk to a model on the terminal."),
-    "export": ("bloomery.cli.export:command", "Write a model in the layout of other programs."),
-    "download": ("bloomery.cli.download:command", "Fetch a model or a data set from the Hugging Face Hub."),
-    "report": ("bloomery.cli.report:command", "Write the report of a run: one page that works offline."),
+    "resume": ("bloomery.cli.resume:command", "Resume a run from its last checkpoint."),
+    "stop": ("bloomery.cli.stop:command", "Save a running run, then stop it."),
+    "save": ("bloomery.cli.save:command", "Save a checkpoint of a running run."),
+    "watch": ("bloomery.cli.watch:command", "Show a run on the terminal, live or finished."),
+    "eval": ("bloomery.cli.eval:command", "Compute loss, perplexity and bits per byte."),
+    "generate": ("bloomery.cli.generate:command", "Generate text from prompts."),
+    "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),
+    "export": ("bloomery.cli.export:command", "Export a model to Hugging Face or PEFT format."),
+    "download": ("bloomery.cli.download:command", "Download a model or dataset from the Hub."),
+    "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),
 }
 
 
 @final
-class Verbs(click.Group):
-    """A click group that knows its verbs' help lines without importing them."""
+class Commands(click.Group):
+    """A click group that lists its commands without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        module, _, attribute = VERBS[cmd_name][0].partition(":")
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
@@ -67,30 +61,34 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            fix = did_you_mean(args[0], known, "`bloomery --help` lists the verbs", shown="`bloomery {}`")
-            raise UserError(f"there is no verb {args[0]!r}", where="the command line", fix=fix, code=2)
+            fix = did_you_mean(args[0], known, "`bloomery --help` lists the commands", shown="`bloomery {}`")
+            raise UserError(f"no such command: {args[0]!r}", where="the command line", fix=fix, code=2)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Verbs"):
-            formatter.write_dl([(verb, VERBS[verb][1]) for verb in self.list_commands(ctx)])
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="bloomery %(version)s")
 @click.option("--debug", is_flag=True, help="Show the Python traceback of an error.")
 def cli(debug: bool) -> None:
-    """Text in, a language model out, on whatever GPUs you have.
+    """Pretrain, fine-tune, evaluate and export language models on AMD, NVIDIA and CPU.
 
-    A recipe is a YAML file or the name of a packaged one; `section.key=value` after it overrides a key.
+    RECIPE is a YAML file or a packaged recipe; `section.key=value` overrides a key. RUN is a path, a name under
+    runs/, or `last`. MODEL is a RUN, a Hugging Face folder, a Hub id, or BASE+ADAPTER.
+
+    Example: bloomery demo
     """
-    del debug  # read by `main` wherever it stands on the line
+    del debug  # `main` reads it anywhere on the command line
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 failed, 2 wrong words, 75 stopped and resumable, 130 interrupted."""
-    # libgomp reads this once, when torch is imported, here or in a child. By default a waiting thread spins for so long
-    # that a step takes forty times as long when another program wants a core; one that never spins loses a third.
+    """Run the command line and exit: 0 success, 1 failed, 2 usage error, 75 stopped and resumable, 130 interrupted."""
+    # libgomp reads this once, when torch is imported, here or in a child. By default a waiting thread spins so long
+    # that a step takes 40 times as long when another program uses a core; without spinning, training is a third slower.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -106,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _steady_streams() -> None:
-    """Output that is closed goes nowhere, what an encoding lacks becomes a question mark: neither ends a run."""
+    """Discard output to a closed stream; print `?` for characters that the encoding lacks. Neither ends a run."""
     if sys.stdout is None or sys.stderr is None:  # as after `>&-`
         nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
         sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
@@ -116,7 +114,7 @@ def _steady_streams() -> None:
 
 
 def _some_home() -> None:
-    """As Docker does for a user's number that /etc/passwd does not have: `/`, so that whoever asks is answered."""
+    """Set HOME to `/` for a user id that is not in /etc/passwd, as Docker does: libraries expect a home folder."""
     try:
         Path.home()
     except RuntimeError:
@@ -128,19 +126,18 @@ def _run(arguments: list[str], debug: bool) -> int:
         try:
             Path.cwd()
         except FileNotFoundError as error:
-            problem = "the working folder was deleted"
-            raise UserError(problem, where="this shell", fix="cd to one that exists") from error
+            raise UserError("the working folder was deleted", fix="cd to a folder that exists") from error
         result = cli.main(args=arguments, prog_name="bloomery", standalone_mode=False)
     except UserError as error:
         if debug:
             raise
-        _tell(error)
+        _print_error(error)
         return error.code
     except click.ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2; its text is the help page
             error.show()
         else:
-            _tell(_wrong_words(error, arguments))
+            _print_error(_usage_error(error, arguments))
         return error.exit_code
     except click.Abort:
         click.echo("interrupted", err=True)
@@ -148,18 +145,18 @@ def _run(arguments: list[str], debug: bool) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _tell(error: UserError) -> None:
-    """A stranger's template, file or name may have said part of it."""
+def _print_error(error: UserError) -> None:
+    """Parts of the message may come from an untrusted template, file or name."""
     from bloomery.core.text import harmless, redact_secrets
 
     click.echo(harmless(redact_secrets(str(error))), err=True)
 
 
-def _wrong_words(error: click.ClickException, arguments: Sequence[str]) -> UserError:
-    context = getattr(error, "ctx", None)  # none where a flag lacks its value
-    command = context.command_path if context is not None else _verb(arguments)
+def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:
+    context = getattr(error, "ctx", None)  # None where an option lacks its value
+    command = context.command_path if context is not None else _command_path(arguments)
     message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
-    fix = _recipe_key(error, arguments) or f"`{command} --help` prints the options"
+    fix = _recipe_key(error, arguments) or f"{command} --help"
     return UserError(message[:1].lower() + message[1:], where=f"`{command}`", fix=fix, code=error.exit_code)
 
 
@@ -176,8 +173,8 @@ def _recipe_key(error: click.ClickException, arguments: Sequence[str]) -> str:
     return str(look_up(tuple(name.split(".")), after[0], {}) or "")
 
 
-def _verb(arguments: Sequence[str]) -> str:
-    """ "bloomery tokenizer inspect": the words of a line before its arguments."""
+def _command_path(arguments: Sequence[str]) -> str:
+    """The commands of a command line: "bloomery tokenizer inspect"."""
     command: click.Command | None = cli
     path = "bloomery"
     for word in (word for word in arguments if not word.startswith("-")):

@@ -1,4 +1,4 @@
-"""`bloomery chat MODEL`: a conversation on the terminal, or with the lines of a pipe"""
+"""`bloomery chat MODEL`: a conversation on the terminal or over a pipe"""
 
 import json
 import shlex
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import devices_option, loading, quantize_option, refuse_undecoded, text_flags
-from bloomery.cli.sampling import SETTINGS, drawing_options, finite, setting
+from bloomery.cli.common import devices_option, loading, quantize_option, refuse_undecoded, step_option, text_flags
+from bloomery.cli.sampling import SETTINGS, finite, sampling_options, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.chat.examples import Message
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from bloomery.model.decoder import Decoder
     from bloomery.model.sampling import Sampling
 
-SHARE = 4  # an answer gets max_tokens, but makes a chat forget no more than a quarter of the context for that
+SHARE = 4  # old messages are dropped for max_new_tokens, but for at most a quarter of the context
 
 
 @final
 class Session:
-    """What was said, and the model that answers. `system` goes before it all and is never forgotten."""
+    """The messages and the model of a conversation. `system` comes first and is never dropped."""
 
     def __init__(
         self, decoder: "Decoder", tokenizer: "Tokenizer", form: "ChatFormat", sampling: "Sampling", *,
@@ -40,10 +40,10 @@ class Session:
 
         self.decoder, self.tokenizer, self.form, self.system = decoder, tokenizer, form, system
         self.sampling = replace(sampling, stop_ids=form.stop_ids)
-        self.said: list[Message] = []
+        self.history: list[Message] = []
         self.past = Past(decoder)
-        self.forgotten = 0  # turns that the model no longer sees
-        self._answers = 0
+        self.dropped = 0  # messages that no longer fit into the context
+        self._replies = 0
 
     @property
     def opening(self) -> list[Message]:
@@ -51,142 +51,142 @@ class Session:
 
     @property
     def turns(self) -> list[Message]:
-        return [*self.opening, *self.said]
+        return [*self.opening, *self.history]
 
-    def answer(self, text: str) -> Iterator[str]:
-        """The answer in pieces; an answer that is broken off stays as far as it came.
+    def reply(self, text: str) -> Iterator[str]:
+        """The reply in pieces. An interrupted reply stays in the history as far as it was generated.
 
-        Raises UserError, and then nothing was said.
+        Raises UserError; the history is then unchanged.
         """
         from bloomery.runs.generate import continued
 
-        question = Message("user", text)
-        ids = self._fitting([*self.said, question])
-        self.said.append(question)
-        sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)  # the same words may draw anew
-        self._answers += 1
+        message = Message("user", text)
+        ids = self._fitting([*self.history, message])
+        self.history.append(message)
+        sampling = replace(self.sampling, seed=self.sampling.seed + self._replies)  # a repeated message gets new tokens
+        self._replies += 1
         pieces: list[str] = []
         try:
             for piece in continued(self.decoder, self.tokenizer, ids, sampling, self.form.stop_strings, self.past):
                 pieces.append(piece)
                 yield piece
         finally:
-            self.said.append(Message("assistant", "".join(pieces)))
+            self.history.append(Message("assistant", "".join(pieces)))
 
-    def _fitting(self, said: list[Message]) -> list[int]:
-        """The ids of what still fits, with room for an answer: the oldest turns go first, up to the next question."""
+    def _fitting(self, history: list[Message]) -> list[int]:
+        """The ids of the newest messages that fit, with room for a reply. Drops the oldest up to a user message."""
         context = self.decoder.config.max_positions
-        room = max(1, min(self.sampling.max_tokens, context // SHARE))
-        starts = [at for at, message in enumerate(said) if message.role == "user"]
-        for start in [at for at in starts if at >= self.forgotten] or starts[-1:]:
-            ids = self.form.encode([*self.opening, *said[start:]])
+        room = max(1, min(self.sampling.max_new_tokens, context // SHARE))
+        starts = [at for at, message in enumerate(history) if message.role == "user"]
+        for start in [at for at in starts if at >= self.dropped] or starts[-1:]:
+            ids = self.form.encode([*self.opening, *history[start:]])
             if len(ids) + room <= context or (start == starts[-1] and len(ids) < context):
-                self.forgotten = start
+                self.dropped = start
                 return ids
         raise UserError(
-            f"this message has {len(ids):,} tokens, and the model reads {context:,} with its answer",
+            f"message too long: {len(ids):,} tokens, and the context with the reply is {context:,}",
             where="the chat",
-            fix="say it in fewer words" + (", or shorten the system prompt" if self.system else ""),
-        )  # fmt: skip
+            fix="shorten the message" + (" or the system prompt" if self.system else ""),
+        )
 
     def reset(self) -> None:
-        self.said.clear()
-        self.forgotten = 0
+        self.history.clear()
+        self.dropped = 0
 
     def save(self, path: Path) -> None:
-        """Appends the conversation to a JSONL file, as a row that can be trained on. Raises UserError."""
+        """Appends the conversation to a JSONL file that can be a dataset. Raises UserError."""
         row = {"messages": [{"role": turn.role, "content": turn.content} for turn in self.turns]}
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         except OSError as error:
-            problem = f"cannot be written: {error.strerror}"
-            raise UserError(problem, where=str(path), fix="name another file") from error
+            problem = f"cannot write the file: {error.strerror}"
+            raise UserError(problem, where=str(path), fix="use another file") from error
 
 
 INTERRUPTED = 130
 HELP = """\
-/system TEXT       what the model is told before everything; alone it shows it, /system off ends it
-/set NAME VALUE    how tokens are drawn: /set temperature 0.7; without a name all settings are shown
-/save FILE         append this conversation to FILE, a row of JSONL that can be trained on
-/reset             forget what was said
-/help, /quit       Ctrl+C stops an answer; twice, or Ctrl+D, leaves
-A line that begins with two slashes is said with one; a line that ends in \\ goes on in the next."""
+/system TEXT       set the system prompt; /system prints it, /system off removes it
+/set NAME VALUE    change a sampling setting: /set temperature 0.7; /set prints all of them
+/save FILE         append this conversation to FILE (JSONL, usable as a dataset)
+/reset             clear the conversation
+/help, /quit       Ctrl+C stops a reply; twice, or Ctrl+D, ends the chat
+Start a line with // to send a slash; end a line with \\ to write more lines."""
 
 
 @click.command()
 @click.argument("model")
-@click.option("--system", help="What the model is told before everything.")
-@click.option("--template", help="A chat template: chatml, llama2, llama3, qwen, mistral, gemma or a file.")
-@click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
+@click.option("--system", metavar="TEXT", help="Set the system prompt.")
+@click.option("--template", help="Use chatml, llama2, llama3, qwen, mistral, gemma or a file.")
+@step_option
 @devices_option
 @quantize_option
-@drawing_options
+@sampling_options
 def command(
-    model: str, system: str | None, template: str | None, step: str, devices: str, quantize: str | None, **drawing: Any
+    model: str, system: str | None, template: str | None, step: str, devices: str, quantize: str | None, **settings: Any
 ) -> int:
-    """Talk to MODEL (a run, a folder, a Hub id, or BASE+ADAPTER). Piped, each line is a message; answers go to stdout.
+    """Chat with MODEL. From a pipe, each line is a message; replies go to stdout.
 
     Example: bloomery chat last --system "You answer in one sentence." --temperature 0.3
     """
-    finite(drawing)
+    finite(settings)
     where = model_path(model)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.data.chat.render import chat_format
     from bloomery.model.sampling import Sampling
     from bloomery.runs.generate import load_model
 
-    decoder, tokenizer = load_model(where, step=step, use=use, tell=loading)
+    decoder, tokenizer = load_model(where, step=step, use=use, on_load=loading)
     with text_flags(), chat_format(tokenizer, template) as form:
-        session = Session(decoder, tokenizer, form, Sampling(**drawing), system=system)
-        _tell(f"{model}: reads {decoder.config.max_positions:,} tokens; {form.description}")
-        _tell("/help lists the commands, Ctrl+C stops an answer, Ctrl+D leaves")
+        session = Session(decoder, tokenizer, form, Sampling(**settings), system=system)
+        _note(f"{model}: context {decoder.config.max_positions:,} tokens; {form.description}")
+        _note("/help lists the commands, Ctrl+C stops a reply, Ctrl+D ends the chat")
         return Terminal(session).talk()
 
 
 @final
 class Terminal:
-    """Lines of a person or a pipe, and what becomes of each."""
+    """Reads lines from a terminal or a pipe; answers messages and runs /commands."""
 
     def __init__(self, session: "Session") -> None:
         self.session = session
-        self.person = sys.stdin.isatty()
-        self.prompt = "> " if self.person and sys.stdout.isatty() else ""
+        self.interactive = sys.stdin.isatty()
+        self.prompt = "> " if self.interactive and sys.stdout.isatty() else ""
         if self.prompt and find_spec("readline"):
-            import_module("readline")  # `input` then edits its line, and knows those before
+            import_module("readline")  # line editing and history for `input`
         self.commands: dict[str, Callable[[str], None]] = {
             "help": lambda _: click.echo(HELP), "reset": self._reset, "system": self._system, "set": self._set,
             "save": self._save,
         }  # fmt: skip
 
     def talk(self) -> int:
-        """Until the lines end, /quit, or Ctrl+C twice; returns the exit code."""
+        """Runs until the input ends, /quit, or Ctrl+C twice; returns the exit code."""
         warned = failed = False
         while True:
             try:
                 line = self._line()
             except KeyboardInterrupt:
-                if warned or not self.person:
-                    _tell("")
+                if warned or not self.interactive:
+                    _note("")
                     return INTERRUPTED
                 warned = True
-                _tell("\n(Ctrl+C once more leaves)")
+                _note("\n(press Ctrl+C again to end the chat)")
                 continue
             if line is None or line.strip() in ("/quit", "/exit"):
-                return 1 if failed and not self.person else 0
+                return 1 if failed and not self.interactive else 0
             try:
                 with text_flags():
-                    self._do(line)
+                    self._handle(line)
                 warned = False
             except KeyboardInterrupt:
                 warned = True
-                _tell("\n(stopped; Ctrl+C once more leaves)")
+                _note("\n(stopped; press Ctrl+C again to end the chat)")
             except UserError as error:
                 failed = True
-                _tell(harmless(str(error)))
+                _note(harmless(str(error)))
 
     def _line(self) -> str | None:
-        """A line, with those that it goes on in; None at the end."""
+        """A line, with its continuation lines; None at the end."""
         parts: list[str] = []
         while True:
             part = self._read(self.prompt if not parts else "  ")
@@ -204,30 +204,30 @@ class Terminal:
         try:
             return input(prompt)
         except EOFError:
-            _tell("")
+            _note("")
             return None
 
-    def _do(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         text = line.strip()
         if text.startswith("/") and not text.startswith("//"):
             name, _, rest = text[1:].partition(" ")
             if name.lower() not in self.commands:
                 fix = did_you_mean(name.lower(), [*self.commands, "quit"], "/help lists them", shown="/{}")
-                raise UserError(f"there is no command /{name.lower()[:40]}", where="the chat", fix=fix)
+                raise UserError(f"no such command: /{name.lower()[:40]}", where="the chat", fix=fix)
             self.commands[name.lower()](rest.strip())
         elif text:
             refuse_undecoded(line, what="this line", where="the chat")
-            self._answer(line[1:] if text.startswith("//") else line)
+            self._reply(line[1:] if text.startswith("//") else line)
 
-    def _answer(self, text: str) -> None:
-        """Prints it without blank lines before and after."""
-        before = self.session.forgotten
+    def _reply(self, text: str) -> None:
+        """Prints the reply without blank lines before and after."""
+        before = self.session.dropped
         held = begun = ""
-        for piece in self.session.answer(text):
-            if not begun and self.session.forgotten > before:
-                count, context = self.session.forgotten - before, self.session.decoder.config.max_positions
-                _tell(f"({count} earlier messages no longer fit into {context:,} tokens: the model has forgotten them)")
-                before = self.session.forgotten
+        for piece in self.session.reply(text):
+            if not begun and self.session.dropped > before:
+                count, context = self.session.dropped - before, self.session.decoder.config.max_positions
+                _note(f"(context of {context:,} tokens is full: dropped {count} earlier messages)")
+                before = self.session.dropped
             shown = held + harmless(piece)
             held = shown[len(shown.rstrip()) :]
             shown = shown.rstrip() if begun else shown.strip()
@@ -238,12 +238,12 @@ class Terminal:
 
     def _reset(self, _rest: str) -> None:
         self.session.reset()
-        _tell("(forgotten)")
+        _note("(conversation cleared)")
 
     def _system(self, rest: str) -> None:
         if rest:
             self.session.system = None if rest == "off" else rest
-        _tell(f"(the model is told: {self.session.system})" if self.session.system else "(there is no system prompt)")
+        _note(f"(system prompt: {self.session.system})" if self.session.system else "(no system prompt)")
 
     def _set(self, rest: str) -> None:
         if rest:
@@ -251,22 +251,22 @@ class Terminal:
             changed: dict[str, Any] = {name: value}
             self.session.sampling = replace(self.session.sampling, **changed)
         shown = {name: getattr(self.session.sampling, name) for name in SETTINGS}
-        _tell(", ".join(f"{name} {'off' if value is None else value}" for name, value in shown.items()))
+        _note(", ".join(f"{name} {'off' if value is None else value}" for name, value in shown.items()))
 
     def _save(self, rest: str) -> None:
         if not rest:
-            raise UserError("/save lacks the file's name", where="the chat", fix="for example: /save talk.jsonl")
+            raise UserError("missing file name", where="/save", fix="for example: /save talk.jsonl")
         try:
             path = expanded(Path(shlex.split(rest)[0]) if rest[0] in "'\"" else rest)
         except ValueError as error:
             fix = "close it: /save 'my talk.jsonl'"
-            raise UserError("a quote is never closed", where=f"/save {rest}", fix=fix) from error
-        if not self.session.said:
-            raise UserError("nothing has been said yet", where=f"/save {rest}", fix="ask something first")
+            raise UserError("unclosed quote", where=f"/save {rest}", fix=fix) from error
+        if not self.session.history:
+            raise UserError("the conversation is empty", where=f"/save {rest}", fix="send a message first")
         self.session.save(path)
-        _tell(f"({len(self.session.turns)} messages were appended to {path})")
+        _note(f"({len(self.session.turns)} messages appended to {path})")
 
 
-def _tell(line: str) -> None:
-    """To the person; stdout is the model's."""
+def _note(line: str) -> None:
+    """Print on stderr; stdout is for replies."""
     click.echo(line, err=True)

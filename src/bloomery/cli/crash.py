@@ -1,4 +1,4 @@
-"""What a person sees when Bloomery itself is at fault: one sentence, and where the traceback is kept."""
+"""Internal errors: print one sentence, and store the traceback in a file."""
 
 import os
 import tempfile
@@ -13,12 +13,12 @@ from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.files import open_regular, state_folder
 from bloomery.core.text import harmless, redact_secrets
 
-# Set by a verb that has a run folder, so that a traceback ends up in the run's own log.txt.
+# Set by a command with a run folder: the traceback goes to the run's log.txt.
 traceback_file: ContextVar[Path | None] = ContextVar("traceback_file", default=None)
 
 
 def explain(kind: type[BaseException], error: BaseException) -> None:
-    """Print the sentence for an exception that nothing caught; the traceback goes to a file."""
+    """Print the error of an uncaught exception; its traceback goes to a file."""
     if issubclass(kind, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return
@@ -36,19 +36,19 @@ def _sentence(error: BaseException, kept: Path | None) -> UserError:
 
         return torch_missing(detect())
     if isinstance(error, MemoryError):
-        fix = "close other programs or choose smaller sizes"
-        return UserError("this machine's memory is used up", where=str(error), fix=fix)
-    said = (str(error).strip().splitlines() or [""])[0][:200]
-    what = f"Bloomery stumbled over something it did not expect: {type(error).__name__}" + (f": {said}" if said else "")
-    where = f"the whole traceback is in {kept}" if kept else ""
-    return UserError(what, where=where, fix="run it again with --debug to see it here; please report it")
+        fix = "close other programs, or use smaller sizes"
+        return UserError("out of host memory (RAM)", where=str(error), fix=fix)
+    message = (str(error).strip().splitlines() or [""])[0][:200]
+    problem = f"internal error: {type(error).__name__}" + (f": {message}" if message else "")
+    where = f"traceback in {kept}" if kept else ""
+    return UserError(problem, where=where, fix="report this bug; --debug prints the traceback")
 
 
 def _keep(text: str) -> Path | None:
-    """Append the traceback to the run's log, else to a file of its own; None when no place can be written."""
+    """Append the traceback to the run's log, else to a separate file; None when neither can be written."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     state = state_folder() / "errors.txt"
-    text = redact_secrets(text)  # people attach these files to reports
+    text = redact_secrets(text)  # users attach these files to bug reports
     for place in (traceback_file.get(), state, Path(tempfile.gettempdir()) / f"bloomery-errors-{os.getpid()}.txt"):
         if place is None:
             continue

@@ -1,4 +1,4 @@
-"""`bloomery download ID`: a model or a data set of the Hugging Face Hub, into its cache or into a folder"""
+"""`bloomery download ID`: a model or dataset of the Hugging Face Hub"""
 
 from pathlib import Path
 
@@ -9,24 +9,25 @@ from bloomery.cli.common import NewPath
 
 @click.command()
 @click.argument("name", metavar="ID")
-@click.option("--dataset", is_flag=True, help="ID is a data set.")
-@click.option("--to", type=NewPath(file_okay=False), help="A folder [default: the Hub's cache].")
+@click.option("--dataset", is_flag=True, help="Download a dataset instead of a model.")
+@click.option("--to", metavar="DIR", type=NewPath(file_okay=False), help="Download to DIR [default: the Hub's cache].")
 def command(name: str, dataset: bool, to: Path | None) -> None:
-    """Fetch ID (ORG/NAME or ORG/NAME@REVISION) from the Hugging Face Hub; run again, it goes on with what is missing.
+    """Download a model or dataset from the Hugging Face Hub.
 
-    Prints the folder. Weights come as safetensors only. A private or gated one needs a token in HF_TOKEN.
+    ID is ORG/NAME or ORG/NAME@REVISION. Prints the folder. Weights are safetensors only. Run again to resume a
+    download. A private or gated repository needs a token in HF_TOKEN.
 
     Example: bloomery download Qwen/Qwen2.5-0.5B
     """
     from bloomery.hub import download
 
-    if to is None and name and Path(name).is_dir():  # a folder that exists is never taken for an id, here as in recipes
-        click.echo(f"{name} is a folder here: recipes take it as it is, and nothing is fetched", err=True)
+    if to is None and name and Path(name).is_dir():  # a local folder is never taken for an id, as in recipes
+        click.echo(f"{name} is a local folder: recipes can use this path; nothing was downloaded", err=True)
         click.echo(name)
         return
     try:
         folder = download(name, part="dataset" if dataset else "model", to=to)
     except KeyboardInterrupt:
-        click.echo("stopped: the same command goes on with the files that are missing", err=True)
+        click.echo("interrupted: run the same command again to resume the download", err=True)
         raise
     click.echo(folder)

@@ -1,23 +1,35 @@
-"""`bloomery eval MODEL`: how well a model predicts a text, and a reward model judges pairs."""
+"""`bloomery eval MODEL`: loss on a text, or accuracy of a reward model on preference pairs."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from bloomery.cli.common import data_path, devices_option, loading, print_json, quantize_option, say, text_flags
+from bloomery.cli.common import (
+    data_path,
+    devices_option,
+    echo,
+    json_option,
+    loading,
+    print_json,
+    quantize_option,
+    step_option,
+    text_flags,
+)
 from bloomery.core.units import counted
 
 
 @click.command()
 @click.argument("model")
-@click.option("--data", type=click.Path(path_type=Path), help="A text, data file, folder or hub:ORG/NAME.")
-@click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
-@click.option("--no-bos", is_flag=True, help="Put no BOS before a text: its first token is then not scored.")
-@click.option("--template", help="How conversations are written [default: the tokenizer's own chat template].")
+@click.option(
+    "--data", metavar="PATH", type=click.Path(path_type=Path), help="Evaluate this file, folder or hub:ORG/NAME."
+)
+@step_option
+@click.option("--no-bos", is_flag=True, help="Add no BOS token; the first token is not scored.")
+@click.option("--template", help="Format conversations with this chat template.")
 @devices_option
 @quantize_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout; notes go to stderr.")
+@json_option
 def command(
     model: str,
     data: Path | None,
@@ -28,10 +40,10 @@ def command(
     quantize: str | None,
     as_json: bool,
 ) -> None:
-    """Loss, perplexity and bits per byte of MODEL (a run, a folder, a Hub id, or BASE+ADAPTER).
+    """Compute loss, perplexity and bits per byte of MODEL.
 
-    Without --data a run is examined on its validation split. Of conversations only the assistant's turns are scored. A
-    reward model is examined on pairs: how often the chosen answer has the higher value, and by how much.
+    Without --data, a run is evaluated on its validation set. In conversations, only assistant tokens are scored. A
+    reward model is evaluated on preference pairs: accuracy, margin and loss.
 
     Example: bloomery eval last --data ~/my-texts
     """
@@ -40,29 +52,28 @@ def command(
     with text_flags():
         result = evaluate(
             model, None if data is None else data_path(data), step=step, bos=not no_bos, template=template,
-            device=devices, quantize=quantize, tell=loading, note=lambda text: say(f"note: {text}", err=True),
+            device=devices, quantize=quantize, on_load=loading, on_note=lambda text: echo(f"note: {text}", err=True),
         )  # fmt: skip
     if as_json:
         print_json(asdict(result))
         return
-    from bloomery.runs.evaluate import Evaluation
+    from bloomery.runs.evaluate import TextScores
 
-    if isinstance(result, Evaluation):
+    if isinstance(result, TextScores):
         bits = result.bits_per_byte
-        rows = {
+        lines = {
             "loss": f"{result.loss:.4f} nats per token",
             "perplexity": f"{result.perplexity:.4g}",
-            "bits/byte": "unknown: these tokens stand for no text" if bits is None else f"{bits:.4f}",
+            "bits/byte": "unknown: no scored token has text" if bits is None else f"{bits:.4f}",
             "tokens": f"{result.tokens:,}",
             "bytes": f"{result.bytes:,}",
         }
     else:
-        pairs = counted(result.pairs, "pairs")
-        sides = f"chosen {result.chosen_reward:.4f}, rejected {result.rejected_reward:.4f}"
-        rows = {
-            "accuracy": f"{result.accuracy:.1%} of {pairs}: the chosen answer has the higher value",
-            "margin": f"{result.margin:.4f} on average: {sides}",
-            "loss": f"{result.loss:.4f} a pair",
+        means = f"chosen {result.chosen_reward:.4f}, rejected {result.rejected_reward:.4f}"
+        lines = {
+            "accuracy": f"{result.accuracy:.1%} of {counted(result.pairs, 'pairs')}",
+            "margin": f"{result.margin:.4f} on average: {means}",
+            "loss": f"{result.loss:.4f} per pair",
         }
-    for name, value in rows.items():
-        say(f"{name:<11}{value}")
+    for name, value in lines.items():
+        echo(f"{name:<11}{value}")

@@ -1,34 +1,38 @@
-"""`bloomery export MODEL --to hf|adapter|merged --out PATH`: the model in the layout of other programs."""
+"""`bloomery export MODEL --to hf|adapter|merged --out PATH`"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import NewPath, devices_option, say
+from bloomery.cli.common import NewPath, devices_option, echo, step_option
 from bloomery.core.units import format_bytes
 
 if TYPE_CHECKING:
     from bloomery.api import Layout
 
-LAYOUTS = "hf: for transformers, vLLM and kin; adapter: for PEFT; merged: an adapter and its base as one model."
-
 
 @click.command()
 @click.argument("model")
-@click.option("--to", "layout", type=click.Choice(["hf", "adapter", "merged"]), required=True, help=LAYOUTS)
-@click.option("--out", type=NewPath(), required=True, help="A folder that does not exist yet.")
+@click.option(
+    "--to", "layout", type=click.Choice(["hf", "adapter", "merged"]), required=True,
+    help="Export the full model, the adapter, or both merged.",
+)  # fmt: skip
+@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder.")
 @click.option(
     "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of merged weights (default: the base's); they are computed in float32.",
+    help="Store merged weights as [default: as in the base model].",
 )  # fmt: skip
-@click.option("--step", default="best", show_default=True, help="A run's checkpoint: best, last or a number.")
-@click.option("--verify/--no-verify", default=True, help="Read the copy back, compare it and run it.")
+@step_option
+@click.option("--verify/--no-verify", default=True, help="Read the export back, compare and run it.")
 @devices_option
 def command(
     model: str, layout: "Layout", out: Path, dtype: str | None, step: str, verify: bool, devices: str
 ) -> None:  # fmt: skip
-    """Write MODEL (a run, a folder in Hugging Face's layout, or BASE+ADAPTER) in the layout of other programs.
+    """Export MODEL in Hugging Face format.
+
+    hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: an adapter merged into its base
+    model, computed in float32.
 
     Example: bloomery export last --to hf --out my-model
     """
@@ -36,5 +40,5 @@ def command(
 
     done = export(model, out, layout=layout, dtype=dtype, step=step, verify=verify, device=devices)
     for proof in done.proofs:
-        say(f"verified   {proof}", err=True)
-    say(f"export     {done.folder} ({format_bytes(done.bytes)})")
+        echo(f"verified   {proof}", err=True)
+    echo(f"export     {done.folder} ({format_bytes(done.bytes)})")

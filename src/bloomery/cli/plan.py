@@ -1,4 +1,4 @@
-"""`bloomery plan`: what a run would do, need and take. Nothing is run, and no torch is needed."""
+"""`bloomery plan RECIPE`: memory, time and disk of a run, estimated without torch"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,57 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import chosen_recipe, literal, print_json, recipe_or_model, say
+from bloomery.cli.common import chosen_recipe, echo, json_option, literal, print_json, recipe_or_model
 from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
-    from bloomery.plan.types import RunPlan
-    from bloomery.simulate.run import SimulationResult
-
-
-def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
-    """What the plan's step would hold, run on fake tensors. Raises UserError."""
-    from bloomery.simulate.run import SimulationResult, simulate
-
-    if plan.model.config.transformers_backend is not None:
-        problem = "transformers' layers are not simulated: they do not run on tensors without memory here"
-        raise UserError(problem, where="--simulate", fix="leave out --simulate", code=2)
-    with progress() as say:
-        return SimulationResult(plan, simulate(plan, machine, progress=say))
-
-
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """One line on a terminal that changes; elsewhere a line each."""
-    if not sys.stderr.isatty():
-        yield lambda text: click.echo(text, err=True)
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("simulating", spinner="line") as status:
-        yield lambda text: status.update(literal(text))
-
-
-if TYPE_CHECKING:
-    from bloomery.hardware.machine import Machine
-    from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan, PlanReport, RunPlan
+    from bloomery.plan.types import Estimate, MemoryEstimate, ParallelPlan, PlanReport, RunPlan
     from bloomery.recipe.load import LoadedRecipe
+    from bloomery.simulate.run import SimulationResult
 
 
 @click.command()
 @recipe_or_model
-@click.option(
-    "--gpu",
-    "gpu",
-    metavar="NAME",
-    multiple=True,
-    help="Plan for this GPU instead of the machine: 4090, 'RX 6700 XT', all.",
-)
-@click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), default=1, help="So many of them in a node.")
-@click.option("--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="So many nodes.")
-@click.option("--simulate", is_flag=True, help="Run a step on tensors without memory, and read its peak.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option("--gpu", metavar="NAME", multiple=True, help="Plan for this GPU: 4090, 'RX 6700 XT', or all.")
+@click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), default=1, help="Plan for N GPUs per node.")
+@click.option("--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="Plan for N nodes.")
+@click.option("--simulate", is_flag=True, help="Simulate a step on meta tensors for its peak memory.")
+@json_option
 def command(
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -69,7 +36,9 @@ def command(
     simulate: bool,
     as_json: bool,
 ) -> int:
-    """Say what a run would do, need and take, and whether it fits (exit code 1 when it does not).
+    """Estimate memory, time and disk of a run without running it.
+
+    Exit code 1 when the run does not fit.
 
     \b
     Example: bloomery plan go-coder-125m --gpu "RX 6700 XT"
@@ -77,35 +46,33 @@ def command(
              bloomery plan go-coder-125m --gpu all
              bloomery plan go-coder-125m --gpu MI300X --simulate
     """
-    from bloomery.core.errors import UserError
-
     loaded, source = chosen_recipe(recipe, overrides, model, data)
     if len(gpu) > 1 or "all" in gpu:
         if simulate:
-            fix = f"name it: `bloomery plan {source} --gpu MI300X --simulate`"
-            raise UserError("--simulate is for one card, not for several", fix=fix, code=2)
+            fix = f"bloomery plan {source} --gpu MI300X --simulate"
+            raise UserError("--simulate works with one GPU only", where="--gpu", fix=fix, code=2)
         names = () if "all" in gpu else gpu
-        return show_cards(loaded, names, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
+        return show_gpus(loaded, names, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
     one = gpu[0] if gpu else None
     return show_plan(loaded, gpu=one, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=source)
 
 
-def show_cards(
+def show_gpus(
     loaded: "LoadedRecipe", names: tuple[str, ...], *, gpus: int, nodes: int, as_json: bool, source: str
 ) -> int:
-    """Print one line for each named card, or each of the table where none is named; 0 when the run fits one."""
+    """Print one line per named GPU, or per GPU of the table where none is named; 0 when the run fits one of them."""
     from bloomery.hardware.specs.specs import find_gpu
     from bloomery.plan.local import local_facts
     from bloomery.plan.report.all_gpus import compare_gpus, gpus_page
 
     machine = local_facts(loaded).machine
     chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
-    found = compare_gpus(loaded, machine, chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
+    plans = compare_gpus(loaded, machine, chosen=list(chosen.values()), gpus=gpus, nodes=nodes)
     if as_json:
-        print_json([row.document() for row in found])
+        print_json([row.document() for row in plans])
     else:
-        say("\n".join(gpus_page(found, loaded, gpus=gpus, nodes=nodes, source=source)))
-    return 0 if any(row.fits for row in found) else 1
+        echo("\n".join(gpus_page(plans, loaded, gpus=gpus, nodes=nodes, source=source)))
+    return 0 if any(row.fits for row in plans) else 1
 
 
 def show_plan(
@@ -127,43 +94,61 @@ def show_plan(
 
     plan, facts = local_plan(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
     report, machine = advise(loaded, plan, facts), facts.machine
-    found = simulated(plan, machine) if simulate else None
+    simulation = simulated(plan, machine) if simulate else None
     if as_json:
-        print_json(document(report, machine) | ({"simulated": found.document()} if found else {}))
-    else:
-        from bloomery.cli import cli
-        from bloomery.plan.gather import absent, left_aside, unfetched, weightless
-        from bloomery.plan.report.page import page
+        print_json(document(report, machine) | ({"simulated": simulation.document()} if simulation else {}))
+        return 0 if plan.fits and (simulation is None or simulation.fits) else 1
+    from bloomery.cli import COMMANDS
+    from bloomery.plan.gather import absent, left_aside, unfetched, weightless
+    from bloomery.plan.report.page import page
 
-        elsewhere = {"train"} if gpu is not None else set[str]()  # nobody trains on a card that is not here
-        if (source or "").startswith("--model "):  # bench reads a recipe by its name, and this one has none
-            elsewhere |= {"bench"}
-        commands = [verb for verb in cli.list_commands(click.Context(cli)) if verb not in elsewhere]
-        told, source = found.lines() if found else [], source or loaded.name
-        words = _device_words(gpu, gpus, nodes)
-        say("\n".join(page(report, machine, source=source, commands=commands, devices=words, simulated=told)))
-        for model in unfetched(loaded.recipe):
-            say(f"note: {model} is not on this disk: its shape is from a table, and train fetches it", err=True)
-        for model in weightless(loaded.recipe):
-            say(f"note: no weights lie in {model}: `bloomery train` would stop there", err=True)
-        for line in left_aside(loaded.recipe):
-            say(f"note: {line}", err=True)
-        for place in absent(loaded.recipe) if gpu is None and plan.dataset is None else ():
-            then = "train fetches it" if place.startswith("hub:") else "`bloomery train` would stop there"
-            say(f"note: nothing lies at data.path {place}: {then}", err=True)
-    return 0 if plan.fits and (found is None or found.fits) else 1
-
-
-def _device_words(gpu: str | None, gpus: int, nodes: int) -> str:
-    """What was typed to choose devices, for the commands that a plan suggests."""
+    hidden = {"train"} if gpu is not None else set[str]()  # that GPU is not in this machine
+    if (source or "").startswith("--model "):  # bench requires a recipe, and this one has no name
+        hidden |= {"bench"}
     words = "" if gpu is None else f' --gpu "{gpu}"'
-    return words + (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
+    words += (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
+    commands, lines = [name for name in COMMANDS if name not in hidden], simulation.lines() if simulation else []
+    echo(
+        "\n".join(
+            page(report, machine, source=source or loaded.name, commands=commands, devices=words, simulated=lines)
+        )
+    )
+    notes = [f"{name} is not downloaded: shape from a table; `train` downloads it" for name in unfetched(loaded.recipe)]
+    notes += [f"no weights in {model}: `bloomery train` would fail" for model in weightless(loaded.recipe)]
+    notes += left_aside(loaded.recipe)
+    for place in absent(loaded.recipe) if gpu is None and plan.dataset is None else ():
+        then = "`train` downloads it" if place.startswith("hub:") else "`bloomery train` would fail"
+        notes.append(f"data.path does not exist: {place}; {then}")
+    for note in notes:
+        echo(f"note: {note}", err=True)
+    return 0 if plan.fits and (simulation is None or simulation.fits) else 1
+
+
+def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
+    """The memory of the plan's step, simulated on meta tensors. Raises UserError."""
+    from bloomery.simulate.run import SimulationResult, simulate
+
+    if plan.model.config.transformers_backend is not None:
+        problem = "cannot simulate transformers layers: they do not run on meta tensors"
+        raise UserError(problem, where="--simulate", fix="remove --simulate", code=2)
+    with progress() as show:
+        return SimulationResult(plan, simulate(plan, machine, progress=show))
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A status line on a terminal, else one line per call."""
+    if not sys.stderr.isatty():
+        yield lambda text: click.echo(text, err=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("simulating", spinner="line") as status:
+        yield lambda text: status.update(literal(text))
 
 
 def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
     """The JSON of `plan --json`."""
-    from bloomery.core.units import GIB
-
     plan = report.plan
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step) if plan.step_seconds is not None else None
     return {
@@ -171,9 +156,9 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "tokens": plan.total_tokens,
         "steps": plan.train.steps,
         "epochs": plan.epochs,
-        "seconds": _estimate(plan.seconds),
-        "step_seconds": _estimate(plan.step_seconds),
-        "tokens_per_second": _estimate(rate),
+        "seconds": estimate(plan.seconds),
+        "step_seconds": estimate(plan.step_seconds),
+        "tokens_per_second": estimate(rate),
         "memory": _memory(plan.memory),
         "disk": {name: value / GIB for name, value in report.disk.items()},
         "energy_kwh": report.energy_kwh,
@@ -181,22 +166,20 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "warnings": report.warnings,
         "suggestions": report.suggestions,
         "choices": plan.choices,
-        "step_parts": {name: _estimate(part) for name, part in report.step_parts.items()},
-        "mfu": _utilisation(plan, machine),
+        "step_parts": {name: estimate(part) for name, part in report.step_parts.items()},
+        "mfu": _utilization(plan, machine),
         "max_length": report.max_length,
         "mesh": None if plan.parallel is None else _mesh(plan.parallel),
-    }  # fmt: skip
+    }
 
 
 def brief_document(plan: "RunPlan") -> dict[str, Any]:
-    """What `plan --json` says of the plan alone, and not of its claims."""
-    memory, seconds = _memory(plan.memory), _estimate(plan.seconds)
+    """The JSON of a plan without its claims."""
+    memory, seconds = _memory(plan.memory), estimate(plan.seconds)
     return {"fits": plan.fits, "memory": memory, "seconds": seconds, "choices": plan.choices}
 
 
 def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
-    from bloomery.core.units import GIB
-
     ends = {"value": memory.total / GIB, "low": memory.low / GIB, "high": memory.high / GIB, "from": memory.origin}
     return {
         "parts": {name: value / GIB for name, value in memory.parts.items()},
@@ -205,8 +188,8 @@ def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
     }
 
 
-def _utilisation(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
-    """Shares of the device's peak and of the best product published; None where either is unknown."""
+def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
+    """Fractions of the GPU's peak and of its best published matmul; None where either is unknown."""
     from bloomery.hardware.profile import build_profile
     from bloomery.plan.report.page import dtype_of, reached_flops
 
@@ -217,7 +200,7 @@ def _utilisation(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     return {
         "peak": reached / peak if peak else None,
         "achievable": reached / best if best else None,
-        "formula": "6 a weight of the products + 12 L d T a token",
+        "formula": "FLOPs per token: 6 per matmul weight + 12 L d T",
     }
 
 
@@ -228,27 +211,26 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
         "runs_here": False,  # this version trains on one device
         "chosen": mesh.layouts[mesh.chosen].name,
         "reason": mesh.reason,
-        "layouts": [{"chosen": at == mesh.chosen} | _layout(layout) for at, layout in enumerate(mesh.layouts)],
+        "layouts": [
+            {
+                "chosen": at == mesh.chosen,
+                "name": layout.name,
+                "replicate": layout.replicate,
+                "shard": layout.shard,
+                "pipeline": layout.pipeline,
+                "micro_batch_size": layout.micro_batch_size,
+                "accumulation": layout.accumulation,
+                "fits": layout.memory.fits,
+                "memory_gib": layout.memory.total / GIB,
+                "step_seconds": estimate(layout.step_seconds),
+                "exposed_seconds": layout.exposed_seconds,
+                "bubble_seconds": layout.bubble_seconds,
+            }
+            for at, layout in enumerate(mesh.layouts)
+        ],
     }
 
 
-def _layout(layout: "LayoutPlan") -> dict[str, Any]:
-    return {
-        "name": layout.name,
-        "replicate": layout.replicate,
-        "shard": layout.shard,
-        "pipeline": layout.pipeline,
-        "micro_batch_size": layout.micro_batch_size,
-        "accumulation": layout.accumulation,
-        "fits": layout.memory.fits,
-        "memory_gib": layout.memory.total / 2**30,
-        "step_seconds": _estimate(layout.step_seconds),
-        "exposed_seconds": layout.exposed_seconds,
-        "bubble_seconds": layout.bubble_seconds,
-    }
-
-
-def _estimate(estimate: "Estimate | None") -> dict[str, Any] | None:
-    if estimate is None:
-        return None
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high, "from": estimate.origin}
+def estimate(value: "Estimate | None") -> dict[str, Any] | None:
+    """The JSON of an estimate."""
+    return None if value is None else {"value": value.value, "low": value.low, "high": value.high, "from": value.origin}

@@ -1,4 +1,4 @@
-"""`bloomery prepare`: text to tokens, and what training will see of it."""
+"""`bloomery prepare`: tokenize a dataset, preview tokens and loss mask, check the dataset"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import chosen_recipe, recipe_or_model, say
+from bloomery.cli.common import chosen_recipe, echo, recipe_or_model
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from bloomery.data.shards.format import Manifest, SplitPart
     from bloomery.recipe.load import LoadedRecipe
 
-_NAMES = {"tokenizer": "training the tokenizer", "tokens": "making tokens", "checksums": "checking"}
-_COLOURS = ("cyan", "green", "yellow", "magenta")
-_LEARNED = ("bold green", "bold cyan")
+_NAMES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "checksums": "computing checksums"}
+_COLORS = ("cyan", "green", "yellow", "magenta")
+_TRAINED = ("bold green", "bold cyan")
 _MASKED = ("dim", "dim italic")
 _SHOWN = 400  # tokens of a previewed document
 _WIDTH = 40  # characters of the longest bar
@@ -28,12 +28,16 @@ _WIDTH = 40  # characters of the longest bar
 
 @click.command()
 @recipe_or_model
-@click.option("--preview", "count", type=click.IntRange(1), help="Show so many documents as tokens; make no shards.")
-@click.option("--check", is_flag=True, help="Also look for empty, repeated, cut and foreign text.")
+@click.option(
+    "--preview", "count", metavar="N", type=click.IntRange(1), help="Print N documents with their loss mask, then exit."
+)
+@click.option("--check", is_flag=True, help="Report empty, repeated and truncated documents.")
 def command(
     recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None, count: int | None, check: bool
 ) -> None:
-    """Turn the text of RECIPE into shards of tokens, on all cores. An interrupted run goes on where it stopped.
+    """Tokenize the dataset of RECIPE into shards, on all cores.
+
+    Run again to continue an interrupted preparation.
 
     Example: bloomery prepare go-coder-tiny data.path=~/code data.glob="*.go" --preview 2
     """
@@ -51,26 +55,26 @@ def command(
     if count is not None:
         _preview(loaded, folder, count)
         return
-    if (told := fewer_workers(loaded.recipe.data.num_proc)) is not None:
-        say(f"warning    {told}")
+    if (warning := fewer_workers(loaded.recipe.data.num_proc)) is not None:
+        echo(f"warning    {warning}")
     with reporting() as report:
         manifest = prepare(loaded, folder, report=report)
-    _summarise(manifest, loaded, folder)
+    _summarize(manifest, loaded, folder)
     if check:
         _check(loaded, folder, manifest)
 
 
 @contextmanager
 def reporting() -> Iterator["Report"]:
-    """A progress bar on a terminal, else a line when a phase begins; on stderr, so that stdout stays for results."""
+    """A progress bar on a terminal, else a line per phase; on stderr, since stdout is for results."""
     if not sys.stderr.isatty():
-        said: set[str] = set()
+        begun: set[str] = set()
 
         def report(phase: str, done: float, total: float) -> None:
             del done, total
-            if phase not in said:
-                said.add(phase)
-                say(f"{_NAMES[phase]} ...", err=True)
+            if phase not in begun:
+                begun.add(phase)
+                echo(f"{_NAMES[phase]} ...", err=True)
 
         yield report
         return
@@ -85,7 +89,7 @@ def reporting() -> Iterator["Report"]:
         )
 
 
-def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
+def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     from bloomery.core.errors import one_line
     from bloomery.core.units import counted, format_count
     from bloomery.data.chat.formats import ROW_FORMATS, required_format_of
@@ -97,48 +101,48 @@ def _summarise(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
 
     train, validation, each = manifest.train, manifest.validation, DOCUMENTS_PER_UNIT[manifest.kind]
     size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
-    say(
-        f"text       {_units(manifest, train.parts)} to learn"
+    echo(
+        f"dataset    {_units(manifest, train.parts)} for training"
         + f", {validation.documents // each:,} for validation"
         + (f", {manifest.empty:,} empty" if manifest.empty else "")
-        + (f", {manifest.held_back:,} left out because validation holds them" if manifest.held_back else "")
+        + (f", {manifest.held_back:,} left out (also in the validation set)" if manifest.held_back else "")
     )
     if manifest.formats:
-        say(f"format     {', '.join(manifest.formats)}")
+        echo(f"format     {', '.join(manifest.formats)}")
     data, required_format, title = loaded.recipe.data, required_format_of(loaded.recipe), "sources"
     for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
         what = _units(manifest, [part]) + (" of text" if part.plain else "")
-        often = f", {part.weight:g} times an epoch" if part.weight != 1 else ""
+        often = f", {part.weight:g} times per epoch" if part.weight != 1 else ""
         place = source.path.removeprefix(f"{Path.cwd()}/")
-        say(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
+        echo(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
         title = ""
-    held_out = validation_datasets(data, required_format)
-    for corpus in held_out:
-        say(f"validation {one_line(corpus.path)}")
-    read = {file.path for corpus in held_out for file in corpus.files}
+    validation_set = validation_datasets(data, required_format)
+    for corpus in validation_set:
+        echo(f"validation {one_line(corpus.path)}")
+    read = {file.path for corpus in validation_set for file in corpus.files}
     others = [
         split
         for source in sources_of(data)
         for split in other_splits(source, rows=required_format in ROW_FORMATS).values()
     ]
     if aside := [file.shown for files in others for file in files if file.path not in read]:
-        say(f"aside      {counted(len(aside), 'files')} of other splits than train, such as {aside[0]}")
+        echo(f"not read   {counted(len(aside), 'files')} of other splits, such as {aside[0]}")
     for line in left_aside(loaded.recipe):
-        say(f"aside      {line}")
+        echo(f"not read   {line}")
     if manifest.skipped:
-        say(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {one_line(manifest.first_skipped)}")
+        echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {one_line(manifest.first_skipped)}")
     if manifest.padding:
-        say(f"padding    {counted(manifest.padding, 'tokens')} left out, as attention_mask or the padding token says")
-    counts = f"{format_count(train.tokens)} to learn, {format_count(validation.tokens)} for validation"
-    say(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes each" if size else ""))
+        echo(f"padding    {counted(manifest.padding, 'tokens')} removed")
+    counts = f"{format_count(train.tokens)} for training, {format_count(validation.tokens)} for validation"
+    echo(f"tokens     {counts}" + (f", {size / tokens:.2f} bytes per token" if size else ""))
     if manifest.kind != "text":
-        _tell_rows(manifest, loaded, folder)
-    tell_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
-    say(f"folder     {folder}")
+        _print_packing(manifest, loaded, folder)
+    print_tokenizer(loaded, manifest.vocab_size, manifest.tokenizer_hash)
+    echo(f"folder     {folder}")
 
 
 def _units(manifest: "Manifest", parts: "Sequence[SplitPart]") -> str:
-    """How many conversations or documents some sources gave; conversations and documents where there are both."""
+    """The number of conversations, documents, or both in some sources."""
     from bloomery.core.units import counted
     from bloomery.data.prepare.stats import UNITS
     from bloomery.data.shards.format import DOCUMENTS_PER_UNIT
@@ -150,15 +154,15 @@ def _units(manifest: "Manifest", parts: "Sequence[SplitPart]") -> str:
     return " and ".join(counted(number, UNITS[kind]) for kind, number in numbers.items())
 
 
-def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
-    """What of it is learned, and how it fits into rows."""
+def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
+    """Print the share of loss tokens, and how the examples are packed into sequences."""
     from bloomery.core.units import counted
     from bloomery.data.prepare.stats import UNITS, packing_stats, unit_name
     from bloomery.data.shards.format import open_split
 
     train, data = manifest.train, loaded.recipe.data
     share = (train.loss_tokens or 0) / max(1, train.tokens)
-    say(f"learned    {share:.1%} of the tokens to learn; the others are read")
+    echo(f"loss on    {share:.1%} of the training tokens; the others are masked")
     fill = packing_stats(
         open_split(folder, "train", manifest), sequence_length=data.sequence_length, layout=data.layout
     )
@@ -167,20 +171,20 @@ def _tell_rows(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     full = fill.positions / max(1, fill.rows * data.sequence_length)
     units = UNITS[manifest.kind]
     lost = (
-        (fill.truncated, f"cut short: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens"),
-        (fill.dropped, f"left out: {counted(fill.dropped, units)} with nothing to learn within a row"),
-        (fill.all_masked, f"left out: {counted(fill.all_masked, units)} with nothing to learn"),
+        (fill.truncated, f"truncated: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens"),
+        (fill.dropped, f"left out: {counted(fill.dropped, units)}, no loss tokens after truncation"),
+        (fill.all_masked, f"left out: {counted(fill.all_masked, units)}, all labels are masked"),
     )
-    told = [what for count, what in lost if count]
-    say(f"rows       {'; '.join([f'{fill.rows:,} of {data.sequence_length:,}, {full:.1%} full', *told])}")
+    parts = [f"{fill.rows:,} of {data.sequence_length:,} tokens, {full:.1%} full", *(line for n, line in lost if n)]
+    echo(f"sequences  {'; '.join(parts)}")
 
 
-def tell_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) -> None:
-    """Its size and identity, and whether the text was too little for the size asked."""
-    asked = loaded.recipe.tokenizer.train
-    short = asked is not None and vocab_size < asked.vocab_size
-    remark = f" · the text has no more to merge; {asked.vocab_size:,} were asked for" if asked and short else ""
-    say(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
+def print_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) -> None:
+    """Print size and hash, and whether the dataset was too small for the requested size."""
+    settings = loaded.recipe.tokenizer.train
+    small = settings is not None and vocab_size < settings.vocab_size
+    remark = f" · dataset too small for {settings.vocab_size:,} tokens" if settings and small else ""
+    echo(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
 
 
 def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
@@ -192,113 +196,107 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
 
     data, console = loaded.recipe.data, Console(highlight=False)
     with reporting() as report, preparation(loaded, folder, report=report) as work:
-        shown = list(preview(work, count, sequence_length=data.sequence_length, layout=data.layout))
-    for seen in shown:
-        role = f" ({seen.role})" if seen.role else ""
-        facts = _facts(seen, data.sequence_length, pair=seen.role in ("chosen", "rejected"))
-        facts = f"{seen.kind} · {facts}" if seen.kind else facts
-        console.print(
-            Text.assemble((f"{seen.source}{role}", "bold"), (f"  {seen.split} · {facts}", "")), soft_wrap=True
-        )
-        console.print(_coloured(seen), soft_wrap=True)
+        documents = list(preview(work, count, sequence_length=data.sequence_length, layout=data.layout))
+    for document in documents:
+        role = f" ({document.role})" if document.role else ""
+        line = f"  {document.split} · " + (f"{document.kind} · " if document.kind else "")
+        line += _counts(document, data.sequence_length)
+        console.print(Text.assemble((f"{document.source}{role}", "bold"), (line, "")), soft_wrap=True)
+        console.print(_colored(document), soft_wrap=True)
         console.print()
-    if any(seen.loss_mask is not None for seen in shown):
-        plain = Console().color_system is None
+    if any(document.loss_mask is not None for document in documents):
+        plain = console.color_system is None
         console.print(
-            "learned: between ⟦ and ⟧" if plain else Text.assemble(("learned", _LEARNED[0]), (" · masked", _MASKED[0]))
+            "loss on: between ⟦ and ⟧" if plain else Text.assemble(("loss on", _TRAINED[0]), (" · masked", _MASKED[0]))
         )
 
 
-def _facts(seen: "Preview", sequence_length: int, *, pair: bool) -> str:
-    if seen.bad_row:
-        return f"left out: {_visible(seen.bad_row)}"
+def _counts(document: "Preview", sequence_length: int) -> str:
+    if document.bad_row:
+        return f"left out: {_visible(document.bad_row)}"
     from bloomery.core.units import counted
 
-    cut = f" · {seen.cut:,} tokens cut off" if seen.cut else ""
-    if seen.loss_mask is None:
-        return f"{len(seen.ids):,} tokens · {counted(seen.rows, 'rows')} of {sequence_length:,}{cut}"
-    learned = f"{len(seen.ids):,} tokens · {sum(seen.loss_mask[1:]):,} learned{cut}"
-    if seen.kind == "text":
-        return f"{learned} · {counted(seen.rows, 'rows')} of {sequence_length:,}"
-    if seen.rows:
-        return learned
-    where = f"in a row of {sequence_length:,} nothing learned is left" + (" of a side" if pair else "")
-    return f"{learned} · left out: " + (where if any(seen.loss_mask[1:]) else "it holds nothing to learn")
+    cut = f" · {document.cut:,} tokens truncated" if document.cut else ""
+    sequences = f"{counted(document.rows, 'sequences')} of {sequence_length:,} tokens"
+    if document.loss_mask is None:
+        return f"{len(document.ids):,} tokens · {sequences}{cut}"
+    tokens = f"{len(document.ids):,} tokens · loss on {sum(document.loss_mask[1:]):,}{cut}"
+    if document.kind == "text":
+        return f"{tokens} · {sequences}"
+    if document.rows:
+        return tokens
+    side = " on one side of the pair" if document.role in ("chosen", "rejected") else ""
+    truncated = f"no loss tokens{side} after truncation to {sequence_length:,}"
+    return f"{tokens} · left out: {truncated if any(document.loss_mask[1:]) else 'all labels are masked'}"
 
 
-def _coloured(seen: "Preview") -> "Text":
-    """Neighbouring tokens in different colours, learned ones bright and the others dim; without colour bars between
-    tokens, and brackets around what is learned.
+def _colored(document: "Preview") -> "Text":
+    """Adjacent tokens in different colors, loss tokens bright and masked tokens dim. Without color: bars between
+    tokens, and brackets around loss tokens.
     """
     from rich.console import Console
     from rich.text import Text
 
     plain, text = Console().color_system is None, Text()
-    flags = seen.loss_mask and [False, *seen.loss_mask[1:]]  # nothing predicts the first token
-    for index, piece in enumerate(seen.pieces[:_SHOWN]):
+    flags = document.loss_mask and [False, *document.loss_mask[1:]]  # nothing predicts the first token
+    for index, piece in enumerate(document.pieces[:_SHOWN]):
         if flags is None:
-            text.append(("|" if plain and index else "") + _visible(piece), style=_COLOURS[index % len(_COLOURS)])
+            text.append(("|" if plain and index else "") + _visible(piece), style=_COLORS[index % len(_COLORS)])
             continue
         starts = flags[index] and not flags[index - 1]
         ends = flags[index] and (index + 1 == min(len(flags), _SHOWN) or not flags[index + 1])
-        joined = index and flags[index] == flags[index - 1] and not seen.pieces[index - 1].endswith("\n")
+        joined = index and flags[index] == flags[index - 1] and not document.pieces[index - 1].endswith("\n")
         between = "¦" if joined else ""
         shown = f"{between}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}" if plain else _visible(piece)
-        text.append(shown, style=(_LEARNED if flags[index] else _MASKED)[index % 2])
-    if len(seen.pieces) > _SHOWN:
-        text.append(f" ... and {len(seen.pieces) - _SHOWN:,} tokens more", style="dim")
+        text.append(shown, style=(_TRAINED if flags[index] else _MASKED)[index % 2])
+    if len(document.pieces) > _SHOWN:
+        text.append(f" ... and {len(document.pieces) - _SHOWN:,} more tokens", style="dim")
     return text
 
 
 def _visible(piece: str) -> str:
-    """Control characters as escapes: text of strangers must not steer a terminal."""
+    """Control characters as escapes: untrusted text must not control a terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in piece)
 
 
 def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
+    """Print the health of the dataset, the epochs of the planned run, and whether these are too many."""
+    from bloomery.core.errors import UserError
     from bloomery.data.prepare.kinds import missing_markup
     from bloomery.data.prepare.stats import check_dataset
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-
-    tokenizer, data = load_tokenizer(folder), loaded.recipe.data
-    missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
-    length, layout = data.sequence_length, data.layout
-    _show_check(check_dataset(folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing))
-    _tell_epochs(loaded, folder, manifest)
-
-
-def _tell_epochs(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
-    """How often the planned run reads the text, and whether that is too often."""
-    from bloomery.core.errors import UserError
     from bloomery.hardware.detect.detect import detect
     from bloomery.plan.gather import counted, facts_of
     from bloomery.plan.lengths import in_epochs, too_many_epochs
     from bloomery.plan.resolve import resolve
 
-    corpus = counted(manifest, loaded.recipe.data, folder)
+    tokenizer, data = load_tokenizer(folder), loaded.recipe.data
+    missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
+    length, layout = data.sequence_length, data.layout
+    _print_health(check_dataset(folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing))
+    corpus = counted(manifest, data, folder)
     try:
         plan = resolve(loaded, facts_of(loaded, detect(), prepared=folder, dataset=corpus))
     except UserError as error:
-        say(f"epochs     unknown: {error.problem}")
+        echo(f"epochs     unknown: {error.problem}")
         return
     tokens = f"{plan.train.tokens_per_step:,} tokens per step"
-    say(f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.sequences_per_epoch:,} sequences per epoch, {tokens}")
+    echo(f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.sequences_per_epoch:,} sequences per epoch, {tokens}")
     if (repeated := too_many_epochs(plan)) is not None:
-        say(f"warning    {repeated}")
+        echo(f"warning    {repeated}")
 
 
-def _show_check(found: "DatasetCheck") -> None:
+def _print_health(check: "DatasetCheck") -> None:
     from bloomery.core.units import counted
 
-    units = found.unit_name
-    say(f"rows       {found.rows:,}; longer than one: {counted(found.longer, units)}, {found.cut:,} tokens are cut off")
-    say(f"repeated   {found.duplicates:,} of {found.units:,} {units}")
-    say(f"unknown    {found.unknown:,} of {found.tokens:,} tokens")
-    if found.kind != "text":
-        say(f"begin      {counted(found.double_bos, 'texts')} with two begin tokens")
-        say(f"end        {counted(found.missing_eos, 'answers')} that teach no end")
-    most = max((count for _, count in found.lengths), default=1)
-    for edge, count in found.lengths:
-        say(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
-    for warning in found.warnings:
-        say(f"warning    {_visible(warning)}")
+    echo(f"sequences  {check.rows:,}; {counted(check.longer, check.unit_name)} longer, {check.cut:,} tokens truncated")
+    echo(f"repeated   {check.duplicates:,} of {check.units:,} {check.unit_name}")
+    echo(f"unknown    {check.unknown:,} of {check.tokens:,} tokens")
+    if check.kind != "text":
+        echo(f"BOS        {counted(check.double_bos, 'texts')} with two BOS tokens")
+        echo(f"EOS        {counted(check.missing_eos, 'responses')} without an EOS token in the loss")
+    most = max((count for _, count in check.lengths), default=1)
+    for edge, count in check.lengths:
+        echo(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
+    for warning in check.warnings:
+        echo(f"warning    {_visible(warning)}")

@@ -1,11 +1,11 @@
-"""`bloomery recipes`: the packaged recipes."""
+"""`bloomery recipes`: the packaged recipes"""
 
 from pathlib import Path
 from textwrap import shorten
 
 import click
 
-from bloomery.cli.common import NewPath, print_json, say
+from bloomery.cli.common import NewPath, echo, print_json
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.runs.names import find_run
@@ -14,7 +14,7 @@ from bloomery.runs.names import find_run
 @click.group(invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """List, show and copy the packaged recipes; import those of other programs; print the JSON schema.
+    """List, show, copy and import recipes; print the JSON schema.
 
     Example: bloomery recipes copy demo mine.yaml
     """
@@ -24,42 +24,43 @@ def command(context: click.Context) -> None:
 
 @command.command("list")
 def list_() -> None:
-    """The packaged recipes, one line each."""
+    """List the packaged recipes."""
     from bloomery.recipe.load import packaged
 
     width = max(map(len, packaged()))
     for name, path in packaged().items():
-        say(f"{name:<{width}}  {shorten(_first_comment(path), 98 - width, placeholder=' ...')}")
+        comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        echo(f"{name:<{width}}  {shorten(comment, 98 - width, placeholder=' ...')}")
 
 
 @command.command()
 @click.argument("name")
 def show(name: str) -> None:
-    """Print a packaged recipe, or that of a run, as it is."""
-    say(_packaged(name).read_text(encoding="utf-8"), nl=False)
+    """Print a packaged recipe or the recipe of a run."""
+    echo(_recipe_path(name).read_text(encoding="utf-8"), nl=False)
 
 
 @command.command()
 @click.argument("name")
 @click.argument("path", required=False, type=NewPath())
 def copy(name: str, path: Path | None) -> None:
-    """Copy a packaged recipe, or that of a run, to PATH (default: NAME.yaml here), as a start for your own."""
-    source = _packaged(name)
+    """Copy a recipe to PATH (default: NAME.yaml)."""
+    source = _recipe_path(name)
     name = source.parent.name if source.name == "recipe.yaml" else name
     target = path if path is not None else Path(f"{name}.yaml")
     target = target / f"{name}.yaml" if target.is_dir() else target
     command = f"bloomery recipes copy {name} my-{name}.yaml"
-    _write_new(target, source.read_text(encoding="utf-8"), f"name another file: {command}")
-    say(f"{target}: now yours. `bloomery plan {target}` says what it would do.")
+    _write_new(target, source.read_text(encoding="utf-8"), command)
+    echo(f"copied     {target}\nnext       bloomery plan {target}")
 
 
 @command.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--out", metavar="PATH", type=NewPath(), help="Write the recipe to PATH instead of printing it.")
+@click.option("--out", metavar="PATH", type=NewPath(), help="Write the recipe to PATH, not to stdout.")
 def import_(file: Path, out: Path | None) -> None:
-    """Convert a training file of Axolotl or LLaMA-Factory to a recipe.
+    """Convert an Axolotl or LLaMA-Factory YAML to a recipe.
 
-    Every key of FILE is mapped to a recipe key, or listed in a comment with the reason and what to do instead.
+    Every key of FILE is mapped to a recipe key, or listed in a comment with the reason and an alternative.
 
     Example: bloomery recipes import axolotl.yml --out mine.yaml
     """
@@ -67,33 +68,33 @@ def import_(file: Path, out: Path | None) -> None:
 
     text, program = import_recipe(file)
     if out is None:
-        say(text, nl=False)
+        echo(text, nl=False)
         return
-    _write_new(out, text, "give another --out")
-    say(f"{out}: a recipe, from {file} ({program}). Next: bloomery plan {out}", err=True)
+    _write_new(out, text, "choose another --out")
+    echo(f"imported   {out}, from {file} ({program})\nnext       bloomery plan {out}", err=True)
 
 
 def _write_new(path: Path, text: str, fix: str) -> None:
-    """A file that did not exist. Raises UserError."""
+    """Write a new file. Raises UserError where it exists."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError("that file exists; nothing is overwritten", where=str(path), fix=fix) from error
+        raise UserError("the file exists; nothing was overwritten", where=str(path), fix=fix) from error
     except OSError as error:
-        problem = f"the recipe cannot be written: {error.strerror}"
+        problem = f"cannot write the recipe: {error.strerror}"
         raise UserError(problem, where=str(path), fix="choose another PATH") from error
 
 
 @command.command()
 def schema() -> None:
-    """The JSON schema of a recipe, for editors that complete YAML."""
+    """Print the JSON schema of recipes, for editors."""
     from bloomery.recipe.load import json_schema
 
     print_json(json_schema())
 
 
-def _packaged(name: str) -> Path:
+def _recipe_path(name: str) -> Path:
     from bloomery.recipe.load import packaged
 
     known = packaged()
@@ -101,11 +102,7 @@ def _packaged(name: str) -> Path:
         return known[name]
     try:
         return find_run(name) / "recipe.yaml"
-    except UserError:  # what is said is of recipes
+    except UserError:  # its message is about runs
         pass
     fix = did_you_mean(name, known, "packaged recipes: " + ", ".join(known))
-    raise UserError(f"there is no packaged recipe {name!r}", fix=fix, code=2)
-
-
-def _first_comment(path: Path) -> str:
-    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    raise UserError(f"no such packaged recipe or run: {name!r}", fix=fix, code=2)

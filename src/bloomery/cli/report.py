@@ -156,7 +156,7 @@ def _said(decoder: "Decoder", tokenizer: "Tokenizer", ids: list[int], put: _Put)
     from bloomery.report.heldout import MAX_TOKENS
     from bloomery.train.evaluation.answers import cut, drawn, shown
 
-    answer = drawn(decoder, tokenizer, ids, max_tokens=MAX_TOKENS, ends=put.ends)
+    answer = drawn(decoder, tokenizer, ids, max_new_tokens=MAX_TOKENS, ends=put.ends)
     whole = shown(tokenizer, answer.ids)
     text = cut(whole, put.stops)
     return text + ("" if answer.ended or text != whole else " …")

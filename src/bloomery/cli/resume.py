@@ -1,21 +1,21 @@
-"""`bloomery resume`: a run goes on where it stopped."""
+"""`bloomery resume RUN`"""
 
 import click
 
-from bloomery.cli.common import overrides_argument, say
+from bloomery.cli.common import echo, overrides_argument
 from bloomery.runs.names import find_run
 
 
 @click.command()
 @click.argument("run")
 @overrides_argument
-@click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Go back to this step's checkpoint.")
-@click.option("-d", "--devices", metavar="LIST", help="The device to train on: its number, or cpu.")
-@click.option("--recover", is_flag=True, help="After a crash go on one rung safer, three times at most.")
+@click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Resume from this step's checkpoint.")
+@click.option("-d", "--devices", metavar="LIST", help="Train on this device: cpu or a GPU number.")
+@click.option("--recover", is_flag=True, help="After a crash, restart with safer settings (3 times).")
 def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool) -> int:
-    """Go on with RUN (a path, a name under runs/, or `last`) where it stopped, whatever stopped it.
+    """Resume a run from its last checkpoint.
 
-    Only the length, eval.*, sample.*, checkpoint.* and logging.* may be changed.
+    Only the length, eval.*, sample.*, checkpoint.* and logging.* can be changed.
 
     Example: bloomery resume last train.epochs=4
     """
@@ -27,6 +27,6 @@ def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str
     traceback_file.set(folder / "log.txt")
     outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
     if outcome.again:
-        say(f"This run is done. `bloomery resume {outcome.name} train.epochs=N` makes it longer.")
+        echo(f"done       nothing left to train\nnext       bloomery resume {outcome.name} train.epochs=N")
         return 0
     return conclude(outcome)

@@ -1,11 +1,11 @@
-"""`bloomery runs`: what lies under runs/."""
+"""`bloomery runs`: the runs in runs/"""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 
-from bloomery.cli.common import print_json, say
+from bloomery.cli.common import echo, json_option, print_json
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.monitor.events import read_events
@@ -17,7 +17,7 @@ _HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
 
 @dataclass(frozen=True)
 class RunLine:
-    """`state`: running, done, stopped, failed, killed, unreadable. `command` resumes it, None when nothing is left."""
+    """`state`: running, done, stopped, failed, killed, unreadable. `command` resumes it; None when it is done."""
 
     name: str
     state: str
@@ -30,9 +30,9 @@ class RunLine:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_option
 def command(as_json: bool) -> None:
-    """List the runs under runs/, newest last: how far each came, and how to go on.
+    """List the runs in runs/, newest last, and the commands that resume them.
 
     Example: bloomery runs --json
     """
@@ -41,20 +41,19 @@ def command(as_json: bool) -> None:
         print_json({"runs": [asdict(line) for line in lines]})
         return
     if not lines:
-        say("there are no runs here yet; `bloomery demo` makes one")
+        echo("no runs in runs/; start one with `bloomery demo` or `bloomery train RECIPE`")
         return
     rows = [_HEAD, *(_cells(line) for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     for row in rows:
         name, state, *figures = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        say("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
-    unfinished = [line.command for line in lines if line.command]
-    for offered in unfinished[-3:]:
-        say(f"{'goes on' if offered == unfinished[-3:][0] else '':<11}{offered}")
+        echo("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
+    for number, resume in enumerate([line.command for line in lines if line.command][-3:]):
+        echo(f"{'' if number else 'next':<11}{resume}")
 
 
 def describe(folder: Path) -> RunLine:
-    """From the run's events and its lock."""
+    """Read from the run's events and its lock."""
     from bloomery.runs.folder import worked_on
     from bloomery.train.run import contradicted, name_of
 
@@ -65,14 +64,13 @@ def describe(folder: Path) -> RunLine:
     state = "running" if worked_on(folder) else unknown
     if state != "running" and summary.ended is not None and not contradicted(folder, summary.ended, summary.step):
         state = summary.ended.status
-    exam = summary.evaluation
     return RunLine(
         name=folder.name,
         state=state,
         step=summary.step,
         steps=summary.steps,
         loss=summary.smoothed,
-        bits_per_byte=exam.bits_per_byte if exam else None,
+        bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
         command=None if state in ("running", "done") else f"bloomery resume {name_of(folder.absolute())}",
     )

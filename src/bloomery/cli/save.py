@@ -1,8 +1,8 @@
-"""`bloomery save RUN`: a running run writes a checkpoint and goes on."""
+"""`bloomery save RUN`"""
 
 import click
 
-from bloomery.cli.common import say
+from bloomery.cli.common import echo
 from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.names import find_run
 
@@ -10,14 +10,11 @@ from bloomery.runs.names import find_run
 @click.command()
 @click.argument("run")
 @click.option(
-    "--profile",
-    "steps",
-    type=click.IntRange(1, LONGEST_PROFILE),
-    metavar="STEPS",
-    help="Instead record the next steps: operators, times, memory.",
-)
+    "--profile", "steps", type=click.IntRange(1, LONGEST_PROFILE), metavar="STEPS",
+    help="Instead profile the next STEPS steps.",
+)  # fmt: skip
 def command(run: str, steps: int | None) -> int:
-    """Let RUN (a path, a name under runs/, or `last`) write a checkpoint after its step, and wait until it stands.
+    """Save a checkpoint of a running run after its current step.
 
     Example: bloomery save last
     """
@@ -29,14 +26,14 @@ def command(run: str, steps: int | None) -> int:
     folder = existing(find_run(run))
     runner = runner_of(folder)
     if steps is not None:
-        say(f"asked      process {runner.pid} to record its next {steps} steps")
-        with waiting(folder.path) as told:
-            files = profile_run(runner, steps, on_event=told)
-        say(f"recorded   {files}.trace.json.gz, for https://ui.perfetto.dev or chrome://tracing")
-        say(f"tables     {files.name}.operators.txt, {files.name}.memory.txt beside it")
+        echo(f"requested  process {runner.pid} profiles its next {steps} steps")
+        with waiting(folder.path) as on_event:
+            files = profile_run(runner, steps, on_event=on_event)
+        echo(f"trace      {files}.trace.json.gz (open in https://ui.perfetto.dev or chrome://tracing)")
+        echo(f"tables     {files}.operators.txt, {files.name}.memory.txt")
         return 0
-    say(f"asked      process {runner.pid} to save after the step that it is taking")
-    with waiting(folder.path) as told:
-        saved = save_run(runner, on_event=told)
-    say(f"saved      step {saved.step:,}, {format_bytes(saved.bytes)}: {saved.path}")
+    echo(f"requested  process {runner.pid} saves after its current step")
+    with waiting(folder.path) as on_event:
+        saved = save_run(runner, on_event=on_event)
+    echo(f"saved      step {saved.step:,}, {format_bytes(saved.bytes)}: {saved.path}")
     return 0

@@ -1,9 +1,7 @@
-"""`bloomery train RECIPE --rehearse`: three real steps, then all that fails on day six, each with its time."""
+"""`bloomery train RECIPE --smoke-test`: 3 steps, then evaluation, sampling, save, kill, resume and export, timed"""
 
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,130 +17,122 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from bloomery.recipe.load import LoadedRecipe
-    from bloomery.runs.smoke_test import Outlook, Rehearsal
+    from bloomery.runs.smoke_test import Requirements, SmokeTest
 
 TITLE, TEXT = 11, 78  # columns
 
 
-def rehearse_run(loaded: "LoadedRecipe", *, words: str, run_dir: Path | None, devices: str | None) -> int:
-    """Rehearses in a folder of its own, which is deleted when all went well and nobody named it with --run-dir.
+def run_smoke_test(loaded: "LoadedRecipe", *, words: str, run_dir: Path | None, devices: str | None) -> int:
+    """Runs the smoke test in a separate folder, deleted on success unless --run-dir names it.
 
-    `words`: what the real run is started with, after `bloomery train`. Exit code 0 when the run is ready, 1 when the
-    disk is too small. Raises UserError where the run would fail.
+    `words`: arguments of the real run, after `bloomery train`. Exit code 0 when the run is ready, 1 when the disk is
+    too small. Raises UserError where the run would fail.
     """
-    from bloomery.runs.folder import propose_folder
-    from bloomery.runs.smoke_test import incidents, outlook, rehearse
+    from rich.console import Console
 
-    folder = run_dir or Path("rehearsals").absolute() / propose_folder(loaded.name).name
+    from bloomery.runs.folder import propose_folder
+    from bloomery.runs.smoke_test import incidents, requirements, smoke_test
+
+    folder = run_dir or Path("smoke-tests").absolute() / propose_folder(loaded.name).name
     folder = folder.expanduser().absolute()
-    say("rehearsal", f"{loaded.name}, in {folder}")
+    report("smoke test", f"{loaded.name}, in {folder}")
     try:
-        with waiting() as status:
-            seen = rehearse(loaded, folder, devices=devices, told=lambda seen, event: tell(seen, event, status))
-            for line in _came_back(seen, folder):
-                say(*line)
-        _take_away(folder)
+        with Console(stderr=True).status("preparing") as status:
+            result = smoke_test(
+                loaded, folder, devices=devices, on_event=lambda result, event: report_event(result, event, status)
+            )
+            _report_resume(result, folder)
+        _export(folder)
     except UserError as error:
-        kept = f"; what happened is in {folder / 'log.txt'}" if folder.exists() else ""
+        log = f"; see {folder / 'log.txt'}" if folder.exists() else ""
         raise UserError(
-            f"the rehearsal failed: {error.problem}", where=f"{error.where}{kept}", fix=error.fix, code=error.code
+            f"smoke test failed: {error.problem}", where=f"{error.where}{log}", fix=error.fix, code=error.code
         ) from error
     except KeyboardInterrupt:
         _clear(folder, keep=run_dir is not None)
-        click.echo("stopped    the rehearsal was ended early", err=True)
+        click.echo("stopped    smoke test interrupted", err=True)
         return 130
-    found = outlook(seen, folder, free=shutil.disk_usage(folder).free)
     for reason in incidents(folder):
-        say("warned", reason)
-    code = _verdict(words, found)
+        report("warning", reason)
+    needed = requirements(result, folder, free=shutil.disk_usage(folder).free)
+    code = _report_requirements(needed, words)
     _clear(folder, keep=run_dir is not None)
     return code
 
 
-def say(title: str, text: str, seconds: float | None = None) -> None:
-    """One line: a title, what happened, and how long it took where that is known."""
+def report(title: str, text: str, seconds: float | None = None) -> None:
+    """Print one line: title, result, and the time if known."""
     took = "" if seconds is None else f"{seconds * 1000:.0f} ms" if seconds < 1 else format_seconds(seconds)
     click.echo(f"{title:<{TITLE}}{text:<{TEXT}}{took:>{10}}".rstrip())
 
 
-@contextmanager
-def waiting() -> Iterator["Status"]:
-    """On a terminal, a line that says what is going on."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("preparing") as status:
-        yield status
-
-
-def tell(seen: "Rehearsal", event: Event, status: "Status") -> None:
-    """The line of what this event completes, if any."""
-    train = seen.plan.train
+def report_event(result: "SmokeTest", event: Event, status: "Status") -> None:
+    """Print a line for each first of its kind."""
+    train, prompts = result.plan.train, len(result.plan.sample.prompts)
     match event:
         case Phase():
             status.update(literal(progress_text(event)))
         case RunStarted():
-            say("ready", "text prepared, planned, model and optimizer built", seen.prepare_seconds)
+            report("ready", "dataset prepared; model and optimizer built", result.prepare_seconds)
         case StepDone(step=1):
-            tokens = f"{train.tokens_per_step:,} tokens: {train.accumulation} x {train.micro_batch_size} rows"
-            say("first step", f"{tokens}, with what it compiles and allocates", event.step_seconds)
+            tokens = f"{train.tokens_per_step:,} tokens: {train.accumulation} x {train.micro_batch_size} sequences"
+            report("first step", f"{tokens}, with compilation and allocation", event.step_seconds)
         case StepDone():
             status.update(literal(progress_text(event)))
-        case EvalDone() if len(seen.of(EvalDone)) == 1:
-            say("evaluation", f"on {event.tokens:,} tokens", event.seconds)
-        case Sampled() if len(seen.of(Sampled)) == len(seen.plan.sample.prompts):
-            done = "answered" if event.chat else "continued"
-            say("sampling", f"{len(seen.plan.sample.prompts)} of the recipe's prompts {done}", seen.sample_seconds)
+        case EvalDone() if len(result.of(EvalDone)) == 1:
+            report("evaluation", f"on {event.tokens:,} tokens", event.seconds)
+        case Sampled() if len(result.of(Sampled)) == prompts:
+            report("sampling", f"{prompts} {'replies' if event.chat else 'completions'}", result.sample_seconds)
         case Saved():
-            say("save", f"{format_bytes(event.bytes)}, every file hashed and flushed to the disk", event.seconds)
+            report("save", f"{format_bytes(event.bytes)}, hashed and flushed to disk", event.seconds)
         case _:
             pass
 
 
-def _came_back(seen: "Rehearsal", folder: Path) -> Iterator[tuple[str, str, float | None]]:
-    from bloomery.runs.smoke_test import validation_rows
+def _report_resume(result: "SmokeTest", folder: Path) -> None:
+    from bloomery.runs.smoke_test import validation_sequences
 
-    if not seen.of(EvalDone):
-        rows = validation_rows(seen.plan, folder)
-        yield "evaluation", "left out: see below" if rows else "none: the recipe holds out no text to validate on", None
-    peak = max(step.memory_gib for step in seen.of(StepDone))
-    yield "step", f"the typical one, {peak:.1f} GiB at the peak", seen.step_seconds
-    steps = sorted(seen.before)
-    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    yield "kill", f"kill -9 to the training process after step {steps[-1]}", None
-    same = "equal to the last bit" if seen.exact else "equal up to rounding"
-    yield "resume", f"from step {seen.saved.step}; {which} once more, every loss {same}", seen.back_seconds
+    if not result.of(EvalDone):
+        skipped = "skipped: see the warning below"
+        report("evaluation", skipped if validation_sequences(result.plan, folder) else "none: no validation set")
+    peak = max(step.memory_gib for step in result.of(StepDone))
+    report("step", f"median, {peak:.1f} GiB peak memory", result.step_seconds)
+    steps = sorted(result.before)
+    report("kill", f"kill -9 of the training process after step {steps[-1]}")
+    repeated = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    same = "bitwise identical" if result.exact else "equal up to rounding"
+    report("resume", f"from step {result.saved.step}; losses of repeated {repeated} {same}", result.resume_seconds)
 
 
-def _take_away(folder: Path) -> None:
-    """Export and report; both read what the run has left."""
+def _export(folder: Path) -> None:
+    """Export the model and write the report of the stopped run."""
     from bloomery.export.layouts import export, export_adapter
     from bloomery.report import write_report
     from bloomery.train.model_folder import find_model
 
-    begun, found, out = time.perf_counter(), find_model(folder, "last"), folder / "export"
-    done = export(found.weights, out) if found.base is None else export_adapter(found, out)
-    layout = "Hugging Face's layout" if found.base is None else "PEFT's layout"
-    say("export", f"{format_bytes(done.bytes)} in {layout}, read back and run", time.perf_counter() - begun)
+    begun, model, out = time.perf_counter(), find_model(folder, "last"), folder / "export"
+    done = export(model.weights, out) if model.base is None else export_adapter(model, out)
+    kind = "Hugging Face" if model.base is None else "PEFT"
+    report("export", f"{format_bytes(done.bytes)} in {kind} format, read back and run", time.perf_counter() - begun)
     begun = time.perf_counter()
     page = write_report(folder)
-    say("report", f"{format_bytes(page.stat().st_size)}, one page", time.perf_counter() - begun)
+    report("report", f"{format_bytes(page.stat().st_size)}, one HTML page", time.perf_counter() - begun)
 
 
-def _verdict(words: str, found: "Outlook") -> int:
-    parts = f"{format_bytes(found.checkpoints)} of checkpoints"
-    parts += "" if found.events is None else f", {format_bytes(found.events)} of events"
-    say("disk", f"{parts}; {format_bytes(found.free)} are free")
-    if not found.fits:
-        say("not ready", "everything works, but the disk is too small: checkpoint.keep=1 needs least")
+def _report_requirements(needed: "Requirements", words: str) -> int:
+    parts = f"{format_bytes(needed.checkpoints)} of checkpoints"
+    parts += "" if needed.events is None else f", {format_bytes(needed.events)} of events"
+    report("disk", f"{parts}; {format_bytes(needed.free)} free")
+    if not needed.fits:
+        report("not ready", "every test passed, but the disk is too small; set checkpoint.keep=1")
         return 1
-    length = "" if found.seconds is None else f"; the whole run takes about {format_seconds(found.seconds)}"
-    say("ready", f"everything that the run will do works here{length}")
-    say("next", f"bloomery train {words}")
+    duration = "" if needed.seconds is None else f"; the run takes about {format_seconds(needed.seconds)}"
+    report("ready", f"every test passed{duration}")
+    report("next", f"bloomery train {words}")
     return 0
 
 
 def _clear(folder: Path, *, keep: bool) -> None:
-    """A folder that somebody named stays."""
     if keep or not folder.exists():
         return
     shutil.rmtree(folder)

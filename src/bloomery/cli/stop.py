@@ -1,4 +1,4 @@
-"""`bloomery stop RUN`: a running run saves and ends."""
+"""`bloomery stop RUN`"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import literal, say
+from bloomery.cli.common import echo, literal
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Event, Phase, Saved, StepDone
 from bloomery.runs.names import find_run
@@ -15,7 +15,7 @@ from bloomery.runs.names import find_run
 @click.command()
 @click.argument("run")
 def command(run: str) -> int:
-    """Let RUN (a path, a name under runs/, or `last`) finish its step and save, and wait until it has ended.
+    """Save a running run after its current step, then stop it.
 
     Example: bloomery stop last
     """
@@ -25,34 +25,33 @@ def command(run: str) -> int:
 
     folder = existing(find_run(run))
     runner = runner_of(folder)
-    say(f"asked      process {runner.pid} to save and stop; it ends after the step that it is taking")
-    with waiting(folder.path) as told:
-        ended = stop_run(runner, on_event=told)
+    echo(f"requested  process {runner.pid} saves and stops after its current step")
+    with waiting(folder.path) as on_event:
+        ended = stop_run(runner, on_event=on_event)
     if ended is None or ended.status == "failed":
-        why = "process killed without a final event" if ended is None else ended.error
-        fix = f"`bloomery resume {folder.name}` goes on from the last checkpoint"
-        raise UserError(f"the run failed before it stopped: {why}", where=str(folder.log), fix=fix)
+        reason = "process killed without a final event" if ended is None else ended.error
+        fix = f"bloomery resume {folder.name}"
+        raise UserError(f"the run failed before it stopped: {reason}", where=str(folder.log), fix=fix)
     steps = saved_steps(folder.checkpoints)
-    kept = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "there was nothing to save yet"
-    say(f"{ended.status:<11}after step {ended.step:,}; {kept}")
+    saved = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "no checkpoint yet"
+    echo(f"{ended.status:<11}at step {ended.step:,}; {saved}")
     if ended.status == "stopped":
-        say(f"next       bloomery resume {folder.name}")
+        echo(f"next       bloomery resume {folder.name}")
     return 0
 
 
 @contextmanager
 def waiting(folder: Path) -> Iterator[Callable[[Event], None]]:
-    """On a terminal, a line that says what the run does meanwhile; what is given to it are the run's events."""
+    """Inside the block a status line on a terminal shows the run's progress, from the events passed to the callback."""
     from rich.console import Console
 
     with Console(stderr=True).status(literal(f"waiting for {folder.name}")) as status:
 
-        def told(event: Event) -> None:
-            if isinstance(event, StepDone):
-                status.update(literal(f"waiting for {folder.name}: step {event.step:,} is done"))
-            elif isinstance(event, Saved):
-                status.update(literal(f"waiting for {folder.name}: step {event.step:,} is saved"))
+        def on_event(event: Event) -> None:
+            if isinstance(event, StepDone | Saved):
+                done = "done" if isinstance(event, StepDone) else "saved"
+                status.update(literal(f"waiting for {folder.name}: step {event.step:,} {done}"))
             elif isinstance(event, Phase):
                 status.update(literal(f"waiting for {folder.name}: {event.name}"))
 
-        yield told
+        yield on_event

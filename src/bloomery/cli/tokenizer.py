@@ -1,4 +1,4 @@
-"""`bloomery tokenizer`: make one, and look at what one does to a text."""
+"""`bloomery tokenizer`: train a tokenizer, print the tokens of a text"""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from bloomery.runs.names import find_run, is_run
 
 @click.group()
 def command() -> None:
-    """Train the tokenizer of a recipe, or show how one cuts a text.
+    """Train a tokenizer, or print the tokens of a text.
 
     Example: bloomery tokenizer inspect last --text "func main() {"
     """
@@ -20,8 +20,13 @@ def command() -> None:
 @command.command()
 @recipe_argument
 def train(recipe: str, overrides: tuple[str, ...]) -> None:
-    """Train the tokenizer of RECIPE on its text, once; `prepare` and `train` use the same one."""
-    from bloomery.cli.prepare import reporting, tell_tokenizer
+    """Train the tokenizer of RECIPE on its dataset.
+
+    `prepare` and `train` use the same tokenizer.
+
+    Example: bloomery tokenizer train go-coder-tiny data.path=~/code
+    """
+    from bloomery.cli.prepare import print_tokenizer, reporting
     from bloomery.data.prepare.prepare import preparation, prepared_folder
     from bloomery.recipe.load import load_recipe
 
@@ -29,19 +34,26 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     folder = prepared_folder(loaded, Path())
     with reporting() as report, preparation(loaded, folder, report=report) as work:
         _, tokenizer = work.begin()
-    tell_tokenizer(loaded, tokenizer.vocab_size, tokenizer.hash)
+    print_tokenizer(loaded, tokenizer.vocab_size, tokenizer.hash)
     click.echo(f"folder     {folder}")
 
 
 @command.command()
 @click.argument("folder")
-@click.option("--text", required=True, help="The text to cut.")
+@click.option("--text", metavar="TEXT", required=True, help="Tokenize this text.")
 def inspect(folder: str, text: str) -> None:
-    """Show the tokens of a text: id, bytes and piece, one a line. FOLDER: a run, a tokenizer.json or a .model too."""
+    """Print the tokens of a text: id, bytes and piece.
+
+    FOLDER is a run, a folder with a tokenizer, a tokenizer.json or a .model file.
+
+    Example: bloomery tokenizer inspect last --text "func main() {"
+    """
     from bloomery.data.prepare.stats import pieces
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
+    from bloomery.train.model_folder import model_folder
 
-    tokenizer = load_tokenizer(_source(folder))
+    path = expanded(folder)
+    tokenizer = load_tokenizer(path if path.exists() and not is_run(path) else model_folder(find_run(folder), "last"))
     ids, sizes = tokenizer.encode(text), tokenizer.token_bytes()
     names = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id, "unk": tokenizer.unk_id}
     special = " · ".join(f"{name} {index}" for name, index in names.items() if index is not None)
@@ -50,12 +62,4 @@ def inspect(folder: str, text: str) -> None:
     for index, piece in zip(ids, pieces(ids, tokenizer), strict=True):
         click.echo(f"{index:>8}  {sizes[index]:>3}  {piece!r}")
     if tokenizer.decode(ids) != text:
-        click.echo("warning    this tokenizer does not give the same text back")
-
-
-def _source(name: str) -> Path:
-    """The file or folder itself, or the newest checkpoint of the run that is meant. Raises UserError."""
-    from bloomery.train.model_folder import model_folder
-
-    path = expanded(name)
-    return path if path.exists() and not is_run(path) else model_folder(find_run(name), "last")
+        click.echo("warning    decoding the tokens returns another text")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import print_json, say
+from bloomery.cli.common import echo, print_json
 from bloomery.runs.folder import worked_on
 from bloomery.runs.names import find_run
 
@@ -22,7 +22,7 @@ REDRAW_SECONDS = 0.5
 
 @click.command()
 @click.argument("run")
-@click.option("--once", is_flag=True, help="Print one picture, then exit; the default without a terminal.")
+@click.option("--once", is_flag=True, help="Print one picture, then exit (default without a terminal).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: str, once: bool, as_json: bool) -> None:
     """Show loss, evaluations, speed, GPUs, samples and warnings of a run.
@@ -40,7 +40,7 @@ def command(run: str, once: bool, as_json: bool) -> None:
         try:
             watched.follow()
         except KeyboardInterrupt:
-            say(f"Training continues. Stop it with `bloomery stop {watched.name}`.")
+            echo(f"Training continues. Stop it with `bloomery stop {watched.name}`.")
             return
     watched.print()
 
@@ -64,11 +64,11 @@ class _Watch:
         status, facts = self._read()
         screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._plain)
         for line in frame(self._run, facts, screen, state=status, now=time.time()):
-            say(line)
+            echo(line)
         tail = self._tail
         if tail.unknown_lines > 1:  # a kill truncates one line
             unknown = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
-            say(f"\n{unknown} are damaged or of another version")
+            echo(f"\n{unknown} are damaged or of another version")
         again = f"bloomery watch {self.name}     in a terminal: live view"
         commands = {
             "done": f"bloomery report {self.name}",
@@ -76,7 +76,7 @@ class _Watch:
             "paused": again,
             "stopping": f"bloomery resume {self.name}   after it has stopped",
         }
-        say(f"\n{'next':<11}{commands.get(status, f'bloomery resume {self.name}')}")
+        echo(f"\n{'next':<11}{commands.get(status, f'bloomery resume {self.name}')}")
 
     def follow(self) -> None:
         """Redraws the view until the process of the run ends."""

@@ -19,7 +19,7 @@ from bloomery.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Training:
-    """What a run folder tells of the checkpoint that is exported."""
+    """The training of an exported checkpoint, read from its run folder."""
 
     recipe: Recipe
     plan: RunPlan | None
@@ -27,7 +27,7 @@ class Training:
     tokens: int
     seconds: float
     loss: float | None  # of the last step
-    per: str  # what a loss is of: RunStarted
+    per: str  # the loss unit: RunStarted.loss_unit
     device: str
     evaluation: EvalDone | None
 
@@ -62,7 +62,7 @@ def model_card(name: str, config: ModelConfig, training: Training | None, *, bas
         library_name="transformers" if base is None else "peft", pipeline_tag=task, tags=["bloomery"],
         base_model=None if base is None or base.startswith("/") else base,
     )  # fmt: skip
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": name, "config": config, "training": training, "base": None if base is None else _public(base),
         "size": format_count(parameter_count(config)), "architecture": architecture_of(config),
     }  # fmt: skip
@@ -70,17 +70,18 @@ def model_card(name: str, config: ModelConfig, training: Training | None, *, bas
         recipe, plan = training.recipe, training.plan
         paths = [recipe.data.path] if recipe.data.path is not None else [source.path for source in recipe.data.sources]
         names = ", ".join(Path(path).name for path in paths) or "prepared shards"
-        told |= {
+        fields |= {
             "plan": plan, "objective": (recipe if plan is None else plan).objective.kind,
-            "data_names": names if recipe.data.builtin is None else f"built in ({recipe.data.builtin})",
+            "data_names": names if recipe.data.builtin is None else f"builtin {recipe.data.builtin}",
             "tokens": format_count(training.tokens), "seconds": format_seconds(training.seconds),
             "unit": "nats per token" if training.per == "token" else f"per {training.per}",
             "started_from": None if recipe.model.from_ is None else _public(recipe.model.from_),
             "evaluation": training.evaluation if training.evaluation and training.evaluation.loss is not None else None,
         }  # fmt: skip
-    return str(ModelCard.from_template(metadata, template_path=str(Path(__file__).with_name("card.md.jinja")), **told))
+    template = str(Path(__file__).with_name("card.md.jinja"))
+    return str(ModelCard.from_template(metadata, template_path=template, **fields))
 
 
 def _public(model: str) -> str:
-    """The id on the Hub, or of a path its last part: a path tells more of its owner than the reader needs."""
+    """The id on the Hub, or the last part of a path: a whole path could identify the author."""
     return Path(model).name if model.startswith(("/", ".", "~")) else model

@@ -1,4 +1,4 @@
-"""Models for other programs: a whole model for transformers, vLLM and kin, an adapter for PEFT, or both merged."""
+"""Exports: a full model for transformers and vLLM, an adapter for PEFT, or an adapter merged into its base model"""
 
 import copy
 import glob
@@ -46,13 +46,13 @@ from bloomery.train.use import Use
 TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
 PROBE_TOKENS = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Of the largest logit: float32 repeats the unmerged model's arithmetic in another order, 16 bits round every weight.
+# Of the largest logit: float32 only changes the order of operations, 16-bit formats round every weight.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """`proofs` says what was checked, one sentence each; empty without verification."""
+    """`proofs`: one sentence per check that passed; empty without verification."""
 
     folder: Path
     bytes: int
@@ -62,13 +62,14 @@ class Exported:
 def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
     """Copies the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
 
-    `out` appears whole or not at all. Verification reads it back, compares every tensor with the source, runs it, and
-    opens it in transformers where that is installed. Raises UserError when `out` exists or the copy does not hold.
+    `out` is written completely or not at all. Verification reads it back, compares every tensor with the source, runs
+    a forward pass, and loads it in transformers where that is installed. Raises UserError when `out` exists or a check
+    fails.
     """
     if is_adapter_folder(source):
         raise UserError(
-            "this is an adapter: there is no whole model to copy", where=str(source), code=2,
-            fix="--to merged writes a whole model, --to adapter the adapter alone",
+            "cannot export an adapter as a full model", where=str(source), code=2,
+            fix="use --to merged for a full model, or --to adapter for the adapter",
         )  # fmt: skip
     config, proofs = read_config(source), []
     with draft_of(out) as draft:
@@ -87,80 +88,81 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
                     rows = stored.shape[0] if stored.shape else 1
                     one, other = (reader.read(each, 0, rows).view(torch.uint8) for each in (stored, copies[name]))
                     if not torch.equal(one, other):
-                        problem = f"{name} changed while it was copied"
+                        problem = f"{name} changed during the copy"
                         raise UserError(problem, where=str(draft), fix="check the disk")
-            proofs.append(f"read back: all {len(tensors)} tensors are the same")
+            proofs.append(f"read back: all {len(tensors)} tensors are identical")
             proofs += _opens_elsewhere(draft, *_probed(draft, use or Use("cpu"), where=source))
     return _exported(out, proofs)
 
 
-def export_adapter(found: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
-    """Copies the adapter to the new folder `out`, with tokenizer and card; the folder appears whole or not at all.
+def export_adapter(model_files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+    """Copies the adapter to the new folder `out`, with tokenizer and card; the folder is written completely or not at
+    all.
 
-    Verification compares the bytes, runs the copy on its base, and opens it in PEFT where that is installed. Raises
-    UserError.
+    Verification compares the bytes, runs the copy on its base model, and loads it in PEFT where that is installed.
+    Raises UserError.
     """
-    if found.base is None:
-        problem, fix = "this is a whole model: it has no adapter", "--to hf copies a whole model"
-        raise UserError(problem, where=str(found.weights), fix=fix, code=2)
-    base, proofs = base_of(found.base).name, []
+    if model_files.base is None:
+        problem, fix = "cannot export an adapter: this is a full model", "use --to hf"
+        raise UserError(problem, where=str(model_files.weights), fix=fix, code=2)
+    base, proofs = base_of(model_files.base).name, []
     with draft_of(out) as draft:
-        write_json(draft / CONFIG, read_settings(found.weights) | {"base_model_name_or_path": base})
-        shutil.copyfile(found.weights / TENSORS, draft / TENSORS)
-        load_tokenizer(found.tokenizer).save(draft)
-        config = read_config(found.base)
-        if read_settings(draft)["peft_type"] == "LORA":  # with the vocabulary and the head that the adapter brings
+        write_json(draft / CONFIG, read_settings(model_files.weights) | {"base_model_name_or_path": base})
+        shutil.copyfile(model_files.weights / TENSORS, draft / TENSORS)
+        load_tokenizer(model_files.tokenizer).save(draft)
+        config = read_config(model_files.base)
+        if read_settings(draft)["peft_type"] == "LORA":  # with the adapter's own vocabulary and head
             config = read_adaptation(draft, config)[1]
-        card = model_card(out.name, config, training_of(found.weights), base=base)
+        card = model_card(out.name, config, training_of(model_files.weights), base=base)
         (draft / "README.md").write_text(card, encoding="utf-8")
         if verify:
-            if (found.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
-                raise UserError(f"{TENSORS} changed while it was copied", where=str(draft), fix="check the disk")
-            probed = _probed(draft, use or Use("cpu"), base=found.base, where=found.weights)
-            proofs.append("read back: the tensors are the same, and the base takes them")
-            proofs += _opens_elsewhere(draft, *probed, base=found.base)
+            if (model_files.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
+                raise UserError(f"{TENSORS} changed during the copy", where=str(draft), fix="check the disk")
+            probed = _probed(draft, use or Use("cpu"), base=model_files.base, where=model_files.weights)
+            proofs.append("read back: the tensors are identical and load into the base model")
+            proofs += _opens_elsewhere(draft, *probed, base=model_files.base)
     return _exported(out, proofs)
 
 
 def export_merged(
-    found: ModelFiles, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
+    model_files: ModelFiles, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
 ) -> Exported:
-    """Writes the new folder `out`, whole or not at all. `dtype`: None keeps the base's.
+    """Writes the new folder `out`, completely or not at all. `dtype`: None keeps the base's.
 
-    Weights are merged in float32 and rounded once, one at a time and on the device of `use`. The base is the one that
-    is stored, also where the run trained over it in few bits. Verification reads the folder back, compares its logits
-    with those of base and adapter, and opens it in transformers where that is installed. Raises UserError.
+    Merges weights in float32 and rounds them once, one at a time, on the device of `use`. Uses the stored base model,
+    also where the run trained with a quantized one. Verification reads the folder back, compares its logits with those
+    of base and adapter, and loads it in transformers where that is installed. Raises UserError.
     """
-    if found.base is None:
-        fix = "--to hf copies a whole model"
-        raise UserError("there is no adapter to merge here", where=str(found.weights), fix=fix, code=2)
+    if model_files.base is None:
+        problem = "cannot merge: this is a full model, not an adapter"
+        raise UserError(problem, where=str(model_files.weights), fix="use --to hf", code=2)
     use, proofs = use or Use("cpu"), []
-    if found.trained is not None and (bits := found.trained.quantize.kind) != "none":
-        proofs.append(
-            f"the base is merged as it is stored; the run trained over it in {bits}, so figures differ a little"
-        )
+    if model_files.trained is not None and (bits := model_files.trained.quantize.kind) != "none":
+        proofs.append(f"merged into the unquantized base model; the run trained with {bits}, so logits differ slightly")
     with draft_of(out) as draft:
-        config, kept = _write_merged(found, found.base, draft, dtype, use)
-        write_json(draft / "generation_config.json", _generation_settings(found.base, config))
-        load_tokenizer(found.tokenizer).save(draft)
-        (draft / "README.md").write_text(model_card(out.name, config, training_of(found.weights)), encoding="utf-8")
+        config, kept = _write_merged(model_files, model_files.base, draft, dtype, use)
+        write_json(draft / "generation_config.json", _generation_settings(model_files.base, config))
+        load_tokenizer(model_files.tokenizer).save(draft)
+        (draft / "README.md").write_text(
+            model_card(out.name, config, training_of(model_files.weights)), encoding="utf-8"
+        )
         if verify:  # one model at a time is in memory
-            expected, _ = _probed(found.weights, use, base=found.base, where=found.weights)
+            expected, _ = _probed(model_files.weights, use, base=model_files.base, where=model_files.weights)
             logits, config = _probed(draft, use, where=draft)
             error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
             if error > TOLERANCES[kept] * scale:
-                problem = f"the merged model computes other logits (they differ by {error:.2g} of {scale:.2g})"
-                raise UserError(problem, where=str(draft), fix="choose --type float32, which rounds less")
-            proofs.append(f"base and adapter compute the same: logits within {error:.1e}")
+                problem = f"the logits of the merged model differ by {error:.2g} (largest logit: {scale:.2g})"
+                raise UserError(problem, where=str(draft), fix="use --type float32")
+            proofs.append(f"logits equal those of base and adapter within {error:.1e}")
             proofs += _opens_elsewhere(draft, logits, config)
     return _exported(out, proofs)
 
 
 @contextmanager
 def draft_of(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its name when the block ends well, and disappears when it does not."""
+    """A temporary folder next to `out`, renamed to `out` when the block succeeds, deleted when it fails."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError("this place is taken; nothing is overwritten", where=str(out), fix="choose another --out")
+        raise UserError("the output folder exists; nothing was overwritten", where=str(out), fix="choose another --out")
     draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
         for left in out.parent.glob(f".tmp-{glob.escape(out.name)}-*"):
@@ -170,8 +172,8 @@ def draft_of(out: Path) -> Iterator[Path]:
         yield draft
         draft.replace(out)
     except OSError as error:
-        problem = f"the export cannot be written: {error.strerror or error}"
-        raise UserError(problem, where=str(out), fix="choose another --out, or make room") from error
+        problem = f"cannot write the export: {error.strerror or error}"
+        raise UserError(problem, where=str(out), fix="choose another --out, or free disk space") from error
     finally:
         if draft.exists():
             shutil.rmtree(draft)
@@ -182,14 +184,14 @@ def _exported(out: Path, proofs: list[str]) -> Exported:
 
 
 def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]:
-    """The settings that came with the model, else its token ids."""
+    """The model's own generation settings, else its special token ids."""
     raw_config = source / "generation_config.json"
     if raw_config.is_file():
         try:
             settings: dict[str, object] = json.loads(raw_config.read_text(encoding="utf-8"))
         except ValueError as error:
             problem = f"generation_config.json is not JSON: {error}"
-            raise UserError(problem, where=str(raw_config), fix="mend or delete that file") from error
+            raise UserError(problem, where=str(raw_config), fix="correct or delete that file") from error
         return settings
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
@@ -200,15 +202,15 @@ def _probe_tokens(config: ModelConfig) -> Tensor:
 
 
 def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> tuple[Tensor, ModelConfig]:
-    """Logits of a few tokens, computed in float32 on the device. Raises UserError where the model does not fit, before
-    memory is taken, and, of the model in `where`, when its logits are no numbers.
+    """Logits of a few tokens, computed in float32 on the device. Raises UserError before memory is allocated where the
+    model does not fit, and when its logits are not finite; `where` is the model of that message.
     """
 
     def refuse_full(decoder: Decoder) -> None:
         needed, free = sum(parameter.nbytes for parameter in decoder.parameters()), use.free_bytes()
         if needed > free:
-            problem = f"to check the export takes {format_bytes(needed)}, and {use.name} has {format_bytes(free)} free"
-            fix = "--no-verify leaves the check out" + (", or --devices cpu" if use.device == "cuda" else "")
+            problem = f"verification needs {format_bytes(needed)}; {use.name} has {format_bytes(free)} free"
+            fix = "add --no-verify" + (" or --devices cpu" if use.device == "cuda" else "")
             raise UserError(problem, where=str(folder), fix=fix)
 
     decoder = load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
@@ -216,13 +218,15 @@ def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) ->
         device = decoder.model.embed_tokens.weight.device
         logits: Tensor = decoder(_probe_tokens(decoder.config).to(device)).cpu()
     if not bool(torch.isfinite(logits).all()):
-        problem = "the exported model answers with numbers that are not finite"
+        problem = "the logits of the exported model are not finite"
         raise UserError(problem, where=str(where), fix="choose an earlier --step")
     return logits, decoder.config
 
 
 def _opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: Path | None = None) -> list[str]:
-    """What transformers says of a whole model, or PEFT of an adapter on its `base`; nothing where they are missing."""
+    """Loads a full model in transformers, or an adapter in PEFT on its `base`, and compares logits; returns the proof,
+    or nothing where these packages are not installed.
+    """
     needed = ("transformers",) if base is None else ("peft", "transformers")
     if any(importlib.util.find_spec(name) is None for name in needed):
         return []
@@ -231,14 +235,12 @@ def _opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: 
     program, name = (transformers, "transformers") if base is None else (importlib.import_module("peft"), "PEFT")
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     tokens, kind = _probe_tokens(config), transformers.AutoModelForCausalLM
-    if config.head == "values":  # transformers' classifiers give that of the last token that is not padding
+    if config.head == "values":  # transformers' classifiers return the value of the last token that is not padding
         kind = transformers.AutoModelForSequenceClassification
         kept = (tokens[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
         logits = logits[:, int(kept.max())]
-        settings |= {} if base is None else {"num_labels": 1}  # a head that is drawn, and the adapter replaces it
-    with warnings.catch_warnings(
-        action="ignore" if base is not None else None
-    ):  # what both libraries say of each other
+        settings |= {} if base is None else {"num_labels": 1}  # initialized at random, replaced by the adapter
+    with warnings.catch_warnings(action="ignore" if base is not None else None):  # the libraries warn of each other
         model = kind.from_pretrained(draft if base is None else base, **settings)
         if base is None:
             transformers.AutoTokenizer.from_pretrained(draft)
@@ -250,14 +252,14 @@ def _opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: 
             theirs = model.eval()(tokens).logits
     error = float((theirs - logits).abs().max())
     if error > TOLERANCE * max(1.0, float(logits.abs().max())):
-        problem = f"{name} computes other logits (they differ by {error:.2g})"
-        raise UserError(problem, where=str(draft), fix="--no-verify exports it unseen; please report this")
-    return [f"{name} {program.__version__} opens it: logits within {error:.1e}"]
+        problem = f"the logits in {name} differ by {error:.2g}"
+        raise UserError(problem, where=str(draft), fix="add --no-verify to export without this check; report this bug")
+    return [f"loaded in {name} {program.__version__}: logits equal within {error:.1e}"]
 
 
 @torch.no_grad()
 def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every parameter of the base by name, with what the adapters add: computed in float32, rounded to `dtype` once."""
+    """Every parameter of the base by name with the adapters merged: computed in float32, rounded to `dtype` once."""
     if has_method(model):
         model = copy.deepcopy(model).float()
         merge_methods(model)
@@ -275,7 +277,7 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
 def merged_pieces(
     folder: Path, base: Path, dtype: torch.dtype, device: str | torch.device
 ) -> Iterator[tuple[Callable[[str], Tensor], ModelConfig]]:
-    """`merged_state` of a low-rank adapter, a parameter at a time: of the base no more than that is in memory.
+    """`merged_state` of a low-rank adapter, one parameter at a time: only that parameter of the base is in memory.
 
     Raises UserError as `load_decoder` does.
     """
@@ -299,7 +301,7 @@ def merged_pieces(
         @torch.no_grad()
         def piece(name: str) -> Tensor:
             parameter = model.get_parameter(name)
-            if not parameter.is_meta:  # trained in full
+            if not parameter.is_meta:  # a module to save
                 return parameter.detach().to(dtype)
             whole = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             stored.fill(name, whole)
@@ -314,16 +316,16 @@ def merged_pieces(
 
 
 def _write_merged(
-    found: ModelFiles, base: Path, draft: Path, asked: str | None, use: Use
+    model_files: ModelFiles, base: Path, draft: Path, asked: str | None, use: Use
 ) -> tuple[ModelConfig, torch.dtype]:
-    """Piece by piece where that can be; PEFT's own methods and foreign layers merge as a whole."""
-    if read_settings(found.weights)["peft_type"] == "LORA" and read_config(base).transformers_backend is None:
+    """One parameter at a time where possible; PEFT methods and transformers' layers are merged as a whole model."""
+    if read_settings(model_files.weights)["peft_type"] == "LORA" and read_config(base).transformers_backend is None:
         stored = find_tensors(base)
         kept = next(iter(stored.values())).dtype if asked is None else DTYPES[asked]
-        with merged_pieces(found.weights, base, kept, use.device) as (piece, config):
+        with merged_pieces(model_files.weights, base, kept, use.device) as (piece, config):
             write_model_piecewise(piece, config, kept, draft)
         return config, kept
-    decoder = load_decoder(found.weights, base=base, dtype=torch.float32 if asked == "float32" else None)
+    decoder = load_decoder(model_files.weights, base=base, dtype=torch.float32 if asked == "float32" else None)
     kept = decoder.model.embed_tokens.weight.dtype if asked is None else DTYPES[asked]
     write_model(merged_state(decoder, kept), decoder.config, draft)
     return decoder.config, kept

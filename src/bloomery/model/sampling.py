@@ -27,7 +27,7 @@ class Sampling:
     times as likely as the likeliest. `stop_ids` end the text and are not part of it.
     """
 
-    max_tokens: int = 200
+    max_new_tokens: int = 200
     repetition_penalty: float = 1.0
     temperature: float = 0.8
     top_k: int | None = None
@@ -81,14 +81,14 @@ class NotFinite(UserError):
 def sample_tokens(
     decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling, past: Past | None = None
 ) -> Iterator[int]:
-    """New tokens after `prompt_ids`, until a stop token, `max_tokens`, or the end of the decoder's positions. With a
-    `past` only what it does not know yet is read, and it knows all of it afterwards.
+    """New tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the decoder's positions. With
+    a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
 
     The decoder should be in evaluation mode. The random stream is the sampling's own and lives on the CPU, so that the
     same logits give the same text on every device.
     """
     assert prompt_ids, "a decoder needs at least one token to start from"
-    room = min(sampling.max_tokens, decoder.config.max_positions - len(prompt_ids))
+    room = min(sampling.max_new_tokens, decoder.config.max_positions - len(prompt_ids))
     past = past or Past(decoder)
     random = torch.Generator().manual_seed(sampling.seed)
     seen, fed = list(prompt_ids), past.rest(prompt_ids, len(prompt_ids) + max(room, 0))

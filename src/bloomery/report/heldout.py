@@ -194,7 +194,7 @@ def _answers(
     from bloomery.train.use import Use, load_used
 
     decoder = load_used(found, use or Use("cpu"), dtype=torch.float32, vocab_size=vocab_size)
-    said = [answer(decoder, tokenizer, question, max_tokens=MAX_TOKENS) for question in questions]
+    said = [answer(decoder, tokenizer, question, max_new_tokens=MAX_TOKENS) for question in questions]
     return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
 
 

@@ -36,7 +36,7 @@ KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TextScores:
     """`loss` is nats per scored token; `bytes` are those of the scored tokens; None where no byte was scored."""
 
     loss: float
@@ -64,8 +64,8 @@ class Text:
 
 def evaluate_model(
     model: Path, data: Path | None, *, step: str = "best", bos: bool = True, template: str | None = None,
-    use: Use | None = None, tell: Tell = lambda _: None,
-) -> tuple[Evaluation | PairMetrics, list[str]]:  # fmt: skip
+    use: Use | None = None, on_load: Tell = lambda _: None,
+) -> tuple[TextScores | PairMetrics, list[str]]:  # fmt: skip
     """How a model predicts `data`, or a reward model judges the pairs in it, and what a reader of that must know.
 
     `model`: what `find_model` takes. `data`: None means a run's own validation split. Raises UserError.
@@ -77,7 +77,7 @@ def evaluate_model(
             raise UserError("this is no run with a text of its own", where=str(model), fix=fix, code=2)
         plan = read_plan(model / "plan.json")
         data = plan.data.prepared
-    decoder, tokenizer = load_to_evaluate(model, step=step, use=use, tell=tell)
+    decoder, tokenizer = load_to_evaluate(model, step=step, use=use, on_load=on_load)
     if decoder.config.head == "values":
         row = None if plan is None else plan.data.sequence_length
         return judge(decoder, tokenizer, data, template=template, row=row)
@@ -96,36 +96,36 @@ def evaluate_model(
 
 
 def load_to_evaluate(
-    model: Path, *, step: str = "best", use: Use | None = None, tell: Tell = lambda _: None
+    model: Path, *, step: str = "best", use: Use | None = None, on_load: Tell = lambda _: None
 ) -> tuple[Decoder, Tokenizer]:
     """Decoder and tokenizer of a run's checkpoint, computing as the run did, or of a model's folder, in float32 on the
     CPU and as stored on a GPU.
 
     Raises UserError when there is none, or when it is damaged.
     """
-    return _load(find_model(model, step), 0, use, tell)
+    return _load(find_model(model, step), 0, use, on_load)
 
 
 def load_found(
-    found: ModelFiles, *, where: str, vocab_size: int = 0, use: Use | None = None, tell: Tell = lambda _: None
+    found: ModelFiles, *, where: str, vocab_size: int = 0, use: Use | None = None, on_load: Tell = lambda _: None
 ) -> tuple[Decoder, Tokenizer]:
     """`load_to_evaluate` of what was found, with at least `vocab_size` tokens. Raises UserError for a reward model."""
-    decoder, tokenizer = _load(found, vocab_size, use, tell)
+    decoder, tokenizer = _load(found, vocab_size, use, on_load)
     refuse_values(decoder.config, where=where)
     return decoder, tokenizer
 
 
-def _load(found: ModelFiles, vocab_size: int, use: Use | None, tell: Tell) -> tuple[Decoder, Tokenizer]:
+def _load(found: ModelFiles, vocab_size: int, use: Use | None, on_load: Tell) -> tuple[Decoder, Tokenizer]:
     use = use or Use.local()
     dtype = torch.float32 if use.device == "cpu" else None
-    decoder = load_used(found, use, dtype=dtype, vocab_size=vocab_size, tell=tell)
+    decoder = load_used(found, use, dtype=dtype, vocab_size=vocab_size, tell=on_load)
     return decoder, load_tokenizer(found.tokenizer)
 
 
 def evaluate(
     decoder: Decoder, tokenizer: Tokenizer, data: Path, *, bos: bool = True, context: int | None = None,
     template: str | None = None,
-) -> tuple[Evaluation, list[str]]:  # fmt: skip
+) -> tuple[TextScores, list[str]]:  # fmt: skip
     """The evaluation, and what a reader of it must know.
 
     `data`: a text file (one document), a data file or folder as recipes know them, or a prepared folder, whose
@@ -142,7 +142,7 @@ def evaluate(
     return result, notes(texts, tokenizer, bos=bos, context=context)
 
 
-def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -> tuple[Evaluation, list[str]] | None:
+def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -> tuple[TextScores, list[str]] | None:
     """What the run's own evaluation gives: the same sequences of its validation split, packed as in training.
 
     None where that is no loss of text, or nothing is held out. Raises UserError when no token can be scored.
@@ -170,7 +170,7 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -
         f"as the run evaluates: {rows:,} of {loader.sequences:,} sequences of {plan.data.sequence_length:,} tokens;"
         f" --data {where} scores each validation text whole"
     )
-    return Evaluation(found.loss, found.perplexity, found.bits_per_byte, found.tokens, found.bytes or 0), [note]
+    return TextScores(found.loss, found.perplexity, found.bits_per_byte, found.tokens, found.bytes or 0), [note]
 
 
 def judge(
@@ -229,7 +229,7 @@ def _no_pairs(kind: str, where: str) -> UserError:
     return UserError(problem, where=where, fix="name such pairs: --data PATH")
 
 
-def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> Evaluation:
+def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> TextScores:
     """Sums over all documents, divided once: a long document weighs as much as its tokens."""
     texts = list(texts)
     scores = score_documents(decoder, (text.tokens for text in texts), context=context)
@@ -250,10 +250,10 @@ def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, conte
     return from_nats(nats, tokens, size)
 
 
-def from_nats(nats: float, tokens: int, size: int) -> Evaluation:
+def from_nats(nats: float, tokens: int, size: int) -> TextScores:
     """Bits per byte = nats / ln 2 / bytes, which does not depend on the tokenizer; perplexity = exp(nats / tokens)."""
     loss = nats / tokens
-    return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / size if size else None, tokens, size)
+    return TextScores(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / size if size else None, tokens, size)
 
 
 def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: str | None = None) -> Iterator[Text]:

@@ -1,13 +1,14 @@
-"""A model continues a text, piece by piece."""
+"""Text generation: completions and chat replies, in pieces that are whole characters"""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, cast, final
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Message
+from bloomery.data.chat.examples import Message, Role
 from bloomery.data.chat.render import chat_format
 from bloomery.data.chat.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
@@ -17,33 +18,67 @@ from bloomery.model.sampling import Past, Sampling, known_ids, sample_tokens
 from bloomery.train.model_folder import find_model
 from bloomery.train.use import Tell, Use, load_used
 
-UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet one
+UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
 
 
 def load_model(
-    model: Path, *, step: str = "best", use: Use | None = None, tell: Tell = lambda _: None
+    model: Path, *, step: str = "best", use: Use | None = None, on_load: Tell = lambda _: None
 ) -> tuple[Decoder, Tokenizer]:
-    """Decoder and tokenizer of what `find_model` finds, used as `use` says: by default on the GPU where one is.
+    """Decoder and tokenizer of `model`, on the device of `use` (default: the GPU if available).
 
-    Raises UserError, for a reward model too.
+    Raises UserError, also for a reward model.
     """
-    found = find_model(model, step)
-    decoder = load_used(found, use or Use.local(), tell=tell)
-    refuse_values(decoder.config, where=str(model))
-    return decoder, load_tokenizer(found.tokenizer)
+    loaded = Model.load(model, step=step, use=use, on_load=on_load)
+    refuse_values(loaded.decoder.config, where=str(model))
+    return loaded.decoder, loaded.tokenizer
+
+
+@final
+class Model:
+    """A decoder with its tokenizer, in evaluation mode. `settings` are the fields of Sampling."""
+
+    def __init__(self, decoder: Decoder, tokenizer_folder: Path) -> None:
+        self.decoder, self._tokenizer_folder = decoder, tokenizer_folder
+
+    @staticmethod
+    def load(model: Path, *, step: str = "best", use: Use | None = None, on_load: Tell = lambda _: None) -> "Model":
+        """The model that `find_model` finds. Raises UserError."""
+        files = find_model(model, step)
+        return Model(load_used(files, use or Use.local(), tell=on_load), files.tokenizer)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self._tokenizer_folder)
+
+    def generate(self, prompt: str, *, stop: Sequence[str] = (), **settings: Any) -> str:
+        """The completion of `prompt`, up to one of the `stop` texts. Raises UserError."""
+        refuse_values(self.decoder.config, where="the model")
+        return "".join(generate(self.decoder, self.tokenizer, prompt, Sampling(**settings), stop))
+
+    def chat(
+        self, messages: str | Sequence[Mapping[str, str]], *, template: str | None = None, stop: Sequence[str] = (),
+        **settings: Any,
+    ) -> str:  # fmt: skip
+        """The reply to a message, or to a conversation of {"role", "content"} messages, in the chat `template`
+        (default: the model's own). Raises UserError.
+        """
+        refuse_values(self.decoder.config, where="the model")
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        with _chat_writer(self.decoder, self.tokenizer, Sampling(**settings), stop, template) as reply:
+            return "".join(reply([Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]))
 
 
 def generate(
     decoder: Decoder, tokenizer: Tokenizer, prompt: str, sampling: Sampling, stop: Sequence[str] = ()
 ) -> Iterator[str]:
-    """The text after `prompt`, in pieces that are whole characters; it ends before the first of the `stop` texts.
+    """The completion of `prompt`, in pieces that are whole characters, up to an EOS token or the first `stop` text.
 
-    The prompt begins as a training document does: with the BOS token, where the tokenizer has one. It also ends at the
-    end-of-text token. Raises UserError when the prompt fills the model's context, or there is nothing to start from.
+    The prompt starts with the BOS token, if the tokenizer has one. Raises UserError when the prompt fills the context,
+    or has no tokens.
     """
     ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
     if not ids:
-        problem = "this tokenizer has no BOS token: an empty prompt gives the model nothing to start from"
+        problem = "the prompt is empty, and this tokenizer has no BOS token"
         raise UserError(problem, where="--prompt", fix="write a prompt")
     return continued(decoder, tokenizer, ids, sampling, stop)
 
@@ -52,28 +87,36 @@ def generate(
 def writer(
     decoder: Decoder, tokenizer: Tokenizer, sampling: Sampling, stop: Sequence[str] = (), *, chat: bool = False
 ) -> Iterator[Callable[[str], Iterator[str]]]:
-    """What goes on with a prompt, or (`chat`) answers it by the model's own template, in pieces.
+    """A function from a prompt to the pieces of its completion or, with `chat`, of the reply in the chat template.
 
-    Raises UserError for a chat with a model that has no template.
+    Raises UserError for a chat with a model without a chat template.
     """
     if not chat:
         yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
         return
-    if not own_templates(tokenizer.config):
-        fix = "leave out --chat, or talk to it by `bloomery chat MODEL --template chatml`"
+    with _chat_writer(decoder, tokenizer, sampling, stop, None) as reply:
+        yield lambda prompt: reply([Message("user", prompt)])
+
+
+@contextmanager
+def _chat_writer(
+    decoder: Decoder, tokenizer: Tokenizer, sampling: Sampling, stop: Sequence[str], template: str | None
+) -> Iterator[Callable[[Sequence[Message]], Iterator[str]]]:
+    if template is None and not own_templates(tokenizer.config):
+        fix = "remove --chat, or use `bloomery chat MODEL --template chatml`"
         raise UserError("this model has no chat template", where="--chat", fix=fix)
-    with chat_format(tokenizer, None) as form:
-        drawn, ends = replace(sampling, stop_ids=form.stop_ids), (*stop, *form.stop_strings)
-        yield lambda prompt: continued(decoder, tokenizer, form.encode([Message("user", prompt)]), drawn, ends)
+    with chat_format(tokenizer, template) as form:
+        settings, ends = replace(sampling, stop_ids=form.stop_ids), (*stop, *form.stop_strings)
+        yield lambda messages: continued(decoder, tokenizer, form.encode(tuple(messages)), settings, ends)
 
 
 def continued(
     decoder: Decoder, tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling, stop: Sequence[str] = (),
     past: Past | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """`generate` after ids; with a `past`, which then knows all of it, what it knows already is not read again.
+    """`generate` from token ids. With a `past`, tokens in its cache are not computed again; all new ones are added.
 
-    Raises UserError when the ids fill the model's context.
+    Raises UserError when the ids fill the context.
     """
     refuse_prompt(ids, decoder.config)
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
@@ -82,11 +125,11 @@ def continued(
 
 
 def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
-    """Raises UserError for ids that the model lacks, or that leave it no room for an answer."""
+    """Raises UserError for ids that are not in the vocabulary, or that leave no room for a completion."""
     refuse_unknown_ids(ids, config.vocab_size)
     if len(ids) >= config.max_positions:
         raise UserError(
-            f"the prompt has {len(ids):,} tokens; the model reads {config.max_positions:,} with its answer",
+            f"prompt too long: {len(ids):,} tokens, and the context is {config.max_positions:,}",
             where="--prompt", fix="shorten the prompt",
         )  # fmt: skip
 
@@ -96,7 +139,7 @@ def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterat
         piece = stops.push(text.push(token))
         if piece:
             yield piece
-        if stops.found:
+        if stops.stopped:
             return
     last = stops.push(text.flush()) + stops.flush()
     if last:
@@ -107,16 +150,16 @@ def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterat
 class TextStream:
     """Token ids to text whose every piece ends at a whole character.
 
-    Ids are decoded after the last few that are already written, since some tokenizers write a token at the start of a
-    text differently; only the end of what was written is decoded again.
+    Decodes new ids together with the last few written ones: some tokenizers decode a token differently at the start of
+    a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
         self.tokenizer, self.ids = tokenizer, list(before[-8:])
-        self.written = len(self.ids)  # ids whose text is out
+        self.written = len(self.ids)  # ids whose text was returned
 
     def push(self, token: int) -> str:
-        """The text that is certain now; empty while a character still lacks bytes."""
+        """The new text; empty while a character is incomplete."""
         self.ids.append(token)
         text = self._new()
         if text.endswith(UNFINISHED) and len(self.ids) - self.written < 8:
@@ -124,7 +167,7 @@ class TextStream:
         return self._out(text)
 
     def flush(self) -> str:
-        """What is left, certain or not."""
+        """The rest of the text, complete or not."""
         return self._out(self._new())
 
     def _new(self) -> str:
@@ -139,17 +182,17 @@ class TextStream:
 
 @final
 class Stops:
-    """Holds back what may be the beginning of a stop text."""
+    """Holds back text that may be the start of a stop text."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self.texts, self.held, self.found = [text for text in texts if text], "", False
+        self.texts, self.held, self.stopped = [text for text in texts if text], "", False
 
     def push(self, piece: str) -> str:
-        """What can be shown; `found` turns true when a stop text was met, and nothing after it is shown."""
+        """Text that can be returned; a stop text sets `stopped`, and nothing after it is returned."""
         text, self.held = self.held + piece, ""
         at = min((text.find(stop) for stop in self.texts if stop in text), default=None)
         if at is not None:
-            self.found = True
+            self.stopped = True
             return text[:at]
         kept = max((self._overlap(text, stop) for stop in self.texts), default=0)
         self.held = text[len(text) - kept :]
@@ -161,6 +204,6 @@ class Stops:
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """How many characters at the end of the text begin the stop text."""
+        """The number of characters at the end of `text` that start the stop text."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
+from bloomery.monitor.events import Event, Recovered, RunEnded, Warned, read_events
 from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.trackers import require
 from bloomery.plan.advice.advise import advise, energy_kwh
@@ -53,8 +53,11 @@ from bloomery.runs.signals import StopRequests, stop_requests
 from bloomery.runs.supervisor import Ending, Stage, existing, failure, run_stage
 from bloomery.runs.telemetry import sensing
 from bloomery.runs.worker import DIVERGED, DONE, FAILED, MEMORY_FULL, STOPPED, UNSOUND
-from bloomery.train.run import Run, is_done, read_history
+from bloomery.train.run import is_done, name_of, read_history
 from bloomery.train.sealed import damage, saved_steps, step_folder
+
+if TYPE_CHECKING:
+    from bloomery.runs.generate import Model
 
 INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -128,6 +131,46 @@ def take_kept(folder: RunFolder) -> FallbackAfter | None:
         found = None
     folder.fallback.unlink(missing_ok=True)
     return found
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A run that ended. `code`: 0 done, 75 stopped and resumable, 130 after a second Ctrl+C.
+
+    `again`: it was done before, and nothing was left to do.
+    """
+
+    folder: Path
+    code: int
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        """The argument for `bloomery resume`: a name under runs/, else a quoted path."""
+        return name_of(self.folder)
+
+    def events(self) -> list[Event]:
+        """All events of events.jsonl. Raises UserError."""
+        return list(read_events(self.folder / "events.jsonl"))
+
+    def metrics(self) -> dict[str, Any]:
+        """The summary in metrics.json. Raises UserError."""
+        path = self.folder / "metrics.json"
+        if not path.is_file():
+            raise UserError("the run has no metrics.json", where=str(self.folder), fix=f"bloomery resume {self.name}")
+        metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return metrics
+
+    def model(self, step: str = "best") -> "Model":
+        """The trained model with its tokenizer. Raises UserError."""
+        from bloomery.runs.generate import Model
+
+        return Model.load(self.folder, step=step)
+
+    def resume(self, *overrides: str, step: int | None = None, quiet: bool = False) -> "Run":
+        """Resume, with overrides of the length, eval, sample, checkpoint and logging. Raises UserError."""
+        return resume(self.folder, step=step, overrides=overrides, quiet=quiet)
 
 
 class _Stopped(Exception):

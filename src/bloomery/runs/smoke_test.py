@@ -1,4 +1,4 @@
-"""The first steps of a real run, then what fails on day six: evaluation, sampling, save, kill, resume. No torch."""
+"""Smoke test: the first steps of a real run, with evaluation, sampling, save, kill and resume. No torch."""
 
 import math
 import statistics
@@ -29,9 +29,9 @@ from bloomery.runs.signals import StopRequests
 from bloomery.train.sealed import NOT_SAVED
 
 STEPS = 3
-EVALUATED_BATCHES = 4  # of the validation split: enough to show that it works, and what all of it takes
-LONG = 10_000  # steps of a run that must not end by itself
-ROUNDING = 1e-2  # by how much a repeated loss may differ where bits are not promised: half precision, another order
+EVALUATED_BATCHES = 4  # of the validation set: enough to test it and to extrapolate its time
+LONG = 10_000  # steps: the run must not end before the kill
+ROUNDING = 1e-2  # relative tolerance of a repeated loss where it need not be bitwise identical
 
 E = TypeVar("E", bound=Event)
 
@@ -42,13 +42,13 @@ class KilledOnPurpose(BaseException):
 
 @final
 @dataclass
-class Rehearsal:
-    """What the rehearsal saw. Times are seconds; `saved` is the checkpoint that the run came back to."""
+class SmokeTest:
+    """Events and losses of the smoke test. Times are seconds; `saved` is the checkpoint that the run resumed from."""
 
-    plan: RunPlan  # of the real run, not of the rehearsal
+    plan: RunPlan  # of the real run
     events: list[Event] = field(default_factory=list)
     before: dict[int, float | None] = field(default_factory=dict)  # losses after the checkpoint, until the kill
-    after: dict[int, float | None] = field(default_factory=dict)  # the same steps once more
+    after: dict[int, float | None] = field(default_factory=dict)  # losses of the same steps after the resume
     killed: float = 0.0
     began: float = field(default_factory=time.time)
 
@@ -61,7 +61,7 @@ class Rehearsal:
 
     @property
     def prepare_seconds(self) -> float:
-        """Until the first process was ready to step: text, plan, weights."""
+        """Until the first step could start: dataset, plan, weights."""
         return self.of(RunStarted)[0].time - self.began
 
     @property
@@ -70,27 +70,27 @@ class Rehearsal:
         return statistics.median(step.step_seconds for step in (steps[1:] or steps))
 
     @property
-    def back_seconds(self) -> float:
-        """From the kill to the first step that was taken again."""
+    def resume_seconds(self) -> float:
+        """From the kill to the first repeated step."""
         return next(event.time for event in self.of(StepDone) if event.time > self.killed) - self.killed
 
     @property
     def sample_seconds(self) -> float | None:
-        """Of all prompts together, once; None without prompts."""
-        drawn = self.of(Sampled)[: len(self.plan.sample.prompts)]
-        if not drawn:
+        """Of all prompts together; None without prompts."""
+        samples = self.of(Sampled)[: len(self.plan.sample.prompts)]
+        if not samples:
             return None
-        before = [e.time for e in (*self.of(StepDone), *self.of(EvalDone)) if e.step == drawn[0].step]
-        return drawn[-1].time - max((time for time in before if time <= drawn[0].time), default=drawn[0].time)
+        before = [e.time for e in (*self.of(StepDone), *self.of(EvalDone)) if e.step == samples[0].step]
+        return samples[-1].time - max((time for time in before if time <= samples[0].time), default=samples[0].time)
 
     @property
     def exact(self) -> bool:
-        """Whether bits are promised here."""
+        """Whether repeated losses must be bitwise identical."""
         return self.plan.train.device == "cpu" or self.plan.train.deterministic
 
     @property
     def differing(self) -> list[int]:
-        """The steps whose loss is another the second time, up to rounding where bits are not promised."""
+        """The steps whose repeated loss differs, by more than rounding where it need not be bitwise identical."""
         pairs = [(step, self.before[step], loss) for step, loss in self.after.items()]
         return [
             step for step, one, two in pairs
@@ -99,47 +99,47 @@ class Rehearsal:
         ]  # fmt: skip
 
 
-Told = Callable[[Rehearsal, Event], None]  # what was seen so far, this event included
+OnEvent = Callable[[SmokeTest, Event], None]  # the events so far, and this one
 
 
-def rehearse(loaded: LoadedRecipe, folder: Path, *, devices: str | None, told: Told) -> Rehearsal:
-    """Trains, evaluates, samples, saves, is killed, resumes, stops; all in `folder`, a run's folder afterwards.
+def smoke_test(loaded: LoadedRecipe, folder: Path, *, devices: str | None, on_event: OnEvent) -> SmokeTest:
+    """Trains, evaluates, samples, saves, kills, resumes and stops a run in `folder`, a run folder afterwards.
 
-    `told` hears of each event until the kill. Raises UserError where the real run would fail, and KeyboardInterrupt
-    when it is stopped.
+    Calls `on_event` for each event until the kill. Raises UserError where the real run would fail, and
+    KeyboardInterrupt when it is stopped.
     """
-    seen: list[Rehearsal] = []
+    results: list[SmokeTest] = []
 
     def edit(plan: RunPlan) -> RunPlan:
-        seen.append(Rehearsal(plan, began=began))
+        results.append(SmokeTest(plan, began=began))
         return shortened(plan)
 
     def until_killed(event: Event, requests: StopRequests) -> None:
-        if seen:
-            seen[0].events.append(event)
-            told(seen[0], event)
-            _until_killed(seen[0], event, requests)
+        if results:
+            results[0].events.append(event)
+            on_event(results[0], event)
+            _until_killed(results[0], event, requests)
 
     began = time.time()
     try:
         start(loaded, run_dir=folder, devices=devices, quiet=True, edit=edit, watch=until_killed)
-        raise KeyboardInterrupt  # it does not end by itself
+        raise KeyboardInterrupt  # ended before the kill: it was stopped
     except KilledOnPurpose:
-        seen[0].killed = time.time()
-    return _repeated(seen[0], folder)
+        results[0].killed = time.time()
+    return _repeated(results[0], folder)
 
 
 def shortened(plan: RunPlan) -> RunPlan:
-    """The real shapes, rates and text; looks soon and at little of the split, and tells no tracker."""
-    train, looks = plan.train, plan.eval
-    limit = EVALUATED_BATCHES * looks.micro_batch_size
+    """The real shapes, learning rates and dataset, with an early and short evaluation and without trackers."""
+    train, evaluation = plan.train, plan.eval
+    limit = EVALUATED_BATCHES * evaluation.micro_batch_size
     return plan.model_copy(
         update={
             "train": train.model_copy(update={"steps": None if train.steps is None else max(train.steps, LONG)}),
-            "eval": looks.model_copy(
+            "eval": evaluation.model_copy(
                 update={
                     "every_steps": STEPS - 1,
-                    "sequences": min(looks.sequences or limit, limit),
+                    "sequences": min(evaluation.sequences or limit, limit),
                     "early_stopping_patience": None,
                 }
             ),
@@ -153,63 +153,63 @@ def shortened(plan: RunPlan) -> RunPlan:
     )
 
 
-def _until_killed(seen: Rehearsal, event: Event, requests: StopRequests) -> None:
-    """After the first step a checkpoint is asked for; once it stands and a step was taken after it, all is killed.
+def _until_killed(result: SmokeTest, event: Event, requests: StopRequests) -> None:
+    """Requests a checkpoint after the first step; kills the run at a later step, once the checkpoint is saved.
 
-    Step STEPS comes after the evaluation, which a run without validation text leaves out.
+    Step STEPS is after the evaluation, which a run without a validation set skips.
     """
     if isinstance(event, StepDone) and event.step == 1:
         requests.ask_save()
     if isinstance(event, Warned) and NOT_SAVED in event.reason:
-        why = event.reason.partition(f"{NOT_SAVED}: ")[2]
+        reason = event.reason.partition(f"{NOT_SAVED}: ")[2]
         raise UserError(
-            f"the checkpoint could not be written: {why}",
-            where="its first checkpoint",
-            fix="make room on the disk or mend the folder's permissions; another place: --run-dir FOLDER",
+            f"cannot write the checkpoint: {reason}",
+            where="the first checkpoint",
+            fix="free disk space, correct the folder's permissions, or use another --run-dir",
         )
-    saves = seen.of(Saved)
+    saves = result.of(Saved)
     if saves:
-        seen.before = {step.step: step.loss for step in seen.of(StepDone) if step.step > saves[0].step}
-    if seen.before and max(step.step for step in seen.of(StepDone)) >= STEPS:
+        result.before = {step.step: step.loss for step in result.of(StepDone) if step.step > saves[0].step}
+    if result.before and max(step.step for step in result.of(StepDone)) >= STEPS:
         raise KilledOnPurpose
 
 
-def _repeated(seen: Rehearsal, folder: Path) -> Rehearsal:
-    """The run comes back, and is stopped once all that was lost has been done again."""
-    last = max(seen.before)
+def _repeated(result: SmokeTest, folder: Path) -> SmokeTest:
+    """Resumes the run, and stops it after the lost steps are repeated."""
+    last = max(result.before)
 
     def until_repeated(event: Event, requests: StopRequests) -> None:
-        seen.events.append(event)
-        if isinstance(event, StepDone) and event.step in seen.before:
-            seen.after[event.step] = event.loss
+        result.events.append(event)
+        if isinstance(event, StepDone) and event.step in result.before:
+            result.after[event.step] = event.loss
         if isinstance(event, StepDone) and event.step == last and not requests.asked:
             requests.ask(0)
 
     run = resume(folder, quiet=True, watch=until_repeated)
-    if set(seen.after) != set(seen.before):
+    if set(result.after) != set(result.before):
         raise KeyboardInterrupt
-    if seen.differing:
-        step = seen.differing[0]
-        promise = "to the last bit" if seen.exact else f"up to {ROUNDING:.0%}"
+    if result.differing:
+        step = result.differing[0]
+        expected = "bitwise identical" if result.exact else f"equal up to {ROUNDING:.0%}"
         raise UserError(
-            f"step {step} does not repeat after a kill: its loss was {seen.before[step]} and is {seen.after[step]}, and"
-            f" equality {promise} is promised here",
+            f"loss of step {step} differs after the resume: {result.before[step]} -> {result.after[step]}"
+            f" (must be {expected})",
             where=str(run.folder),
-            fix="please report it with that folder's plan.json, machine.json and events.jsonl",
+            fix="report this bug with that folder's plan.json, machine.json and events.jsonl",
         )
-    return seen
+    return result
 
 
 def incidents(folder: Path) -> tuple[str, ...]:
-    """What the rehearsal was warned of or recovered from, each once."""
-    found = [event for event in read_events(folder / "events.jsonl") if isinstance(event, Warned | Recovered)]
-    return tuple(dict.fromkeys(event.reason for event in found))
+    """The distinct reasons of warnings and recoveries."""
+    events = [event for event in read_events(folder / "events.jsonl") if isinstance(event, Warned | Recovered)]
+    return tuple(dict.fromkeys(event.reason for event in events))
 
 
 @final
 @dataclass(frozen=True)
-class Outlook:
-    """What the real run will need, from what the rehearsal measured. Bytes and seconds; None: its length is unknown."""
+class Requirements:
+    """Time and disk of the real run, extrapolated. Bytes and seconds; None: the length of the run is unknown."""
 
     seconds: float | None
     checkpoints: int
@@ -225,27 +225,27 @@ class Outlook:
         return self.disk <= self.free
 
 
-def outlook(seen: Rehearsal, folder: Path, *, free: int) -> Outlook:
-    """Checkpoints: those that are kept, the best, and one being written. Steps, evaluations and samples as measured."""
-    plan = seen.plan
+def requirements(result: SmokeTest, folder: Path, *, free: int) -> Requirements:
+    """Checkpoints: those kept, the best, and one being written. Times of steps, evaluations and samples as measured."""
+    plan = result.plan
     steps = plan.train.steps
-    lines = (folder / "events.jsonl").stat().st_size / max(1, len(seen.of(StepDone)))
-    checkpoints = seen.saved.bytes * (plan.checkpoint.keep + 2)
+    lines = (folder / "events.jsonl").stat().st_size / max(1, len(result.of(StepDone)))
+    checkpoints = result.saved.bytes * (plan.checkpoint.keep + 2)
     if steps is None:
-        return Outlook(plan.train.seconds, checkpoints, None, free)
-    looks = steps // plan.eval.every_steps + 1 if plan.eval.every_steps else 0
-    rows = validation_rows(plan, folder)
-    share = max(1.0, rows / max(1, EVALUATED_BATCHES * plan.eval.micro_batch_size))
-    evaluation = sum(look.seconds for look in seen.of(EvalDone)[:1]) * share
-    waits = 0.0 if plan.checkpoint.async_save else seen.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
-    seconds = steps * seen.step_seconds + looks * (evaluation + (seen.sample_seconds or 0.0)) + waits
-    return Outlook(seconds, checkpoints, round(lines * steps), free)
+        return Requirements(plan.train.seconds, checkpoints, None, free)
+    evaluations = steps // plan.eval.every_steps + 1 if plan.eval.every_steps else 0
+    sequences = validation_sequences(plan, folder)
+    share = max(1.0, sequences / max(1, EVALUATED_BATCHES * plan.eval.micro_batch_size))
+    evaluation = sum(event.seconds for event in result.of(EvalDone)[:1]) * share
+    waits = 0.0 if plan.checkpoint.async_save else result.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
+    seconds = steps * result.step_seconds + evaluations * (evaluation + (result.sample_seconds or 0.0)) + waits
+    return Requirements(seconds, checkpoints, round(lines * steps), free)
 
 
-def validation_rows(plan: RunPlan, folder: Path) -> int:
-    """Rows that an evaluation of the real run reads."""
+def validation_sequences(plan: RunPlan, folder: Path) -> int:
+    """Sequences in an evaluation of the real run."""
     from bloomery.data.shards.format import read_manifest
 
     tokens = read_manifest(read_plan(folder / "plan.json").data.prepared).validation.tokens
-    rows = -(-tokens // plan.data.sequence_length)
-    return min(rows, plan.eval.sequences or rows)
+    sequences = -(-tokens // plan.data.sequence_length)
+    return min(sequences, plan.eval.sequences or sequences)

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
@@ -42,24 +42,6 @@ def asked_steps(request: Path) -> int:
 def name_of(folder: Path) -> str:
     """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""
     return shlex.quote(folder.name if folder.parent == Path("runs").absolute() else str(folder))
-
-
-@final
-@dataclass(frozen=True)
-class Run:
-    """`code` is 0 when the run is done, 75 when it stopped and can be resumed, 130 after a second Ctrl+C.
-
-    `again`: it was done before, and nothing was left to do.
-    """
-
-    folder: Path
-    code: int
-    again: bool = False
-
-    @property
-    def name(self) -> str:
-        """`name_of` its folder."""
-        return name_of(self.folder)
 
 
 @dataclass(frozen=True)

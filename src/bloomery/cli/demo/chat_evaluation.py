@@ -94,7 +94,7 @@ def _evaluate(
 
     decoder, _ = load_to_evaluate(model)
     loss = evaluate(decoder, tokenizer, prepared)[0].loss
-    responses: list[Completion] = [answer(decoder, tokenizer, question, max_tokens=MAX_TOKENS) for question in prompts]
+    responses: list[Completion] = [answer(decoder, tokenizer, each, max_new_tokens=MAX_TOKENS) for each in prompts]
     texts, count = [shown(tokenizer, response.ids) for response in responses], len(responses)
     functions = sum(is_function(text, each.ended) for text, each in zip(texts, responses, strict=True))
     whole = texts[example] + ("" if responses[example].ended else " …")

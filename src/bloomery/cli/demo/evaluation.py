@@ -130,7 +130,7 @@ def _sample(story: Story, decoder: "Decoder", tokenizer: "Tokenizer", prompt: st
     from bloomery.model.sampling import Sampling
     from bloomery.runs.generate import generate
 
-    sampling = Sampling(max_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0)
+    sampling = Sampling(max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0)
     completion = "".join(generate(decoder, tokenizer, prompt, sampling))
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
     story.write()

@@ -25,7 +25,7 @@ LONGEST_NAME = 1_000  # of a file; a longer text after --explain is a message
 
 
 @click.command()
-@click.option("--probe", is_flag=True, help="Test matmul, attention and compilation on the devices (1 min).")
+@click.option("--probe", is_flag=True, help="Test matmul, attention and torch.compile (1 minute).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option(
     "--machine", type=click.Path(path_type=Path), metavar="FILE", help="Check a machine.json or bundle instead."

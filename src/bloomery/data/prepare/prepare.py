@@ -86,6 +86,8 @@ def preparation(
     loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT
 ) -> Iterator[Preparation]:
     """The work on a folder, made and locked. Raises UserError as `prepare` does."""
+    if not (folder / MANIFEST).is_file():
+        streams(loaded.recipe)  # raises for a missing path before the folder is made
     with writing(folder), locked(folder):
         yield Preparation(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
 

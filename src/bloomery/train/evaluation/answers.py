@@ -63,20 +63,20 @@ def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
     return PromptAndResponse(ids[: starts[0]].tolist(), ids[starts[0] : end].tolist())
 
 
-def answer(decoder: Decoder, tokenizer: Tokenizer, question: PromptAndResponse, *, max_tokens: int) -> Completion:
-    """Until the token that ends the reference, the text, or `max_tokens`. Drawn as DRAWN says, always alike."""
+def answer(decoder: Decoder, tokenizer: Tokenizer, question: PromptAndResponse, *, max_new_tokens: int) -> Completion:
+    """Until the token that ends the reference, the text, or `max_new_tokens`. Drawn as DRAWN says, always alike."""
     last = question.reference[-1]
     ends = [last] if tokenizer.token_bytes()[last] == 0 else []
-    return drawn(decoder, tokenizer, question.prompt, max_tokens=max_tokens, ends=ends)
+    return drawn(decoder, tokenizer, question.prompt, max_new_tokens=max_new_tokens, ends=ends)
 
 
 def drawn(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], *, max_tokens: int, ends: Iterable[int] = ()
+    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], *, max_new_tokens: int, ends: Iterable[int] = ()
 ) -> Completion:
     """What follows the prompt, up to one of the `ends` or what ends every text. Drawn as DRAWN says, always alike."""
-    room = min(max_tokens, decoder.config.max_positions - len(prompt))
+    room = min(max_new_tokens, decoder.config.max_positions - len(prompt))
     stops = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *ends)
-    ids = list(sample_tokens(decoder, prompt, replace(DRAWN, max_tokens=room, stop_ids=stops)))
+    ids = list(sample_tokens(decoder, prompt, replace(DRAWN, max_new_tokens=room, stop_ids=stops)))
     return Completion(ids, len(ids) < room)
 
 
@@ -116,7 +116,7 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
 def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """(prompt, text) for each prompt, drawn from a generator of its own, the same at every step."""
     sampling = Sampling(
-        max_tokens=plan.sample.max_new_tokens,
+        max_new_tokens=plan.sample.max_new_tokens,
         temperature=plan.sample.temperature,
         top_p=plan.sample.top_p,
         seed=plan.train.seed,
