@@ -216,7 +216,7 @@ def test_secrets_reach_no_file_and_no_screen(workshop, monkeypatch):
     assert "log.txt" in crashed.err
     log = (workshop / "runs/one/log.txt").read_text()
     assert "Traceback" in log and "a bug, and in its message" in log
-    assert '"failed: RuntimeError' in (workshop / "runs/one/events.jsonl").read_text()
+    assert '"error": "RuntimeError"' in (workshop / "runs/one/events.jsonl").read_text()
     for name, value in secret.items():
         monkeypatch.setenv(name, value)
     done = here("resume", "one", "train.max_steps=1")
