@@ -12,6 +12,7 @@ from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.families.presets import build_config, known_config
 from bloomery.model.families.registry import config_to_hf
 from bloomery.plan.rules.adapters import adapter_choices, counted_as, refuse_method_misfits, refuse_new_rows
+from bloomery.plan.rules.unsupported import refuse_misfits
 from bloomery.recipe.schema import Model, Peft, Recipe, TokenizerSection, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
@@ -106,3 +107,12 @@ def test_a_method_of_peft_trains_no_reward_model():
     words = {"objective": {"kind": "reward"}, "adapter": {"kind": "peft", "method": "ia3"}}
     with pytest.raises(UserError, match="values head must learn"):
         planned(loaded(**words), machine())
+
+
+def test_an_adapter_cannot_change_the_context_of_its_base(tmp_path):
+    recipe = recipe_from(tmp_path, kind="lora")
+    longer = recipe.model_copy(update={"model": recipe.model.model_copy(update={"max_positions": 512})})
+    refuse_misfits(recipe, CONFIG, None, known=CONFIG.vocab_size, added=0)
+    with pytest.raises(UserError) as error:
+        refuse_misfits(longer, CONFIG, None, known=CONFIG.vocab_size, added=0)
+    assert error.value.where == "model.max_positions" and "adapter=none" in error.value.fix

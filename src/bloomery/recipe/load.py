@@ -47,7 +47,7 @@ class LoadedRecipe:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RecipeFile:
     name: str
     path: Path
     packaged: bool
@@ -77,7 +77,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> LoadedReci
 
 
 def load_text(text: str, *, name: str, source: str, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """As `load_recipe`, of YAML that no file holds; `source` is where its keys are said to come from."""
+    """As `load_recipe`, for YAML without a file; `source` names where its keys come from."""
     _refuse_unwritable_names(Path.cwd())
     own = _with_kinds(read_yaml(text, source=source, folder=Path.cwd()))
     return _loaded(_safe_name(name), source, own, overrides)
@@ -94,7 +94,7 @@ def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> L
         mistakes += wrong
     elif not mistakes:
         mistakes.append(Mistake((), label, "the recipe holds no keys", "see `bloomery recipes show everything`"))
-    refuse(name, _telling(mistakes))
+    refuse(name, _first_of_each_key(mistakes))
     assert recipe is not None and recipe.name is not None
     return LoadedRecipe(recipe, recipe.name, provenance(recipe, document.origins))
 
@@ -115,7 +115,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _with_lengths(schema: Any) -> Any:
-    """Defaults that are lengths, as people write them: "1000 steps"."""
+    """Defaults that are lengths, in recipe notation: "1000 steps"."""
     if isinstance(schema, dict):
         if set(schema) == {"amount", "unit"}:
             return write_duration(Duration(**schema))
@@ -151,7 +151,7 @@ def _refuse_unwritable_names(path: Path) -> None:
             raise UserError(problem, where=ascii(str(folder)), fix=fix, code=2)
 
 
-def _telling(mistakes: list[Mistake]) -> list[Mistake]:
+def _first_of_each_key(mistakes: list[Mistake]) -> list[Mistake]:
     """The first mistake of each key: what follows from it would only repeat it."""
     return list({mistake.path or mistake: mistake for mistake in reversed(mistakes)}.values())[::-1]
 
@@ -159,15 +159,15 @@ def _telling(mistakes: list[Mistake]) -> list[Mistake]:
 # Finding and merging
 
 
-def _find(source: str | Path, folder: Path | None = None) -> _Found:
+def _find(source: str | Path, folder: Path | None = None) -> _RecipeFile:
     known = packaged()
     text = str(source)
     if isinstance(source, str) and text in known:
-        return _Found(text, known[text], True)
+        return _RecipeFile(text, known[text], True)
     path = expanded(text)
     path = path if folder is None else folder / path
     if path.is_file():
-        return _Found(path.stem, path.absolute(), False)
+        return _RecipeFile(path.stem, path.absolute(), False)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a recipe", where=str(path), fix="name the YAML file in it", code=2)
     beside = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
@@ -181,27 +181,27 @@ def _safe_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:100] or "recipe"
 
 
-def _read(found: _Found) -> Document:
-    folder = Path.cwd() if found.packaged else found.path.parent
+def _read(file: _RecipeFile) -> Document:
+    folder = Path.cwd() if file.packaged else file.path.parent
     try:
-        with found.path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1).decode("utf-8-sig")
+        with file.path.open("rb") as stream:
+            text = stream.read(MAX_BYTES + 1).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text (byte {error.start})"
-        return Document(None, {}, [Mistake((), found.label, problem, "save it as UTF-8")])
+        return Document(None, {}, [Mistake((), file.label, problem, "save it as UTF-8")])
     except OSError as error:
         problem = f"the recipe cannot be read: {error.strerror}"
-        raise UserError(problem, where=str(found.path), fix="mend its permissions", code=2) from error
-    return read_yaml(text, source=found.label, folder=folder)
+        raise UserError(problem, where=str(file.path), fix="fix its permissions", code=2) from error
+    return read_yaml(text, source=file.label, folder=folder)
 
 
-def _extended(found: _Found, seen: tuple[Path, ...]) -> Document:
+def _extended(file: _RecipeFile, seen: tuple[Path, ...]) -> Document:
     """A file merged onto what it extends."""
-    own = _with_kinds(_read(found))
+    own = _with_kinds(_read(file))
     if not isinstance(own.data, dict):
         if own.data is not None:
             problem = "a recipe is made of sections (model:, data:, train:)"
-            own.mistakes.append(Mistake((), found.label, problem, "see `bloomery recipes show everything`"))
+            own.mistakes.append(Mistake((), file.label, problem, "see `bloomery recipes show everything`"))
         return Document(None, own.origins, own.mistakes)
     parent = own.data.pop("extends", None)
     if parent is None:
@@ -211,15 +211,15 @@ def _extended(found: _Found, seen: tuple[Path, ...]) -> Document:
         own.mistakes.append(Mistake(("extends",), place, "must be the name of a packaged recipe or a file"))
         return own
     try:
-        base = _find(parent, found.path.parent)
+        base = _find(parent, file.path.parent)
     except UserError as error:
         own.mistakes.append(Mistake(("extends",), place, error.problem, error.fix))
         return own
-    if base.path in (*seen, found.path):
-        chain = " -> ".join(path.name for path in (*seen, found.path, base.path))
+    if base.path in (*seen, file.path):
+        chain = " -> ".join(path.name for path in (*seen, file.path, base.path))
         own.mistakes.append(Mistake(("extends",), place, f"recipes extend each other in a circle: {chain}"))
         return own
-    below = _extended(base, (*seen, found.path))
+    below = _extended(base, (*seen, file.path))
     if isinstance(below.data, dict):
         below.data.pop("name", None)
     return _merged(below, own)
@@ -251,7 +251,7 @@ def _override(word: str) -> Document:
         return Document({}, {}, [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")])
     value = read_yaml(text, source=place, folder=Path.cwd())
     if value.mistakes and text.lstrip()[:1] not in ("[", "{", '"', "'", "!"):
-        value = Document(text)  # data.glob=*.go is no YAML, and means what it says
+        value = Document(text)  # data.glob=*.go is not YAML: keep the text
     origin = Origin(place, Path.cwd())
     origins = {parts[:length]: origin for length in range(1, len(parts) + 1)} | {
         parts + path: origin for path in value.origins
@@ -284,7 +284,7 @@ def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: di
         if value and isinstance(value, dict) and isinstance(result.get(key), dict):  # `claims: {}` empties it
             result[key] = _laid(result[key], value, inner, origins)
         elif value is None and isinstance(result.get(key), dict):
-            continue  # `train:` with nothing below it says nothing
+            continue  # `train:` with nothing below it changes nothing
         else:
             _forget(origins, inner)
             result[key] = value
@@ -292,7 +292,7 @@ def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: di
 
 
 def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> list[str]:
-    """The inherited keys that make no sense beside what the upper layer says."""
+    """The inherited keys that the upper layer's values make meaningless."""
     if path in _KIND_REPLACES and "kind" in over and over["kind"] != base.get("kind"):
         return list(base)
     if path == ("model",) and over.get("from") is not None:
@@ -307,7 +307,7 @@ def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> list[
 
 
 def _of_other_data(over: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]) -> list[str]:
-    """How the files of an inherited `data.path` are read says nothing of those of another."""
+    """Reader settings of an inherited `data.path`, which another path does not take over."""
     known = [key for key in ("glob", "format", "columns") if (*path, key) in origins and key not in over]
     typed = [key for key in known if origins[*path, key].place == _COMMAND_LINE]  # overrides come in any order
     return [key for key in known if key not in typed] if path == ("data",) and over.get("path") is not None else []
@@ -346,7 +346,7 @@ def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) 
             yield Mistake((section,), place_of((section,), origins), problem, _NEEDED[section])
     held_out = data["data"].get("validation") if isinstance(data["data"], dict) else None
     if held_out is not None and not _is_path(held_out) and not _is_share(held_out):
-        problem = "must be a share from 0% to 50%, the path of a corpus of its own, or a split of the data set"
+        problem = "must be a share from 0% to 50%, the path of another dataset, or a split of the dataset"
         yield Mistake(("data", "validation"), place_of(("data", "validation"), origins), problem)
 
 
@@ -385,7 +385,7 @@ def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict
 
 
 def _absolute_or_split(value: str, folder: Path) -> str:
-    """A share as it is, a plain name at which nothing lies (auto, or a split of the data set), and else a path."""
+    """A fraction or a plain name that is no path (auto, or a split of the dataset) unchanged; else a path."""
     plain = not _is_path(value) or (re.fullmatch(r"[\w-]+", value) and not (folder / value).exists())
     return value if plain else _absolute(value, folder)
 
@@ -399,7 +399,7 @@ def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Or
 
 
 def _path_or_hub_id(value: str, folder: Path) -> str:
-    """ORG/NAME is a data set on the Hub, unless a file or a folder ORG is here or NAME ends as a file does."""
+    """ORG/NAME is a dataset on the Hub, unless a file or a folder ORG is here or NAME ends as a file does."""
     found = re.fullmatch(r"(?P<org>[A-Za-z0-9][\w.-]*)/[\w.-]*?(?P<suffix>\.[A-Za-z]\w*)?", value)
     local = found is None or found["suffix"] or (folder / found["org"]).exists()
     return _absolute(value, folder) if local else f"hub:{value}"
@@ -436,7 +436,7 @@ def _local_or_name(value: str, folder: Path) -> str:
 
 
 def _items(section: BaseModel) -> Iterator[tuple[str, Any]]:
-    """The keys as people write them, and their values."""
+    """The keys in recipe notation, and their values."""
     for name, info in type(section).model_fields.items():
         yield info.alias or name, getattr(section, name)
     yield from (section.model_extra or {}).items()

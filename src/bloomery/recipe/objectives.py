@@ -1,4 +1,4 @@
-"""What the objectives are, as facts: who needs one asks here, and compares no name. No torch."""
+"""Facts about each objective, so that no other module compares objective names. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ LossUnit = Literal["token", "label", "pair", "answer"]
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """`data_kind`: the rows it learns from; "any" are read as text. `loss_unit`: what a loss is of; of a token it is
-    nats. `reference`: it compares with the model of the start. `extra_forwards`: of another model, in each step.
-    `rollouts`: it learns from what the model writes. `values`: the model gives a text a number and says nothing.
-    `falls`: where the loss does not, nothing is learned.
+    """`data_kind`: its rows; "any" is read as text. `loss_unit`: the loss is per token (in nats), label,
+    pair or answer. `reference`: it needs a reference model. `extra_forwards`: forwards of another model per step.
+    `rollouts`: it trains on generated responses. `values`: the model outputs one value per sequence, no text.
+    `falls`: a loss that does not fall means that training fails.
     """
 
     kind: str
@@ -28,12 +28,12 @@ class ObjectiveSpec:
 
     @property
     def reads_text(self) -> bool:
-        """Whether every token is learned, of conversations, too."""
+        """Whether it trains on every token, also of conversations."""
         return self.data_kind == "any"
 
     @property
     def numbers_texts(self) -> bool:
-        """Whether a loss is of whole texts, which rows therefore number."""
+        """Whether the loss is per response, so that batches number the responses of each sequence."""
         return self.loss_unit in ("pair", "answer")
 
 

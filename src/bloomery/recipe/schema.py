@@ -1,4 +1,4 @@
-"""What a recipe may say. Defaults live here and nowhere else; sections know nothing of each other."""
+"""The recipe's sections, keys and defaults. Sections do not depend on each other."""
 
 from typing import Annotated, Any, Literal
 
@@ -36,7 +36,7 @@ from bloomery.recipe.values import (
 
 LENGTHS: dict[str, Unit] = {"epochs": "epochs", "max_steps": "steps", "max_tokens": "tokens", "max_time": "seconds"}
 IF_INSTALLED = "tensorboard-if-installed"  # the tracker of a plan whose recipe names none
-# The names that bloomery.model knows, which is a layer above; a test holds them equal.
+# The names of bloomery.model, which is a layer above; a test compares them.
 Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo2", "phi3", "gpt2",
@@ -49,7 +49,7 @@ class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
 
 class Claims(Section):
-    """What the author expects. `plan` checks every claim, `report` compares it with the run."""
+    """Expectations of the recipe's author. `plan` checks each claim, `report` compares it with the run."""
 
     tokens: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = Field(
         None, description="Tokens that the run trains on, a value or a range.", examples=["2 to 4 M"]
@@ -96,7 +96,7 @@ class RopeScalingSection(Section):
 class Model(Section):
     """Where the model comes from: `from` (folder or Hub id), `preset`, or `family` with its sizes.
 
-    Sizes beside a preset override it; beside `from` they are refused when the recipe is resolved.
+    Sizes override those of a preset. With `from` only rope_scaling, rope_theta and max_positions can be changed.
     """
 
     from_: Annotated[str | None, Field(alias="from")] = Field(
@@ -206,7 +206,7 @@ Format = Auto | Literal[
 
 
 class Source(Section):
-    """One corpus of several. `weight`: how often an epoch sees it (2 = twice, 0.5 = half of its rows)."""
+    """One dataset of several. `weight`: how often an epoch repeats it (2: twice, 0.5: half of its sequences)."""
 
     path: FilePath = Field(description="File, folder or Hub id.")
     glob: str | None = Field(None, description="Pattern of file names below path.", examples=["*.go"])
@@ -216,7 +216,7 @@ class Source(Section):
 
 
 class Data(Section):
-    path: FilePath | None = Field(None, description="File, folder or Hub id (ORG/NAME).", examples=["corpus"])
+    path: FilePath | None = Field(None, description="File, folder or Hub id (ORG/NAME).", examples=["my-text"])
     glob: str | None = Field(
         None, description="Pattern of file names below path; unset: every file of the format.", examples=["*.py"]
     )
@@ -272,19 +272,19 @@ class ObjectiveSection(Section):
 
 
 class Pretrain(ObjectiveSection):
-    """Every token is learned."""
+    """Trains on every token."""
 
     kind: Literal["pretrain"] = Field("pretrain", description="Cross-entropy on every token.")
 
 
 class Sft(ObjectiveSection):
-    """The answers of conversations are learned, as `data.chat.train_on` says."""
+    """Trains on the responses of conversations, as set by `data.chat.train_on`."""
 
     kind: Literal["sft"] = Field(description="Cross-entropy on the responses.")
 
 
 class Preference(ObjectiveSection):
-    """Of two answers, the chosen one is made likelier than the rejected one, compared with the model of the start."""
+    """Raises the likelihood of the chosen over the rejected response, relative to the reference model."""
 
     kind: Literal["dpo", "ipo"] = Field(description="Preference pairs against a reference model.")
     beta: PositiveFloat = Field(0.1, description="Strength of the penalty for leaving the reference model.")
@@ -302,7 +302,7 @@ class SimPo(ObjectiveSection):
 
 
 class OrPo(ObjectiveSection):
-    """The chosen answer is learned, and its odds are raised above the rejected one's (arXiv:2403.07691)."""
+    """Trains on the chosen response and raises its odds over the rejected one's (arXiv:2403.07691)."""
 
     kind: Literal["orpo"] = Field(description="Cross-entropy plus an odds ratio loss.")
     beta: PositiveFloat = Field(0.1, description="Weight of the odds ratio loss.")
@@ -318,7 +318,7 @@ class Kto(ObjectiveSection):
 
 
 class Reward(ObjectiveSection):
-    """One number a text, higher for the chosen answer of a pair."""
+    """One value per text, higher for the chosen response of a pair."""
 
     kind: Literal["reward"] = Field(description="Reward model: one number per text.")
 
@@ -338,7 +338,7 @@ class Distill(ObjectiveSection):
 
 
 class Online(ObjectiveSection):
-    """The model writes answers that are then judged."""
+    """The model generates responses, which are then scored."""
 
     kind: Literal["ppo", "grpo"] = Field(description="Reinforcement learning on generated responses.")
 
@@ -377,9 +377,7 @@ class Peft(BaseModel, frozen=True, extra="allow"):
     """Any other method of PEFT, with PEFT's own fields."""
 
     kind: Literal["peft"] = Field(description="Any other method of PEFT.")
-    method: str = Field(
-        description="PEFT's name of the method; PEFT's own fields stand next to it.", examples=["adalora"]
-    )
+    method: str = Field(description="PEFT's name of the method; PEFT's own fields go next to it.", examples=["adalora"])
 
 
 Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""YAML 1.2 as plain values that know where they were written. Tags, duplicate keys and oversized files are refused."""
+"""YAML 1.2 as plain values with their file and line. Tags, duplicate keys and oversized files are refused."""
 
 import math
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ KeyPath = tuple[str | int, ...]
 MAX_BYTES, MAX_DEPTH, MAX_ALIASES = 1_000_000, 32, 64
 MAX_VALUES = 5_000  # after aliases are written out; a recipe of 300 lines holds about 400
 _CORE = "tag:yaml.org,2002:"
-_HINTS = (  # (what ruamel.yaml says, what it mostly means)
+_HINTS = (  # (ruamel.yaml's message, its usual cause)
     ("expected alphabetic or numeric character", 'a value that starts with * or & needs quotes: glob: "*.go"'),
     ("mapping values are not allowed", "a second colon in one line: put the value in quotes, or check the indentation"),
     ("could not find expected ':'", "a key without a colon, or a value that began in the line above"),
@@ -61,7 +61,7 @@ class Mistake:
 
 @dataclass
 class Document:
-    """What one file, or one override, says."""
+    """The content of one file or one override."""
 
     data: Any
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
@@ -100,7 +100,7 @@ def _parser() -> YAML:
 
 
 def _check_events(text: str) -> None:
-    """Look at the flat list of events first: the composer would recurse into whatever depth a file has."""
+    """Bound the depth by the flat list of events first: the composer recurses as deep as the file nests."""
     depth = aliases = scalars = 0
     for event in _parser().parse(text):
         scalars += isinstance(event, ScalarEvent)
@@ -165,7 +165,7 @@ class _Reader:
                 problem = "the merge key << is not part of YAML 1.2"
                 self._wrong((*path, key), self._place(key_node), problem, "use `extends`")
             elif key in first:
-                problem = f"the key stands here a second time (first in line {first[key]})"
+                problem = f"duplicate key: first used in line {first[key]}"
                 self._wrong((*path, key), self._place(key_node), problem, "remove one of the two")
             else:
                 first[key] = line

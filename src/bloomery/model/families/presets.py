@@ -182,18 +182,28 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_h
 _COPIED = ("norm", "norm_eps", "activation", "qk_norm", "rope_theta", "tie_embeddings", "initializer_range")
 
 
+CONTEXT_KEYS = ("rope_scaling", "rope_theta", "max_positions")  # the context extension of a pretrained model
+
+
 def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     assert model.from_ is not None
-    free = {"from_", "implementation", "load_with", "dropout"}
+    longer = {key: getattr(model, key) for key in CONTEXT_KEYS if getattr(model, key) is not None}
+    free = {"from_", "implementation", "load_with", "dropout", *longer}
+    config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
+    rotary = config.positions == "rotary" and config.transformers_backend is None
     fixed = [key for key in type(model).model_fields if key not in free and getattr(model, key) is not None]
-    if fixed:
+    if fixed or (longer and not rotary):
         raise UserError(
-            f"{', '.join(fixed)} cannot be set beside model.from: they are those of {model.from_}",
+            f"{', '.join(fixed or longer)} cannot be changed with model.from: {model.from_} defines them",
             where="model",
-            fix="take them out, or name a family instead of model.from",
+            fix="remove them, or set model.family instead of model.from",
             code=2,
         )
-    config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
+    if model.rope_scaling is not None:
+        longer["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
+    if longer:
+        config = replace(config, **longer)
+        config_to_hf(checked(config, where="model"))
     if config.transformers_backend is not None and model.load_with == "transformers":
         config = replace(config, transformers_backend=replace(config.transformers_backend, safe_reason=SAFE))
     return replace(config, **_dropout(model))

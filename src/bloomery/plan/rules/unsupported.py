@@ -4,6 +4,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
+from bloomery.model.families.presets import CONTEXT_KEYS
 from bloomery.plan.rules.adapters import refuse_method_misfits, refuse_new_rows, refuse_quantized_misfits
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.schema import Recipe
@@ -91,6 +92,11 @@ def refuse_misfits(
     `known`: tokens of the model that training starts from; `added`: those that the recipe adds.
     """
     length = recipe.data.sequence_length
+    extended = [f"model.{key}" for key in CONTEXT_KEYS if getattr(recipe.model, key) is not None]
+    if extended and recipe.model.from_ is not None and recipe.adapter.kind != "none":
+        problem = "an adapter cannot store another context length or rotary embedding than its base model's"
+        fix = f"set adapter=none, or change config.json of {recipe.model.from_} and remove {', '.join(extended)}"
+        raise UserError(problem, where=extended[0], fix=fix, code=2)
     if config.head == "values" and not recipe.objective.spec.values:
         raise UserError(
             "model.from is a reward model: it gives values and no text",
