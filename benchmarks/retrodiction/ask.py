@@ -13,7 +13,7 @@ from bloomery.hardware.specs.specs import find_gpu
 from bloomery.model.families.presets import build_config
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import FRAGMENTATION, StepMoment, layer_bytes_per_token, moments, tensors_at
-from bloomery.plan.estimate.mesh_memory import MeshSplit, unsharded
+from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers
 from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape, learning_bytes, mode_of
 from bloomery.plan.gather import planned_vocabulary
@@ -139,7 +139,7 @@ def planned_gain(row: dict[str, Any]) -> Estimate:
 
 
 def _mixed(parts: dict[str, Estimate], products: str, between: str) -> float:
-    by_share = ("matrix products", "attention")
+    by_share = ("matmul", "attention")
     return sum(getattr(part, products if name in by_share else between) for name, part in parts.items())
 
 
@@ -155,9 +155,9 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
         parts[name] /= shard
     if shard > 1:
         parts.pop("half-precision copies", None)
-        layer, root = unsharded(load)
+        layer, root = gathered_layers(load)
         reduced = 0 if one.recipe.adapter.kind == "lora" else layer * load.weight
-        parts["unsharded layers"] = (2 * layer + root) * load.element + reduced
+        parts["gathered layers"] = (2 * layer + root) * load.element + reduced
     counted = sum(parts.values())
     if row["memory_is"] != "allocated":
         counted *= 1 + FRAGMENTATION[load.expandable]
@@ -170,14 +170,14 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
 def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
     """A moment of a step with what another program keeps for its layers and its scores."""
     load, config = one.load, one.load.config
-    scores, activations = moment.scores, moment.activations
+    scores, activations = moment.logits, moment.activations
     if one.operators and activations:
         inside = load.tokens_per_micro_batch * layer_bytes_per_token(load)  # of the layer that is computed again
         activations = config.num_layers * load.tokens_per_micro_batch * operator_bytes(load) + inside
     if one.loss != "fused" and scores:
         chunks = CHUNKS if one.loss == "chunked" else 1
         scores = PLAIN_LOGIT_BYTES * float(load.tokens_per_micro_batch) * config.vocab_size / chunks
-    return replace(moment, scores=scores, activations=activations)
+    return replace(moment, logits=scores, activations=activations)
 
 
 def operator_bytes(load: StepShape) -> float:

@@ -18,8 +18,8 @@ from bloomery.runs.supervisor import Ending
 from bloomery.runs.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
 
 SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
-HALVED = "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
-INSTEAD = "instead of 0.01: another training from here on"
+HALVED = "micro-batch 4 -> 2, gradient accumulation 1 -> 2; tokens per step unchanged"
+INSTEAD = "; changes the training"
 HIP = "HIP error: an illegal memory access was encountered"
 
 
@@ -49,9 +49,9 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(pap
     told = of(paper_workshop, Recovered)
     assert [event.step for event in told] == [4, 7, 10]
     assert [event.action for event in told] == [
-        "restarted: blockwise attention instead of mask",
-        "restarted: matrix products in float32 instead of bfloat16: more memory, and slower",
-        "restarted: micro-batch 1 instead of 2, accumulated 4 times: the same tokens a step",
+        "restarted: attention mask -> blockwise",
+        "restarted: precision bfloat16 -> float32; more memory, slower",
+        "restarted: micro-batch 2 -> 1, gradient accumulation 2 -> 4; tokens per step unchanged",
     ]
     assert "SIGSEGV" in told[0].reason
     assert HIP in told[1].reason
@@ -81,13 +81,13 @@ def test_after_three_restarts_it_stops_and_says_how_to_go_on(paper_workshop: Pat
 def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the_rung(paper_workshop: Path) -> None:
     error = run_with(paper_workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
     last = str(error).splitlines()[-1].strip()
-    assert last == "`bloomery resume one --recover` goes on: blockwise attention instead of mask"
+    assert last == "`bloomery resume one --recover` goes on: attention mask -> blockwise"
     assert of(paper_workshop, Recovered) == []
     assert read_plan(paper_workshop / "runs/one/plan.json").model.attention == "mask"
 
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     (told,) = of(paper_workshop, Recovered)
-    assert told.action == "restarted: blockwise attention instead of mask"
+    assert told.action == "restarted: attention mask -> blockwise"
     assert read_plan(paper_workshop / "runs/one/plan.json").model.attention == "blockwise"
 
 
@@ -114,11 +114,11 @@ def ending(code: int, *tail: str, problem: str = "") -> Ending:
 @pytest.mark.parametrize(
     ("died", "action"),
     [
-        (ending(-SEGV), "without compilation"),
-        (ending(-ABRT, "Memory access fault by GPU node-1 on address 0x7f"), "without compilation"),
-        (ending(FAILED, "RuntimeError: HIP error: invalid device function"), "without compilation"),
-        (ending(FAILED, "torch._inductor.exc.InductorError: CppCompileError", "", "Set X=1"), "without compilation"),
-        (ending(UNSOUND, problem="flex attention computes wrong numbers"), "blockwise attention instead of flex"),
+        (ending(-SEGV), "train.compile true -> false"),
+        (ending(-ABRT, "Memory access fault by GPU node-1 on address 0x7f"), "train.compile true -> false"),
+        (ending(FAILED, "RuntimeError: HIP error: invalid device function"), "train.compile true -> false"),
+        (ending(FAILED, "torch._inductor.exc.InductorError: CppCompileError", "", "Set X=1"), "train.compile true -> false"),
+        (ending(UNSOUND, problem="flex attention computes wrong numbers"), "attention flex -> blockwise"),
         (ending(-KILL), HALVED),
         (ending(MEMORY_FULL, problem="memory ran out"), HALVED),
         (ending(FAILED, "KeyError: 'x'"), None),
@@ -141,11 +141,11 @@ def test_the_ladder_has_an_end() -> None:
         plan = fallback_after.fallback.plan
         actions.append(fallback_after.fallback.action.partition(",")[0])
     assert actions == [
-        "without compilation",
-        "blockwise attention instead of flex",
-        "matrix products in float32 instead of bfloat16: more memory",
-        "micro-batch 3 instead of 6",
-        "micro-batch 1 instead of 3",
+        "train.compile true -> false",
+        "attention flex -> blockwise",
+        "precision bfloat16 -> float32; more memory",
+        "micro-batch 6 -> 3",
+        "micro-batch 3 -> 1",
     ]
     assert plan.train.micro_batch_size * plan.train.accumulation == 12
     short = plan_of(micro_batch_size=1, accumulation=1)
@@ -210,7 +210,7 @@ def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_ti
 def test_numbers_change_only_when_asked(paper_workshop: Path) -> None:
     """States in 8 bits are offered without the flag, taken with it, and kept by a resume."""
     error = run_with(paper_workshop, [{"state_dtype": "float32"}, 8, "memory"], recover=False)
-    assert "`bloomery resume one --recover` goes on: optimizer states in int8 instead of float32" in str(error)
+    assert "`bloomery resume one --recover` goes on: optimizer states float32 -> int8" in str(error)
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     assert read_plan(paper_workshop / "runs/one/plan.json").optimizer.state_dtype == "int8"
     assert of(paper_workshop, Recovered)[-1].action.startswith("restarted: optimizer states in int8")
@@ -220,7 +220,7 @@ def test_numbers_change_only_when_asked(paper_workshop: Path) -> None:
 def test_losses_that_are_not_finite_lower_the_rate_when_asked(paper_workshop: Path) -> None:
     fast = ("optimizer.kind=adamw", "optimizer.learning_rate=0.02")
     error = run_with(paper_workshop, [{"rate": 0.02}, 5, "NaN"], recover=False, overrides=fast)
-    assert "`bloomery resume one --recover` goes on: learning rate 0.01 instead of 0.02" in str(error)
+    assert "`bloomery resume one --recover` goes on: learning rate 0.02 -> 0.01" in str(error)
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     plan = read_plan(paper_workshop / "runs/one/plan.json")
     assert (plan.optimizer.learning_rate, plan.recovered) == (0.01, ("optimizer.learning_rate",))

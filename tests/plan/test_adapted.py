@@ -30,7 +30,7 @@ def test_the_plan_says_how_much_is_trained():
     plan = planned(loaded(adapter=adapter), machine())
     said = next(decision for decision in plan.choices if decision.key == "adapter.kind")
     assert said.value == "DoRA (rsLoRA) from PiSSA, rank 4"
-    assert said.reason.startswith("1,152 numbers are trained") and said.reason.endswith("on 2 matrices")  # 2 x 9 x 64
+    assert said.reason.startswith("1,152 trainable parameters") and said.reason.endswith("on 2 target modules")  # 2 x 9 x 64
 
 
 @pytest.mark.parametrize(("rank", "doubted"), [(64, False), (65, True)])
@@ -54,13 +54,13 @@ def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     refuse_new_rows(plain, GROWN, **words_of(plain))
     alone = recipe_from(tmp_path, kind="lora")
     refuse_new_rows(alone, CONFIG, **words_of(alone))
-    with pytest.raises(UserError, match="3 tokens are new"):
+    with pytest.raises(UserError, match="new tokens: 3"):
         refuse_new_rows(alone, GROWN, **words_of(alone))
     both = recipe_from(tmp_path, kind="lora", modules_to_save=["embed_tokens", "lm_head"])
     refuse_new_rows(both, GROWN, **words_of(both))
     method = recipe_from(tmp_path, kind="peft", method="ia3")
     refuse_new_rows(method, CONFIG, **words_of(method))
-    with pytest.raises(UserError, match="3 tokens are new"):
+    with pytest.raises(UserError, match="new tokens: 3"):
         refuse_new_rows(method, GROWN, **words_of(method))
 
 
@@ -99,13 +99,13 @@ def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(sa
 def test_adalora_is_counted_with_the_rank_that_it_starts_with_and_needs_its_steps():
     assert counted_as(Peft(kind="peft", method="adalora"), CONFIG).rank == 12
     timed = loaded(adapter={"kind": "peft", "method": "adalora"}, train={"max_time": "2h"}).recipe
-    with pytest.raises(UserError, match="follow the number of steps"):
+    with pytest.raises(UserError, match="AdaLoRA needs the number of steps"):
         refuse_method_misfits(timed)
 
 
 def test_a_method_of_peft_trains_no_reward_model():
     words = {"objective": {"kind": "reward"}, "adapter": {"kind": "peft", "method": "ia3"}}
-    with pytest.raises(UserError, match="values head must learn"):
+    with pytest.raises(UserError, match="trainable value head"):
         planned(loaded(**words), machine())
 
 

@@ -9,7 +9,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.families.presets import build_config, preset
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
 from bloomery.plan.lengths import REPEATS
-from bloomery.plan.report.page import step_lines
+from bloomery.plan.report.page import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model, Objective
@@ -82,7 +82,7 @@ def test_a_run_that_does_not_fit_says_what_would_help():
     report = reported(loaded(train=large), machine(free_gib=0.411))
     assert not report.plan.fits
     assert "train.micro_batch_size=1" in report.plan.suggestions
-    assert all("in all" in fix.saves for fix in report.suggestions)
+    assert all("in total" in fix.saves for fix in report.suggestions)
 
 
 def test_a_small_dataset_has_steps_to_learn_in():
@@ -91,7 +91,7 @@ def test_a_small_dataset_has_steps_to_learn_in():
     for rows, expected in [(3, 1), (40, 1), (64, 2), (1000, 16), (8191, 128), (8192, 256), (10**6, 256)]:
         assert choose_tokens_per_step("auto", config, 1024, sequences_per_epoch=rows).value == expected * 1024
     said = choose_tokens_per_step("auto", config, 1024, sequences_per_epoch=1000).reason
-    assert "an epoch of 1,000 sequences has 62 steps" in said and "262,144" in said
+    assert "62 steps" in said and "262,144" in said
 
 
 def test_fine_tuning_takes_smaller_steps_than_pretraining():
@@ -109,7 +109,7 @@ def test_two_hundred_conversations_plan_something_sensible():
     report = reported(recipe, machine(), dataset=dataset)
     plan = report.plan
     assert (plan.train.steps, plan.epochs) == (9, 3.0)
-    assert "3 epochs" in " ".join(step_lines(plan))
+    assert "3 epochs" in " ".join(batch_lines(plan))
     assert not [doubt for doubt in report.warnings if "epochs" in doubt]
 
 
@@ -136,7 +136,7 @@ def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, e
 
     assert doubts(10 * epochs) == []
     (said,) = doubts(10 * epochs + 10)
-    assert f"{epochs + 1} epochs of its 80 sequences" in said
+    assert f"{epochs + 1} epochs on its 80 sequences" in said
     assert said.endswith(f"set train.epochs={edit}")
 
 

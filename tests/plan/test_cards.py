@@ -55,7 +55,7 @@ def test_several_named_cards_stand_in_one_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["go-coder-125m", "--gpu", "4090", "--gpu", "rx 7900 xtx", "--gpu", "T4", "--gpu", "RTX 4090"]
     shown = CliRunner().invoke(command, words, standalone_mode=False).stdout.splitlines()
-    assert shown[0].startswith("go-coder-125m: 3 of 3 cards hold it.")
+    assert shown[0].startswith("go-coder-125m: fits 3 of 3 GPUs.")
     assert [line[:26].rstrip() for line in shown[3:6]] == ["RTX 4090", "RX 7900 XTX", "T4"]
     assert shown[-1] == 'next      bloomery plan go-coder-125m --gpu "GeForce RTX 4090"'
     rows = json.loads(CliRunner().invoke(command, [*words, "--json"], standalone_mode=False).stdout)

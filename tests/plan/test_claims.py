@@ -32,12 +32,12 @@ def test_five_tokens_a_second_would_take_twenty_years(guide):
 
 def test_five_to_seven_days_are_right(guide):
     assert guide.plan.seconds.value / 86400 == pytest.approx(5.9, abs=0.1)
-    assert verdicts(guide)["5 to 7 days"] == ("ok", "inside 4.0 to 8.1 days")
+    assert verdicts(guide)["5 to 7 days"] == ("ok", "within 4.0 to 8.1 days")
 
 
 def test_epochs_wait_for_the_text(guide):
     verdict, reason = verdicts(guide)["3 epochs"]
-    assert (verdict, reason) == ("unknown", "true for a corpus of 1.06 B tokens; there is none here to count")
+    assert (verdict, reason) == ("unknown", "true for a dataset of 1.06 B tokens; none is prepared")
 
 
 def test_ten_gigabytes_are_judged_by_the_plans_own_total(guide):

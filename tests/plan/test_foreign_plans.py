@@ -22,18 +22,18 @@ def told(**sections):
 
 def test_the_page_names_the_architecture_and_a_safe_load(phi):
     said = told(model=phi)
-    assert "Phi shape" in said and "our decoder lacks PhiForCausalLM" in said and "safe load" not in said
+    assert "Phi architecture" in said and "no native implementation of PhiForCausalLM" in said and "safe load" not in said
     assert "safe load transformers reads the weights itself" in told(model={**phi, "load_with": "transformers"})
 
 
 def test_our_decoder_says_that_every_load_is_safe():
-    assert "every load is safe" in told(model={"load_with": "transformers"})
+    assert "safe load" in told(model={"load_with": "transformers"})
 
 
 @pytest.mark.parametrize(("sections", "fix"), [
     ({"objective": {"kind": "reward"}}, "docs/reference/models.md"),
     ({"train": {"compile": True}}, "train.compile=auto"),
-    ({"adapter": {"kind": "peft", "method": "ia3", "modules_to_save": ["lm_head"]}}, "take it out"),
+    ({"adapter": {"kind": "peft", "method": "ia3", "modules_to_save": ["lm_head"]}}, "remove it"),
 ])  # fmt: skip
 def test_what_they_lack_is_refused_with_a_remedy(phi, sections, fix):
     with pytest.raises(UserError) as refused:

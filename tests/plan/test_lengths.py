@@ -6,7 +6,7 @@ from plan_help import loaded, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, parse_duration
 from bloomery.plan.lengths import Scale, complete, evaluation_sequences, provisional_steps, steps_of, total_steps
-from bloomery.plan.report.page import step_lines
+from bloomery.plan.report.page import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.train.length import due
 
@@ -41,7 +41,7 @@ def test_lengths_that_have_no_steps_yet():
 
 def test_text_that_fills_no_step_is_refused():
     tiny = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=7, steps=None, step_seconds=None)
-    with pytest.raises(UserError, match="14 rows in 2 epochs"):
+    with pytest.raises(UserError, match="2 epochs of the dataset are 14 sequences"):
         total_steps(Duration(2.0, "epochs"), tiny)
 
 
@@ -96,9 +96,9 @@ def test_a_decay_in_steps_becomes_a_share_of_a_wall_time_run():
 def test_a_least_number_of_steps_is_of_a_wall_time_run():
     timed = planned(loaded(train={"max_time": "90s", "min_steps": 200}), machine())
     assert timed.train.min_steps == 200
-    assert "at least 200 steps" in " ".join(step_lines(timed))
+    assert "at least 200 steps" in " ".join(batch_lines(timed))
     counted = reported(loaded(train={"max_steps": 90, "min_steps": 200}), machine())
-    assert any("train.min_steps does nothing" in doubt for doubt in counted.warnings)
+    assert any("train.min_steps has no effect" in doubt for doubt in counted.warnings)
 
 
 def test_epochs_come_from_the_counted_rows():
@@ -107,8 +107,8 @@ def test_epochs_come_from_the_counted_rows():
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
     said = next(choice for choice in plan.choices if choice.key == "train.epochs")
-    assert (said.value, said.reason) == ("250 steps", "the last 2 rows of 2 epochs fill no step and are left out")
-    assert "250 steps: the last 2 rows of 2 epochs" in " ".join(step_lines(plan))
+    assert (said.value, said.reason) == ("250 steps", "the last 2 sequences of 2 epochs fill no step and are left out")
+    assert "250 steps: the last 2 sequences of 2 epochs" in " ".join(batch_lines(plan))
 
 
 def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():

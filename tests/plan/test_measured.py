@@ -24,7 +24,7 @@ POINT = Point(
     activation_checkpointing="none", optimizer="adamw", tokens_per_second=512.0, peak_gib=0.5,
 )  # fmt: skip
 PARTS = {
-    "matrix products": Estimate(value=3.0, low=1.0, high=9.0, origin="table"),
+    "matmul": Estimate(value=3.0, low=1.0, high=9.0, origin="table"),
     "attention": Estimate(value=1.0, low=0.5, high=2.0, origin="table"),
 }
 
@@ -46,7 +46,7 @@ def table(load: StepShape, tokens: int) -> float:
 def test_the_same_shape_takes_the_measured_time():
     """The table says 1 s for the card's 1,024 tokens and it took 2: every part doubles, within a tenth."""
     found = corrected(PARTS, LOAD, [card()], seconds=table)
-    assert {name: part.value for name, part in found.items()} == {"matrix products": 6.0, "attention": 2.0}
+    assert {name: part.value for name, part in found.items()} == {"matmul": 6.0, "attention": 2.0}
     assert all(part.origin == "measured" for part in found.values())
     assert found["attention"].low == pytest.approx(2 / 1.1) and found["attention"].high == pytest.approx(2.2)
 

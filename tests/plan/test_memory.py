@@ -18,9 +18,9 @@ from bloomery.plan.estimate.memory import (
     end_bytes,
     estimate_memory,
     kept_layers,
+    logit_bytes,
     moments,
     quadratic_bytes,
-    score_bytes,
     tensor_bytes,
 )
 from bloomery.plan.estimate.states import FULL, StepShape, optimizer_bytes
@@ -76,14 +76,14 @@ def test_every_moment_is_counted():
 def test_logits_beside_their_float32_copy_and_exponentials_unless_compiled():
     logits = 1024 * 50_000
     copy, hidden = 2 * 50_000 * 768, 2 * 16 * 1024 * 768
-    assert score_bytes(GO_CODER)[0] == logits * (2 + 4 + 4) + copy + hidden
-    assert score_bytes(replace(GO_CODER, compiled=True, score_chunk=16 * 1024))[0] == 16 * logits * 2 + copy + hidden
+    assert logit_bytes(GO_CODER)[0] == logits * (2 + 4 + 4) + copy + hidden
+    assert logit_bytes(replace(GO_CODER, compiled=True, score_chunk=16 * 1024))[0] == 16 * logits * 2 + copy + hidden
 
 
 def test_on_a_cpu_a_large_vocabulary_costs_no_more_logits():
     here = replace(GO_CODER, on_gpu=False, precision="float32", compiled=True)
     larger = replace(here, config=replace(here.config, vocab_size=200_000))
-    assert score_bytes(larger)[0] == score_bytes(here)[0]
+    assert logit_bytes(larger)[0] == logit_bytes(here)[0]
 
 
 def test_the_whole_card():

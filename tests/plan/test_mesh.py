@@ -13,7 +13,7 @@ from bloomery.model.families.presets import preset
 from bloomery.plan import mesh as communication
 from bloomery.plan.advice.advise import energy_kwh
 from bloomery.plan.estimate.memory import INPUT_BYTES, activation_bytes, end_bytes, estimate_memory
-from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory, unsharded
+from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers, mesh_memory
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
 from bloomery.recipe.load import load_recipe
@@ -81,13 +81,13 @@ def load():
 
 def test_shards_divide_states_and_hold_two_layers_whole():
     count = parameter_count(preset("go-coder-small"))
-    layer, root = unsharded(load())
+    layer, root = gathered_layers(load())
     assert 12 * layer + root == count
     alone = estimate_memory(load(), limit=0).parts
     parts = mesh_memory(load(), MeshSplit(shard=8), vendor="amd", limit=0).parts
     assert parts["weights"] == alone["weights"] / 8
     assert parts["optimizer"] == alone["optimizer"] / 8
-    assert parts["unsharded layers"] == 2 * (root + layer)  # at the scores: the last layer is not freed yet
+    assert parts["gathered layers"] == 2 * (root + layer)  # at the scores: the last layer is not freed yet
     assert parts["gradients"] == 2 * 50_000 * 768  # that of the embeddings, whole until the end of backward
     assert parts["collectives"] == pytest.approx(0.95 * GIB)
 
@@ -102,7 +102,7 @@ def test_copies_hold_everything():
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
     stage = replace(load(), config=config)
-    layer, root = unsharded(load())
+    layer, root = gathered_layers(load())
     tokens = stage.tokens_per_micro_batch
     last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES  # the norm belongs to the last stage
     embeddings = root - 2 * 768
@@ -111,7 +111,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
         4 * activation_bytes(stage) + end_bytes(stage) - last_norm + 3 * inputs
     )
     assert parts["half-precision copies"] == 4 * 3 * 2 * matrix_numbers(config)  # each forward's autocast makes its own
-    assert parts["scores"] == 0
+    assert parts["logits"] == 0
     assert parts["weights"] == parts["gradients"] == 4 * (3 * layer + embeddings)
 
 
@@ -177,7 +177,7 @@ def test_more_devices_leave_a_step_in_backward_as_large_as_it_was_asked_for():
 
 
 def test_fewer_rows_than_devices_is_refused_with_a_number():
-    with pytest.raises(UserError, match="cannot be shared by 48 devices") as error:
+    with pytest.raises(UserError, match="do not divide among 48 devices") as error:
         planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)
     assert "train.tokens_per_step=49152" in error.value.fix
 

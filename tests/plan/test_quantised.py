@@ -42,7 +42,7 @@ def test_the_plan_says_it_and_keeps_it():
     plan = planned(recipe, with_bitsandbytes("0.50.2", probe("ok")))
     said = next(decision for decision in plan.choices if decision.key == "quantize.kind")
     assert plan.quantized_by == "bitsandbytes"
-    assert said.reason.startswith("4.127 bits a weight of the layers; bitsandbytes reads them")
+    assert said.reason.startswith("4.127 bits per weight of the layers; bitsandbytes reads them")
     here = planned(recipe, machine())
     assert here.quantized_by == "torch" and here.quantize.kind == "nf4"
 
@@ -56,6 +56,6 @@ def test_memory_counts_the_quantised_bytes():
 
 
 def test_a_quantised_base_without_an_adapter_is_refused():
-    with pytest.raises(UserError, match="cannot learn") as error:
+    with pytest.raises(UserError, match="not trainable") as error:
         planned(loaded(quantize={"kind": "int8"}), machine())
     assert error.value.code == 2 and "adapter.kind=lora" in error.value.fix

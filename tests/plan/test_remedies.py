@@ -36,7 +36,7 @@ def test_shorter_rows_come_last_and_say_what_they_cost(too_large):
     single = [fix for fix in report.suggestions if " " not in fix.edit]
     lengths = [index for index, fix in enumerate(single) if fix.edit.startswith("data.sequence_length")]
     assert lengths == list(range(len(single) - len(lengths), len(single)))
-    assert all("another training" in single[index].saves for index in lengths)
+    assert all("changes the training" in single[index].saves for index in lengths)
 
 
 def test_a_recipe_that_slows_itself_down_is_told():
@@ -51,7 +51,7 @@ def test_dropout_that_keeps_fused_kernels_away_is_named_with_its_price():
     report = reported(load_recipe("go-coder-125m"), where)
     (fix,) = report.suggestions
     assert fix.edit == "model.dropout=0"
-    assert "another training" in fix.saves
+    assert "changes the training" in fix.saves
     quicker = planned(load_recipe("go-coder-125m", ["model.dropout=0"]), where)
     assert quicker.model.attention == "varlen"
     assert quicker.step_seconds.value < 0.9 * report.plan.step_seconds.value

@@ -106,7 +106,7 @@ def test_a_tiny_batch_waits_for_launches():
     rate = rate_of("H200", precision="bfloat16", compiled=False)
     parts = step_parts(work_of(load(micro_batch_size=1, precision="bfloat16", attention="sdpa"), tokens=1024), rate)
     assert parts["kernel launches"].value > 0
-    busy = sum(parts[name].value for name in ("matrix products", "attention", "memory-bound", "kernel launches"))
+    busy = sum(parts[name].value for name in ("matmul", "attention", "memory-bound", "kernel launches"))
     assert busy == pytest.approx(110 * 12 * LAUNCH_SECONDS)
     full = step_parts(work_of(load(micro_batch_size=64, precision="bfloat16", attention="sdpa"), tokens=65536), rate)
     assert "kernel launches" not in full

@@ -94,7 +94,7 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
     told = short.of(Recovered)[0]
     assert told.reason == "memory ran out (2.50 GiB more were wanted) in step 1"
     assert told.action == (
-        "micro-batch 2 instead of 4, accumulated 2 times: the same tokens a step"
+        "micro-batch 4 -> 2, gradient accumulation 1 -> 2; tokens per step unchanged"
         "; what filled memory is listed in profile/step-00000001-full-1.memory.txt"
     )
     stored = read_plan(tmp_path / "short/plan.json")
@@ -170,7 +170,7 @@ def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_
     whole = Run(plan, tmp_path / "whole")
     assert len(short.of(Recovered)) == 2
     assert short.of(Recovered)[-1].action.startswith(
-        "evaluation in micro-batches of 2 instead of 4: the same score; what filled memory"
+        "evaluation micro-batch 4 -> 2; same result; what filled memory"
     )
     assert short.losses() == whole.losses()
     assert_same_tensors(short.tensors(6), whole.tensors(6))

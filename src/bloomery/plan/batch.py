@@ -1,4 +1,4 @@
-"""How large a step is and how it is cut: tokens, rows, micro-batches."""
+"""Tokens per step, micro-batch size and gradient accumulation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from bloomery.recipe.schema import Train
 
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv:2203.15556
 TUNING_TOKENS = 65_536
-EPOCH_STEPS = 32  # at least, where the dataset allows: three epochs of them are about what AdamW needs to move
+EPOCH_STEPS = 32  # at least, where the dataset allows: AdamW needs about three epochs of them
 CPU_TOKENS = 2048  # of a micro-batch: measured, larger ones are no faster and hold more
-SMALL_CHUNK = 1024  # rows of logits: a matrix product is as fast in chunks of this size as in larger ones
+SMALL_CHUNK = 1024  # tokens of a chunk of logits: matmuls are not faster in larger chunks
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
 
 Measure = Callable[[StepShape], MemoryEstimate]
@@ -34,8 +34,8 @@ def choose_tokens_per_step(
     """Depends on the model and the dataset alone, so that one recipe is one training run on every machine.
 
     The best batch grows with the compute that is spent: 0.292 C^0.3271 tokens (DeepSeek LLM, arXiv:2401.02954, 3.1).
-    C is taken at 20 tokens a parameter, 6 N 20 N, and the batch rounded to a power of two of rows. `tuning` has less to
-    learn: TUNING_TOKENS at most. An epoch of a small dataset has EPOCH_STEPS steps all the same, or one per sequence.
+    C is taken at 20 tokens per parameter, 6 N 20 N, and the batch rounded to a power of two of sequences. `tuning`
+    takes TUNING_TOKENS at most. An epoch of a small dataset has EPOCH_STEPS steps all the same, or one per sequence.
     Raises UserError.
     """
     if asked == "auto":
@@ -49,7 +49,7 @@ def choose_tokens_per_step(
         below, above = asked // sequence_length * sequence_length, -(-asked // sequence_length) * sequence_length
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
-            f"a step of {asked:,} tokens does not hold whole rows of {sequence_length:,}",
+            f"tokens per step is not a multiple of data.sequence_length={sequence_length}: {asked:,}",
             where="train.tokens_per_step",
             fix=f"set train.tokens_per_step={near}",
             code=2,
@@ -65,7 +65,7 @@ def _within_an_epoch(best: Choice[int], sequence_length: int, sequences_per_epoc
     if sequences * sequence_length >= best.value:
         return best
     steps = counted(sequences_per_epoch // sequences, "steps")
-    reason = f"an epoch of {counted(sequences_per_epoch, 'sequences')} has {steps} then; the model alone would take"
+    reason = f"an epoch of {counted(sequences_per_epoch, 'sequences')} then has {steps}; the model size alone gives"
     return Choice(sequences * sequence_length, f"{reason} {best.value:,} tokens per step")
 
 
@@ -76,7 +76,7 @@ def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
     while sequences * 2 * sequence_length <= best * 2**0.5:  # the nearest power of two on a logarithmic scale
         sequences *= 2
     reason = (
-        f"{format_count(count)} parameters at {TOKENS_PER_PARAMETER} tokens each learn best in batches of about"
+        f"{format_count(count)} parameters at {TOKENS_PER_PARAMETER} tokens each train best with batches of about"
         f" {float(f'{best:.3g}'):,.0f} tokens (arXiv:2401.02954)"
     )
     return Choice(sequences * sequence_length, reason)
@@ -86,7 +86,7 @@ def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
 class MicroBatching:
     """How a step runs on one device."""
 
-    micro_batch_size: Choice[int]  # rows
+    micro_batch_size: Choice[int]
     checkpointing: Choice[str]
     score_chunk: Choice[int]
     step: StepShape
@@ -94,9 +94,9 @@ class MicroBatching:
 
 
 def choose_micro_batching(train: Train, step: StepShape, *, sequences_per_step: int, measure: Measure) -> MicroBatching:
-    """The largest micro-batch that fits, uncheckpointed where that is possible; `step` is everything but the cut.
+    """The largest micro-batch that fits, without activation checkpointing where possible; `step`: everything else.
 
-    When nothing fits the smallest is planned and the plan says that it does not fit. Raises UserError for a micro-batch
+    When nothing fits, the smallest is planned, and the plan does not fit. Raises UserError for a micro-batch
     that does not divide the step.
     """
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
@@ -117,15 +117,19 @@ def choose_micro_batching(train: Train, step: StepShape, *, sequences_per_step: 
     whole = replace(tried, score_chunk=tokens)
     memory = measure(whole)
     if tokens <= SMALL_CHUNK or memory.total <= ONE_CHUNK_SHARE * memory.limit:
-        chunk = Choice(tokens, "all logits of a micro-batch fit at once, and are kept for backward")
+        chunk = Choice(tokens, "all logits of a micro-batch fit, and are kept for backward")
         tried = whole
     else:
-        reason = "all logits at once would take too much memory, and larger chunks are no faster"
+        reason = "all logits together would take too much memory; larger chunks are not faster"
         chunk = Choice(tried.score_chunk, reason)
     largest = (
-        "the largest power of two that divides the step and fits" if step.on_gpu else "more would leave the caches"
+        "the largest power of two that divides the step and fits"
+        if step.on_gpu
+        else "a larger one exceeds the CPU caches"
     )
-    fit = "activations fit as they are" if mode == "none" else "activations do not fit otherwise"
+    fit = (
+        "all activations fit in memory" if mode == "none" else "activations do not fit in memory without recomputation"
+    )
     return MicroBatching(
         micro_batch_size=Choice(sequences, largest if train.micro_batch_size == "auto" else ASKED),
         checkpointing=Choice(mode, fit if train.activation_checkpointing == "auto" else ASKED),
@@ -136,14 +140,15 @@ def choose_micro_batching(train: Train, step: StepShape, *, sequences_per_step: 
 
 
 def _sizes(train: Train, step: StepShape, sequences_per_step: int) -> list[int]:
-    """Micro-batches to try, largest first: powers of two that divide the step."""
+    """Micro-batch sizes to try, largest first: powers of two that divide the step."""
     if step.mode.fused_backward and not train.auto_batch:  # one micro-batch is a step
         return [sequences_per_step]
     if train.micro_batch_size != "auto":
         if sequences_per_step % train.micro_batch_size and not step.mode.fused_backward:
             divisors = [str(n) for n in range(1, min(sequences_per_step, 1024) + 1) if sequences_per_step % n == 0]
             raise UserError(
-                f"{sequences_per_step:,} rows a step cannot be cut into micro-batches of {train.micro_batch_size}",
+                f"micro-batch size does not divide the {sequences_per_step:,} sequences per step:"
+                f" {train.micro_batch_size}",
                 where="train.micro_batch_size",
                 fix="set train.micro_batch_size to one of " + ", ".join(divisors),
                 code=2,

@@ -1,4 +1,4 @@
-"""What a diagnosis of a run needs of its plan, its machine and its text."""
+"""Facts for the diagnosis of a run, from its plan, machine and dataset."""
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
@@ -13,7 +13,7 @@ from bloomery.plan.types import RunPlan
 
 
 def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
-    """MFU has a denominator only where the table knows the device's peak in the precision of the plan."""
+    """MFU needs the device's peak in the plan's precision from the table."""
     config, train = plan.model.config, plan.train
     rate = None
     if machine is not None:
@@ -33,7 +33,7 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
 
 
 def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
-    """Reads a sample of the shards: a tenth of a second. Text that is gone or damaged is not known."""
+    """Reads a sample of the shards: a tenth of a second. Facts of a missing or damaged dataset are None."""
     config, train, optimizer, stats = plan.model.config, plan.train, plan.optimizer, _stats(plan)
     estimate, aim = plan.step_seconds, plan.objective.spec
     nats = aim.loss_unit == "token"

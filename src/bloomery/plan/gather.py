@@ -1,7 +1,7 @@
-"""All that a plan reads, once: configs, tokenizer, text, tables. What follows from it is decided without a disk.
+"""Everything that a plan reads, once: configs, tokenizer, dataset, tables.
 
-Text is counted when it is prepared; before, it is guessed from the size of its files, whose first rows are read as
-`prepare` reads them, so that a plan refuses what it would refuse.
+A prepared dataset is counted. Before, its size is estimated from its files, and their first rows are checked as
+`prepare` checks them.
 """
 
 from collections.abc import Iterator
@@ -50,11 +50,11 @@ from bloomery.recipe.schema import Data, Distill, Model, Recipe, Source
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a recipe is about, on a machine. `dataset`: None where nothing is known of the text.
+    """The facts of a recipe on a machine. `dataset`: None where it is unknown.
 
     `known_vocabulary`: of the model that training starts from, None for a fresh one; `new_tokens`: those added to its
-    tokenizer, of which `new_ids` are known; `teacher`: of distillation; `unrun`: sentences about programs that the
-    model brings and that are never run.
+    tokenizer, of which `new_ids` are known; `teacher`: of distillation; `unrun`: warnings about code of the model
+    that is never run.
     """
 
     machine: Machine
@@ -75,14 +75,14 @@ class Facts:
 
 
 def gather(loaded: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
-    """With the text that lies in `prepared`, or that would be prepared. Raises UserError."""
+    """With the dataset of `prepared`, or the one that `prepare` would write there. Raises UserError."""
     return facts_of(loaded, machine, prepared=prepared, dataset=dataset_of(loaded, prepared))
 
 
 def facts_of(
     loaded: LoadedRecipe, machine: Machine, *, prepared: Path | None = None, dataset: DatasetFacts | None = None
 ) -> Facts:
-    """With a text of which `dataset` is known. Raises UserError for what no machine could train."""
+    """With the dataset of these facts. Raises UserError for a recipe that no machine can train."""
     recipe, start = loaded.recipe, loaded.recipe.model.from_
     refuse_recipe(recipe)
     if dataset is None or dataset.vocab_size is None:
@@ -112,16 +112,16 @@ def facts_of(
 
 
 def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
-    """What a model brings that is never run, and what it is taken for instead: the two may differ."""
+    """Code of a model that is never run, and the architecture used instead: the two may differ."""
     folder = cached_model(start)
     if folder is None:
         return
     raw_config, taken = stated_config(folder), architecture_of(config)
     kind, name = raw_config.get("model_type"), folder.name if Path(start).exists() else start
     if raw_config.get("auto_map"):
-        yield f"{name} names a program of its own (auto_map), which is never run: taken as {taken}"
+        yield f"{name} has remote code (auto_map), which is never run: loaded as {taken}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
-        yield f"{name} is of a kind that nobody here knows ({kind[:60]}): taken as {taken}, as architectures says"
+        yield f"{name} has an unknown model_type ({kind[:60]}): loaded as {taken}, as in its architectures"
 
 
 def _place_of(name: str) -> Path:
@@ -132,11 +132,10 @@ def _place_of(name: str) -> Path:
 
 
 def fetch(recipe: Recipe, *, weights: bool) -> None:
-    """Model, tokenizer, teacher and text of a recipe lie on this disk afterwards. Raises UserError.
+    """Downloads model, tokenizer, teacher and dataset of a recipe. Raises UserError.
 
-    Without `weights`, as a plan needs it, models come as config and tokenizer; those of our table, tokenizers of their
-    own and text not at all. Weights that lie here are judged by the headers of their files before any text is read; a
-    plan takes a local folder that holds a config alone.
+    Without `weights`, as for a plan: config and tokenizer of models outside the table. Weights on this disk are checked
+    by the headers of their files; a plan takes a local folder with a config alone.
     """
     if recipe.model.from_ is not None:
         _fetch_model(recipe.model.from_, weights=weights)
@@ -157,7 +156,7 @@ def _fetch_model(name: str, *, weights: bool) -> None:
 
 def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
     """Raises UserError for what `model.weights.read_model` would refuse: files that are missing, damaged or pickles,
-    tensors of another shape than config.json says, weights of whole numbers.
+    tensors of another shape than in config.json, integer weights.
     """
     name = str(model.from_)
     of_hub = hub.is_hub_id(name)
@@ -165,33 +164,33 @@ def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
     if folder is None or (not weights and not of_hub and is_bare(folder)):
         return
     if (folder / "config.json").is_file():
-        find_tensors(folder)  # what is wrong with the files themselves comes first
+        find_tensors(folder)  # errors of the files themselves come first
     config = read_config(folder, model.implementation)
     if config.transformers_backend is not None and (
         model.load_with == "transformers" or config.transformers_backend.safe_reason
     ):
-        return  # transformers itself says what it makes of the tensors
+        return  # transformers itself checks the tensors
     stored_parameters(folder, replace(config, head="values") if reward else config, headless=reward)
 
 
 def models_of(recipe: Recipe) -> list[str]:
-    """Those that the recipe takes weights from."""
+    """Models that the recipe loads weights from."""
     start = [] if recipe.model.from_ is None else [recipe.model.from_]
     return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distill) else start
 
 
 def unfetched(recipe: Recipe) -> list[str]:
-    """Models that only our table knows so far."""
+    """Models that are only in the table, not on this disk."""
     return [name for name in models_of(recipe) if hub.cached_model(name) is None]
 
 
 def weightless(recipe: Recipe) -> list[str]:
-    """Local folders of a shape alone, from which a run cannot begin."""
+    """Local folders with a config and no weights, from which a run cannot start."""
     return [name for name in models_of(recipe) if not hub.is_hub_id(name) and is_bare(hub.local_model(name))]
 
 
 def fetch_text(recipe: Recipe) -> None:
-    """The data sets of `hub:ORG/NAME`, of which a glob names a part. Raises UserError."""
+    """The datasets of `hub:ORG/NAME`, or the part that a glob names. Raises UserError."""
     data = recipe.data
     places = [(data.path, data.glob), *((source.path, source.glob) for source in data.sources)]
     held_out = data.validation if isinstance(data.validation, str) else None
@@ -202,13 +201,13 @@ def fetch_text(recipe: Recipe) -> None:
 
 BYTES_PER_TOKEN = 3.4  # byte-level BPE of 4k to 50k tokens on source code and English: 2.6 to 4.4
 SPREAD = 0.3
-ROWS = 16  # of each source that a plan reads
-SKIPPED = 1000  # with data.on_error=skip it passes over so many bad ones on the way to them
-FILES = 20  # of built-in text, which is mined from whole files
+ROWS = 16  # of each source, read for a plan
+SKIPPED = 1000  # invalid rows after which a plan stops reading, with data.on_error=skip
+FILES = 20  # of a built-in dataset
 
 
 def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
-    """The facts of prepared text in the recipe's layout."""
+    """The facts of a prepared dataset in the recipe's layout."""
     laid = count_sequences(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
     rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
     return DatasetFacts(
@@ -233,16 +232,16 @@ def _loss_share(manifest: Manifest) -> float:
 
 
 def dataset_of(loaded: LoadedRecipe, prepared: Path) -> DatasetFacts | None:
-    """Counted facts when `prepared` holds the recipe's text, a guess when its files are here, else None.
+    """Counted facts of the prepared dataset, an estimate from its files, else None.
 
-    Raises UserError for a folder that holds another recipe's text.
+    Raises UserError for a folder with another recipe's dataset.
     """
     manifest = finished(loaded, prepared)
     return counted(manifest, loaded.recipe.data, prepared) if manifest is not None else guessed(loaded.recipe)
 
 
 def absent(recipe: Recipe) -> list[str]:
-    """The places of the recipe's text at which nothing lies here."""
+    """Paths of the recipe's dataset that do not exist on this disk."""
     held_out = recipe.data.validation
     fetched = [held_out] if isinstance(held_out, str) and held_out.startswith(PREFIX) else []
     places = [recipe.data.path, *(source.path for source in recipe.data.sources), *fetched]
@@ -250,12 +249,12 @@ def absent(recipe: Recipe) -> list[str]:
 
 
 def left_aside(recipe: Recipe) -> list[str]:
-    """What of the recipe's folders may be data and is not read, each with what reads it."""
+    """Files of the recipe's folders that may be data and are not read, each with the key that reads it."""
     data, rows = recipe.data, required_format_of(recipe) in ("sft", "pairs", "kto")
     told = [unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
     if data.path is not None:
         told.append(unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
-    return [line for line in told if line is not None]
+    return [line for line in lines if line is not None]
 
 
 def guessed(recipe: Recipe) -> DatasetFacts | None:
@@ -280,7 +279,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
 
 
 class _TooManyBadRows(Exception):
-    """So many rows are bad that a plan does not look for good ones."""
+    """Too many invalid rows: a plan stops reading."""
 
 
 @dataclass
@@ -292,15 +291,15 @@ class _BadRowLimit(ReadStats):
 
 
 def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
-    """Which chat template formats the rows, in words, and what texts they hold, by the first rows of each source.
+    """A description of the chat template and the kind of texts, by the first rows of each source.
 
     Raises the UserError that `prepare` would raise for them.
     """
     data, corpora = recipe.data, streams(recipe)
     try:
-        firsts = [_first_rows(corpus, data.on_error, 1) for corpus in corpora]
+        firsts = [_first_documents(corpus, data.on_error, 1) for corpus in corpora]
         kinds = kinds_among([rows[0] if rows else None for rows in firsts])
-        found = [_first_rows(corpus, data.on_error, ROWS) for corpus in corpora]
+        found = [_first_documents(corpus, data.on_error, ROWS) for corpus in corpora]
     except _TooManyBadRows:
         return "", "none"
     for kind, rows in zip(kinds.sources, found, strict=True):
@@ -325,16 +324,16 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
     return _template(recipe, kinds, examples, tokenizer), kinds.texts
 
 
-def _first_rows(corpus: Dataset, on_error: str, count: int) -> list[Document]:
-    some = replace(corpus, files=corpus.files[:FILES]) if corpus.builtin else corpus
+def _first_documents(corpus: Dataset, on_error: str, count: int) -> list[Document]:
+    some = replace(source, files=source.files[:FILES]) if source.builtin else source
     return list(islice(read_documents(some, on_error=on_error, stats=_BadRowLimit()), count))
 
 
 def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None) -> str:
-    """The template that formats the rows, in words; "" without one, and for a tokenizer that is not on this disk yet.
+    """The origin of the chat template; "" without one, and for a tokenizer that is not on this disk yet.
 
-    Raises UserError for rows of turns without a template, for a template that cannot be used, and for rows that it
-    refuses. With a tokenizer that will be trained nothing is rendered.
+    Raises UserError for conversations without a template, for a template that cannot be used, and for rows that it
+    refuses. With a tokenizer that is not trained yet nothing is rendered.
     """
     asked, stays = recipe.data.chat.template, verbatim(recipe)
     config = {} if tokenizer is None else tokenizer.config
@@ -351,7 +350,7 @@ def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: 
 
 
 def local_tokenizer(recipe: Recipe) -> Tokenizer | None:
-    """The tokenizer that the recipe names, where it is on this disk. Raises UserError for one that cannot be read."""
+    """The recipe's tokenizer, where it is on this disk. Raises UserError for one that cannot be read."""
     spec = tokenizer_spec(recipe)
     folder = _folder_of(spec)
     if folder is None:
@@ -364,7 +363,7 @@ def local_tokenizer(recipe: Recipe) -> Tokenizer | None:
 
 
 def _local_teacher(recipe: Recipe) -> Path | None:
-    """The folder of the teacher, whose tokenizer is the data's own; None where it is on the Hub alone."""
+    """The folder of the teacher, whose tokenizer is the data's own; None where it is only on the Hub."""
     objective = recipe.objective
     folder = cached_model(objective.teacher) if isinstance(objective, Distill) else None
     if folder is None or (is_bare(folder) and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
@@ -379,7 +378,7 @@ def _folder_of(spec: dict[str, Any]) -> Path | None:
 
 
 def _expected(recipe: Recipe) -> Tokenizer | None:
-    """Raises UserError for a folder that should hold a tokenizer; that of a model's shape alone need not."""
+    """Raises UserError for a folder without a tokenizer; a folder with a config alone needs none."""
     spec = tokenizer_spec(recipe)
     folder = _folder_of(spec)
     if folder is None and "from" in spec and recipe.model.vocab_size is None:
@@ -389,16 +388,14 @@ def _expected(recipe: Recipe) -> Tokenizer | None:
     return load_tokenizer(folder)
 
 
-@lru_cache(maxsize=2)  # a plan and its remedies ask many times
+@lru_cache(maxsize=2)  # a plan and its suggestions ask many times
 def _loaded(folder: Path, stamps: tuple[tuple[str, int, int], ...], added: tuple[str, ...]) -> Tokenizer:
     del stamps
     return load_tokenizer(folder).with_tokens(added)
 
 
 def planned_vocabulary(recipe: Recipe) -> int | None:
-    """Of the tokenizer that will be trained, that tokens are added to or that a new model takes; None where only the
-    Hub knows.
-    """
+    """The vocabulary size before the dataset is prepared; None where only the Hub has the tokenizer."""
     spec = tokenizer_spec(recipe)
     if "train" in spec:
         return int(spec["train"]["vocab_size"])
@@ -418,8 +415,8 @@ def refuse_absent(name: str) -> None:
         return
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(
-            "there is no such file or folder, and the model takes its vocabulary from it",
+            "the tokenizer does not exist, and the model takes its vocabulary from it",
             where=f"tokenizer.from: {name}",
-            fix="mend the path, or set model.vocab_size to plan without the tokenizer",
+            fix="correct the path, or set model.vocab_size to plan without the tokenizer",
             code=2,
         )

@@ -1,4 +1,4 @@
-"""Lengths become steps: "3 epochs", "10B tokens", "20%", "8h" in the one unit that the loop counts."""
+"""Lengths as steps: "3 epochs", "10B tokens", "20%", "8h"."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run ar
 
 @dataclass(frozen=True)
 class Repeats:
-    """How many epochs an objective takes before they do harm, and what is usual. `reason` names the source."""
+    """The most epochs before an objective overfits, and the usual number. `reason` names the source."""
 
     most: int
     usual: int
@@ -24,13 +24,13 @@ _PAIRS = Repeats(3, 1, "preference pairs are trained on for one to three epochs 
 REPEATS = {
     "pretrain": Repeats(4, 1, "up to 4 epochs are nearly as good as new text, more repeat it (arXiv:2305.16264)"),
     "sft": Repeats(5, 3, "3 epochs are usual (Alpaca); from then on the validation loss mostly rises"),
-    "distill": Repeats(10, 3, "a teacher's probabilities bear more epochs than labels do"),
+    "distill": Repeats(10, 3, "a teacher's probabilities allow more epochs than labels do"),
     "reward": Repeats(2, 1, "a reward model overfits after its first epoch (InstructGPT, arXiv:2203.02155)"),
 } | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
 
 
 def in_epochs(plan: RunPlan) -> str:
-    """ "about 3 epochs"; empty where nothing can tell how many."""
+    """ "about 3 epochs"; empty where the number is unknown."""
     epochs = plan.epochs
     if epochs is None:
         return ""
@@ -39,28 +39,29 @@ def in_epochs(plan: RunPlan) -> str:
 
 
 def too_many_epochs(plan: RunPlan) -> str | None:
-    """A warning with the edit, where the dataset is repeated so often that it is learned by heart."""
+    """A warning with the edit, where the dataset is repeated so often that the model overfits."""
     repeats, epochs, dataset = REPEATS.get(plan.objective.kind), plan.epochs, plan.dataset
     if repeats is None or epochs is None or dataset is None or epochs <= repeats.most * (1 + dataset.spread) + 0.05:
         return None
     edit = f"set train.epochs={repeats.usual}"
-    return f"the run makes {in_epochs(plan)} of its {dataset.sequences_per_epoch:,} sequences: {repeats.reason}; {edit}"
+    run = f"the run trains for {in_epochs(plan)} on its {dataset.sequences_per_epoch:,} sequences"
+    return f"{run}: {repeats.reason}; {edit}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What one step is, in every unit; None where it is unknown."""
+    """One step in every unit; None where unknown."""
 
     tokens_per_step: int
     sequences_per_step: int
     sequences_per_epoch: int | None
     steps: int | None  # of the whole run
     step_seconds: float | None
-    guessed: bool = False  # rows_per_epoch, from the size of files
+    guessed: bool = False  # sequences_per_epoch is estimated from files
 
 
 def scale_of(length: Duration, sequence_length: int, dataset: DatasetFacts | None, tokens_per_step: int) -> Scale:
-    """Of a run of `length`, before anybody knows how long its steps take. Raises UserError."""
+    """The scale of a run of `length`, before a step is measured. Raises UserError."""
     scale = Scale(
         tokens_per_step=tokens_per_step,
         sequences_per_step=tokens_per_step // sequence_length,
@@ -73,7 +74,7 @@ def scale_of(length: Duration, sequence_length: int, dataset: DatasetFacts | Non
 
 
 def total_steps(length: Duration, scale: Scale) -> int | None:
-    """Steps of a run; None for a wall-time length, and for epochs of a corpus that nobody has counted.
+    """Steps of a run; None for a wall-time length, and for epochs of an unknown dataset.
 
     Tokens are rounded up to whole steps; the last partial step of an epoch count is dropped. Raises UserError.
     """
@@ -85,11 +86,11 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
         sequences = int(scale.sequences_per_epoch * length.amount)
         steps = sequences // scale.sequences_per_step
         if steps == 0 and not scale.guessed:
-            told = f"the text fills {format_count(sequences)} rows in {length.amount:g} epochs"
             raise UserError(
-                f"{told}, less than the {scale.sequences_per_step} rows of one step",
+                f"{length.amount:g} epochs of the dataset are {format_count(sequences)} sequences,"
+                f" fewer than one step: {scale.sequences_per_step}",
                 where="train.epochs",
-                fix="give it more text, shorter rows (data.sequence_length) or set train.tokens_per_step=auto",
+                fix="add data, lower data.sequence_length or set train.tokens_per_step=auto",
             )
         return max(1, steps)
     per_unit = scale.tokens_per_step if length.unit == "tokens" else 1
@@ -97,7 +98,7 @@ def total_steps(length: Duration, scale: Scale) -> int | None:
 
 
 def left_out(length: Duration, scale: Scale) -> int:
-    """Rows at the end of so many epochs that fill no step; 0 for any other length."""
+    """Rows at the end of an epoch count that fill no step; 0 for any other length."""
     if length.unit != "epochs" or scale.sequences_per_epoch is None:
         return 0
     sequences = int(scale.sequences_per_epoch * length.amount)
@@ -105,7 +106,7 @@ def left_out(length: Duration, scale: Scale) -> int:
 
 
 def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
-    """How many steps a part of a run lasts, at least 1 unless the length is 0.
+    """Steps of a part of a run, at least 1 unless the length is 0.
 
     Raises UserError when the unit cannot be converted: a share of a run, or a time on a device of unknown speed.
     """
@@ -115,28 +116,28 @@ def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
     if length.unit == "tokens":
         amount = length.amount / scale.tokens_per_step
     elif length.unit == "percent":
-        # Rounded up: every 20% of 366 steps is five times, the last at the end, and not once more a step before it.
+        # Rounded up: every 20% of 366 steps is five times, the last of them at the end.
         amount = math.ceil(round(length.amount / 100 * (scale.steps or UNKNOWN_STEPS), 6))
     elif length.unit == "epochs":
         amount = (
             length.amount
-            * _known(scale.sequences_per_epoch, key, "the text is not prepared")
+            * _known(scale.sequences_per_epoch, key, "the dataset is not prepared")
             / scale.sequences_per_step
         )
     elif length.unit == "seconds":
-        amount = length.amount / _known(scale.step_seconds, key, "nothing is known of this device's speed")
+        amount = length.amount / _known(scale.step_seconds, key, "the speed of this device is unknown")
     return max(1, round(amount))
 
 
 def _known(value: float | None, key: str, reason: str) -> float:
     if value is None:
-        problem = f"{key} cannot be turned into steps: {reason}"
+        problem = f"cannot convert {key} into steps: {reason}"
         raise UserError(problem, where=key, fix="write it in steps or in %", code=2)
     return value
 
 
 def provisional_steps(length: Duration, step_seconds: float | None) -> int | None:
-    """About how many steps a wall-time length holds; None when nothing is known."""
+    """Estimated steps of a wall-time length; None when the step time is unknown."""
     if length.unit != "seconds" or step_seconds is None:
         return None
     return max(2 * MEASURED_STEPS, round(length.amount / step_seconds))
@@ -158,7 +159,7 @@ def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
 
     The last part of `wsd` becomes a share where it was given in steps: the number of steps is only an estimate.
     """
-    assert plan.lengths is not None, "a plan without its recipe's lengths cannot be completed"
+    assert plan.lengths is not None, "the plan has no lengths of a recipe"
     wanted = plan.lengths
     scale = Scale(
         tokens_per_step=plan.train.tokens_per_step,

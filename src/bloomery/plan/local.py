@@ -1,4 +1,4 @@
-"""A recipe planned for this machine, with the text that lies here."""
+"""A recipe planned for this machine, with the local dataset."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,21 +17,21 @@ DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MO
 
 
 def wanted(plan: RunPlan) -> dict[str, str]:
-    """What must be set before torch is imported, whatever the user has set."""
+    """Environment variables to set before torch is imported, whatever the user has set."""
     fixed = DETERMINISM if plan.train.deterministic and plan.train.device == "cuda" else {}
     return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed}
 
 
 def child_environment(plan: RunPlan, own: Mapping[str, str]) -> dict[str, str]:
-    """`own` with what is wanted, where `own` has nothing."""
+    """`own`, with the variables of the plan that `own` does not set."""
     return local_caches(wanted(plan)) | dict(own)
 
 
 def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
-    """The facts for `machine` (default: this one), with the text as far as it lies here.
+    """The facts for `machine` (default: this one), with the dataset as far as it is on this disk.
 
-    Raises UserError for all that `train` would refuse on any machine before its first step: of the recipe, the headers
-    of the model's files, the first rows of the text.
+    Raises UserError for all that `train` refuses on any machine before its first step: in the recipe, the headers of
+    the model's files, the first rows of the data.
     """
     fetch(loaded.recipe, weights=False)
     facts = gather(loaded, machine or detect(), prepared=prepared_folder(loaded, Path.cwd()))
@@ -44,7 +44,7 @@ def local_plan(
 ) -> tuple[RunPlan, Facts]:
     """The plan and its facts, for `machine` (default: this one), or for that with the named GPU of the table.
 
-    Raises UserError as `local_facts` does, and for what this machine cannot do.
+    Raises UserError as `local_facts` does, and for settings that this machine does not support.
     """
     facts = local_facts(loaded, machine)
     if gpu is not None:

@@ -1,4 +1,4 @@
-"""A recipe made of a model and data alone: the objective that its rows ask for, with settings as packaged ones have."""
+"""A recipe from a model and a dataset: the objective that fits the rows, with the settings of packaged recipes."""
 
 import json
 import shlex
@@ -26,7 +26,7 @@ _SPEED = "optimizer: {{learning_rate: {rate}, weight_decay: {decay}, schedule: c
 
 @dataclass(frozen=True)
 class _Method:
-    """How rows of one kind are trained on."""
+    """The training method for rows of one kind."""
 
     method: str
     objective: str
@@ -40,25 +40,25 @@ def _method(method: str, objective: str, reason: str, *, rate: str, epochs: int,
     return _Method(method, objective, reason, adapter + _SPEED.format(rate=rate, decay=decay, warmup=warmup), epochs)
 
 
-_SFT = _method("lora", "{kind: sft}", "the answers are trained on", rate="2e-4", epochs=3)
-_TEXT = _method("text", "{kind: pretrain}", "plain text: every token is trained on", rate="2e-5", epochs=1)
+_SFT = _method("lora", "{kind: sft}", "trains on the responses", rate="2e-4", epochs=3)
+_TEXT = _method("text", "{kind: pretrain}", "plain text: trains on every token", rate="2e-5", epochs=1)
 _METHODS = {
-    "preference": _method("dpo-lora", "{kind: dpo, beta: 0.1}", "each row has a chosen and a rejected answer",
+    "preference": _method("dpo-lora", "{kind: dpo, beta: 0.1}", "each row has a chosen and a rejected response",
                        rate="5e-5", epochs=1, warmup="10%"),
-    "kto": _method("kto-lora", "{kind: kto, beta: 0.1}", "each answer is marked as desirable or not",
+    "kto": _method("kto-lora", "{kind: kto, beta: 0.1}", "each response is labeled desirable or undesirable",
                 rate="5e-5", epochs=1, warmup="10%"),
 }  # fmt: skip
 
 
 def made_recipe(model: str, data: str) -> tuple[str, str]:
-    """The recipe as YAML, and its name. Raises UserError where the data are not here or hold nothing to read."""
+    """The recipe as YAML, and its name. Raises UserError for data that do not exist or cannot be read."""
     source = Source(path=_place(data))
     found = peek(source)
-    way = _TEXT if found is None else _METHODS.get(found[0], _SFT)
+    method = _TEXT if found is None else _METHODS.get(found[0], _SFT)
     format, columns = found or ("auto", {})
     facts = _facts(model)
     length = min(_LENGTH, int(facts.get("positions") or _LENGTH))
-    template = ["  chat: {template: chatml}   # the model has none of its own"] if facts.get("bare") else []
+    template = ["  chat: {template: chatml}   # the model has no chat template"] if facts.get("bare") else []
     lines = [
         f"model: {{from: {json.dumps(model)}}}",
         "data:",
@@ -67,16 +67,18 @@ def made_recipe(model: str, data: str) -> tuple[str, str]:
         *([f"  columns: {json.dumps(columns)}   # {describe_columns(columns)}"] if columns else []),
         f"  sequence_length: {length}",
         "  validation: 5%",
-        *(template if way is not _TEXT else []),
-        f"objective: {way.objective}   # {way.reason}",
+        *(template if method is not _TEXT else []),
+        f"objective: {method.objective}   # {method.reason}",
     ]
-    train = f"train: {{epochs: {way.epochs}}}\n"
-    text = "\n".join(lines) + "\n" + way.settings + train + "checkpoint: {every: 25%, keep: 2}\neval: {every: 12.5%}\n"
-    return text, f"{Path(model.partition('@')[0]).name or 'model'}-{way.method}".lower()
+    train = f"train: {{epochs: {method.epochs}}}\n"
+    text = (
+        "\n".join(lines) + "\n" + method.settings + train + "checkpoint: {every: 25%, keep: 2}\neval: {every: 12.5%}\n"
+    )
+    return text, f"{Path(model.partition('@')[0]).name or 'model'}-{method.method}".lower()
 
 
 def guessed_columns(recipe: Recipe) -> list[str]:
-    """Which columns of the recipe's rows are what, where nobody said it and their names did; of data that are here."""
+    """Column roles that were recognized by name, of data on this disk."""
     data = recipe.data
     whole = [Source(path=data.path, glob=data.glob, format=data.format, columns=data.columns)] if data.path else []
     sources = [] if required_format_of(recipe) in ("text", "any") else [*whole, *data.sources]
@@ -97,7 +99,7 @@ def _place(data: str) -> str:
 
 
 def _facts(model: str) -> dict[str, Any]:
-    """`positions` that it learned and whether it is `bare` of a chat template, as far as this disk tells."""
+    """`positions`, and whether it is `bare` of a chat template, as far as files on this disk show."""
     folder = hub.cached_model(model)
     if folder is None:
         known = published_config(model)
@@ -109,7 +111,7 @@ def _facts(model: str) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What is wrong with it is told when the model is loaded."""
+    """{} for a damaged file: loading the model reports it."""
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(_READ))

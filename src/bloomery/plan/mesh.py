@@ -1,4 +1,4 @@
-"""Several devices: replicate, shard, shard inside nodes, or a pipeline: what each takes, and which to choose."""
+"""Several devices: replicate, shard, shard inside nodes, or pipeline: memory and time of each, and the choice."""
 
 import math
 import re
@@ -24,7 +24,7 @@ SOCKET_GBS = 5.0  # of a node whose collectives go through TCP sockets
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What carries data between devices of a node, or between nodes. `gbs`: GB/s each way that a collective reaches."""
+    """A link between devices of a node, or between nodes. `gbs`: GB/s per direction that a collective reaches."""
 
     name: str
     gbs: float
@@ -33,7 +33,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """A node's devices and what joins them. `between`: of a whole node; None for one node."""
+    """A node's devices and their links. `between`: of a whole node; None for one node."""
 
     per_node: int
     nodes: int
@@ -45,33 +45,33 @@ class Fabric:
         return self.per_node * self.nodes
 
 
-# What one device sends in a ring inside a node: nominal rate one mode, times what collective benchmarks reach of it.
+# The rate of one device in a ring inside a node: nominal rate per direction, times the share of collective benchmarks.
 _INSIDE: tuple[tuple[str, str, float, str], ...] = (
-    (r"NVLink5", "NVLink 5", 680, "75% of 900 GB/s a direction"),
-    (r"NVLink4", "NVLink 4", 340, "75% of 450 GB/s a direction"),
-    (r"NVLink3 600", "NVLink 3", 230, "77% of 300 GB/s a direction"),
-    (r"NVLink2 300", "NVLink 2", 115, "77% of 150 GB/s a direction"),
+    (r"NVLink5", "NVLink 5", 680, "75% of 900 GB/s per direction"),
+    (r"NVLink4", "NVLink 4", 340, "75% of 450 GB/s per direction"),
+    (r"NVLink3 600", "NVLink 3", 230, "77% of 300 GB/s per direction"),
+    (r"NVLink2 300", "NVLink 2", 115, "77% of 150 GB/s per direction"),
     (r"7x xGMI", "xGMI, all to all", 310, "69% of seven links of 64 GB/s"),
-    (r"GCD-GCD", "Infinity Fabric", 80, "rings over links of 50 GB/s; 200 between the two dies of a card"),
+    (r"GCD-GCD", "Infinity Fabric", 80, "rings over links of 50 GB/s; 200 between the two dies of a GPU"),
     (
         r"xGMI bridge|3 IF links|IF bridge",
         "PCIe 4",
         20,
-        "a bridge joins pairs or fours at most; nothing is assumed of it",
+        "a bridge joins at most four GPUs; not counted",
     ),
-    (r"NVLink3 bridge", "PCIe 4", 20, "a bridge joins pairs; nothing is assumed of it"),
+    (r"NVLink3 bridge", "PCIe 4", 20, "a bridge joins pairs; not counted"),
     (r"xGMI", "xGMI", 150, "assumed from MI300X with fewer links"),
-    (r"no P2P", "PCIe through the host", 10, "no direct copies between GeForce cards"),
+    (r"no P2P", "PCIe through the host", 10, "no peer-to-peer copies between GeForce GPUs"),
     (r"PCIe[45]x8", "PCIe, 8 lanes", 10, "60% of 16 GB/s, as with PCIe 4"),
     (r"PCIe5", "PCIe 5", 40, "60% of 64 GB/s, with 16 lanes each"),
     (r"PCIe4", "PCIe 4", 20, "60% of 32 GB/s, with 16 lanes each"),
     (r"PCIe3", "PCIe 3", 10, "60% of 16 GB/s, with 16 lanes each"),
 )
-# What a node of such devices usually has to the outside; nobody states it on the command line.
+# The usual network of a node with such devices.
 _BETWEEN: tuple[tuple[str, str, float, str], ...] = (
-    (r"GCD-GCD", "Slingshot, 4 x 200 Gb/s a node", 70, "70% of 100 GB/s; assumes the libfabric plugin of RCCL"),
-    (r"NVLink4|NVLink5|7x xGMI", "8 x 400 Gb/s a node", 320, "assumed: 80% of one 400 Gb/s port a GPU"),
-    (r"NVLink3 600|xGMI;", "8 x 200 Gb/s a node", 160, "assumed: 80% of one 200 Gb/s port a GPU"),
+    (r"GCD-GCD", "Slingshot, 4 x 200 Gb/s per node", 70, "70% of 100 GB/s; assumes the libfabric plugin of RCCL"),
+    (r"NVLink4|NVLink5|7x xGMI", "8 x 400 Gb/s per node", 320, "assumed: 80% of one 400 Gb/s port per GPU"),
+    (r"NVLink3 600|xGMI;", "8 x 200 Gb/s per node", 160, "assumed: 80% of one 200 Gb/s port per GPU"),
     (r".", "10 Gb/s Ethernet", 1.0, "assumed: an ordinary network"),
 )
 
@@ -86,8 +86,8 @@ def fabric_of(spec: GpuSpec, *, per_node: int, nodes: int, sockets: bool = False
     return Fabric(per_node=per_node, nodes=nodes, inside=_first(_INSIDE, spec.link), between=between)
 
 
-def _first(rows: tuple[tuple[str, str, float, str], ...], link: str) -> Link:
-    for pattern, name, gbs, reason in rows:
+def _first(table: tuple[tuple[str, str, float, str], ...], link: str) -> Link:
+    for pattern, name, gbs, reason in table:
         if re.search(pattern, link):
             return Link(name=name, gbs=gbs, reason=reason)
     return Link(name="PCIe", gbs=10.0, reason="assumed: the table names no link")
@@ -115,12 +115,12 @@ def reduce_seconds(amount: float, fabric: Fabric) -> float:
 
 
 def across_seconds(amount: float, fabric: Fabric) -> float:
-    """An all-reduce between nodes alone, of what each device of a node holds a share of: `amount` bytes a node."""
+    """An all-reduce between nodes alone, of `amount` bytes per node, sharded over its devices."""
     return 2 * (_outside(amount, fabric, fabric.nodes) + (fabric.nodes - 1) * STEP_SECONDS[1])
 
 
 def exposed(seconds: float, window: float, index: int) -> float:
-    """What computing cannot hide of a communication that could run behind `window` seconds of it."""
+    """Seconds of a communication that compute does not hide; it can overlap with `window` seconds of compute."""
     hidden = HIDDEN[index]
     return max((1 - hidden) * seconds, seconds - hidden * window)
 
@@ -131,12 +131,12 @@ Seconds = dict[str, Estimate]
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCandidate:
-    """One layout, planned: `micro_batching` is one device's, `parts` are seconds of a step."""
+    """One planned layout: `micro_batching` of one device, `parts`: seconds of a step."""
 
     name: str
     split: MeshSplit
     micro_batching: MicroBatching
-    parts: Seconds | None  # None: nothing is known of the device's speed
+    parts: Seconds | None  # None: the device's speed is unknown
 
     @property
     def seconds(self) -> Estimate | None:
@@ -149,7 +149,7 @@ class LayoutCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshWorkload:
-    """What every layout is planned from. `limit`: bytes of one device that a plan may use."""
+    """The common input of all layouts. `limit`: bytes of one device that a plan may use."""
 
     step: StepShape
     sequences_per_step: int
@@ -164,7 +164,7 @@ class MeshWorkload:
         sequences_per_step: int, gpus: int, nodes: int, limit: float,
     ) -> "MeshWorkload":  # fmt: skip
         """Over `nodes` nodes of `gpus` devices, as the table has them."""
-        assert profile.gpu is not None, "a mesh is of devices that the table knows"
+        assert profile.gpu is not None, "a mesh needs GPUs of the table"
         return cls(
             step=step,
             sequences_per_step=sequences_per_step,
@@ -175,14 +175,14 @@ class MeshWorkload:
         )
 
     def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
-        rows = self.sequences_per_step // split.data_parallel
+        sequences = self.sequences_per_step // split.data_parallel
         return lambda step: mesh_memory(
-            step, split, vendor=self.vendor, limit=self.limit, micro_batches=rows // step.micro_batch_size
+            step, split, vendor=self.vendor, limit=self.limit, micro_batches=sequences // step.micro_batch_size
         )
 
 
 def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
-    """Devices of a node, and nodes: as the command line says, else one node of as many as the recipe splits over.
+    """Devices per node, and nodes: of the command line, else one node with as many as the recipe splits over.
 
     Raises UserError where the two contradict each other.
     """
@@ -197,7 +197,7 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
 
 
 def _splits(workload: MeshWorkload, parallel: Parallel) -> Iterator[tuple[str, MeshSplit]]:
-    """The one that the recipe asks for, else every one that the devices allow."""
+    """The split of the recipe, else every split that the devices allow."""
     fabric = workload.fabric
     if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
         copies, shards, stages = parallel.replicate, parallel.shard, parallel.pipeline
@@ -220,20 +220,20 @@ def _splits(workload: MeshWorkload, parallel: Parallel) -> Iterator[tuple[str, M
 
 
 def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSplit) -> LayoutCandidate | None:
-    """None where some device would have no row of the step."""
+    """None where the sequences of a step do not divide among the devices."""
     if workload.sequences_per_step % split.data_parallel:
         return None
-    rows = workload.sequences_per_step // split.data_parallel
+    sequences = workload.sequences_per_step // split.data_parallel
     best: LayoutCandidate | None = None
-    for train in _micro_batches(asked, rows, split):
+    for train in _micro_batches(asked, sequences, split):
         micro_batching = choose_micro_batching(
-            train, workload.step, sequences_per_step=rows, measure=workload.memory(split)
+            train, workload.step, sequences_per_step=sequences, measure=workload.memory(split)
         )
         candidate = LayoutCandidate(
             name=name,
             split=split,
             micro_batching=micro_batching,
-            parts=layout_parts(workload, split, micro_batching.step, rows),
+            parts=layout_parts(workload, split, micro_batching.step, sequences),
         )
         if best is None or _order(candidate) < _order(best):
             best = candidate
@@ -242,14 +242,14 @@ def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSpl
     return best
 
 
-def _micro_batches(train: Train, rows: int, split: MeshSplit) -> Iterator[Train]:
+def _micro_batches(train: Train, sequences: int, split: MeshSplit) -> Iterator[Train]:
     """A pipeline wants many small micro-batches, everything else the largest that fits."""
     if split.pipeline == 1 or train.micro_batch_size != "auto":
-        if train.micro_batch_size == "auto" or rows % train.micro_batch_size == 0:
+        if train.micro_batch_size == "auto" or sequences % train.micro_batch_size == 0:
             yield train
         return
     size = 1
-    while size <= rows and rows % size == 0:
+    while size <= sequences and sequences % size == 0:
         yield train.model_copy(update={"micro_batch_size": size})
         size *= 2
 
@@ -266,27 +266,27 @@ def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
     """The fastest layout that fits, a simpler one where it costs less than 3%; the smallest where none fits."""
     best = min(candidates, key=_order)
     if not best.fits:
-        return best, "no layout fits; this one needs the least memory"
+        return best, "no layout fits; this layout needs the least memory"
     if best.seconds is None:
-        return best, "nothing is known of this device's speed: the one that needs the least memory"
+        return best, "the speed of this device is unknown: the layout with the least memory"
     for candidate in candidates:  # simplest first
         if candidate.fits and candidate.seconds is not None and candidate.seconds.value <= best.seconds.value * NEARLY:
             fitting = {other.name for other in candidates if other.fits}
             others = [other.name for other in candidates if other.name not in fitting]
             reason = (
-                "the fastest that fits" if candidate is best else f"simpler, and within {NEARLY - 1:.0%} of the fastest"
+                "the fastest that fits" if candidate is best else f"simpler, within {NEARLY - 1:.0%} of the fastest"
             )
-            return candidate, reason + (f"; {', '.join(dict.fromkeys(others))} would not fit" if others else "")
-    raise AssertionError("the best layout is one of those found")
+            return candidate, reason + (f"; {', '.join(dict.fromkeys(others))} do not fit" if others else "")
+    raise AssertionError("the best layout is a candidate")
 
 
 def layout_parts(
-    workload: MeshWorkload, split: MeshSplit, step: StepShape, rows: int, *, work: speed.Work | None = None
+    workload: MeshWorkload, split: MeshSplit, step: StepShape, sequences: int, *, work: speed.Work | None = None
 ) -> Seconds | None:
-    """Seconds of a step over `rows` rows of each data-parallel rank, by what takes them."""
+    """Seconds of a step over so many sequences of each data-parallel rank, by operation."""
     if workload.rate is None:
         return None
-    tokens = rows * step.sequence_length
+    tokens = sequences * step.sequence_length
     whole, stages = work or work_of(step, tokens=tokens), split.pipeline
     share = replace(  # one device's: of the layers with a pipeline, of the optimizer with sharding too
         whole,
@@ -297,7 +297,7 @@ def layout_parts(
         update=whole.update / (stages * split.shard),
     )
     parts = step_parts(share, workload.rate)
-    passes = max(1, rows // step.micro_batch_size)
+    passes = max(1, sequences // step.micro_batch_size)
     computing = total({name: part for name, part in parts.items() if name != "optimizer"})
     parts["exposed communication"] = _exposed(workload, split, step, passes, computing.value)
     if split.pipeline > 1:
@@ -306,7 +306,7 @@ def layout_parts(
 
 
 def _exposed(workload: MeshWorkload, split: MeshSplit, step: StepShape, passes: int, computing: float) -> Estimate:
-    """Communication that computing does not hide; what cannot overlap at all, a pipeline's hand-over, counts whole."""
+    """Communication that compute does not hide; transfers between pipeline stages never overlap."""
     fabric, config = workload.fabric, step.config
     learning, layers = learning_bytes(config, step.mode, step.precision), config.num_layers
     bare, window = 0.0, computing
@@ -334,7 +334,7 @@ def _exposed(workload: MeshWorkload, split: MeshSplit, step: StepShape, passes: 
 def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, ParallelPlan]:
     """The best layout over the devices, and every one that they, the batch and the recipe allow.
 
-    Raises UserError where the step has too few rows for so many devices.
+    Raises UserError where no split divides the sequences of a step.
     """
     fabric, sequences_per_step = workload.fabric, workload.sequences_per_step
     candidates = [
@@ -345,9 +345,9 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
     if not candidates:
         need = -(-sequences_per_step // fabric.devices) * fabric.devices * workload.step.sequence_length
         raise UserError(
-            f"{sequences_per_step:,} rows of a step cannot be shared by {fabric.devices:,} devices",
+            f"{sequences_per_step:,} sequences per step do not divide among {fabric.devices:,} devices",
             where="train.tokens_per_step",
-            fix=f"set train.tokens_per_step={need}, or take a number of devices that divides {sequences_per_step:,}",
+            fix=f"set train.tokens_per_step={need}, or use a number of devices that divides {sequences_per_step:,}",
             code=2,
         )
 

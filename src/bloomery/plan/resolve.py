@@ -1,7 +1,6 @@
-"""A recipe and the facts about it become a plan in which nothing is "auto" any more: a page of decisions.
+"""A recipe and its facts as a plan without "auto".
 
-Nothing here reads a file: `gather` did. Suggestions resolve an edited recipe with the same facts, as often as they
-like.
+Nothing here reads a file: `gather` does. Suggestions resolve an edited recipe with the same facts.
 """
 
 from collections.abc import Iterator
@@ -55,8 +54,7 @@ Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1) -> RunPlan:
     """The plan of a training run on the facts' machine, or on `nodes` nodes with `gpus` devices like its own each.
 
-    Raises UserError for what this version cannot do and for what contradicts itself; that a run does not fit is part
-    of the plan.
+    Raises UserError for unsupported and contradictory settings; a run that does not fit is planned.
     """
     recipe, profile, config = loaded.recipe, facts.profile, facts.config
     gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
@@ -138,7 +136,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
 
 
 def refuse(recipe: Recipe, facts: Facts, *, devices: int = 1) -> None:
-    """Raises UserError for what no machine could train, and for what several devices could not."""
+    """Raises UserError for a recipe that no machine can train, or not on several devices."""
     unsupported.refuse_recipe(recipe)
     unsupported.refuse_misfits(
         recipe, facts.config, facts.dataset, known=facts.known_vocabulary, added=facts.new_tokens
@@ -150,7 +148,7 @@ def refuse(recipe: Recipe, facts: Facts, *, devices: int = 1) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """The choices that depend on each other. `seconds`: None where nothing is known of the device."""
+    """The choices that depend on each other. `seconds`: None where the device is unknown."""
 
     tokens: Choice[int]
     precision: Choice[str]
@@ -183,7 +181,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
     shape = replace(shape, compiled=compiled.value)
 
     def laid_out(sequences: int) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
-        """How the step is cut and how long it takes: on one device, or in the best layout over several."""
+        """Micro-batches and seconds of a step: on one device, or in the best layout over several."""
         if gpus * nodes > 1:
             workload = mesh.MeshWorkload.of(
                 profile, shape, estimator.rate(shape),
@@ -230,7 +228,7 @@ def shape_of(
     precision: str,
     attention: str,
 ) -> StepShape:
-    """A step of one row, uncompiled, that keeps all activations."""
+    """A step with micro-batch size 1, uncompiled, that keeps all activations."""
     arch, environment = profile.arch, profile.environment.value
     return StepShape(
         config=config,
@@ -256,10 +254,10 @@ def shape_of(
 def _compiled(
     recipe: Recipe, facts: Facts, estimator: StepEstimator, eager: StepShape, scale: lengths.Scale
 ) -> Choice[bool]:
-    """By how long the run would take uncompiled, and by what this machine measured of both."""
+    """By the uncompiled length of the run, and by this machine's measurements of both."""
     if facts.config.transformers_backend is not None:
-        return Choice(False, "transformers' layers are not compiled here")
-    gain = compile_gain(estimator.cards, model=facts.config, precision=eager.precision, setting=eager.setting)
+        return Choice(False, "compilation is not supported for the transformers implementation")
+    gain = compile_gain(estimator.measurements, model=facts.config, precision=eager.precision, setting=eager.setting)
     seconds, length = None, recipe.train.length
     if length.unit == "seconds":
         seconds = length.amount
@@ -269,44 +267,46 @@ def _compiled(
 
 
 def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
-    """Every choice with its reason, in the order in which they are told."""
+    """Every choice with its reason, in the order of the page."""
 
-    def told(key: str, choice: Choice[Any]) -> Decision:
+    def choice_of(key: str, choice: Choice[Any]) -> Decision:
         value = choice.value
         if isinstance(value, bool):
             value = "yes" if value else "no"
         return Decision(key=key, value=str(value), reason=choice.reason)
 
     profile, config, micro_batching = facts.profile, facts.config, step.micro_batching
-    scaled = step.precision.value == "float16"  # which never trains without loss scaling
-    yield told("train.precision", Choice("float16 + loss scaling", step.precision.reason) if scaled else step.precision)
+    scaled = step.precision.value == "float16"  # always with loss scaling
+    yield choice_of(
+        "train.precision", Choice("float16 + loss scaling", step.precision.reason) if scaled else step.precision
+    )
     attention = step.attention
     if profile.attention.value == "plain" and not keeps_scores(micro_batching.step):
         layers = max(1, kept_layers(micro_batching.step.checkpointing, config.num_layers))
         price = quadratic_bytes(micro_batching.step) * layers / GIB
-        added = f"PyTorch's fallback would add {int(price * 10 + 0.5) / 10:.1f} GiB"
+        added = f"PyTorch's fallback needs {int(price * 10 + 0.5) / 10:.1f} GiB more"
         attention = Choice(attention.value, f"{attention.reason}; {added}")
-    yield told("train.attention", attention)
-    yield told("train.compile", Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.reason))
-    yield told("train.tokens_per_step", step.tokens)
+    yield choice_of("train.attention", attention)
+    yield choice_of("train.compile", Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.reason))
+    yield choice_of("train.tokens_per_step", step.tokens)
     sequences = lengths.left_out(recipe.train.length, step.scale)
     if sequences and step.scale.steps is not None:
-        reason = f"the last {sequences:,} rows of {recipe.train.length} fill no step and are left out"
-        yield told(f"train.{recipe.train.length_key}", Choice(f"{step.scale.steps:,} steps", reason))
-    yield told("train.micro_batch_size", micro_batching.micro_batch_size)
-    yield told("train.activation_checkpointing", micro_batching.checkpointing)
-    yield told("train.deterministic", choose_deterministic(recipe, profile))
-    yield told("train.device", profile.device)
-    yield told("model.score_chunk", micro_batching.score_chunk)
+        reason = f"the last {sequences:,} sequences of {recipe.train.length} fill no step and are left out"
+        yield choice_of(f"train.{recipe.train.length_key}", Choice(f"{step.scale.steps:,} steps", reason))
+    yield choice_of("train.micro_batch_size", micro_batching.micro_batch_size)
+    yield choice_of("train.activation_checkpointing", micro_batching.checkpointing)
+    yield choice_of("train.deterministic", choose_deterministic(recipe, profile))
+    yield choice_of("train.device", profile.device)
+    yield choice_of("model.score_chunk", micro_batching.score_chunk)
     workers, reads = recipe.data.num_proc, profile.workers.reason
-    by_size = f"small texts are prepared in one process, large ones on every core; {reads}"
-    prepares = Choice(str(workers), f"{ASKED}: processes that prepare the text; {reads}")
-    yield told("data.num_proc", Choice("by size", by_size) if workers == "auto" else prepares)
-    yield told("data.pin_memory", _pin_memory(recipe, profile))
-    yield told("data.prefetch", _prefetch(recipe, profile))
-    yield told("optimizer.fused", _fused(recipe, profile))
+    by_size = f"one process for small datasets, every core for large ones; {reads}"
+    prepares = Choice(str(workers), f"{ASKED}: processes of `prepare`; {reads}")
+    yield choice_of("data.num_proc", Choice("by size", by_size) if workers == "auto" else prepares)
+    yield choice_of("data.pin_memory", _pin_memory(recipe, profile))
+    yield choice_of("data.prefetch", _prefetch(recipe, profile))
+    yield choice_of("optimizer.fused", _fused(recipe, profile))
     if words := " ".join(f"{key}={value}" for key, value in profile.environment.value.items()):
-        yield told("environment", Choice(words, profile.environment.reason))
+        yield choice_of("environment", Choice(words, profile.environment.reason))
     for key, choice in (
         *adapters.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
@@ -315,7 +315,7 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
         *arithmetic_choices(recipe, config, precision=step.precision.value),
         *optimizer_memory_choices(recipe, accelerator=profile.accelerator is not None, precision=step.precision.value),
     ):
-        yield told(key, choice)
+        yield choice_of(key, choice)
 
 
 def _optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> OptimizerPlan:
@@ -369,7 +369,7 @@ def _lengths(recipe: Recipe, facts: Facts) -> Lengths:
 
 
 def _fused(recipe: Recipe, profile: Profile) -> Choice[bool]:
-    """Whether torch's fused AdamW does the update: what saves memory is of our own, in backward or after it."""
+    """Whether torch's fused AdamW does the update; memory-saving states need Bloomery's own."""
     asked = recipe.optimizer
     optimizer_memory = (
         asked.fused_backward

@@ -25,7 +25,7 @@ _AS_IT_WAS = "put it back as it was; to train with other settings, start a new r
 class RunIdentity(BaseModel, frozen=True):
     """`format`: that of the run's other files. `version`: the Bloomery that began the run. `files`: the digests that
     each small file may have. `plans`: of every plan so far, the newest last. `models`: of the weights that the run
-    began with, by what they are to it.
+    began with, by role.
     """
 
     run: str
@@ -121,12 +121,12 @@ def write_plan(plan: RunPlan, path: Path) -> None:
 
 
 def dumped(plan: RunPlan) -> str:
-    """What the file holds."""
+    """The content of plan.json."""
     return plan.model_dump_json(indent=1) + "\n"
 
 
 def read_plan(path: Path) -> RunPlan:
-    """Raises UserError when there is no plan, it changed since it was written, or this version does not know it."""
+    """Raises UserError when there is no plan, it changed since it was written, or this version cannot read it."""
     try:
         return RunPlan.model_validate_json(read_sealed(path))
     except FileNotFoundError as missing:

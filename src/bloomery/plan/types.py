@@ -1,4 +1,4 @@
-"""The plan of a run: every "auto" decided. Stored as `plan.json`, replayed by `resume`."""
+"""The plan of a run, without "auto". Stored as `plan.json`, replayed by `resume`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -65,30 +65,30 @@ class MemoryEstimate(PlanPart):
 
 
 class DatasetFacts(PlanPart):
-    """What the prepared text is like, as far as a plan needs it. Ids are those of the tokenizer, None when absent.
+    """Facts of a dataset for a plan. Ids are those of the tokenizer, None when absent.
 
     `sequences_per_epoch`: those of the training split. `spread`: the relative half-width of an estimate from the
-    size of files that are not tokenized yet; 0 once they are. `left_out` and `cut_short`: conversations and
-    pairs of which no sequence holds a token to train on, or the end.
+    size of files that are not tokenized yet; 0 once they are. `left_out`, `cut_short`: conversations and
+    pairs that are dropped because all their labels are masked, or truncated.
     """
 
     sequences_per_epoch: int
     tokens: int
-    vocab_size: int | None  # None: of a tokenizer that nobody has read yet
+    vocab_size: int | None  # None: the tokenizer is not on this disk
     bos_id: int | None = None
     eos_id: int | None = None
     pad_id: int | None = None
     spread: float = 0.0
-    loss_share: float = 1.0  # the share of the tokens that an objective learns from
+    loss_share: float = 1.0  # loss tokens over all tokens
     left_out: int = 0
     cut_short: int = 0
-    template: str = ""  # the chat template that formats its rows, in words
+    template: str = ""  # a description of the chat template
     texts: Texts = "none"
-    digest: str = ""  # of the prepared text; empty before it is prepared
+    digest: str = ""  # of the prepared dataset; empty before
 
 
 class Decision(PlanPart):
-    """One choice of the plan as a person sees it: the recipe key, the value, the reason."""
+    """One choice of the plan: the recipe key, the value, the reason."""
 
     key: str
     value: str
@@ -96,7 +96,7 @@ class Decision(PlanPart):
 
 
 class Verdict(PlanPart):
-    """A claim of the recipe, judged with arithmetic."""
+    """A claim of the recipe, checked with arithmetic."""
 
     claim: str
     verdict: Literal["ok", "wrong", "unknown", "high", "low"]
@@ -107,8 +107,8 @@ class ModelPlan(PlanPart):
     config: ModelConfig
     source: Path | None  # a folder of pretrained weights; None: fresh weights
     attention: str  # a backend of model.attention
-    score_chunk: int  # rows whose logits exist at once
-    new_ids: tuple[int, ...] = ()  # of added tokens: their rows begin as the mean of those before, whatever they held
+    score_chunk: int  # tokens whose logits exist together
+    new_ids: tuple[int, ...] = ()  # of added tokens: their embeddings start as the mean of the others
 
 
 class DataPlan(PlanPart):
@@ -143,7 +143,7 @@ class ScheduleBlock(PlanPart):
     """Steps of a wall-time run whose learning rates are fixed, and written to plan.json, before the first of them.
 
     `fraction` of the run is done after `step` steps; from there to step `until` it grows as if the run had
-    `steps` steps. `step_seconds` is what a step was measured to take; None: not measured yet.
+    `steps` steps. `step_seconds`: measured; None: not measured yet.
     """
 
     step: int
@@ -156,15 +156,15 @@ class ScheduleBlock(PlanPart):
 class TrainPlan(PlanPart):
     """`steps` is None while a wall-time length waits for its first measured steps; then `seconds` is set.
 
-    Later it is the newest estimate. `blocks`: what was decided of a wall-time run so far, for a resumed run to repeat.
+    Later it is the newest estimate. `blocks`: the fixed blocks of a wall-time run so far, repeated by a resumed run.
     """
 
     steps: int | None
     seconds: float | None
-    min_steps: int | None = None  # of a wall-time run, which then takes longer where it must
+    min_steps: int | None = None  # of a wall-time run, which may then exceed `seconds`
     blocks: tuple[ScheduleBlock, ...] = ()
     tokens_per_step: PositiveInt
-    micro_batch_size: PositiveInt  # rows
+    micro_batch_size: PositiveInt
     accumulation: PositiveInt  # micro-batches per step
     precision: Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
     compile: bool
@@ -203,7 +203,7 @@ class LoggingPlan(PlanPart):
     every_steps: PositiveInt
     trackers: tuple[str, ...]
     commands: tuple[str, ...]
-    max_gpu_temperature: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: what each GPU says of itself
+    max_gpu_temperature: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: each GPU's own limit
     memory: bool = False
     profile_steps: tuple[int, int] | None = None  # the first and the last
 
@@ -222,7 +222,7 @@ class Lengths(PlanPart):
 
 
 class LayoutPlan(PlanPart):
-    """One way to lay a step over several devices. Memory is that of the device that needs most."""
+    """One layout of a step over several devices. Memory: of the device that needs most."""
 
     name: str  # replicate, shard, shard in nodes, pipeline
     replicate: int
@@ -238,7 +238,7 @@ class LayoutPlan(PlanPart):
 
 
 class ParallelPlan(PlanPart):
-    """Several devices: what joins them, every layout, and the one that the plan's other figures are of."""
+    """Several devices: links, every layout, and the chosen one, which the plan's other figures describe."""
 
     gpus: int  # of a node
     nodes: int
@@ -258,7 +258,7 @@ class ParallelPlan(PlanPart):
 
 
 class RunPlan(PlanPart):
-    """What a run executes. Stored as `plan.json`; what only a page shows of it is in `PlanReport`."""
+    """Everything a run executes. Stored as `plan.json`; `PlanReport` adds the figures of its page."""
 
     name: str
     model: ModelPlan
@@ -272,28 +272,29 @@ class RunPlan(PlanPart):
     objective: Objective = Pretrain()
     adapter: Adapter = NoAdapter()
     quantize: Quantize = Quantize()
-    quantized_by: Dequantizer = "torch"  # whose code reads a quantised base
-    torch: str  # the version that the plan was made for
+    quantized_by: Dequantizer = "torch"  # the implementation that reads quantized weights
+    torch: str  # the version of the plan
     memory: MemoryEstimate
-    step_seconds: Estimate | None  # None: nothing is known of this device
+    step_seconds: Estimate | None  # None: the device is unknown
     total_tokens: int | None
     choices: tuple[Decision, ...]
-    suggestions: tuple[str, ...] = ()  # edits of the recipe that make it fit where it may not, cheapest first
+    suggestions: tuple[str, ...] = ()  # edits that make it fit, cheapest first
     lengths: Lengths | None = None
-    dataset: DatasetFacts | None = None  # None: neither counted nor guessed
+    dataset: DatasetFacts | None = None  # None: unknown
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
-    recovered: tuple[str, ...] = ()  # keys that a fallback has changed so that numbers differ, once for each time
+    recovered: tuple[str, ...] = ()  # keys that a fallback changed so that numbers differ, one entry for each time
     parallel: ParallelPlan | None = None  # None: one device
 
     @property
     def seconds(self) -> Estimate | None:
-        """How long the whole run trains; None when the device or the length is unknown."""
-        if self.train.seconds is not None:
-            known = self.train.seconds
-            return Estimate(value=known, low=known, high=known, origin="table")
-        if self.step_seconds is None or self.train.steps is None:
-            return None
-        return self.step_seconds.scaled(self.train.steps)
+        """Of the whole run: a wall-time run takes at least `min_steps`. None when the device or length is unknown."""
+        step, steps, asked = self.step_seconds, self.train.steps, self.train.seconds
+        if asked is not None:
+            least = step.scaled(self.train.min_steps or 1) if step is not None else None
+            ends = (asked,) * 3 if least is None else (max(asked, e) for e in (least.value, least.low, least.high))
+            value, low, high = ends
+            return Estimate(value=value, low=low, high=high, origin="table")
+        return None if step is None or steps is None else step.scaled(steps)
 
     @property
     def fits(self) -> bool:
@@ -301,7 +302,7 @@ class RunPlan(PlanPart):
 
     @property
     def epochs(self) -> float | None:
-        """How often the run trains on its dataset; an estimate where `epochs_about`. None where nothing can tell."""
+        """Epochs of the run; an estimate where `epochs_about`. None where unknown."""
         asked = None if self.lengths is None else self.lengths.train
         if self.dataset is None or not self.dataset.sequences_per_epoch:
             return asked.amount if asked is not None and asked.unit == "epochs" else None
@@ -318,21 +319,21 @@ class RunPlan(PlanPart):
 
 
 class Suggestion(PlanPart):
-    """Recipe overrides ("train.micro_batch=8") and in words what they save."""
+    """Recipe overrides ("train.micro_batch=8") and their savings."""
 
     edit: str
     saves: str
 
 
 class MaxLength(PlanPart):
-    """The longest row that fits, one at a time: as planned, and with every layer computed again."""
+    """The longest sequence that fits at micro-batch 1: as planned, and with full activation checkpointing."""
 
     as_planned: int
     checkpointed: int
 
 
 class PlanReport(PlanPart):
-    """A plan with what a page shows beside it; nothing that trains reads it.
+    """A plan with the other figures of its page; no training code reads it.
 
     `step_parts`: seconds of a step by operation, empty where unknown; `disk`: bytes of shards and checkpoints;
     `energy_kwh`: None where the board's power is unknown; `max_length`: on one device of the chosen layout, None: CPU.

@@ -1,4 +1,4 @@
-"""What a page shows beside a plan: whether claims hold, what contradicts itself, what would make it fit or faster."""
+"""The report on a plan: checked claims, warnings, suggestions, maximum sequence length, disk and energy."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -23,19 +23,19 @@ from bloomery.plan.types import Estimate, MaxLength, PlanReport, RunPlan, Sugges
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Claims, Recipe
 
-STEP = 256  # tokens of the longest row: nobody asks for less
+STEP = 256  # tokens: the resolution of the maximum sequence length
 MOST = 2**22
 TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
 REFERENCE_BYTES = 4  # of a token: data.reference
 PlanOf = Callable[[str], RunPlan | None]
-WORTH = 0.9  # of the time: an edit that saves less than a tenth is not offered
-LITTLE = 0.05  # of the memory: shorter rows that save less and are not enough are not offered
+WORTH = 0.9  # of the time: an edit that saves less than a tenth is not suggested
+LITTLE = 0.05  # of the memory: shorter sequences that save less and are not enough are not suggested
 NO_DROPOUT = "model.dropout=0"
-SHORTEST = 256  # tokens of a row that a plan would still propose
+SHORTEST = 256  # tokens of a sequence that a plan suggests
 
 
 def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
-    """The plan, which takes the edits along that would make it fit, with all that is said of it."""
+    """The plan, with the edits that make it fit, and its report."""
     recipe, profile = loaded.recipe, facts.profile
     step, measure, parts = _planned_step(plan, facts.machine, profile, facts.teacher)
     gpus = 1 if plan.parallel is None else plan.parallel.gpus
@@ -70,7 +70,7 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
 
 
 def claims_of(plan: RunPlan, expected: Claims, machine: Machine) -> tuple[Verdict, ...]:
-    """The claims of a run's recipe against its plan, as the page judged them before it."""
+    """The claims of a run's recipe against its plan, as `bloomery plan` checks them."""
     step, measure, _ = _planned_step(plan, machine, build_profile(machine), teacher_of(plan))
     return _verdicts(expected, plan, step, measure)
 
@@ -92,7 +92,7 @@ def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
 def _planned_step(
     plan: RunPlan, machine: Machine, profile: Profile, teacher: ModelConfig | None
 ) -> tuple[StepShape, Measure, dict[str, Estimate] | None]:
-    """The step on one device, what any step like it holds there, and its seconds by what takes them."""
+    """The step on one device, the memory of any step like it, and its seconds by operation."""
     config, train, parallel = plan.model.config, plan.train, plan.parallel
     plain = shape_of(
         plan, config, profile, plan.dataset, teacher, precision=train.precision, attention=plan.model.attention
@@ -118,11 +118,11 @@ def _planned_step(
 
 
 def _longest(step: StepShape, measure: Measure) -> MaxLength:
-    """One row at a time, its logits in chunks; 0 where not even `STEP` tokens fit."""
+    """At micro-batch 1, logits in chunks; 0 where not even `STEP` tokens fit."""
 
     def fits(length: int, checkpointing: str) -> bool:
         config = step.config
-        if config.positions == "learned" and length > config.max_positions:  # they grow with the row
+        if config.positions == "learned" and length > config.max_positions:  # they grow with the sequence
             config = replace(config, max_positions=length)
         row = replace(step, config=config, sequence_length=length, micro_batch_size=1, checkpointing=checkpointing)
         return measure(replace(row, score_chunk=min(SMALL_CHUNK, length))).fits
@@ -134,12 +134,12 @@ def _longest(step: StepShape, measure: Measure) -> MaxLength:
 
 
 def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, float]:
-    """Shards of the text, checkpoints of all that learns (those kept, the best one, the one being written), and what
-    the model of the start says of each token where that is computed once.
+    """Shards of the dataset, checkpoints of the trainable parameters (those kept, the best, the one being written), and
+    the reference log-probabilities where they are precomputed.
     """
     dataset, claimed, config = plan.dataset, recipe.claims.epochs, step.config
     tokens = None if dataset is None else dataset.tokens
-    if dataset is None and plan.total_tokens and claimed and claimed[0]:  # what they make of the run's length
+    if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
     each = learning_bytes(config, step.mode, step.precision)
     each += optimizer_bytes(config, step.mode, recipe.optimizer.kind, step.precision)
@@ -162,8 +162,8 @@ def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
 
 
 def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
-    """What is enough alone, shorter rows only where nothing else is; or each edit, and the fewest that are together."""
-    best: dict[str, tuple[str, str, RunPlan]] = {}  # of each key the first that is enough, else what saves most
+    """Edits that each make the plan fit, shorter sequences last; or every edit, and the fewest that fit together."""
+    best: dict[str, tuple[str, str, RunPlan]] = {}  # by key: the first edit that fits, else the one that saves most
     for edit, cost in _ladder(recipe, plan):
         after, key = plan_of(edit), edit.partition("=")[0]
         if after is None:
@@ -177,7 +177,7 @@ def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
             best[key] = edit, cost, after
     enough = {key: found for key, found in best.items() if found[2].fits}
     others = {key: found for key, found in enough.items() if key != "data.sequence_length"}
-    shown = enough if recipe.model.from_ is not None else others  # of a tuning, rows are the user's choice, too
+    shown = enough if recipe.model.from_ is not None else others  # in fine-tuning the length is your choice too
     for edit, cost, after in (shown or enough or best).values():
         yield Suggestion(edit=edit, saves=_saved(plan, after, cost))
     edits = [edit for edit, _, _ in best.values()]
@@ -185,59 +185,59 @@ def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
         together = " ".join(edits[:count])
         tried = plan_of(together)
         if tried is not None and tried.fits:
-            yield Suggestion(edit=together, saves=_saved(plan, tried, "all of these"))
+            yield Suggestion(edit=together, saves=_saved(plan, tried, "all of these together"))
             return
 
 
 def _saved(before: RunPlan, after: RunPlan, cost: str) -> str:
     saved = format_bytes(before.memory.total - after.memory.total)
-    verdict = "fits" if after.fits else "still too much"
-    return f"{saved}: {format_bytes(after.memory.total)} in all, {verdict}; {cost}"
+    verdict = "fits" if after.fits else "still does not fit"
+    return f"{saved}: {format_bytes(after.memory.total)} in total, {verdict}; {cost}"
 
 
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Edits that this version accepts, by what they cost, with that cost in words."""
+    """Edits from cheap to expensive, each with its cost."""
     train, asked, optimizer, adapter = plan.train, recipe.train, recipe.optimizer, recipe.adapter.kind
     sequences, gpu = train.micro_batch_size, train.device != "cpu"
     while asked.micro_batch_size != "auto" and sequences % 2 == 0:
         sequences //= 2
-        yield f"train.micro_batch_size={sequences}", "the same training"
+        yield f"train.micro_batch_size={sequences}", "same training"
     if train.activation_checkpointing not in ("full", "selective"):
-        yield "train.activation_checkpointing=selective", "a sixth more compute"
+        yield "train.activation_checkpointing=selective", "costs a sixth more compute"
     if train.activation_checkpointing != "full":
-        yield "train.activation_checkpointing=full", "a third more compute"
+        yield "train.activation_checkpointing=full", "costs a third more compute"
     if asked.precision == "float32" and gpu:
-        yield "train.precision=auto", "half-precision products"
-    # What holds states, activations or frozen weights in less, or elsewhere.
+        yield "train.precision=auto", "matmuls in half precision"
+    # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
     if gpu and not asked.offload_activations:
-        yield "train.offload_activations=true", "activations wait in the processor's memory and travel twice"
+        yield "train.offload_activations=true", "moves activations to CPU memory and back"
     if optimizer.kind == "adamw" and optimizer.state_dtype == "float32":
-        yield "optimizer.state_dtype=int8", "states round to 8 bits; nearly the same training"
+        yield "optimizer.state_dtype=int8", "8-bit optimizer states; nearly the same training"
     if adapter in ("lora", "dora") and recipe.quantize.kind == "none":
-        yield "quantize.kind=nf4", "the frozen weights round to 4 bits, which costs time and some exactness"
+        yield "quantize.kind=nf4", "4-bit frozen weights; costs time and some accuracy"
     if adapter == "none" and recipe.model.from_ is not None:
-        yield "adapter.kind=lora", "another training: adapters learn, the weights stand still"
-    # In backward a step is one micro-batch: a smaller step, or one whose gradients are kept.
+        yield "adapter.kind=lora", "changes the training: only adapters are trainable, the weights are frozen"
+    # With a fused backward a step is one micro-batch: a smaller step, or gradient accumulation.
     if optimizer.fused_backward and not asked.auto_batch:
         tokens = train.tokens_per_step
         while tokens % (2 * plan.data.sequence_length) == 0:
             tokens //= 2
-            yield f"train.tokens_per_step={tokens}", "another training: each step learns from fewer tokens"
-        yield "optimizer.fused_backward=false", "gradients are kept and added up over micro-batches"
+            yield f"train.tokens_per_step={tokens}", "changes the training: fewer tokens per step"
+        yield "optimizer.fused_backward=false", "keeps gradients, so that gradient accumulation works"
     if optimizer.kind == "adamw" and adapter == "none":
-        yield "optimizer.kind=muon", "another optimizer: its rates are to be chosen anew"
+        yield "optimizer.kind=muon", "changes the optimizer: choose its learning rate again"
     if optimizer.kind != "adafactor" and adapter == "none":
-        yield "optimizer.kind=adafactor", "another optimizer: its rates are to be chosen anew"
+        yield "optimizer.kind=adafactor", "changes the optimizer: choose its learning rate again"
     if train.precision == "bfloat16":
-        yield "train.precision=bfloat16-pure", "weights round to 8 bits: small updates are lost"
+        yield "train.precision=bfloat16-pure", "bfloat16 weights: small updates are lost to rounding"
     length = plan.data.sequence_length
     while length > SHORTEST and train.tokens_per_step % (length // 2) == 0:
         length //= 2
-        yield f"data.sequence_length={length}", f"another training: the model never sees more than {length:,} tokens"
+        yield f"data.sequence_length={length}", f"changes the training: no sequence is longer than {length:,} tokens"
 
 
 def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
-    """What the recipe asks for and pays with time, where the plan's own choice is quicker and fits."""
+    """Settings of the recipe that cost time, where the plan's own choice is faster and fits."""
     before = plan.step_seconds
     if before is None:
         return
@@ -245,7 +245,7 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
     keys = [k for k in ("activation_checkpointing", "precision", "attention", "compile", "micro_batch_size")
             if getattr(asked, k) != "auto"]  # fmt: skip
     edits = [f"train.{key}=auto" for key in keys]
-    # Fused attention has no dropout on packed rows: where that costs much it is said, with what dropping it means.
+    # Fused attention has no dropout on packed sequences.
     if plan.model.config.attention_dropout and asked.attention == "auto":
         edits = [NO_DROPOUT, *edits]
     for edit in edits:
@@ -258,5 +258,5 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
             if plan.seconds is not None and tried.seconds is not None:
                 saves += f": {format_seconds(plan.seconds.value - tried.seconds.value)}"
             if edit == NO_DROPOUT:
-                saves += "; another training: it learns a text seen many times by heart sooner"
+                saves += "; changes the training: overfits sooner on repeated data"
             yield Suggestion(edit=edit, saves=saves)

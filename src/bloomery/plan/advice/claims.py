@@ -1,4 +1,4 @@
-"""The author's claims, judged by a plan's arithmetic or by what a run did. Nothing here knows a recipe by name."""
+"""The claims of a recipe, checked against a plan's arithmetic or a run's measurements."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 
 ROUNDING = 0.05  # "10B tokens" is a round figure
-Need = Callable[[int], float]  # bytes that a step needs, by rows of its micro-batch
+Need = Callable[[int], float]  # bytes of a step, by micro-batch size
 Claim = (
     Literal["tokens", "epochs", "tokens_per_second", "duration", "memory"] | Duration
 )  # when a perplexity is reached
@@ -20,10 +20,10 @@ Claim = (
 
 @dataclass(frozen=True)
 class KnownRange:
-    """What a claim is held against: a figure, or the range of an estimate, with the sentence that says it.
+    """A figure or the range of an estimate, with the reason of a verdict.
 
-    A claim outside of it is wrong; one that `near` times the range would hold is low or high. `otherwise` has the
-    sentence for a verdict other than "ok".
+    A claim outside the range is wrong; a claim inside `near` times the range is low or high. `otherwise` gives the
+    reason of a verdict other than "ok".
     """
 
     low: float
@@ -35,7 +35,7 @@ class KnownRange:
 
 
 def compare_claims(expected: Claims, known: Callable[[Claim, ClaimedRange], KnownRange | str]) -> tuple[Verdict, ...]:
-    """Every claim of a recipe in the order of its keys. `known` gives a sentence where a claim cannot be judged yet."""
+    """Every claim of a recipe in the order of its keys. `known` gives a reason where a claim cannot be checked yet."""
 
     def written(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
         low, high = (write(end) for end in claimed)
@@ -76,9 +76,9 @@ def compare_claims(expected: Claims, known: Callable[[Claim, ClaimedRange], Know
 
 
 def check_claims(expected: Claims, plan: RunPlan, *, dataset: DatasetFacts | None, need: Need) -> tuple[Verdict, ...]:
-    """By the plan's arithmetic, before the run."""
-    timed = "known once the first steps are timed"
-    open_length = timed if plan.train.seconds is not None else "known once the text is counted"
+    """The claims against the plan's arithmetic, before the run."""
+    timed = "known once the first steps are measured"
+    open_length = timed if plan.train.seconds is not None else "known once the dataset is prepared"
 
     def known(claim: Claim, claimed: ClaimedRange) -> KnownRange | str:
         match claim:
@@ -91,27 +91,29 @@ def check_claims(expected: Claims, plan: RunPlan, *, dataset: DatasetFacts | Non
                 return _speed(claimed, plan)
             case "duration":
                 if plan.seconds is None:
-                    return "the length of a step is unknown here"
+                    return "the step time of this device is unknown"
                 low, high = plan.seconds.low, plan.seconds.high
-                where = "inside" if claimed[0] >= low and claimed[1] <= high else "overlaps"
+                where = "within" if claimed[0] >= low and claimed[1] <= high else "overlaps"
                 planned = span((low, high))
                 return KnownRange(
-                    low, high, f"{where} {planned}", lambda _: f"it takes {planned}", slack=0.0, near=1e30
+                    low, high, f"{where} {planned}", lambda _: f"the run takes {planned}", slack=0.0, near=1e30
                 )
             case "memory":
                 total, sequences = plan.memory.total, plan.train.micro_batch_size
                 reason = f"{total / GIB:.1f} GiB at micro-batch {sequences}"
 
                 def otherwise(_: str) -> str:
-                    return reason + (f"; a micro-batch of 1 needs about {need(1) / GIB:.1f}" if sequences > 1 else "")
+                    return reason + (f"; micro-batch 1 needs about {need(1) / GIB:.1f}" if sequences > 1 else "")
 
                 return KnownRange(total, total, reason, otherwise, near=1e30)
         vocabulary, steps = plan.model.config.vocab_size, plan.train.steps
         if claimed[0] > vocabulary:
-            return KnownRange(0.0, vocabulary, f"guessing among {vocabulary:,} tokens is already better", slack=0.0)
+            return KnownRange(
+                0.0, vocabulary, f"a random guess among {vocabulary:,} tokens has perplexity {vocabulary:,}", slack=0.0
+            )
         if claim.unit == "steps" and steps is not None and claim.amount > steps:
             return KnownRange(math.inf, math.inf, f"the run ends at step {steps:,}")
-        return "only the run can tell; its report does"
+        return "only a run can measure this; its report shows it"
 
     return compare_claims(expected, known)
 
@@ -136,15 +138,15 @@ def _epochs(claimed: ClaimedRange, plan: RunPlan, dataset: DatasetFacts | None, 
         return KnownRange(wanted.amount, wanted.amount, f"train.epochs is {wanted.amount:g}", slack=0.0)
     if dataset is None:
         size = format_count(plan.total_tokens / claimed[0]) if claimed[0] else "no"
-        return f"true for a corpus of {size} tokens; there is none here to count"
-    seen = plan.total_tokens / (dataset.sequences_per_epoch * plan.data.sequence_length)
-    reason = f"{format_count(plan.total_tokens)} tokens are {seen:.2g} epochs of {format_count(dataset.tokens)}"
-    return KnownRange(seen, seen, reason, slack=ROUNDING + dataset.spread)
+        return f"true for a dataset of {size} tokens; none is prepared"
+    epochs = plan.total_tokens / (dataset.sequences_per_epoch * plan.data.sequence_length)
+    reason = f"{format_count(plan.total_tokens)} tokens are {epochs:.2g} epochs of {format_count(dataset.tokens)}"
+    return KnownRange(epochs, epochs, reason, slack=ROUNDING + dataset.spread)
 
 
 def _speed(claimed: ClaimedRange, plan: RunPlan) -> KnownRange | str:
     if plan.step_seconds is None:
-        return "nothing is known of this device's speed"
+        return "the speed of this device is unknown"
     rate = plan.step_seconds.inverse(plan.train.tokens_per_step)
     planned = f"{two_digits(rate.low)} to {two_digits(rate.high)} tokens/s"
 
@@ -152,15 +154,15 @@ def _speed(claimed: ClaimedRange, plan: RunPlan) -> KnownRange | str:
         if verdict != "wrong":
             return f"outside {planned}"
         if plan.total_tokens is None:
-            return f"the table says {planned}"
+            return f"the plan estimates {planned}"
         time = roughly(plan.total_tokens / max(claimed[1], 1e-9))
         return f"{format_count(plan.total_tokens)} tokens would take {time}"
 
-    return KnownRange(rate.low, rate.high, f"inside {planned}", otherwise, slack=0.0, near=3.0)
+    return KnownRange(rate.low, rate.high, f"within {planned}", otherwise, slack=0.0, near=3.0)
 
 
 def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:
-    """ "4.0 to 8.0 days": the unit once where both ends share it. `trimmed`: whole numbers without their zero."""
+    """ "4.0 to 8.0 days": the unit once where both ends have the same. `trimmed`: whole numbers without ".0"."""
     low, high = (format_seconds(end) for end in ends)
     if trimmed and all(re.search(r"\.0 |^[\d,]+ ", text) for text in (low, high)):
         low, high = (text.replace(".0 ", " ") for text in (low, high))

@@ -1,8 +1,8 @@
-"""Where a recipe says two things at once, or one that does nothing here. None of it stops a run; all of it is said."""
+"""Warnings of a plan: contradictions of the recipe, settings without effect. None of them stops a run."""
 
 from collections.abc import Iterator, Sequence
 
-from bloomery.core.units import counted, format_count
+from bloomery.core.units import counted, format_count, format_seconds, format_seconds
 from bloomery.hardware.doctor.env_vars import idle_settings
 from bloomery.hardware.profile import Profile
 from bloomery.model.counting import parameter_shapes
@@ -21,14 +21,14 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
     yield from facts.unrun
     yield from _claims(recipe, plan, verdicts)
     if recipe.train.min_steps is not None and plan.train.seconds is None:
-        yield f"train.min_steps does nothing: train.{recipe.train.length_key} sets the length, not train.max_time"
+        yield f"train.min_steps has no effect: train.{recipe.train.length_key} sets the length, not train.max_time"
     if (repeated := too_many_epochs(plan)) is not None:
         yield repeated
     yield from _lengths(plan)
-    yield from _rows(plan)
+    yield from _truncated(plan)
     yield from _rank(recipe, plan)
     yield from _settings(recipe, profile)
-    # Variables of this environment that do nothing on this device, slow it or harm.
+    # Environment variables without effect on this device, or that slow it down or harm.
     yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.kind != "works")
     device = profile.accelerator is not None
     yield from ineffective_settings(recipe, accelerator=device, precision=plan.train.precision)
@@ -38,42 +38,50 @@ def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Itera
     claims = recipe.claims
     wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
     if claims.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
-        seen, claimed = format_count(plan.total_tokens), format_count(claims.tokens[0])
-        yield f"train.{recipe.train.length_key} makes {seen} tokens, claims.tokens says {claimed}"
+        planned, claimed = format_count(plan.total_tokens), format_count(claims.tokens[0])
+        yield f"train.{recipe.train.length_key} trains on {planned} tokens, claims.tokens is {claimed}"
     if claims.tokens and claims.tokens_per_second and claims.duration:
         fastest = claims.tokens[0] / max(claims.tokens_per_second[1], 1e-9)
         slowest = claims.tokens[1] / max(claims.tokens_per_second[0], 1e-9)
         if fastest > 2 * claims.duration[1] or 2 * slowest < claims.duration[0]:
             tokens, rate = format_count(claims.tokens[0]), format_count(claims.tokens_per_second[1])
             took = roughly(fastest)
-            said = f"{tokens} tokens at {rate} tokens/s take {took}, not {span(claims.duration)}"
-            yield f"the claims contradict each other: {said}"
+            result = f"{tokens} tokens at {rate} tokens/s take {took}, not {span(claims.duration)}"
+            yield f"the claims contradict each other: {result}"
 
 
 def _lengths(plan: RunPlan) -> Iterator[str]:
+    step, asked = plan.step_seconds, plan.train.seconds
+    if step is not None and asked is not None and asked < step.value:
+        one, least = format_seconds(step.value), counted(plan.train.min_steps or 1, "steps")
+        yield f"train.max_time is {format_seconds(asked)}, but one step takes about {one}: the run takes {least}"
+    step, asked = plan.step_seconds, plan.train.seconds
+    if step is not None and asked is not None and asked < step.value:
+        one, least = format_seconds(step.value), counted(plan.train.min_steps or 1, "steps")
+        yield f"train.max_time is {format_seconds(asked)}, but one step takes about {one}: the run takes {least}"
     steps, warmup, decay = plan.train.steps, plan.optimizer.warmup_steps, plan.optimizer.decay_steps
     if steps is None:
         return
     if warmup >= steps:
         lasts = f"{counted(warmup, 'steps')} and the run {steps:,}"
-        yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its peak"
+        yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its maximum"
     elif warmup + decay > steps:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
     if plan.eval.every_steps is not None and plan.eval.every_steps > steps:
-        yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: only the end is evaluated"
+        yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: evaluated only at the end"
 
 
-def _rows(plan: RunPlan) -> Iterator[str]:
-    """What of prepared conversations and pairs no row holds."""
+def _truncated(plan: RunPlan) -> Iterator[str]:
+    """Prepared conversations and pairs that are dropped or truncated."""
     dataset, length = plan.dataset, plan.data.sequence_length
     if dataset is not None and dataset.left_out:
-        yield f"{dataset.left_out:,} rows of the data are left out: nothing of them is learned within {length:,} tokens"
+        yield f"{dataset.left_out:,} examples are dropped: all labels within {length:,} tokens are masked"
     if dataset is not None and dataset.cut_short:
-        yield f"{dataset.cut_short:,} rows of the data are longer than {length:,} tokens and lose their ends"
+        yield f"{dataset.cut_short:,} examples are longer than {length:,} tokens: truncated"
 
 
 def _rank(recipe: Recipe, plan: RunPlan) -> Iterator[str]:
-    """A product of two matrices has no higher rank than the matrix that it is added to can have."""
+    """The product of LoRA matrices has at most the rank of the weight that it is added to."""
     if not isinstance(recipe.adapter, Lora):
         return
     shapes, rank = parameter_shapes(plan.model.config), recipe.adapter.rank
@@ -83,19 +91,20 @@ def _rank(recipe: Recipe, plan: RunPlan) -> Iterator[str]:
     }
     name = min(sides, key=lambda one: sides[one])
     if rank > sides[name]:
-        yield f"adapter.rank is {rank:,}, and {name} can have no more than {sides[name]:,}: what is above only costs"
+        most = f"{name} has at most rank {sides[name]:,}"
+        yield f"adapter.rank is {rank:,}, but {most}: a higher rank only costs memory and time"
 
 
 def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
     asked, arch = recipe.train.precision, profile.arch
     if profile.accelerator is None:
         if asked == "float16":
-            yield "train.precision is float16, and a CPU multiplies that five to nine times slower than float32"
+            yield "train.precision is float16: a CPU multiplies float16 five to nine times slower than float32"
         if asked.startswith("bfloat16") and not (profile.cpu and profile.cpu.bf16):
-            yield f"train.precision is {asked}, and this CPU has no instructions for it: slower than float32"
+            yield f"train.precision is {asked}: this CPU has no bf16 instructions, float32 is faster"
         if recipe.data.pin_memory is True:
-            yield "data.pin_memory does nothing on a CPU"
+            yield "data.pin_memory has no effect on a CPU"
     elif asked.startswith("bfloat16") and arch is not None and not arch.bf16_matmul:
-        yield f"train.precision is {asked}, and {profile.accelerator.arch} only emulates bf16: as slow as float32"
+        yield f"train.precision is {asked}: {profile.accelerator.arch} only emulates bf16, as slow as float32"
     if recipe.train.compile is True and not profile.compile.value:
-        yield f"train.compile is asked for, but {profile.compile.reason}"
+        yield f"train.compile is true, but {profile.compile.reason}"

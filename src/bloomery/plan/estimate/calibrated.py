@@ -1,4 +1,4 @@
-"""What was measured of a device corrects what the table says of it: by how much the table missed the measured steps."""
+"""Measurements of a device correct the estimates: each is multiplied by measured over estimated."""
 
 import json
 import math
@@ -19,11 +19,11 @@ from bloomery.plan.estimate.states import FULL, StepShape
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.recipe.schema import Recipe
 
-NEAR = 2.0  # doublings of width between a measured model and this one: beyond them nothing is concluded
-SPREAD = {True: 0.10, False: 0.25}  # half an interval, of the value: own measurements, given ones
+NEAR = 2.0  # doublings of width between a measured model and this one, beyond which a measurement is ignored
+SPREAD = {True: 0.10, False: 0.25}  # half an interval, of the value: own measurements, contributed ones
 SPREAD_PER_DOUBLING = 0.10  # of the model's width, and as much again for each doubling of the micro-batch's tokens
 
-MEMORY_SPREAD = 0.05  # for the same micro-batch; as much again for each doubling, and twice that for a given card
+MEMORY_SPREAD = 0.05  # for the same micro-batch; as much again for each doubling, and twice that for a contributed one
 
 TableMemory = Callable[[StepShape], MemoryEstimate]
 TableSeconds = Callable[[StepShape, int], float | None]  # of a step over so many tokens
@@ -31,30 +31,32 @@ TableSeconds = Callable[[StepShape, int], float | None]  # of a step over so man
 
 @dataclass(frozen=True, kw_only=True)
 class NearestMeasurement:
-    """The measurement that lies nearest to what is planned."""
+    """The measurement nearest to the planned step."""
 
-    card: Card
+    source: Card
     point: Point
     distance: float  # doublings
 
     @property
     def own(self) -> bool:
-        return self.card.contributor == OWN
+        return self.source.contributor == OWN
 
     @property
     def reason(self) -> str:
-        who = "measured on this machine" if self.own else f"measured by {self.card.contributor} on {self.card.device}"
-        return f"{who} on {self.card.day} with {self.point.micro_batch_size} x {self.point.sequence_length:,} tokens"
+        who = (
+            "measured on this machine" if self.own else f"measured by {self.source.contributor} on {self.source.device}"
+        )
+        return f"{who} on {self.source.day} with {self.point.micro_batch_size} x {self.point.sequence_length:,} tokens"
 
 
 def corrected(
-    parts: Mapping[str, Estimate], step: StepShape, cards: Sequence[Card], *, seconds: TableSeconds
+    parts: Mapping[str, Estimate], step: StepShape, measurements: Sequence[Card], *, seconds: TableSeconds
 ) -> dict[str, Estimate]:
-    """The parts of a step of `step`, each times what the nearest measured step was of the table's figure for that one.
+    """The parts of a step, each times measured over estimated seconds of the nearest measured step.
 
-    Without a measurement that is near enough they stay as they are. The shares of the parts stay the table's.
+    Without a measurement that is near enough they stay unchanged.
     """
-    known = nearest(step, cards)
+    known = nearest(step, measurements)
     factor = None if known is None else table_error(known, step, seconds)
     if known is None or factor is None:
         return dict(parts)
@@ -63,10 +65,10 @@ def corrected(
 
 
 def corrected_memory(
-    table: MemoryEstimate, step: StepShape, cards: Sequence[Card], *, memory: TableMemory
+    table: MemoryEstimate, step: StepShape, measurements: Sequence[Card], *, memory: TableMemory
 ) -> MemoryEstimate:
-    """The table's bytes times how far it missed the measured peak of the same model at nearly as many tokens."""
-    known = nearest(step, [card for card in cards if _shape(_config(card)) == _shape(step.config)])
+    """The estimate times measured over estimated peak of the same model with nearly as many tokens."""
+    known = nearest(step, [source for source in measurements if _shape(_config(source)) == _shape(step.config)])
     unlike = known is None or known.distance > NEAR or known.point.setting != step.setting
     there = None if known is None or unlike else measured_step(known, step)
     if known is None or there is None:
@@ -74,7 +76,7 @@ def corrected_memory(
     expected = memory(there)
     counted = expected.allocated if step.on_gpu else expected.total
     factor = known.point.peak_gib * GIB / counted
-    if not step.on_gpu:  # a run's process also maps the text, examines and copies checkpoints; a measured step does not
+    if not step.on_gpu:  # a run also maps the dataset, evaluates and copies checkpoints; a measured step does not
         factor = max(1.0, factor)
     parts = {name: part if name == "context" else part * factor for name, part in table.parts.items()}
     spread, total = 1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2), sum(parts.values())
@@ -87,23 +89,20 @@ def _around(value: float, spread: float, *, by: str) -> Estimate:
 
 
 def table_error(known: NearestMeasurement, step: StepShape, seconds: TableSeconds) -> float | None:
-    """The measured seconds over the table's; None where the table has none or the card's model cannot be read."""
+    """Measured over estimated seconds; None without an estimate or with an unknown model."""
     there, point = measured_step(known, step), known.point
     tokens = point.micro_batch_size * point.accumulation * point.sequence_length
     expected = None if there is None else seconds(there, tokens)
     return None if not expected else tokens / point.tokens_per_second / expected
 
 
-def compile_gain(cards: Sequence[Card], *, model: ModelConfig, precision: str, setting: str) -> float | None:
-    """How many times faster compiled steps of this model were than uncompiled ones, as one card measured both.
-
-    None: no card of the device has both.
-    """
-    for card in cards:
-        if _shape(_config(card)) != _shape(model):
+def compile_gain(measurements: Sequence[Card], *, model: ModelConfig, precision: str, setting: str) -> float | None:
+    """Uncompiled over compiled step time of this model; None where no measurement of the device has both."""
+    for source in measurements:
+        if _shape(_config(source)) != _shape(model):
             continue
         best = {True: 0.0, False: 0.0}
-        for point in card.points:
+        for point in source.points:
             if (point.precision, point.setting) == (precision, setting):
                 best[point.compiled] = max(best[point.compiled], point.tokens_per_second)
         if all(best.values()):
@@ -111,23 +110,23 @@ def compile_gain(cards: Sequence[Card], *, model: ModelConfig, precision: str, s
     return None
 
 
-def nearest(step: StepShape, cards: Sequence[Card]) -> NearestMeasurement | None:
-    """Among the points of the same precision, compiled or not; own cards before given ones."""
+def nearest(step: StepShape, measurements: Sequence[Card]) -> NearestMeasurement | None:
+    """Among points of the same precision and compilation; own measurements before contributed ones."""
     found = [
-        NearestMeasurement(card=card, point=point, distance=_distance(step, card, point))
-        for card in cards
-        for point in card.points
+        NearestMeasurement(source=source, point=point, distance=_distance(step, source, point))
+        for source in measurements
+        for point in source.points
         if (point.precision, point.compiled) == (step.precision, step.compiled)
         and point.setting in ("", step.setting)
-        and _width(card) is not None
+        and _width(source) is not None
     ]
-    near = [known for known in found if _width_doublings(step, known.card) <= NEAR]
+    near = [known for known in found if _width_doublings(step, known.source) <= NEAR]
     return min(near, key=lambda k: (not k.own, k.point.setting != step.setting, k.distance), default=None)
 
 
 def measured_step(known: NearestMeasurement, step: StepShape) -> StepShape | None:
-    """What the measured step held, on the device of `step`; None for a model that this version cannot read."""
-    config = _config(known.card)
+    """The measured step on the device of `step`; None for a model that this version cannot read."""
+    config = _config(known.source)
     if config is None:
         return None
     point = known.point
@@ -144,24 +143,24 @@ def measured_step(known: NearestMeasurement, step: StepShape) -> StepShape | Non
     )
 
 
-def _distance(step: StepShape, card: Card, point: Point) -> float:
+def _distance(step: StepShape, source: Card, point: Point) -> float:
     sequences = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
     settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
-    return _width_doublings(step, card) + sequences + 0.5 * settings
+    return _width_doublings(step, source) + sequences + 0.5 * settings
 
 
-def _width_doublings(step: StepShape, card: Card) -> float:
-    width = _width(card)
+def _width_doublings(step: StepShape, source: Card) -> float:
+    width = _width(source)
     return math.inf if width is None else abs(math.log2(width / step.config.hidden_size))
 
 
-def _width(card: Card) -> int | None:
-    width = card.model.get("hidden_size")
+def _width(source: Card) -> int | None:
+    width = source.model.get("hidden_size")
     return width if isinstance(width, int) and width > 0 else None
 
 
-def _config(card: Card) -> ModelConfig | None:
-    return _parsed(json.dumps(card.model, sort_keys=True))
+def _config(source: Card) -> ModelConfig | None:
+    return _parsed(json.dumps(source.model, sort_keys=True))
 
 
 @cache
@@ -173,20 +172,20 @@ def _parsed(text: str) -> ModelConfig | None:
 
 
 def _shape(config: ModelConfig | None) -> ModelConfig | None:
-    """Without the numbers of special tokens, which nobody knows before the text is prepared."""
+    """Without ids of special tokens, which are unknown before `prepare`."""
     return None if config is None else replace(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimator:
-    """Bytes and seconds of any step on one device: the table's, corrected by what was measured of that device.
+    """Bytes and seconds of any step on one device, corrected by measurements of that device.
 
     `limit`: bytes that a plan may use of it. `clips`: whether gradients are clipped.
     """
 
     machine: Machine
     profile: Profile
-    cards: tuple[Card, ...]
+    measurements: tuple[Card, ...]
     limit: float
     clips: bool
 
@@ -195,13 +194,13 @@ class StepEstimator:
         device, share = profile.accelerator, profile.memory_share.value
         limit = share * device.usable_bytes if device else float(machine.host.memory_free_bytes)
         clips = asked.train.max_grad_norm is not None
-        return cls(machine=machine, profile=profile, cards=calibration(machine), limit=limit, clips=clips)
+        return cls(machine=machine, profile=profile, measurements=calibration(machine), limit=limit, clips=clips)
 
     def memory(self, step: StepShape) -> MemoryEstimate:
         def table(other: StepShape) -> MemoryEstimate:
             return estimate_memory(other, limit=self.limit)
 
-        return corrected_memory(table(step), step, self.cards, memory=table)
+        return corrected_memory(table(step), step, self.measurements, memory=table)
 
     def rate(self, step: StepShape) -> speed.Rate | None:
         width = step.config.hidden_size
@@ -210,7 +209,7 @@ class StepEstimator:
         )
 
     def step_parts(self, step: StepShape, tokens: int) -> dict[str, Estimate] | None:
-        """Seconds of a step over so many tokens, by what takes them; None where nothing is known of the device."""
+        """Seconds of a step over so many tokens, by operation; None where the device is unknown."""
 
         def table(other: StepShape, tokens: int) -> dict[str, Estimate] | None:
             rate = self.rate(other)
@@ -223,4 +222,4 @@ class StepEstimator:
             return None if parts is None else speed.total(parts).value
 
         parts = table(step, tokens)
-        return None if parts is None else corrected(parts, step, self.cards, seconds=seconds)
+        return None if parts is None else corrected(parts, step, self.measurements, seconds=seconds)

@@ -1,7 +1,7 @@
 """Bytes that a step keeps from forward for backward, layer by layer, and what passes through a layer in backward.
 
-A frozen matrix needs its weight for the gradient of its input, and its input for nothing: what only a gradient of
-weights would read is kept where a matrix learns or an adapter stands beside it.
+A frozen matrix needs its weight for the gradient of its input, and its input for nothing: an input that only a
+gradient of weights reads is kept where the weight is trainable or has an adapter.
 """
 
 import math
@@ -34,15 +34,15 @@ from bloomery.plan.estimate.states import (
 from bloomery.plan.types import MemoryEstimate, Origin
 
 TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
-SHARING = (  # products of one input
+SHARING = (  # modules with one input
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"),
 )  # fmt: skip
-INPUT_BYTES = 36  # a token: ids, labels, positions, documents, weight
-SMALL_BYTES = 44  # a token: which labels are learned, their scores, sums and gradients
+INPUT_BYTES = 36  # per token: ids, labels, positions, documents, loss mask
+SMALL_BYTES = 44  # per token: loss mask, logits of the labels, sums and gradients
 
 
 def activation_bytes(step: StepShape) -> float:
-    """What all layers keep for backward, before the first of them runs it."""
+    """Bytes that all layers keep for backward."""
     return sum(kept_by_layer(step))
 
 
@@ -59,7 +59,7 @@ def kept_by_layer(step: StepShape) -> list[float]:
 
 
 def kept_layers(checkpointing: str, num_layers: int) -> int:
-    """Layers that compute nothing again: none under `full`, half of one's work under `selective`, all but each n-th."""
+    """Layers without recomputation: none for `full`, half of the work for `selective`, all but each n-th."""
     if checkpointing == "none":
         return num_layers
     if checkpointing == "full":
@@ -70,7 +70,7 @@ def kept_layers(checkpointing: str, num_layers: int) -> int:
 
 
 def layer_bytes(step: StepShape) -> float:
-    """What one layer keeps for backward when nothing of it is computed again."""
+    """Bytes that one layer keeps for backward without recomputation."""
     masks = step.element * step.sequence_length if step.attention == "mask" else 0  # added to scores: not booleans
     scores = score_matrix_bytes(step) if keeps_scores(step) else 0.0
     return step.tokens_per_micro_batch * (layer_bytes_per_token(step) + masks) + scores
@@ -82,10 +82,10 @@ def layer_bytes_per_token(step: StepShape) -> float:
 
 
 def _norm_bytes(step: StepShape) -> float:
-    """Norms keep their inputs and a number or two a row; what dropout multiplies with stands here too.
+    """Norms keep their inputs and one or two statistics per token; masks of residual dropout are included.
 
     Inputs are the residual stream before a block's part and its half-precision result after it. A compiled block keeps
-    the result of attention and computes the second sum of the residual stream again.
+    the result of attention and recomputes the second sum of the residual stream.
     """
     config, h = step.config, step.config.hidden_size
     stats = 8 if config.norm == "layer" else 4
@@ -94,12 +94,12 @@ def _norm_bytes(step: StepShape) -> float:
     sizes = inputs[config.norm_placement]
     if step.compiled and config.norm_placement == "before":
         sizes = [step.stream, step.element]
-    masked = 1 if step.on_gpu or step.compiled else step.element  # the CPU keeps what it multiplies with
+    masked = 1 if step.on_gpu or step.compiled else step.element  # the CPU keeps the scaled mask
     return sum(sizes) * h + stats * len(sizes) + (2 * masked * h if config.residual_dropout else 0)
 
 
 def _attention_bytes(step: StepShape) -> float:
-    """Its input, q and attention's output, k and v, a log-sum-exp a head; a norm of q and k keeps its inputs."""
+    """Its input, q and attention's output, k and v, a log-sum-exp per head; a norm of q and k keeps its inputs."""
     config = step.config
     total = float(step.element * (2 * config.query_width + 2 * config.key_width))
     total += step.element * config.hidden_size if _keeps_input(step, "q_proj", "k_proj", "v_proj") else 0
@@ -114,12 +114,12 @@ def _attention_bytes(step: StepShape) -> float:
 
 
 def _mlp_bytes(step: StepShape) -> float:
-    """Its input, what enters and what leaves the activation, and for a gate the other factor and the product."""
+    """Its input, the input and output of the activation, and for a gate the other factor and the product."""
     config = step.config
     inner = 4 if config.gated_mlp else 2
     if config.activation == "relu":  # it is differentiated from its result
         inner -= 1
-    if config.gated_mlp and step.compiled:  # the activation is computed again
+    if config.gated_mlp and step.compiled:  # the activation is recomputed
         inner = 3
     if not _keeps_input(step, "down_proj") and config.activation != "relu":
         inner -= 1
@@ -128,15 +128,15 @@ def _mlp_bytes(step: StepShape) -> float:
 
 
 def _keeps_input(step: StepShape, *modules: str) -> bool:
-    """Whether one of these products needs its input for a gradient of weights; behind dropout it keeps another."""
+    """Whether one of these modules keeps its input for a gradient of weights; after dropout it keeps another."""
     return not step.mode.frozen or not reading_modules(step.config, step.mode).isdisjoint(modules)
 
 
 def _adapter_bytes(step: StepShape) -> float:
-    """A layer's adapters keep what lies between their two products, and inputs that dropout made their own.
+    """Adapters of a layer keep the values between their two matmuls, and their own inputs after dropout.
 
-    DoRA's scaling keeps the result that it scales. In half precision each of PEFT's layers casts its input for itself,
-    where ours share one.
+    DoRA's scaling keeps the result that it scales. In half precision each PEFT layer casts its input itself;
+    native adapters share the cast.
     """
     config, mode, e = step.config, step.mode, step.element
     ranks = {name: rank for name, rank in mode.pairs if name.startswith("model.layers.0.")}
@@ -153,7 +153,7 @@ def _adapter_bytes(step: StepShape) -> float:
 
 
 def _product_bytes(step: StepShape) -> float:
-    """Of one layer and token what `selective` keeps: results of products, and of attention."""
+    """Per layer and token, bytes that `selective` keeps: results of matmuls and attention."""
     config = step.config
     inner = (2 if config.gated_mlp else 1) * config.intermediate_size
     widths = 2 * config.query_width + 2 * config.key_width + 2 * config.hidden_size + inner
@@ -161,7 +161,7 @@ def _product_bytes(step: StepShape) -> float:
 
 
 def end_bytes(step: StepShape) -> float:
-    """What is kept outside the layers: inputs, the last norm's input, the rows that are scored, the first dropout."""
+    """Bytes kept outside the layers: inputs, the last norm's input, inputs of the head, embedding dropout."""
     config = step.config
     masked = 1 if step.on_gpu else step.stream
     dropout = masked * config.hidden_size if config.embedding_dropout else 0
@@ -173,7 +173,7 @@ def last_norm_bytes(step: StepShape) -> float:
 
 
 def backward_bytes(step: StepShape) -> float:
-    """What passes through a layer in backward: its MLP, with all that it kept, and then its attention with the rest."""
+    """Temporary bytes of a layer in backward: first its MLP, then its attention."""
     tokens = step.tokens_per_micro_batch
     config, e = step.config, step.element
     stream = step.stream * config.hidden_size
@@ -183,14 +183,14 @@ def backward_bytes(step: StepShape) -> float:
         name: size for name, size in all_sizes.items() if learns(config, step.mode, f"model.layers.0.{name}.weight")
     }
     each = step.weight + (e if step.mixed else 0)
-    fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is where it belongs
+    fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is accumulated
     if step.mode.base != "none":
-        read = max(all_sizes.values())  # a matrix while a product reads it; in its making there is no product yet
+        read = max(all_sizes.values())  # a dequantized matrix; while it is made there is no result of the matmul yet
         making = PIECE_BYTES * min(read, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
         fresh += e * read + max(0.0, making - tokens * e * config.hidden_size)
     mlp = tokens * (stream + e * (config.hidden_size + inner)) + fresh
     behind = sum(size for name, size in sizes.items() if name.startswith("mlp."))
-    if step.compiled and sizes:  # a graph hands all gradients of its layer out together
+    if step.compiled and sizes:  # a graph returns all gradients of its layer together
         behind = trained_in_layer(config, step.mode)
     elif step.accumulating or step.mode.fused_backward:
         behind = 0
@@ -199,14 +199,14 @@ def backward_bytes(step: StepShape) -> float:
 
 
 def attention_scratch(step: StepShape) -> float:
-    """What a kernel of attention takes in backward beside its gradients."""
+    """Temporary bytes of an attention kernel in backward, besides gradients."""
     tokens = step.tokens_per_micro_batch
     config = step.config
     if keeps_scores(step):
         return float(12 * config.num_heads * step.sequence_length * tokens)  # three gradients of the scores, float32
     if step.attention == "blockwise":
         return _tile_bytes(step)
-    if step.attention in ("per_document", "mask"):  # a gradient for each document, and then joined
+    if step.attention in ("per_document", "mask"):  # a gradient for each document, then concatenated
         return float(step.element * tokens * (config.query_width + 2 * config.key_width))
     return 4.0 * tokens * config.query_width if step.on_gpu else 0.0  # flash sums the queries' gradient in float32
 
@@ -214,19 +214,19 @@ def attention_scratch(step: StepShape) -> float:
 def _tile_bytes(step: StepShape) -> float:
     config = step.config
     tile = config.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
-    together = min(step.micro_batch_size, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))  # rows
+    together = min(step.micro_batch_size, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))
     copies = step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
     return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
 
 
 def keeps_scores(step: StepShape) -> bool:
-    """Whether attention holds a number for every pair of tokens: `math`, and PyTorch's CPU kernel under dropout."""
+    """Whether attention keeps every score: `math`, and PyTorch's CPU kernel with dropout."""
     fallback = not step.on_gpu and step.config.attention_dropout > 0 and step.attention in ("sdpa", "mask")
     return step.attention == "math" or fallback
 
 
 def score_matrix_bytes(step: StepShape) -> float:
-    """What attention of a layer keeps when every score exists, computed in float32: softmax, dropout, their product."""
+    """Bytes that attention of a layer keeps with every score in float32: softmax, dropout, their product."""
     dropped = step.config.attention_dropout > 0
     if step.attention != "math":
         each = 12  # PyTorch's: softmax, mask and product, all float32
@@ -238,37 +238,37 @@ def score_matrix_bytes(step: StepShape) -> float:
 
 
 def quadratic_bytes(step: StepShape) -> float:
-    """What PyTorch's fallback on a GPU keeps of a layer: softmax, dropout's mask and result, 5 a s^2 b."""
+    """Bytes that PyTorch's GPU fallback keeps per layer: softmax, dropout mask and result, 5 a s^2 b."""
     each = 2 * step.element + 1 if step.config.attention_dropout else step.element
     return float(each * step.config.num_heads * step.sequence_length * step.tokens_per_micro_batch)
 
 
-SPREAD = 0.20  # nobody has shown an estimate from shapes alone to be nearer on a GPU
+SPREAD = 0.20  # of an estimate from shapes alone on a GPU
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
-FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes of a logit of each model: model.heads.Divergence, uncompiled
+FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes per logit of each model: model.heads.Divergence, uncompiled
 CPU_RUNTIME = 420 * MIB  # interpreter, PyTorch, buffers, malloc: docs/explanation/memory.md
 CPU_FRAGMENTATION = {False: 0.25, True: 0.14}  # of activations, by compiled or not: docs/explanation/memory.md
-CPU_PEFT = 60 * MIB  # imported beside them
+CPU_PEFT = 60 * MIB  # its imports
 CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMoment:
-    """What is alive beside weights and states."""
+    """Live bytes besides weights and states."""
 
     gradients: float
     activations: float
-    scores: float = 0.0
+    logits: float = 0.0
     copies: float = 0.0
     temporaries: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gradients + self.activations + self.scores + self.copies + self.temporaries
+        return self.gradients + self.activations + self.logits + self.copies + self.temporaries
 
 
 def estimate_memory(step: StepShape, *, limit: float, origin: Origin = "table") -> MemoryEstimate:
-    """What a step holds at its peak, by part, in bytes; the interval is 20% to each side."""
+    """Peak bytes of a step by part; the interval is 20% to each side."""
     parts = tensor_bytes(step)
     parts |= around(step, parts)
     total = sum(parts.values())
@@ -276,9 +276,9 @@ def estimate_memory(step: StepShape, *, limit: float, origin: Origin = "table") 
 
 
 def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
-    """What the allocator and the runtime hold on top of these tensors.
+    """Bytes of the allocator and the runtime, besides tensors.
 
-    malloc keeps what a layer frees between tensors that stay, and the next layer's larger ones do not fit there.
+    malloc keeps memory that a layer frees between live tensors, and larger tensors of the next layer do not fit there.
     """
     if not step.on_gpu:
         kept = CPU_KERNELS * document_lengths(step.sequence_length)
@@ -294,14 +294,14 @@ def keeps_kernels(step: StepShape) -> bool:
     return step.attention == "per_document" and step.element < 4
 
 
-def document_lengths(longest: int) -> int:
-    """How many there are, as `model.per_document` lengthens documents: steps of 64, an eighth of a power of two."""
-    short, octaves = min(longest, 1024), max(0.0, math.log2(max(1, longest) / 1024))
+def document_lengths(length: int) -> int:
+    """Distinct lengths after `model.per_document` pads documents: steps of 64, then an eighth of a power of two."""
+    short, octaves = min(length, 1024), max(0.0, math.log2(max(1, length) / 1024))
     return -(-short // 64) + math.ceil(8 * octaves)
 
 
 def tensor_bytes(step: StepShape) -> dict[str, float]:
-    """Live tensors alone at the fullest moment, without what an allocator or a runtime adds."""
+    """Bytes of live tensors at the peak, without allocator and runtime."""
     return tensors_at(step, max(moments(step), key=lambda moment: moment.total))
 
 
@@ -315,7 +315,7 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
         "gradients": moment.gradients,
         "optimizer": 0.0 if mode.away and step.on_gpu else states,
         "activations": moment.activations,
-        "scores": moment.scores,
+        "logits": moment.logits,
     }
     if not mode.frozen:
         parts.pop("adapter")
@@ -328,10 +328,10 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
 
 
 def moments(step: StepShape) -> Iterator[StepMoment]:
-    """Every moment of a step at which memory can peak, in the order in which they come."""
+    """Every moment of a step at which memory can peak, in order."""
     config, mode = step.config, step.mode
     by_layer, ends = kept_by_layer(step), end_bytes(step)
-    if step.offloading:  # the layer at work, and the one that is under way
+    if step.offloading:  # the current layer and the next one
         by_layer = [0.0] * (len(by_layer) - 2) + by_layer[-2:]
     whole = learning_bytes(config, mode, step.precision)
     layer = layer_learning_bytes(config, mode, step.precision)
@@ -343,22 +343,22 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
     copy = 2.0 * copied_numbers(step)
     kept = kept_layers(step.checkpointing, config.num_layers)
     activations = sum(by_layer) + ends
-    scores, in_backward = score_bytes(step)
-    # Autocast keeps its copies until forward ends, afterwards those that backward will read.
-    yield StepMoment(gradients=before, activations=activations, scores=scores, copies=copy * len(by_layer))
-    yield StepMoment(gradients=before or head, activations=activations, scores=in_backward, copies=copy * kept)
+    logits, in_backward = logit_bytes(step)
+    # Autocast keeps its copies until forward ends, then those that backward reads.
+    yield StepMoment(gradients=before, activations=activations, logits=logits, copies=copy * len(by_layer))
+    yield StepMoment(gradients=before or head, activations=activations, logits=in_backward, copies=copy * kept)
     inside, passing, last = layer_bytes(step), backward_bytes(step), last_norm_bytes(step)
     before_it = [0.0, *accumulate(by_layer)]
     for done in range(len(by_layer)):
         left = len(by_layer) - done
         reached = before or head + done * layer
-        if mode.fused_backward:  # the head's moves with the next one; each later one at once
+        if mode.fused_backward:  # the head's weight is updated with the next one, each later one immediately
             reached = head if done == 0 else 0.0
         yield StepMoment(
             gradients=reached,
             activations=before_it[left - 1] + inside + ends - last,
             copies=copy * max(1.0, kept * left / len(by_layer)),
-            temporaries=max(passing, update) if mode.fused_backward else passing,  # a gradient is used when it stands
+            temporaries=max(passing, update) if mode.fused_backward else passing,  # a gradient is used immediately
         )
     doubled = head if step.accumulating or config.tie_embeddings else 0
     stream = step.tokens_per_micro_batch * config.hidden_size * step.stream
@@ -367,7 +367,7 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
 
 
 def copied_numbers(step: StepShape) -> int:
-    """Of one layer what autocast copies in half precision: whatever products read that is wider."""
+    """Values per layer that autocast copies to half precision: wider inputs of matmuls."""
     mode = step.mode
     if not mode.frozen:
         matrices = layers(step.config)[0].matrices if step.mixed else ()
@@ -377,23 +377,23 @@ def copied_numbers(step: StepShape) -> int:
     return sum(math.prod(learning[name]) for name in wide if len(learning[name]) == 2)
 
 
-def score_bytes(step: StepShape) -> tuple[float, float]:
-    """Bytes of the output layer's work in forward and in backward.
+def logit_bytes(step: StepShape) -> tuple[float, float]:
+    """Temporary bytes of the output layer in forward and in backward.
 
-    Logits of one tile in the products' type. Uncompiled, a float32 copy lies beside them where they are half, and in
-    forward their exponentials. Backward sums the gradient of the hidden states in float32, and adds that of the weight
-    to the gradient itself; where that is wider the product lies beside it.
+    Logits of one tile have the dtype of matmuls. Uncompiled, half-precision logits have a float32 copy, and in forward
+    exponentials. Backward sums the gradient of the hidden states in float32, and adds the gradient of the weight to
+    the accumulated one; a wider dtype needs the result of the matmul too.
     """
     tokens = step.tokens_per_micro_batch
     h, entries = step.config.hidden_size, step.outputs if step.on_gpu else min(step.outputs, CPU_TILE)
     logits_at_once, weights = min(step.score_chunk, tokens) * entries, entries * h
-    # Whether this is not all there is: the logits before are let go of once the next ones are there.
+    # More than one chunk: a chunk's logits are freed after the next ones are computed.
     several = entries < step.outputs or step.score_chunk < tokens
-    if step.config.head == "values":  # computed in float32, and never in pieces
+    if step.config.head == "values":  # in float32, in one piece
         widened = 4.0 * tokens * h if step.element < 4 else 0.0
         return widened, 2 * widened
     if step.teacher is not None:
-        # Of distillation: both models' logits of a chunk and their float32 forms, computed again in backward.
+        # Distillation: both models' logits of a chunk and their float32 copies, recomputed in backward.
         both = min(step.score_chunk, tokens) * step.config.vocab_size
         hidden = tokens * (h + 2 * step.teacher.hidden_size) * step.element
         return float(FORWARD_DIVERGENCE * both + hidden), float(BACKWARD_DIVERGENCE * both + hidden)

@@ -1,4 +1,4 @@
-"""Bytes of one of several devices: states divided by shards, layers by stages, and what collectives need."""
+"""Bytes of one of several devices: sharded states, pipeline stages, and collectives."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -33,8 +33,8 @@ from bloomery.plan.types import MemoryEstimate
 
 FIRST_CONTEXT = {"amd": 0.95 * GIB, "nvidia": 1.5 * GIB}  # measured on MI250X; ml-engineering, two ranks of CUDA
 NEXT_CONTEXT = {"amd": 0.65 * GIB, "nvidia": 0.3 * GIB}
-BUCKET = 25 * 2**20  # bytes of gradients that are summed at once when weights are replicated
-REDUCED = 4  # of a number whose gradient is summed over shards: float32
+BUCKET = 25 * 2**20  # bytes of gradients per all-reduce when weights are replicated
+REDUCED = 4  # bytes per value of a reduce-scatter: float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class MeshSplit:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that read rows of their own."""
+        """Ranks with different sequences."""
         return self.replicate * self.shard
 
     @property
     def communicators(self) -> int:
-        """Groups that each take a context of the collective library."""
+        """Process groups, each with a context of the collective library."""
         pipeline = 1 if self.pipeline > 1 else 0
         return pipeline + (self.replicate > 1) + (self.shard > 1)
 
@@ -70,7 +70,7 @@ def mesh_memory(
     else:
         parts = _sharded(step, split) if split.shard > 1 else estimate_memory(step, limit=limit).parts
     found = dict(parts)
-    contexts = split.communicators  # what a collective library takes outside PyTorch's allocator
+    contexts = split.communicators  # of the collective library, outside PyTorch's allocator
     found["collectives"] = FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (contexts - 1) if contexts else 0.0
     if split.replicate > 1 and split.shard == 1:
         found["gradient buckets"] = float(2 * BUCKET)
@@ -79,7 +79,7 @@ def mesh_memory(
 
 
 def _sharded(step: StepShape, split: MeshSplit) -> dict[str, float]:
-    """Full shards of weights, gradients and states, and what is whole at the fullest moment."""
+    """Shards of weights, gradients and states, and the gathered weights at the peak."""
     peak = max(sharded_moments(step, split.shard), key=lambda moment: moment.total)
     config, mode = step.config, step.mode
     held = held_bytes(config, mode, step.precision) + adapter_bytes(config, mode)
@@ -89,8 +89,8 @@ def _sharded(step: StepShape, split: MeshSplit) -> dict[str, float]:
         "gradients": peak.gradients,
         "optimizer": states / split.shard,
         "activations": peak.activations,
-        "scores": peak.scores,
-        "unsharded layers": peak.copies,
+        "logits": peak.logits,
+        "gathered layers": peak.copies,
         "temporaries": peak.temporaries,
     }
     return parts | around(step, parts)
@@ -99,13 +99,13 @@ def _sharded(step: StepShape, split: MeshSplit) -> dict[str, float]:
 def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     """The moments of a step under FSDP2, block by block; `copies` are weights and gradients that are whole meanwhile.
 
-    Weights are gathered in the type of the products, and so are the residual stream and gradients. The embeddings stay
-    whole from forward to the end of backward, and so does their gradient. A layer at work lies beside the one that is
-    gathered ahead, and beside the float32 gradients of the one before while the network sums them.
+    Weights are gathered in the dtype of matmuls, as are the residual stream and gradients. The embeddings and their
+    gradient stay whole from forward to the end of backward. Next to the current layer, the prefetched layer and the
+    float32 gradients of the layer in reduce-scatter are alive.
     """
     own = replace(step, precision="bfloat16-pure" if step.mixed else step.precision, accumulating=False)
-    forward, scores, *layers, embeddings, update = moments(own)
-    layer, root = unsharded(step)
+    forward, logits, *layers, embeddings, update = moments(own)
+    layer, root = gathered_layers(step)
     learning, e, shard = trained_in_layer(step.config, step.mode), step.element, step.weight / shards
     trained_root = numbers(parameters(step.config, step.mode).learning) - len(layers) * learning
     head = step.config.vocab_size * step.config.hidden_size if head_learns(step.config, step.mode) else 0
@@ -113,7 +113,7 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     before, blocks = kept if step.accumulating else 0.0, len(layers) * learning * shard
     found = [
         replace(forward, gradients=before, copies=(root + layer) * e),
-        replace(scores, gradients=before + head * e, copies=(root + layer) * e),
+        replace(logits, gradients=before + head * e, copies=(root + layer) * e),
     ]
     for done, moment in enumerate(layers):
         copies = (root + 2 * layer) * e + (REDUCED * learning if done else 0)
@@ -125,8 +125,8 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     return [*found, replace(update, gradients=kept)]
 
 
-def unsharded(step: StepShape) -> tuple[int, int]:
-    """Numbers of one layer, and of the embeddings, head and last norm."""
+def gathered_layers(step: StepShape) -> tuple[int, int]:
+    """Parameters of one layer, and of the embeddings, head and last norm."""
     shapes = parameter_shapes(step.config)
     inside = sum(math.prod(shape) for name, shape in shapes.items() if ".layers." in name)
     whole = sum(math.prod(shape) for shape in shapes.values())
@@ -146,7 +146,7 @@ def kinds_of_stages(stages: int) -> list[int]:
 
 
 def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
-    """A stage of 1F1B: its layers, and what as many micro-batches keep as are under mode on it."""
+    """A stage of 1F1B: its layers, and the activations of its micro-batches in flight."""
     part = stage_config(step.config, stages)
     shapes = {name: shape for name, shape in parameter_shapes(part).items() if _on_stage(name, index, stages)}
     learning = {n: shape for n, shape in parameters(part, step.mode).learning.items() if _on_stage(n, index, stages)}
@@ -160,7 +160,7 @@ def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | N
         "gradients": peak.gradients,
         "optimizer": 0.0 if step.mode.away else state_bytes(learning, step.optimizer, step.mode, step.precision),
         "activations": peak.activations,
-        "scores": peak.scores,
+        "logits": peak.logits,
         "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
@@ -168,7 +168,7 @@ def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | N
 
 
 def _stage_held(step: StepShape, part: ModelConfig, shapes: Mapping[str, Shape]) -> float:
-    """Weights of the model itself that stand on a stage."""
+    """Weights of the model on a stage."""
     learning = parameters(part, step.mode).trained
     absent = {name: shape for name, shape in parameter_shapes(part).items() if name not in shapes}
     elsewhere = sum(
@@ -179,7 +179,7 @@ def _stage_held(step: StepShape, part: ModelConfig, shapes: Mapping[str, Shape])
 
 
 def _on_stage(name: str, index: int, stages: int) -> bool:
-    """The first stage alone embeds, the last alone scores."""
+    """The first stage has the embeddings, the last one the head."""
     if ".layers." in name:
         return True
     return index == 0 if ".embed_" in name else index == stages - 1
@@ -188,8 +188,8 @@ def _on_stage(name: str, index: int, stages: int) -> bool:
 def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[StepMoment]:
     """Those of the stage; `whole`: bytes of its gradients.
 
-    Where micro-batches are left once the stage is full, it is full again while gradients are there. Else it is full
-    once, before the first of them.
+    With more micro-batches than stages, memory peaks with gradients. Otherwise it peaks once, before the first
+    gradient.
     """
     full = stages - index
     if micro_batches <= full:
@@ -207,14 +207,14 @@ def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, 
 
 
 def _stage_with_waiting(own: StepShape, index: int, stages: int, waiting: int) -> Iterator[StepMoment]:
-    """The moments of one device that the stage has, beside the micro-batches that wait for their backward.
+    """The moments of a stage, with the micro-batches that wait for their backward.
 
-    Each of them keeps its inputs and, under autocast, the half-precision copies that its own forward made.
+    Each of them keeps its inputs and, under autocast, the half-precision copies of its own forward.
     """
-    forward, scores, *layers, embeddings, update = moments(own)
+    forward, logits, *layers, embeddings, update = moments(own)
     kept = waiting * (activation_bytes(own) + INPUT_BYTES * own.tokens_per_micro_batch)
-    here = [forward, scores, *layers] if index == stages - 1 else [replace(forward, scores=0.0), *layers]
+    here = [forward, logits, *layers] if index == stages - 1 else [replace(forward, logits=0.0), *layers]
     for moment in [*here, *([embeddings] if index == 0 else [])]:
-        copies = moment.copies + waiting * scores.copies
+        copies = moment.copies + waiting * logits.copies
         yield replace(moment, activations=moment.activations + kept, copies=copies)
     yield update

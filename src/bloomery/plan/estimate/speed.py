@@ -1,4 +1,4 @@
-"""How long a step takes, by part: matrix products and attention by operations, the rest by the bytes that it moves."""
+"""Seconds of a step by operation: matmuls and attention by FLOPs, everything else by bytes moved."""
 
 import math
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ QUADRATIC = (64.0, 30.0)  # per score, where every score of attention is kept
 TILES = 60.0  # per score of a tile: blockwise attention in plain PyTorch; only the causal half exists
 LOSS = {"plain": (30.0, 16.0), "kept": (12.0, 8.0), "chunked": (16.0, 12.0)}  # per logit
 CLIPPING = 3  # passes over the gradient: its norm, and its scaling
-CASTS = 6.0  # bytes a parameter and micro-batch: autocast's half-precision copies
+CASTS = 6.0  # bytes per parameter and micro-batch: autocast's half-precision copies
 
 
 def layer_traffic(step: StepShape) -> float:
@@ -68,7 +68,7 @@ def score_traffic(step: StepShape) -> float:
 
 
 def dequantized_traffic(step: StepShape) -> float:
-    """Bytes of making every quantised matrix readable once: it is read as it is kept, and written."""
+    """Bytes of dequantizing every matrix once: read quantized, written."""
     if step.mode.base == "none":
         return 0.0
     matrices = [matrix for layer in layers(step.config) for matrix in layer.matrices]
@@ -88,19 +88,17 @@ def optimizer_traffic(parameters: float, *, weight: float, states: float, clips:
     return parameters * (3 * weight + 2 * states + (CLIPPING * weight if clips else 0))
 
 
-COMPILED_GAIN = 1.15  # on a processor; measured: 10 to 35%
+COMPILED_GAIN = 1.15  # on a CPU; measured: 10 to 35%
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
-FUSED_ATTENTION_SHARE = (
-    0.6  # of the products' rate: flash kernels reach 50 to 70% of what plain products do (arXiv:2307.08691)
-)
-FLASH_BACKWARD = 2.5  # five products against two in forward: scores are computed again
+FUSED_ATTENTION_SHARE = 0.6  # of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
+FLASH_BACKWARD = 2.5  # five matmuls against two in forward: scores are recomputed
 LAUNCHES = (110, 45)  # kernels of a layer and micro-batch, forward and backward: eager, compiled
 LAUNCH_SECONDS = 6e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """What a device reaches in training: FLOP/s as a share of its peak, and bytes/s (None: part of the share)."""
+    """Training rates of a device: FLOP/s as a share of its peak, and bytes/s (None: part of the share)."""
 
     peak: float
     share: tuple[float, float, float]  # low, typical, high
@@ -112,7 +110,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What backward computes again, as shares of forward's work in the layers."""
+    """Recomputation in backward, as shares of forward's work in the layers."""
 
     products: float
     attention: float
@@ -121,7 +119,7 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one device does in an optimizer step: operations, bytes, kernel launches."""
+    """Work of one device in an optimizer step: FLOPs, bytes, kernel launches."""
 
     products: float
     attention: float
@@ -131,7 +129,7 @@ class Work:
 
 
 def device_rate(profile: Profile, machine: Machine, *, precision: str, width: int, compiled: bool) -> Rate | None:
-    """None when the table does not know the device in this precision."""
+    """None when the table does not have the device in this precision."""
     dtype = "bfloat16" if precision.startswith("bfloat16") else precision
     if profile.accelerator is not None:
         return _gpu_rate(profile, dtype)
@@ -168,7 +166,7 @@ def work_of(
 ) -> Work:
     """The step of one device over `tokens` tokens.
 
-    `again` and `loss` say how another program differs.
+    `again` and `loss`: of another program, where they differ.
     """
     config, mode, again = step.config, step.mode, again or recompute(step)
     count, trained = parameter_count(config), trained_count(config, mode)
@@ -196,7 +194,7 @@ def work_of(
 
 
 def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
-    """Of a token: forward, gradients of inputs, gradients of weights where they learn, and what is computed again."""
+    """FLOPs per token: forward, gradients of inputs, gradients of trainable weights, recomputation."""
     config, found = step.config, parameters(step.config, step.mode)
     products = 2.0 * sum(layer.active_products for layer in layers(config))
     learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
@@ -210,7 +208,7 @@ def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
 
 
 def useful_flops(config: ModelConfig, mode: TrainingMode, sequence_length: int) -> float:
-    """Of a token, as `model.counting` has it, but for gradients of weights that do not learn; with those that do."""
+    """FLOPs per token as in `model.counting`, without gradients of frozen weights, with those of adapters."""
     found = parameters(config, mode)
     kept = {name: s for name, s in found.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
     if config.tie_embeddings and not head_learns(config, mode):
@@ -220,28 +218,28 @@ def useful_flops(config: ModelConfig, mode: TrainingMode, sequence_length: int) 
 
 
 def _keys(step: StepShape) -> float:
-    """Keys that a query meets, averaged over queries and layers: all where scores are kept, else those it may see.
+    """Keys per query, averaged over queries and layers: all where scores are kept, else those of the causal window.
 
     In a window of w of T tokens the first w queries see w/2 on average and all later ones w: w - w^2 / 2T.
     """
     length, windows = step.sequence_length, step.config.sliding_window or (None,)
     if keeps_scores(step):
         return float(length)
-    seen = [min(length, window or length) for window in windows]
-    return sum(window - window**2 / (2 * length) for window in seen) / len(seen)
+    reach = [min(length, window or length) for window in windows]
+    return sum(window - window**2 / (2 * length) for window in reach) / len(reach)
 
 
 def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
-    """Seconds of a step by what takes them. On a processor the bytes are part of the products' share."""
+    """Seconds of a step by operation. On a CPU the bytes are part of the matmuls' share."""
     products = _by_share(work.products, rate)
-    parts = {"matrix products": products}
+    parts = {"matmul": products}
     attention = _by_share(work.attention, rate)
     if rate.bandwidth is None:
         return parts | {"attention": attention}
     parts["attention"] = attention.scaled(1 / FUSED_ATTENTION_SHARE)
     parts["memory-bound"] = _by_bytes(work.between, rate.bandwidth)
     parts["optimizer"] = _by_bytes(work.update, rate.bandwidth)
-    busy = sum(parts[name].value for name in ("matrix products", "attention", "memory-bound"))
+    busy = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
     waiting = max(0.0, work.launches * LAUNCH_SECONDS - busy)
     if waiting > 0:
         parts["kernel launches"] = Estimate(value=waiting, low=0.0, high=2 * waiting, origin="table")
@@ -249,7 +247,7 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
 
 
 def total(parts: dict[str, Estimate]) -> Estimate:
-    """Parts end one after the other; all of them may be slow together."""
+    """The sum of parts that run one after the other; all may be slow together."""
     ends = list(parts.values())
     measured = next((part for part in ends if part.origin == "measured"), None)
     return Estimate(

@@ -1,4 +1,4 @@
-"""What is trained and what is frozen, and the bytes of weights, gradients and optimizer states that follow from it."""
+"""Trainable and frozen parameters, and the bytes of weights, gradients and optimizer states."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,30 +19,30 @@ INT8_STATE = 1.0 + 4 / INT8_BLOCK
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMode:
-    """How parameters are held and trained. The default: all of them, with the optimizer's states beside them."""
+    """The training mode of parameters. The default: all trainable, optimizer states on the device."""
 
     states: str = "float32"
-    away: bool = False  # states are kept in the processor's memory, paged or offloaded
+    away: bool = False  # states are in CPU memory, paged or offloaded
     rounds: bool = False  # stochastic rounding
-    fused_backward: bool = False  # a gradient is used and freed as soon as it is there
-    pairs: tuple[tuple[str, int], ...] = ()  # adapted modules and their ranks; none: every parameter is trained
-    whole: tuple[str, ...] = ()  # modules that are trained in full beside them
+    fused_backward: bool = False  # a gradient is used and freed immediately
+    pairs: tuple[tuple[str, int], ...] = ()  # target modules and their ranks; none: full fine-tuning
+    whole: tuple[str, ...] = ()  # modules_to_save
     dora: bool = False
     pissa: bool = False
     dropout: bool = False
     theirs: bool = False  # PEFT computes the adapter
-    adapter_bytes: int = 4  # of a trained weight beside a frozen base
+    adapter_bytes: int = 4  # of a trainable adapter weight
     base: str = "none"
     double: bool = True
 
     @property
     def optimizer_memory(self) -> bool:
-        """Whether AdamW is our own."""
+        """Whether AdamW is Bloomery's own."""
         return self.states != "float32" or self.away or self.rounds or self.fused_backward
 
     @property
     def frozen(self) -> bool:
-        """Whether there is a base that does not learn."""
+        """Whether the base weights are frozen."""
         return self.pairs != ()
 
 
@@ -78,7 +78,7 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Shapes by name: `adapter` is what stands beside a frozen base, `trained` of the model itself what learns."""
+    """Shapes by name: of the adapter, and of the model's trainable and frozen parameters."""
 
     adapter: Mapping[str, Shape]
     trained: Mapping[str, Shape]
@@ -98,7 +98,7 @@ def parameters(config: ModelConfig, mode: TrainingMode) -> Parameters:
     adapter: dict[str, Shape] = {}
     for module, rank in mode.pairs:
         if (shape := shapes.get(f"{module}.weight")) is None:
-            continue  # of a layer that stands on another stage
+            continue  # of a layer on another stage
         adapter |= {f"{module}.lora_A": (rank, shape[1]), f"{module}.lora_B": (shape[0], rank)}
         if mode.dora:
             adapter[f"{module}.lora_magnitude"] = (shape[0],)
@@ -129,7 +129,7 @@ def trained_in_layer(config: ModelConfig, mode: TrainingMode) -> int:
 
 @cache
 def reading_modules(config: ModelConfig, mode: TrainingMode) -> frozenset[str]:
-    """Modules inside layers, by their last name ("q_proj"), whose input a gradient of weights reads as it is."""
+    """Modules inside layers, by their last name ("q_proj"), whose unmodified input a gradient of weights reads."""
     found = parameters(config, mode)
     return frozenset(name.split(".")[-2] for name in in_layers(found.trained if mode.dropout else found.learning))
 
@@ -152,17 +152,17 @@ def head_name(config: ModelConfig) -> str:
 
 
 def element_of(precision: str) -> int:
-    """Bytes of what products read and write."""
+    """Bytes of an input or output of matmuls."""
     return 4 if precision == "float32" else 2
 
 
 def weight_of(precision: str) -> int:
-    """Bytes of a weight of the model that learns, and of its gradient."""
+    """Bytes of a trainable weight of the model, and of its gradient."""
     return 2 if precision == "bfloat16-pure" else 4
 
 
 def each(name: str, mode: TrainingMode, precision: str) -> int:
-    """Bytes of a number that learns, and of its gradient: an adapter has a type of its own."""
+    """Bytes of a trainable parameter, and of its gradient: an adapter has its own dtype."""
     return mode.adapter_bytes if name.rpartition(".")[2].startswith("lora_") else weight_of(precision)
 
 
@@ -172,7 +172,7 @@ def gradient_bytes(shapes: Mapping[str, Shape], mode: TrainingMode, precision: s
 
 @cache
 def learning_bytes(config: ModelConfig, mode: TrainingMode, precision: str) -> float:
-    """Of everything that learns, or of its gradients."""
+    """Of all trainable parameters, or of their gradients."""
     return gradient_bytes(parameters(config, mode).learning, mode, precision)
 
 
@@ -185,9 +185,9 @@ def layer_learning_bytes(config: ModelConfig, mode: TrainingMode, precision: str
 
 @cache
 def held_bytes(config: ModelConfig, mode: TrainingMode, precision: str) -> float:
-    """Weights of the model itself: trained ones, and frozen ones as products read them or quantised.
+    """Weights of the model: trainable ones, and frozen ones in the dtype of matmuls or quantized.
 
-    Beside float16 products frozen embeddings and norms are float32, as the sums between the layers are: train.state.
+    With float16 matmuls, frozen embeddings and norms are float32, as the residual stream is: train.state.
     """
     found = parameters(config, mode)
     total = gradient_bytes(found.trained, mode, precision)
@@ -201,13 +201,13 @@ def held_bytes(config: ModelConfig, mode: TrainingMode, precision: str) -> float
 
 
 def frozen_element(name: str, precision: str) -> int:
-    """Bytes of a frozen number that is not quantised."""
+    """Bytes of a frozen parameter that is not quantized."""
     outside = "norm" in name or ".embed_" in name
     return 4 if precision == "float16" and outside else element_of(precision)
 
 
 def adapter_bytes(config: ModelConfig, mode: TrainingMode) -> float:
-    """PiSSA keeps what its pairs began with; DoRA a number for each row of the matrix."""
+    """PiSSA keeps its initial matrices; DoRA one magnitude per output."""
     found = parameters(config, mode).adapter
     sequences = numbers({name: shape for name, shape in found.items() if len(shape) == 1})
     return float(numbers(found) * mode.adapter_bytes * (2 if mode.pissa else 1) + 4 * sequences)
@@ -222,14 +222,14 @@ def largest(config: ModelConfig, mode: TrainingMode, precision: str) -> float:
 
 @cache
 def optimizer_bytes(config: ModelConfig, mode: TrainingMode, kind: str, precision: str) -> float:
-    """What the optimizer keeps from step to step, wherever it keeps it."""
+    """Optimizer states, on the device or in CPU memory."""
     return state_bytes(parameters(config, mode).learning, kind, mode, precision)
 
 
 def state_bytes(shapes: Mapping[str, Shape], kind: str, mode: TrainingMode, precision: str) -> float:
-    """AdamW: two numbers a parameter; Muon: one for the blocks' matrices; Adafactor: rows and columns of matrices.
+    """AdamW: two values per parameter; Muon: one for matrices of blocks; Adafactor: rows and columns of matrices.
 
-    Those of bfloat16 weights are bfloat16; Adafactor's are float32 always, and so are small parameters' beside int8.
+    States of bfloat16 weights are bfloat16; Adafactor's are float32, and so are those of small parameters with int8.
     """
     total = 0.0
     for name, shape in shapes.items():
@@ -245,28 +245,27 @@ def state_bytes(shapes: Mapping[str, Shape], kind: str, mode: TrainingMode, prec
 
 @cache
 def update_bytes(config: ModelConfig, mode: TrainingMode, kind: str, precision: str, *, on_gpu: bool) -> float:
-    """Scratch of the update: none in a fused AdamW; our own optimizers work in float32 pieces of bounded size.
+    """Temporary bytes of the update: none in a fused AdamW; Bloomery's optimizers use float32 pieces of bounded size.
 
-    Adafactor takes three of them and AdamW five, half a one more where a CPU rounds at random, and four more for states
-    that come from the processor's memory (measured: tests/train/test_lean_scratch.py). In backward parameters come one
-    by one.
+    Adafactor takes three pieces and AdamW five, half a piece more for stochastic rounding on a CPU, and four more for
+    states in CPU memory (measured: tests/train/test_lean_scratch.py). A fused backward updates one parameter at a time.
     """
     shapes = parameters(config, mode).learning
     sizes = [math.prod(shape) for shape in shapes.values()]
     together = max(sizes, default=0) if mode.fused_backward else sum(sizes)
     piece = 4.0 * min(together, GPU_PIECE if on_gpu else CPU_PIECE)
-    if kind == "muon":  # the step, its stack, and three of bfloat16 while they are orthogonalised
+    if kind == "muon":  # the step, its stack, and three bfloat16 copies for the orthogonalization
         inside = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
         kinds, own = {tuple(sorted(shape)) for shape in inside}, weight_of(precision)
         return max(((2 * own + 6) * _stacked(shape, inside) for shape in kinds), default=0.0)
-    if kind == "adafactor":  # without a gate, which backward alone has, the random bits fit into the three
+    if kind == "adafactor":  # without a fused backward the random bits fit into the three pieces
         return (3 + 0.5 * (mode.rounds and mode.fused_backward and not on_gpu)) * piece
-    drawn = (mode.rounds or mode.states == "bfloat16") and not on_gpu  # a GPU adds random bits without widening them
+    drawn = (mode.rounds or mode.states == "bfloat16") and not on_gpu  # a GPU adds random bits without a wider copy
     return (5 + 0.5 * drawn + 4 * (mode.away and on_gpu)) * piece if mode.optimizer_memory else 0.0
 
 
 def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:
-    """Numbers of all matrices of a shape, lying or standing, as far as one stack takes them."""
+    """Values of all matrices of a shape or its transpose, up to the size of one stack."""
     size, alike = math.prod(shape), sum(sorted(other) == sorted(shape) for other in inside)
     return size * min(alike, max(1, MUON_STACK // size))
 
@@ -275,7 +274,7 @@ def _stacked(shape: Shape, inside: Sequence[Shape]) -> int:
 def setting_of(
     mode: TrainingMode, *, extra_forwards: int = 0, teacher: ModelConfig | None = None, offloading: bool = False
 ) -> str:
-    """A few letters that are equal for equal ways to train."""
+    """A short hash of the training mode."""
     if (mode, extra_forwards, teacher, offloading) == (FULL, 0, None, False):
         return ""
     return sha256(repr((mode, extra_forwards, teacher, offloading)).encode()).hexdigest()[:12]
@@ -283,11 +282,11 @@ def setting_of(
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What decides how much memory a step takes."""
+    """The properties of a step that determine its memory and time."""
 
     config: ModelConfig
     sequence_length: int
-    micro_batch_size: int  # rows
+    micro_batch_size: int
     precision: str
     optimizer: str
     attention: str
@@ -297,12 +296,12 @@ class StepShape:
     context_bytes: float  # the runtime's own; 0: not a GPU
     on_gpu: bool
     expandable: bool = False  # the allocator's segments
-    accumulating: bool = False  # several micro-batches a step: gradients are there from the second one on
+    accumulating: bool = False  # gradient accumulation: gradients exist from the second micro-batch on
     mode: TrainingMode = FULL
-    offloading: bool = False  # what layers keep for backward waits in the processor's memory
+    offloading: bool = False  # activations are offloaded to CPU memory
     teacher: ModelConfig | None = None  # of distillation
-    extra_forwards: int = 0  # forwards beside the step's own: the model of the start, by the base without its adapters
-    loss_share: float = 1.0  # the share of positions that are scored: counted for time, memory is of the fullest batch
+    extra_forwards: int = 0  # of the reference model, by the base without its adapters
+    loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
 
     @property
     def tokens_per_micro_batch(self) -> int:
@@ -311,14 +310,14 @@ class StepShape:
 
     @property
     def setting(self) -> str:
-        """What a measurement must share to tell of this one's memory; empty: every weight is trained, plainly."""
+        """The mode that a measurement of memory must share; empty: plain full fine-tuning."""
         return setting_of(
             self.mode, extra_forwards=self.extra_forwards, teacher=self.teacher, offloading=self.offloading
         )
 
     @property
     def outputs(self) -> int:
-        """Of the output layer: one of a reward model."""
+        """Outputs of the head: one of a reward model."""
         return 1 if self.config.head == "values" else self.config.vocab_size
 
     @property
@@ -328,16 +327,16 @@ class StepShape:
 
     @property
     def weight(self) -> int:
-        """Bytes of a weight of the model that learns, and of its gradient."""
+        """Bytes of a trainable weight of the model, and of its gradient."""
         return weight_of(self.precision)
 
     @property
     def stream(self) -> int:
-        """Bytes of a number of the residual stream, which has the type of the embeddings."""
+        """Bytes of a value of the residual stream, which has the dtype of the embeddings."""
         embeds = learns(self.config, self.mode, "model.embed_tokens.weight")
         return self.weight if embeds or self.precision == "float16" else self.element
 
     @property
     def mixed(self) -> bool:
-        """Half-precision products over float32 weights."""
+        """Half-precision matmuls with float32 weights."""
         return self.element < self.weight

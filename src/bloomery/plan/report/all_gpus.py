@@ -1,4 +1,4 @@
-"""A recipe planned for several cards, or for every card of the table: what several `--gpu`, or `--gpu all`, show."""
+"""A recipe planned for several GPUs or for every GPU of the table: several `--gpu`, or `--gpu all`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe
 
-HEAD = f"{'card':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'low to high':<22}{'takes':>10}{'kWh':>8}"
+HEAD = f"{'GPU':<26}{'GiB':>5}  {'needs':>6}  {'dtype':<5}{'tokens/s':>11}  {'low to high':<22}{'takes':>10}{'kWh':>8}"
 
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """One card, and the plan for so many of it; `refused` says why there is none."""
+    """One GPU, and the plan for so many of it; `refused`: the reason where there is none."""
 
     spec: GpuSpec
     memory_gib: float
@@ -71,36 +71,36 @@ class GpuPlan:
 def compare_gpus(
     loaded: LoadedRecipe, machine: Machine, *, chosen: Sequence[Accelerator] = (), gpus: int = 1, nodes: int = 1
 ) -> list[GpuPlan]:
-    """The chosen cards, or every card of the table with its own memory: the fastest that fits first, then what does
-    not fit.
+    """The chosen GPUs, or every GPU of the table with each of its memory sizes: the fastest that fits first, those
+    that do not fit last.
 
-    Raises UserError when the recipe itself is wrong: no card could be planned then.
+    Raises UserError when the recipe itself is wrong.
     """
-    compared, facts, found = chosen or list(devices()), facts_of(loaded, machine), []
+    compared, facts, results = chosen or list(devices()), facts_of(loaded, machine), []
     for device in compared:
         memory, spec = device.usable_bytes / GIB, gpu_spec(device)
         assert spec is not None, f"gpus.toml has no {device.name}"
         there = facts.on(with_gpu(machine, device))
         try:
             plan = resolve(loaded, there, gpus=gpus, nodes=nodes)
-            found.append(GpuPlan(spec, memory, plan, energy_kwh(plan, there.profile)))
+            results.append(GpuPlan(spec, memory, plan, energy_kwh(plan, there.profile)))
         except UserError as refused:
-            found.append(GpuPlan(spec, memory, None, refused=refused.problem))
-    if all(card.plan is None for card in found):
+            results.append(GpuPlan(spec, memory, None, refused=refused.problem))
+    if all(gpu.plan is None for gpu in results):
         resolve(loaded, facts.on(with_gpu(machine, compared[0])), gpus=gpus, nodes=nodes)
 
-    def order(card: GpuPlan) -> tuple[int, float]:
-        if card.plan is None:
+    def order(gpu: GpuPlan) -> tuple[int, float]:
+        if gpu.plan is None:
             return 3, 0.0
-        if not card.fits:
-            return 2, card.plan.memory.total
-        return (0, -card.rate[0]) if card.rate else (1, 0.0)
+        if not gpu.fits:
+            return 2, gpu.plan.memory.total
+        return (0, -gpu.rate[0]) if gpu.rate else (1, 0.0)
 
-    return sorted(found, key=order)
+    return sorted(results, key=order)
 
 
 def devices() -> Iterator[Accelerator]:
-    """Every card of the table, once for each size of memory that it exists with."""
+    """Every GPU of the table, once for each of its memory sizes."""
     for spec in table().gpu:
         facts = arch_spec(spec.arch)
         assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
@@ -109,48 +109,48 @@ def devices() -> Iterator[Accelerator]:
             yield Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
 
 
-def _origin(found: list[GpuPlan]) -> str:
-    speeds = [card.plan.step_seconds for card in found if card.plan and card.plan.step_seconds]
+def _origin(results: list[GpuPlan]) -> str:
+    speeds = [gpu.plan.step_seconds for gpu in results if gpu.plan and gpu.plan.step_seconds]
     measured = sum(speed.origin == "measured" for speed in speeds)
-    return f"From the table, {measured} from measurements" if measured else "From the table"
+    return f"Estimated, {measured} from measurements" if measured else "Estimated"
 
 
-def gpus_page(found: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
-    """The table that people compare cards with."""
+def gpus_page(results: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
+    """The table that compares GPUs."""
     count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
     many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
-    fitting = [card for card in found if card.fits]
+    fitting = [gpu for gpu in results if gpu.fits]
     lines = [
-        f"{loaded.name}{count}: {len(fitting)} of {len(found)} cards hold it. {_origin(found)}, fastest first;"
+        f"{loaded.name}{count}: fits {len(fitting)} of {len(results)} GPUs. {_origin(results)}, fastest first;"
         " nothing was run.",
         "",
         HEAD,
-        *(_line(card) for card in found),
+        *(_line(gpu) for gpu in results),
         "",
     ]
     if gpus * nodes > 1:
         lines.append("Planned only: this version trains on one device.")
-    best = (fitting or found)[0]
+    best = (fitting or results)[0]
     size = f" {best.memory_gib:.0f}GB" if len(best.spec.memory_gib) > 1 else ""
     name = best.name + size
-    if not best.spec.memory_gib:  # processor graphics: the machine's memory is what was named
+    if not best.spec.memory_gib:  # integrated GPU: its name has the machine's memory
         name = f"{best.spec.short_name} {best.memory_gib / LENT_SHARE:.0f}GB"
     command = f'bloomery plan {source} --gpu "{name}"{many}'
     return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 
 
-def _line(card: GpuPlan) -> str:
-    head = f"{card.spec.short_name:<26}{card.memory_gib:>5.0f}  "
-    if card.plan is None:
-        return f"{head}{card.refused}"[:100]
-    needs = f"{card.plan.memory.total / GIB:>6.1f}  "
-    if not card.fits:
+def _line(gpu: GpuPlan) -> str:
+    head = f"{gpu.spec.short_name:<26}{gpu.memory_gib:>5.0f}  "
+    if gpu.plan is None:
+        return f"{head}{gpu.refused}"[:100]
+    needs = f"{gpu.plan.memory.total / GIB:>6.1f}  "
+    if not gpu.fits:
         return f"{head}{needs}does not fit"
-    dtype = SHORT_NAMES[card.plan.train.precision]
-    if card.rate is None:
+    dtype = SHORT_NAMES[gpu.plan.train.precision]
+    if gpu.rate is None:
         return f"{head}{needs}{dtype:<5}speed unknown"
-    value, low, high = (two_digits(rate) for rate in card.rate)
-    seconds, energy = card.plan.seconds, card.energy_kwh
+    value, low, high = (two_digits(rate) for rate in gpu.rate)
+    seconds, energy = gpu.plan.seconds, gpu.energy_kwh
     takes = format_seconds(seconds.value) if seconds else "?"
     kwh = "?" if energy is None else f"{energy:.1f}" if energy < 9.95 else two_digits(energy)
     ends = f"{low} to {high}"

@@ -1,4 +1,4 @@
-"""What an objective asks of a plan beside the step itself: a teacher, a reference, the share that is learned."""
+"""The parts of an objective in a plan: teacher, reference model, share of loss tokens."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -17,16 +17,16 @@ Reference = Literal["none", "precomputed", "adapters"]
 
 
 def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
-    """`precomputed`: once, before the first step. `adapters`: beside each step, from the base without its adapters."""
+    """`precomputed`: before the first step. `adapters`: in each step, by the base model without its adapters."""
     if not objective.spec.reference:
-        return Choice("none", f"{objective.kind} compares with no other model")
+        return Choice("none", f"{objective.kind} has no reference model")
     if isinstance(adapter, Peft):
-        return Choice("precomputed", f"what the base is without {adapter.method} is not known here")
+        return Choice("precomputed", f"the base model without {adapter.method} is not available in a step")
     if not isinstance(adapter, Lora):
-        return Choice("precomputed", "training changes the weights that the reference is computed with")
+        return Choice("precomputed", "training changes the weights of the reference model")
     if adapter.modules_to_save:
-        return Choice("precomputed", f"{', '.join(adapter.modules_to_save)} learn beside the adapters")
-    return Choice("adapters", "the base without its adapters is the model of the start, at no memory of its own")
+        return Choice("precomputed", f"{', '.join(adapter.modules_to_save)} are trainable, not only adapters")
+    return Choice("adapters", "the base model without its adapters is the reference model, without extra memory")
 
 
 def teacher_of(recipe: RunPlan) -> ModelConfig | None:
@@ -34,12 +34,12 @@ def teacher_of(recipe: RunPlan) -> ModelConfig | None:
 
 
 def extra_forwards(recipe: Recipe | RunPlan) -> int:
-    """Forwards of a step beside its own."""
+    """Additional forward passes of a step."""
     return 1 if reference_of(recipe.objective, recipe.adapter).value == "adapters" else 0
 
 
 def setting(plan: RunPlan) -> str:
-    """As `StepShape.setting`, of a step that was planned."""
+    """`StepShape.setting` of a plan."""
     mode, away = mode_of(plan, plan.model.config), plan.train.offload_activations
     return setting_of(mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=away)
 
@@ -47,35 +47,41 @@ def setting(plan: RunPlan) -> str:
 def objective_choices(
     recipe: Recipe, dataset: DatasetFacts | None, teacher: ModelConfig | None
 ) -> Iterator[tuple[str, Choice[str]]]:
-    """By key, what the objective means for this run."""
+    """By key: the choices of the objective."""
     reference = reference_of(recipe.objective, recipe.adapter)
     if reference.value == "adapters":
-        yield "objective.reference", Choice("reference each step", f"{reference.reason}; a forward more a step")
+        yield "objective.reference", Choice("reference per step", f"{reference.reason}; one more forward pass per step")
     elif reference.value == "precomputed":
-        yield "objective.reference", Choice("reference first", f"{reference.reason}; one forward over all of the data")
+        yield (
+            "objective.reference",
+            Choice("precomputed reference", f"{reference.reason}; one forward pass over the dataset"),
+        )
     if teacher is not None and isinstance(recipe.objective, Distill):
-        reason = f"{recipe.objective.teacher} stays in memory beside the model"
+        reason = f"{recipe.objective.teacher} stays in memory next to the model"
         yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", reason)
     if dataset is not None:
         yield from _chat_choice(recipe, dataset)
     if dataset is not None and dataset.loss_share < 1:
-        reason = "of the tokens are learned; the output layer runs on these alone"
-        yield "data.chat.train_on", Choice(f"{dataset.loss_share:.0%} learned", f"{dataset.loss_share:.1%} {reason}")
+        reason = "of the tokens are loss tokens; the output layer runs on these alone"
+        yield (
+            "data.chat.train_on",
+            Choice(f"{dataset.loss_share:.0%} loss tokens", f"{dataset.loss_share:.1%} {reason}"),
+        )
 
 
 def _chat_choice(recipe: Recipe, dataset: DatasetFacts) -> Iterator[tuple[str, Choice[str]]]:
-    """Whether a chat template formats rows of a prompt and an answer; nothing of plain text."""
+    """Whether a chat template formats prompts and responses; nothing for plain text."""
     key = "data.chat.template"
     if dataset.template:
-        kept = f"; {key}={NONE} trains on texts as they are" if dataset.texts == "prompts" else ""
-        reason = f"prompts are formatted as the user's turn and answers as the assistant's, in every data format{kept}"
+        kept = f"; {key}={NONE} trains on the plain text" if dataset.texts == "prompts" else ""
+        reason = f"formats prompts as user and responses as assistant messages, in every data format{kept}"
         yield key, Choice(dataset.template, reason)
     elif dataset.texts == "whole":
-        yield key, Choice(NONE, "pairs of whole texts without a prompt column are trained on as they are")
+        yield key, Choice(NONE, "pairs without a prompt column are plain text")
     elif dataset.texts == "prompts":
         reason = "the tokenizer has no chat template"
         if recipe.data.chat.template == NONE:
-            reason = "the recipe sets none"
+            reason = "set in the recipe"
         elif recipe.objective.spec.reads_text:
             reason = "pretraining reads text"
-        yield key, Choice(NONE, f"{reason}: prompt and answer are trained on as one text, without turns")
+        yield key, Choice(NONE, f"{reason}: prompt and response are one plain text, without messages")

@@ -1,4 +1,4 @@
-"""What a recipe may say but this version cannot do yet, and what cannot be right: refused before anything is built."""
+"""Unsupported and contradictory settings of a recipe, refused before anything is built."""
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer
@@ -13,7 +13,7 @@ OPTIMIZER_MEMORY_KEYS = ("paged", "offload", "fused_backward", "stochastic_round
 
 
 def refuse_recipe(recipe: Recipe) -> None:
-    """Raises UserError for what a recipe may say and this version has not, and for keys that contradict each other."""
+    """Raises UserError for unsupported keys, and for keys that contradict each other."""
     keys = [f"objective.kind={recipe.objective.kind}"] if recipe.objective.spec.rollouts else []
     _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "pipeline_microbatches")])
     refuse_optimizer_memory_misfits(recipe)
@@ -22,7 +22,7 @@ def refuse_recipe(recipe: Recipe) -> None:
 
 
 def refuse_several_devices(recipe: Recipe) -> None:
-    """Raises UserError where the recipe asks for more devices than this version trains on: one."""
+    """Raises UserError where the recipe sets more than one device, which this version does not train on."""
     _refuse_keys(_keys_of_mesh(recipe, "replicate", "shard", "pipeline"))
 
 
@@ -32,27 +32,23 @@ def _keys_of_mesh(recipe: Recipe, *keys: str) -> list[str]:
 
 
 def _refuse_keys(keys: list[str]) -> None:
-    """One UserError that names every key whose feature is not in this version."""
+    """One UserError for all unsupported keys."""
     if keys:
-        plural = "are" if len(keys) > 1 else "is"
-        raise UserError(
-            f"{', '.join(keys)} {plural} not in this version of Bloomery",
-            where="recipe",
-            fix=f"take {'them' if len(keys) > 1 else 'it'} out of the recipe",
-            code=2,
-        )
+        problem = f"not supported in this version of Bloomery: {', '.join(keys)}"
+        fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
+        raise UserError(problem, where="recipe", fix=fix, code=2)
 
 
 def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
-    """Raises UserError where an optimizer cannot do what is asked of it, or where a step would be cut in backward."""
+    """Raises UserError for memory settings that the optimizer or a fused backward does not support."""
     optimizer, train = recipe.optimizer, recipe.train
     asked = [f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)]
     asked += [f"optimizer.state_dtype={optimizer.state_dtype}"] if optimizer.state_dtype != "float32" else []
     if optimizer.kind == "muon" and asked:
         raise UserError(
-            f"{asked[0]} does not go with Muon, whose momentum stays in float32 on the device",
+            f"Muon does not support this setting: {asked[0]}",
             where="optimizer.kind=muon",
-            fix=f"set optimizer.kind=adamw, or take {' and '.join(asked)} out of the recipe",
+            fix=f"set optimizer.kind=adamw, or remove {' and '.join(asked)}",
             code=2,
         )
     rows = train.micro_batch_size
@@ -62,34 +58,34 @@ def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     tokens = rows * recipe.data.sequence_length
     if asked_tokens != tokens:
         raise UserError(
-            "optimizer.fused_backward frees each gradient at once, so a step is one micro-batch:"
-            f" {tokens:,} tokens here, not {asked_tokens:,}",
+            "optimizer.fused_backward has no gradient accumulation: a step is one micro-batch of"
+            f" {tokens:,} tokens, not {asked_tokens:,}",
             where="train.tokens_per_step",
-            fix=f"set train.tokens_per_step={tokens}, or optimizer.fused_backward=false to accumulate",
+            fix=f"set train.tokens_per_step={tokens}, or optimizer.fused_backward=false",
             code=2,
         )
 
 
 def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
-    """Raises UserError where several devices were asked for and there is none of which several make sense."""
+    """Raises UserError for several devices where the device is a CPU or an integrated GPU."""
     asked = [f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1]
     if not asked:
         return
     where = " ".join(asked)
     if profile.accelerator is None:
         fix = f'name a GPU: --gpu "MI300X" {where}'
-        raise UserError("a processor is one device", where=where, fix=fix, code=2)
+        raise UserError("a CPU is one device", where=where, fix=fix, code=2)
     if profile.gpu is None or profile.accelerator.integrated or profile.gpu.link == "APU":
-        problem = f"nothing is known of several {profile.accelerator.name} joined together"
+        problem = f"the table has no links between several {profile.accelerator.name}"
         raise UserError(problem, where=where, fix=f"leave out {where}", code=2)
 
 
 def refuse_misfits(
     recipe: Recipe, config: ModelConfig, dataset: DatasetFacts | None, *, known: int | None, added: int
 ) -> None:
-    """Raises UserError where the text does not fit the model: ids without an embedding, rows without positions.
+    """Raises UserError where the dataset does not fit the model: ids without embeddings, tokens without positions.
 
-    `known`: tokens of the model that training starts from; `added`: those that the recipe adds.
+    `known`: tokens of the pretrained model; `added`: new tokens of the recipe.
     """
     length = recipe.data.sequence_length
     extended = [f"model.{key}" for key in CONTEXT_KEYS if getattr(recipe.model, key) is not None]
@@ -99,13 +95,13 @@ def refuse_misfits(
         raise UserError(problem, where=extended[0], fix=fix, code=2)
     if config.head == "values" and not recipe.objective.spec.values:
         raise UserError(
-            "model.from is a reward model: it gives values and no text",
+            "model.from is a reward model, without a language model head",
             where="objective.kind",
-            fix="set objective.kind=reward, or name the language model that it was made from",
+            fix="set objective.kind=reward, or use the language model that it was trained from",
             code=2,
         )
     if recipe.objective.spec.values and recipe.sample.prompts:
-        problem = "a reward model writes no text that sample.prompts could show"
+        problem = "a reward model generates no text for sample.prompts"
         raise UserError(problem, where="sample.prompts", fix="set sample.prompts=[]", code=2)
     if dataset is not None and (dataset.vocab_size or 0) > config.vocab_size:
         raise UserError(
@@ -116,7 +112,7 @@ def refuse_misfits(
     refuse_new_rows(recipe, config, known=known, added=added)
     if config.positions == "learned" and length > config.max_positions:
         raise UserError(
-            f"rows of {length:,} tokens are longer than the {config.max_positions:,} positions that this model learns",
+            f"sequence length exceeds the model's {config.max_positions:,} learned positions: {length:,}",
             where="data.sequence_length",
             fix=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
             code=2,
@@ -124,26 +120,26 @@ def refuse_misfits(
 
 
 def refuse_few_positions(teacher: ModelConfig, length: int, *, where: str) -> None:
-    """Raises UserError when sequences are longer than the positions that a teacher has learned."""
+    """Raises UserError when sequences are longer than the teacher's learned positions."""
     if teacher.positions == "learned" and length > teacher.max_positions:
-        problem = f"the teacher has learned {teacher.max_positions:,} positions and rows have {length:,}"
+        problem = f"sequence length exceeds the teacher's {teacher.max_positions:,} learned positions: {length:,}"
         fix = f"set data.sequence_length={teacher.max_positions}, or choose another teacher"
         raise UserError(problem, where=where, fix=fix)
 
 
-def refuse_other_words(teacher: Tokenizer, ours: Tokenizer, *, where: str) -> None:
-    """Raises UserError when an id means something else to the teacher."""
-    if teacher.hash == ours.hash:
+def refuse_other_words(teacher: Tokenizer, student: Tokenizer, *, where: str) -> None:
+    """Raises UserError when the tokenizers differ."""
+    if teacher.hash == student.hash:
         return
-    shared = min(teacher.vocab_size, ours.vocab_size)
-    other = next((i for i in range(shared) if teacher.decode([i]) != ours.decode([i])), None)
-    if other is None and teacher.vocab_size == ours.vocab_size:
+    shared = min(teacher.vocab_size, student.vocab_size)
+    other = next((i for i in range(shared) if teacher.decode([i]) != student.decode([i])), None)
+    if other is None and teacher.vocab_size == student.vocab_size:
         return
-    told = f"{teacher.vocab_size:,} ids and the data's tokenizer {ours.vocab_size:,}"
+    difference = f"{teacher.vocab_size:,} ids, not {student.vocab_size:,}"
     if other is not None:
-        told = f"other words: id {other} is {teacher.decode([other])!r} there and {ours.decode([other])!r} here"
+        difference = f"id {other} is {teacher.decode([other])!r}, not {student.decode([other])!r}"
     raise UserError(
-        f"the teacher has {told}",
+        f"the teacher has another tokenizer: {difference}",
         where=where,
-        fix="choose a teacher of the same family, as it has the same tokenizer",
+        fix="choose a teacher of the same family, with the same tokenizer",
     )
