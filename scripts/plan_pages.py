@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```\n\$ (bloomery plan [^\n]* --gpu [^\n]*)\n(.*?)```", re.DOTALL)
 RECIPE = re.compile(r"`(\w+\.yaml)`[^\n]*\n```yaml\n(.*?)```", re.DOTALL)
 HOLDS = re.compile(r"<!-- holds: ([^\n]*) -->\n.*?<!-- end -->", re.DOTALL)
-LATER = ("claims", "beware", "faster", "to fit", "chosen")  # what `...` leaves out begins with one of these
+LATER = ("claims", "warnings", "suggested", "settings")  # what `...` leaves out begins with one of these
 
 
 def pages() -> list[Path]:

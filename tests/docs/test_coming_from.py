@@ -64,7 +64,7 @@ def check_missing(text: str, recipe: str) -> None:
     if text.startswith("bloomery "):
         assert words_of(text)[0] not in cli.list_commands(click.Context(cli)), f"{text} has come: give it its row"
         return
-    with pytest.raises(UserError, match="not in this version"):
+    with pytest.raises(UserError, match="not supported in this version"):
         asked = load_recipe(recipe, shlex.split(text)).recipe
         refuse_recipe(asked)
         refuse_several_devices(asked)

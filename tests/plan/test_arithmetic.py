@@ -17,7 +17,7 @@ def said(*words: str) -> str:
 def test_seven_billion_parameters_in_full_hold_16_bytes_each():
     text = said("adapter={kind: none}")
     assert text.startswith(f"{16 * LLAMA_2_7B / 1e9:.1f} GB: full training: 16 bytes")
-    assert text.endswith("16 bytes (weights 4, gradients 4, states 8)")
+    assert text.endswith("16 bytes (weights 4, gradients 4, states 8) for each of 6.74 B parameters")
 
 
 @pytest.mark.parametrize("base", ["none", "nf4"])

@@ -22,8 +22,9 @@ def told(**sections):
 
 def test_the_page_names_the_architecture_and_a_safe_load(phi):
     said = told(model=phi)
-    assert "Phi architecture" in said and "no native implementation of PhiForCausalLM" in said and "safe load" not in said
-    assert "safe load transformers reads the weights itself" in told(model={**phi, "load_with": "transformers"})
+    assert "Phi architecture" in said
+    assert "no native implementation of PhiForCausalLM" in said and "safe load" not in said
+    assert "safe load transformers loads the weights" in told(model={**phi, "load_with": "transformers"})
 
 
 def test_our_decoder_says_that_every_load_is_safe():

@@ -149,7 +149,7 @@ def test_a_teacher_gets_an_attention_that_computes_what_it_needs():
     assert teacher_attention(tiny_config(), plan, where="t") == "varlen"
     assert teacher_attention(tiny_config(attention_softcap=30.0), plan, where="t") == "blockwise"
     short = tiny_config(positions="learned", max_positions=16)
-    with pytest.raises(UserError, match="has learned 16 positions"):
+    with pytest.raises(UserError, match="16 learned positions"):
         teacher_attention(short, plan, where="t")
 
 

@@ -62,7 +62,7 @@ def page(
         lines = [f"{first + '.':<{WIDTH - len(remark)}}{remark}", last]
     lines += ["Planned only: this version trains on one device.", ""] if plan.parallel else [""]
     lines += _block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
-    lines += _block("model", [model_line(plan)])
+    lines += _block("model", joined([model_line(plan)]))
     lines += [*_block("batch", batch_lines(plan)), ""]
     lines += _block("memory", memory_lines(plan, profile))
     lines += _block("simulated", simulated)
