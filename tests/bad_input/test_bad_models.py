@@ -198,7 +198,7 @@ def test_remote_code_named_by_a_config_does_not_run(model):
 @pytest.mark.parametrize(("changed", "said"), [
     ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "names a program of its own"),
     ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "model_type": "mine"}, "names a program of its own"),
-    ({"model_type": "mine"}, "of a kind that nobody here knows (mine)"),
+    ({"model_type": "mine"}, "unknown model_type (mine)"),
 ])  # fmt: skip
 def test_what_a_model_is_taken_for_is_said_where_it_says_otherwise(model, changed, said):
     stated = json.loads((model / "config.json").read_text())

@@ -51,7 +51,7 @@ def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora:
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["adapter.kind=none"], "nf4 weights cannot learn"),
+    (["adapter.kind=none"], "nf4 weights are not trainable"),
     (["quantize.kind=int4"], "none, nf4"),
 ])  # fmt: skip
 def test_what_cannot_be_is_one_sentence(qlora: Bloomery, words: list[str], said: str) -> None:

@@ -251,9 +251,9 @@ def absent(recipe: Recipe) -> list[str]:
 def left_aside(recipe: Recipe) -> list[str]:
     """Files of the recipe's folders that may be data and are not read, each with the key that reads it."""
     data, rows = recipe.data, required_format_of(recipe) in ("sft", "pairs", "kto")
-    told = [unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
+    lines = [unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
     if data.path is not None:
-        told.append(unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
+        lines.append(unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
     return [line for line in lines if line is not None]
 
 
@@ -324,7 +324,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
     return _template(recipe, kinds, examples, tokenizer), kinds.texts
 
 
-def _first_documents(corpus: Dataset, on_error: str, count: int) -> list[Document]:
+def _first_documents(source: Dataset, on_error: str, count: int) -> list[Document]:
     some = replace(source, files=source.files[:FILES]) if source.builtin else source
     return list(islice(read_documents(some, on_error=on_error, stats=_BadRowLimit()), count))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from bloomery.core.units import counted, format_count, format_seconds, format_seconds
+from bloomery.core.units import counted, format_count, format_seconds
 from bloomery.hardware.doctor.env_vars import idle_settings
 from bloomery.hardware.profile import Profile
 from bloomery.model.counting import parameter_shapes
