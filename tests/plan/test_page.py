@@ -35,7 +35,7 @@ def test_the_page_has_its_parts_in_order():
 
 
 def test_the_figures_of_the_card():
-    text = "\n".join(guide_page())
+    text = " ".join(" ".join(guide_page()).split())
     plan = planned(load_recipe("go-coder-125m"), gpu_machine("RX 6700 XT"))
     for part in (
         "1 x Radeon RX 6700 XT · gfx1031 · 11.98 GiB · 384 GB/s",

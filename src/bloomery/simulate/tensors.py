@@ -155,7 +155,7 @@ class FakeResults(TorchDispatchMode):
             _ours.per_document.default: _per_document,
             _ours.per_document_backward.default: _per_document_backward,
             _ours.quantized_matmul.default: lambda x, *rest: F.linear(x, _weight(x, rest)),
-            _ours.quantised_product_backward.default: lambda grad, *rest: grad @ _weight(grad, rest),
+            _ours.quantized_matmul_backward.default: lambda grad, *rest: grad @ _weight(grad, rest),
         }
 
     def __torch_dispatch__(

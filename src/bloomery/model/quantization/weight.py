@@ -216,14 +216,14 @@ class _Context(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
-@torch.library.custom_op("bloomery::quantised_product", mutates_args=())
+@torch.library.custom_op("bloomery::quantized_matmul", mutates_args=())
 def _ahead(x: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         weight_OI = dequantized(Buffers(codes, scales, outer, outputs, inputs, reader), x.dtype)
         return torch.nn.functional.linear(x, weight_OI)
 
 
-@torch.library.custom_op("bloomery::quantised_product_backward", mutates_args=())
+@torch.library.custom_op("bloomery::quantized_matmul_backward", mutates_args=())
 def _back(grad: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
     with torch.autocast(grad.device.type, enabled=False):
         return grad @ dequantized(Buffers(codes, scales, outer, outputs, inputs, reader), grad.dtype)
