@@ -64,7 +64,7 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
         return
     if warmup >= steps:
         lasts = f"{counted(warmup, 'steps')} and the run {steps:,}"
-        yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its maximum"
+        yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its peak"
     elif warmup + decay > steps:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
     if plan.eval.every_steps is not None and plan.eval.every_steps > steps:
