@@ -190,7 +190,7 @@ def test_of_several_gpus_the_page_names_the_one_that_trains():
     assert "Radeon RX 6700 XT (gfx1031), device 1" in " ".join(rows(several).split())
     assert "GPU 0" not in rows(where)
     closed = where.host.model_copy(update={"access": Access(kfd="hung")})
-    assert "but /dev/kfd does not answer" in rows(where.model_copy(update={"host": closed}))
+    assert "/dev/kfd" in rows(where.model_copy(update={"host": closed}))
 
 
 def test_no_line_is_wider_than_the_page_and_a_long_command_stays_one(tmp_path, monkeypatch):
