@@ -30,47 +30,46 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
+    """The first event of a run, and of each resumed part of it."""
+
     schema: int  # of the events that follow; readers refuse another one
-    version: str
-    world_size: int = 1
+    version: str  # of Bloomery
+    world_size: int = 1  # ranks
     mesh: dict[str, int] = field(default_factory=dict)  # devices by axis, without those of 1
-    parameters: int
+    parameters: int  # of the model, frozen ones included
     trainable: int | None = None  # parameters; None: all
-    steps: int
+    steps: int  # of the whole run
     attention: str  # the kernel that runs
-    device: str
-    reasons: dict[str, str] = field(default_factory=dict)
-    loss_unit: str = "token"  # the loss is nats per loss token, or per pair or response
+    device: str  # the name of the GPU or CPU
+    reasons: dict[str, str] = field(default_factory=dict)  # of the planner's choices
+    loss_unit: str = "token"  # the loss is nats per loss token, or per label, pair or response
     epochs: str = ""  # of the dataset, as text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(Event):
-    """Work before, between or after steps: `done` of `total` units, `total` 0 while it is unknown."""
+    """Work before, between or after steps."""
 
-    name: str
-    done: float = 0
-    total: float = 0
+    name: str  # such as prepare, compile, reference, paused, stopping
+    done: float = 0  # units
+    total: float = 0  # units; 0 while it is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
-    """One optimizer step. `loss` is nats per loss token, or the loss per pair or response
-    (see docs/reference/objectives.md); None when the step was skipped because it was not finite. `metrics` are means
-    over the step.
-    """
+    """One optimizer step, written for every step."""
 
-    loss: float | None
+    loss: float | None  # nats per loss token, or per `loss_unit`; None: not finite, and the step was skipped
     learning_rate: float
-    grad_norm: float | None
+    grad_norm: float | None  # before clipping
     tokens: int  # since the start of training, padding included
-    tokens_per_second: float
+    tokens_per_second: float  # of all devices
     sequences_per_second: float
     step_seconds: float
-    data_wait_seconds: float
-    memory_gib: float
+    data_wait_seconds: float  # of `step_seconds`
+    memory_gib: float  # peak, of the fullest rank
     loss_tokens: int | None = None  # labels that are not masked
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the objective: means over the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +94,23 @@ class StepHealth(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
+    """One evaluation on the validation set."""
+
     loss: float | None  # nats per token, or per pair or response; None when not finite
     perplexity: float | None  # None for objectives without a next-token loss
-    bits_per_byte: float | None
-    tokens: int
+    bits_per_byte: float | None  # None for objectives without a next-token loss
+    tokens: int  # evaluated
     seconds: float
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # of the objective: means over the validation set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Event):
-    """`chat`: the prompt was a user message in the chat template; else the completion continues its text."""
+    """One completion of a prompt from `sample.prompts`."""
 
     prompt: str
     completion: str
-    chat: bool = False
+    chat: bool = False  # the prompt was a user message in the chat template; else the completion continues its text
 
     @property
     def whole(self) -> str:
@@ -119,17 +120,19 @@ class Sampled(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved(Event):
+    """One checkpoint."""
+
     path: str
     bytes: int
     seconds: float
-    best: bool = False
+    best: bool = False  # has the lowest validation loss so far
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceStats(Event):
     """One device; None: not readable. The training process fills in the last four fields, the launcher the others."""
 
-    device: int  # of the machine's accelerators; CPU_DEVICE is the CPU
+    device: int  # index of the GPU; -1 is the CPU
     name: str = ""
     seconds: float = 0.0  # covered by the sample: utilization and power are means, temperature is the peak
     utilization: float | None = None  # percent of the time
@@ -151,24 +154,32 @@ CPU_DEVICE = -1  # as `DeviceStats.device`
 
 @dataclass(frozen=True, kw_only=True)
 class Warned(Event):
-    reason: str
+    """One warning."""
+
+    reason: str  # the text of the warning
     cause: str = ""  # id of a diagnosis, so that each is reported once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    reason: str
+    """The run continued after an error."""
+
+    reason: str  # the error
     action: str  # of the run: skip, restart from a checkpoint, safer settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
+    """The run continues from a checkpoint."""
+
     path: str  # the checkpoint, or "" when the run starts over
-    seconds: float = 0.0
+    seconds: float = 0.0  # to load it
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
+    """The last event of a run."""
+
     status: str  # done, stopped or failed
     error: str = ""  # of a failed run: what failed
 

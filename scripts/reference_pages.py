@@ -1,0 +1,367 @@
+"""Write the generated pages of docs/reference: `python scripts/reference_pages.py`.
+
+commands.md comes from click, dataset-formats.md from the code that reads rows, events.md from the event classes,
+hardware.md from gpus.toml, recipe.md (scripts/recipe_page.py) from the schema. A test compares each with this output.
+"""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import recipe_page
+
+from bloomery.cli import cli
+from bloomery.core.errors import UserError
+from bloomery.data.chat.examples import Example
+from bloomery.data.chat.formats import FORMATS, detect_format, documents_wanted, read_example
+from bloomery.hardware.specs.specs import GpuSpec, table
+from bloomery.monitor import events
+from bloomery.recipe.objectives import OBJECTIVES
+
+HOME = recipe_page.ROOT / "docs" / "reference"
+NOTE = "`python scripts/reference_pages.py` writes this page from the code."
+BUILT = [kind for kind, spec in OBJECTIVES.items() if not spec.rollouts]
+
+
+# Commands
+
+
+def commands_page() -> str:
+    return "\n".join([
+        "# Commands", "",
+        "Every command, argument and option. `--help` after a command prints the same text.", NOTE, "",
+        "- RECIPE is a YAML file or the name of a packaged recipe. `section.key=value` after it overrides a key.",
+        "- RUN is a path, a name below `runs/`, or `last`.",
+        "- MODEL is a RUN, a Hugging Face folder, a Hub id, or `BASE+ADAPTER`.",
+        "- [Exit codes](exit-codes.md) lists what each command returns.", "",
+        *_command(cli, []),
+    ])  # fmt: skip
+
+
+def _command(command: click.Command, path: list[str]) -> Iterator[str]:
+    """The section of a command, then those of its subcommands."""
+    context = click.Context(command, info_name=" ".join(["bloomery", *path]))
+    if path:
+        yield f"{'#' * (1 + len(path))} {' '.join(path)}\n"
+        if not isinstance(command, click.Group):
+            usage = " ".join(command.get_usage(context).removeprefix("Usage: ").replace("[OPTIONS] ", "").split())
+            yield f"```text\n{usage}\n```\n"
+        about, _, example = _text(command.help or "").partition("Example: ")
+        yield f"{about.strip()}\n" + (f"\n```bash\n{example.rstrip('.')}\n```\n" if example else "")
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    if options:
+        yield "| option | value | default | effect |\n|---|---|---|---|"
+        yield from (_option(one) for one in options)
+        yield ""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            if inner is not None and not inner.hidden:
+                yield from _command(inner, [*path, name])
+
+
+def _option(option: click.Option) -> str:
+    """A row of the table; a default that is written in the help moves into its column."""
+    names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    about, shown = option.help or "", ""
+    if found := re.search(r" ?\[default: (.*?)\]", about):
+        about, shown = about.replace(found[0], ""), found[1]
+    elif not option.is_flag and isinstance(option.default, str | int | float) and option.default != "":
+        shown = f"`{option.default}`"
+    elif option.secondary_opts:
+        shown = f"`{option.opts[0] if option.default else option.secondary_opts[0]}`"
+    value = "" if option.is_flag else option.metavar or _kind(option.type)
+    value += ", repeatable" if option.multiple else ""
+    return f"| {names} | {_text(value)} | {_text(shown)} | {_text(about)} |"
+
+
+def _kind(kind: click.ParamType) -> str:
+    if isinstance(kind, click.Choice):
+        return ", ".join(f"`{one}`" for one in kind.choices)
+    if isinstance(kind, click.IntRange | click.FloatRange):
+        limits = [f"{sign}{'' if opened else '='} {limit:g}" for sign, limit, opened in
+                  ((">", kind.min, kind.min_open), ("<", kind.max, kind.max_open))
+                  if limit is not None and limit < 2**31]  # fmt: skip
+        return " ".join([kind.name.removesuffix(" range"), *limits])
+    return kind.name
+
+
+def _text(words: str) -> str:
+    """Markdown: one paragraph for each of click's, with bars escaped."""
+    paragraphs = [" ".join(part.split()) for part in words.replace("\b", "").split("\n\n")]
+    return "\n\n".join(paragraphs).replace("|", "\\|").strip()
+
+
+# Dataset formats
+
+TURNS = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+}
+SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
+    "messages": [
+        {"messages": [{"role": "system", "content": "Answer in one word."}, *TURNS]},
+        {
+            "tools": [TOOL],
+            "messages": [
+                {"role": "user", "content": "How warm is Oslo?"},
+                {"role": "assistant", "tool_calls": [WEATHER]},
+                {"role": "tool", "content": "21 C"},
+                {"role": "assistant", "content": "21 degrees."},
+            ],
+        },
+    ],
+    "sharegpt": [{"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]}],
+    "alpaca": [
+        {"instruction": "Translate to German.", "input": "Good morning", "output": "Guten Morgen"},
+        {"instruction": "And in French?", "output": "Bonjour", "history": [["Say hello in German.", "Hallo"]]},
+    ],
+    "completion": [
+        {"prompt": "The capital of Norway is", "completion": " Oslo."},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+    ],
+    "kto": [
+        {"prompt": "What is 2 + 2?", "completion": "4", "label": True},
+        {"prompt": "What is 2 + 2?", "completion": "5", "label": False},
+    ],
+    "preference": [
+        {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
+        {"chosen": TURNS, "rejected": [TURNS[0], {"role": "assistant", "content": "5"}]},
+    ],
+}
+ABOUT = {
+    "messages": "OpenAI's and TRL's conversations. `weight: 0` masks an assistant turn. `tool_calls` and `tool` turns "
+    "hold calls and results.",
+    "sharegpt": "Conversations with `from` and `value`. A column `system` may hold the system message.",
+    "alpaca": "One prompt and its response. `input` follows `instruction` on a line of its own. `system` and `history` "
+    "are LLaMA-Factory's.",
+    "completion": "TRL's prompt-completion rows, as text or as messages. The loss covers the completion.",
+    "kto": "A response with a label: true for desirable, false for undesirable.",
+    "preference": "A chosen and a rejected response, as text or as messages. Without `prompt`, the prompt is the "
+    "beginning that both share.",
+}
+HEAD_OF_FORMATS = f"""# Dataset formats
+
+Set `data.path` to a file, a folder or a Hub id. `bloomery prepare RECIPE --preview 3` prints how rows are read.
+[Prepare data](../how-to/prepare-data.md) has file types, splits and validation. {NOTE}
+
+`data.format: auto` detects the format by the columns of the first row.
+Otherwise set `data.format` to a name of this page.
+`data.columns` maps a role to your column's name:
+
+```yaml
+data: {{path: chats.jsonl, format: messages, columns: {{messages: dialogue}}}}
+```
+"""
+PLAIN = """
+## text
+
+Plain text, for `pretrain`; `sft` on text is continued pretraining. The loss covers every token.
+The column is `text`, `content`, `code`, `body` or `document`, or the only text column.
+`data.columns={text: NAME}` sets another.
+
+```json
+{"text": "def add(a, b):\\n    return a + b"}
+```
+
+## tokens
+
+Token ids from another program, in `input_ids`, `tokens` or `token_ids`.
+Set `tokenizer.from` to the tokenizer that made them.
+Padding (`attention_mask` 0) is removed.
+`labels` with -100, `assistant_masks`, `completion_mask` or `loss_mask` set the loss mask.
+
+```json
+{"input_ids": [464, 3139, 286, 2159, 318, 18065], "loss_mask": [0, 0, 0, 0, 0, 1]}
+```
+"""
+
+
+def formats_page() -> str:
+    rows = [
+        f"| [`{name}`](#{name}) | {_names(one.needed)} | {_names(r for r in one.roles if r not in one.needed)} "
+        f"| {_names(takers(name))} |"
+        for name, one in FORMATS.items()
+    ]
+    sections = [
+        "\n".join([f"\n## {name}\n", f"{ABOUT[name]}\n", "```json", *map(json.dumps, SAMPLES[name]), "```"])
+        for name in FORMATS
+    ]
+    head = "| `data.format` | required columns | optional roles | objectives |\n|---|---|---|---|"
+    plain = f"| [`text`](#text) | one text column | | {_names(k for k in BUILT if _reads_text(k))} |"
+    tokens = "| [`tokens`](#tokens) | one column of token ids | a loss mask | `pretrain`, `sft`, `distill` |"
+    return "\n".join([HEAD_OF_FORMATS, head, *rows, plain, tokens, *sections]) + "\n" + PLAIN
+
+
+def example_of(name: str, row: dict[str, Any]) -> Example:
+    """The sample as the data pipeline reads it."""
+    found = read_example(row, format=name, columns={}, where=name)
+    assert isinstance(found, Example) and detect_format(row) == name, (name, found)
+    return found
+
+
+def takers(name: str) -> list[str]:
+    """The objectives that train on rows of a format; `pretrain` trains on all tokens of conversations."""
+    example = example_of(name, SAMPLES[name][0])
+    turns = example.kind in ("chat", "completion")
+    return [kind for kind in BUILT if _takes(kind, example) and (turns or OBJECTIVES[kind].data_kind != "any")]
+
+
+def _takes(kind: str, example: Example) -> bool:
+    try:
+        return bool(list(documents_wanted(example, OBJECTIVES[kind].data_kind)))
+    except UserError:
+        return False
+
+
+def _reads_text(kind: str) -> bool:
+    return OBJECTIVES[kind].data_kind in ("any", "sft")
+
+
+def _names(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# Events
+
+HEAD_OF_EVENTS = f"""# Events
+
+Read `events.jsonl` in the run folder: one JSON object per line.
+[Logging](../how-to/logging.md) lists what else a run writes.
+{NOTE}
+
+```python
+from pathlib import Path
+from bloomery.monitor.events import last_per_step, read_events
+
+for event in last_per_step(read_events(Path("runs/demo/events.jsonl"))):
+    print(event.step, type(event).__name__)
+```
+
+Every event has `event` (its name), `step` (finished optimizer steps) and `time` (seconds since 1970).
+
+- The schema is {events.SCHEMA} (`RunStarted.schema`). Readers refuse another schema.
+- A number that is not finite is `null`.
+- `crc32` ends each line: the CRC-32 of the bytes before it. Readers skip a truncated or changed line.
+- After a resume, the last event of a step counts (`last_per_step`).
+- Secrets are replaced by `[hidden]`.
+"""
+
+
+def events_page() -> str:
+    source = Path(events.__file__).read_text(encoding="utf-8")
+    lines = source.splitlines()
+    parts = [HEAD_OF_EVENTS]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name in events.KINDS:
+            about = " ".join((ast.get_docstring(node) or "").split())
+            parts += [f"## {node.name}\n\n{about}\n", "| field | type | default | meaning |\n|---|---|---|---|"]
+            parts += [_field(one, lines) for one in node.body if isinstance(one, ast.AnnAssign)]
+            parts.append("")
+    return "\n".join(parts)
+
+
+def _field(node: ast.AnnAssign, lines: list[str]) -> str:
+    """A row of the table: the comment behind a field is its meaning."""
+    kind = ast.unparse(node.annotation).replace(" | None", " or null").replace("None", "null")
+    default = "" if node.value is None else "`{}`" if isinstance(node.value, ast.Call) else _as_json(node.value)
+    about = lines[node.lineno - 1].partition("  # ")[2].replace("None", "null")
+    return f"| `{ast.unparse(node.target)}` | {kind} | {default} | {about} |"
+
+
+def _as_json(value: ast.expr) -> str:
+    return f"`{json.dumps(ast.literal_eval(value))}`"
+
+
+# Hardware
+
+HEAD_OF_HARDWARE = f"""# Supported hardware
+
+Run `bloomery doctor` to check your GPU, or `bloomery plan RECIPE --gpu all` to compare GPUs.
+{NOTE}
+
+Supported: AMD GPUs (ROCm), NVIDIA GPUs (CUDA) and x86 CPUs.
+Not supported: Apple and Intel GPUs. Not supported yet: training on several GPUs (`plan` computes it).
+
+| | status |
+|---|---|
+| CPU | tested: training, resume, evaluation and export run in the tests |
+| GPU | not yet run by Bloomery; figures come from the table and [published runs](../explanation/plan-accuracy.md) |
+
+A GPU that is not listed is reported as unknown. Bloomery never substitutes a similar GPU's figures.
+
+- **Precision**: what `train.precision: auto` can use. float16 needs loss scaling, which is automatic.
+- **Attention**: the kernel of [`train.attention: auto`](../explanation/packing-and-masking.md#attention-kernels).
+- **Speed**: the share of the peak that matmuls of a training step reach (low, typical, high), and its source.
+
+## Architectures
+"""
+
+
+def hardware_page() -> str:
+    columns = ("architecture", "precision", "matrix units", "fused attention", "`torch.compile`", "speed")
+    lines = [HEAD_OF_HARDWARE, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for arch in sorted(table().arch, key=lambda one: one.vendor):
+        share = " to ".join(f"{100 * one:.0f}" for one in arch.efficiency[::2]) if arch.efficiency else "unknown"
+        typical = f" ({100 * arch.efficiency[1]:.0f})" if arch.efficiency else ""
+        lines.append(
+            f"| {arch.family}: {', '.join(arch.names)} | {_precision(arch)} | {arch.matrix_units or 'none'} "
+            f"| {'no' if arch.fused_attention == 'none' else arch.fused_attention} | {'yes' if arch.compile else 'no'} "
+            f"| {share}%{typical}: {arch.efficiency_source} |"
+        )
+    lines += [
+        "", "## GPUs", "",
+        "Peaks are dense TFLOP/s in the precision named. `~`: computed from units, clock and rate per clock. "
+        "Other peaks are the vendor's.", "",
+    ]  # fmt: skip
+    for vendor, title in (("amd", "AMD"), ("nvidia", "NVIDIA")):
+        head = "| GPU | architecture | memory, GB | bandwidth, GB/s | peak |\n|---|---|--:|--:|--:|"
+        lines += [f"### {title}\n", head]
+        archs = {name for arch in table().arch if arch.vendor == vendor for name in arch.names}
+        lines += [_gpu(spec) for spec in table().gpu if spec.arch in archs]
+        lines.append("")
+    head = "| instruction set | bfloat16 | GFLOP/s per core: float32 | bfloat16 | source |\n|---|---|--:|--:|---|"
+    lines += ["## CPUs\n", head]
+    lines += [
+        f"| {cpu.name} | {'yes' if cpu.bf16 else 'no'} | {cpu.gflops['float32']:g} | {cpu.gflops.get('bfloat16', 0):g} "
+        f"| {cpu.source} |".replace("| 0 |", "| |")
+        for cpu in table().cpu
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _precision(arch: Any) -> str:
+    if arch.bf16 != "none":
+        return "bfloat16" if arch.bf16 == "full" else "bfloat16 (half rate)"
+    return "float32" if arch.float16_rate or arch.cautious else "float16"
+
+
+def _gpu(spec: GpuSpec) -> str:
+    kind = next((name for name in ("bfloat16", "float16", "float32") if name in spec.peak_tflops), "")
+    peak = f"{'~' if spec.peaks_estimated else ''}{spec.peak_tflops[kind]:g} {kind}" if kind else "unknown"
+    memory = " or ".join(map(str, spec.memory_gib)) or "shared"
+    return f"| {spec.name} | {spec.arch} | {memory} | {spec.bandwidth_gbs:,g} | {peak} |"
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    HOME / "commands.md": commands_page,
+    HOME / "dataset-formats.md": formats_page,
+    HOME / "events.md": events_page,
+    HOME / "hardware.md": hardware_page,
+    recipe_page.PAGE: recipe_page.page,
+    recipe_page.EVERYTHING: recipe_page.everything,
+}
+
+if __name__ == "__main__":
+    for path, made in PAGES.items():
+        text = made().rstrip() + "\n"
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            sys.stdout.write(f"{path.relative_to(recipe_page.ROOT)} is rewritten\n")
