@@ -57,7 +57,7 @@ def test_an_export_of_a_run_tells_where_it_comes_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lines", "limit"), [
     ("", "not trained to follow instructions"),
     ("objective: {kind: sft}\n", "answers like its training data"),
-    ("model: {from: org/base}\n", "may have forgotten some abilities"),
+    ("model: {from: org/base}\n", "catastrophic forgetting"),
 ])  # fmt: skip
 def test_a_card_promises_no_less_and_no_more_than_was_trained(tmp_path: Path, lines: str, limit: str) -> None:
     run = make_run(tmp_path / "tiny", 10)
@@ -65,7 +65,7 @@ def test_a_card_promises_no_less_and_no_more_than_was_trained(tmp_path: Path, li
     (run / "recipe.yaml").write_text(data + (lines if "model" in lines else lines + "model: {preset: go-coder-tiny}\n"))
     training = training_of(run / "checkpoints" / "step-00000010")
     card = model_card("tiny", read_config(run / "checkpoints" / "step-00000010"), training)
-    assert limit in card.partition("## Limits")[2]
+    assert limit in card.partition("## Limitations")[2]
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

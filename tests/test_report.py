@@ -25,10 +25,10 @@ from bloomery.monitor.events import (
 )
 from bloomery.recipe.schema import TrainTokenizer
 from bloomery.report import Bars, write_report
-from bloomery.report.charts import Mark, Series, bar_chart, line_chart, thin, ticks
-from bloomery.report.heldout import LEGEND, Priced, level, stretches
-from bloomery.report.record import incidents_of, judge_run, read_record, repeated_steps
+from bloomery.report.charts import Mark, Series, bar_chart, downsample, line_chart, ticks
+from bloomery.report.record import check_claims, incidents_of, read_record, repeated_steps
 from bloomery.report.render import part, prose
+from bloomery.report.validation_text import HEAT_LEGEND, ScoredText, heat_level, scored_spans
 
 CANARY = "hf_CanaryCanaryCanaryCanary1234567890"
 VOID = {"meta", "br", "hr"}
@@ -120,10 +120,10 @@ def test_the_report_of_a_whole_run(tmp_path):
     (folder / "machine.json").write_text(machine.model_dump_json())
     bars = Bars("Exam", [("gzip -9", 2.12), ("this model", 1.77)], "bits/byte", "Lower is better.", own="this model")
     page = read(write_report(folder, extras=[bars]))
-    for words in ("100 of 100 steps", "gzip -9", "2.12 bits/byte", "RX 6700 XT · gfx1031", "bits per byte, held"):
+    for words in ("100 of 100 steps", "gzip -9", "2.12 bits/byte", "RX 6700 XT · gfx1031", "bits per byte"):
         assert words in page.text, words
     assert "bloomery train runs/demo/recipe.yaml --run-dir runs/demo-again" in page.text
-    assert "expect" in page.text and "Learning rate" in page.text and "Gradient norm" in page.text
+    assert "Claims" in page.text and "Learning rate" in page.text and "Gradient norm" in page.text
     assert sum(tag == "svg" for tag, _ in page.tags) == 5
 
 
@@ -155,7 +155,7 @@ def test_a_cut_log_and_broken_files_beside_it_still_make_a_report(tmp_path):
 
 
 def test_a_folder_without_events_is_one_sentence(tmp_path):
-    with pytest.raises(UserError, match="told nothing yet"):
+    with pytest.raises(UserError, match="no events yet"):
         write_report(tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_taking_out_a_secret_leaves_the_markup_whole(tmp_path):
 
 def test_claims_are_judged_by_what_happened(tmp_path):
     record = read_record(run_folder(tmp_path, whole_run()))
-    verdicts = {verdict.claim: verdict for verdict in judge_run(record)}
+    verdicts = {verdict.claim: verdict for verdict in check_claims(record)}
     assert {claim: verdict.verdict for claim, verdict in verdicts.items()} == {
         "100,000 tokens": "ok",
         "3 epochs": "unknown",
@@ -216,7 +216,7 @@ def test_claims_are_judged_by_what_happened(tmp_path):
 
 def test_claims_about_the_end_stay_open_before_it(tmp_path):
     record = read_record(run_folder(tmp_path, [STARTED, step_done(10)]))
-    verdicts = {verdict.claim: verdict.verdict for verdict in judge_run(record)}
+    verdicts = {verdict.claim: verdict.verdict for verdict in check_claims(record)}
     assert verdicts["100,000 tokens"] == verdicts["90 s to 2 min"] == "unknown"
 
 
@@ -292,7 +292,7 @@ def test_the_report_and_the_terminal_have_one_planned_time_and_one_of_the_run():
     )  # fmt: skip
     summary = SimpleNamespace(seconds=149.0, peak_gib=1.0)
     record = SimpleNamespace(plan=plan, summary=summary, steps=[step_done(1)], state="done", tokens_per_second=5.0)
-    assert ("seconds in all", 104.0, 149.0) in page.compared(record)
+    assert ("training time, s", 104.0, 149.0) in page.compared(record)
 
 
 def test_both_axes_of_a_chart_have_a_name():
@@ -309,14 +309,14 @@ def test_ticks_are_round_and_inside():
 def test_thinning_loses_no_spike():
     points = [(float(x), 1.0) for x in range(100_000)]
     points[54_321] = (54_321.0, 99.0)
-    kept = thin(points)
+    kept = downsample(points)
     assert len(kept) <= 800 and (54_321.0, 99.0) in kept and kept == sorted(kept)
 
 
 def test_a_chart_names_its_range_and_its_marks():
     chart = line_chart("Loss", [Series("x", [(1, 2.0), (5, 4.0)])], [Mark(3, "kill", "killed")], unit="nats")
     assert 'aria-label="Loss from step 1 to 5, between 2 and 4 nats"' in chart and "step 3: killed" in chart
-    assert "nothing was measured" in line_chart("Loss", [Series("x", [])])
+    assert "not measured" in line_chart("Loss", [Series("x", [])])
 
 
 def test_bars_are_proportional():
@@ -328,29 +328,29 @@ def test_held_out_text_is_whole_and_broken_characters_share_a_stretch(tmp_path):
     tokenizer = train_tokenizer(iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path)
     text = "plain 日本 text"
     tokens = [tokenizer.bos_id, *tokenizer.encode(text)]
-    told = stretches(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer)
+    told = scored_spans(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer)
     assert "".join(one.text for one in told) == text
     assert sum(one.nats for one in told) == len(tokens) - 1
     assert next(one for one in told if one.text == "日").nats == 3
 
 
 def drawn(*columns):
-    return part("priced", columns=[("a column", column) for column in columns], legend=LEGEND, level=level)
+    return part("scored", columns=[("a column", column) for column in columns], legend=HEAT_LEGEND, level=heat_level)
 
 
 def test_what_is_only_read_has_no_price(tmp_path):
     tokenizer = train_tokenizer(iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path)
     tokens = tokenizer.encode("plain text")
-    learned = [index >= len(tokens) - 2 for index in range(len(tokens))]
-    told = stretches(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer, learned)
-    assert [one.nats for one in told] == [1.0 if flag else None for flag in learned]
+    mask = [index >= len(tokens) - 2 for index in range(len(tokens))]
+    told = scored_spans(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer, mask)
+    assert [one.nats for one in told] == [1.0 if flag else None for flag in mask]
     page = drawn(told, told)
-    assert "1.00 nats each on average" in page and page.count('class="read"') == 1 + 2 * learned.count(False)
+    assert "mean loss 1.00 nats per token" in page and page.count('class="read"') == 1 + 2 * mask.count(False)
 
 
 def test_heat_grows_with_the_price():
-    assert [level(nats) for nats in (None, 0.1, 0.7, 1.5, 3.0, 5.0, 7.0, 20.0)] == [0, 0, 1, 2, 3, 4, 5, 6]
-    page = drawn([Priced("<a>", 9.0)], [Priced("<a>", 0.1)])
+    assert [heat_level(nats) for nats in (None, 0.1, 0.7, 1.5, 3.0, 5.0, 7.0, 20.0)] == [0, 0, 1, 2, 3, 4, 5, 6]
+    page = drawn([ScoredText("<a>", 9.0)], [ScoredText("<a>", 0.1)])
     assert '<span class="n6" title="9.00 nats">&lt;a&gt;</span>' in page
 
 

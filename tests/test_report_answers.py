@@ -10,8 +10,8 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Sft
-from bloomery.report.heldout import compare_answers
 from bloomery.report.render import part
+from bloomery.report.validation_text import compare_responses
 from bloomery.train.evaluation.answers import answer, shown, validation_prompts
 from models_for_tests import make_config, make_model, save_model
 
@@ -58,8 +58,8 @@ def test_questions_end_where_the_first_answer_begins(made):
 
 def test_both_models_answer_the_same_questions(made):
     plan, checkpoints, tokenizer = made
-    told = compare_answers(plan, checkpoints, 1)
-    assert len(told) == 4 and all(one.question.startswith("return") and "def f" in one.reference for one in told)
+    told = compare_responses(plan, checkpoints, 1)
+    assert len(told) == 4 and all(one.prompt.startswith("return") and "def f" in one.reference for one in told)
     questions = validation_prompts(plan.data.prepared, 64)
     first = min(questions, key=lambda question: len(question.prompt))
     said = answer(load_decoder(plan.model.source), tokenizer, first, max_new_tokens=160)
@@ -73,25 +73,25 @@ def test_a_question_with_several_answers_is_asked_once(made, monkeypatch):
     plan, checkpoints, _ = made
     real = answers.validation_prompts
     monkeypatch.setattr(answers, "validation_prompts", lambda *words: [q for q in real(*words) for _ in range(2)])
-    told = [one.question for one in compare_answers(plan, checkpoints, 1)]
+    told = [one.prompt for one in compare_responses(plan, checkpoints, 1)]
     assert len(told) == len(set(told)) == 4
 
 
 def test_a_base_is_asked_in_tokens_that_the_run_has_added(tmp_path):
     plan, checkpoints, _ = conversations(tmp_path, TEMPLATE.replace("Q ", "<q>"),
         'tokenizer.additional_special_tokens=["<q>"]')
-    assert [one.question[:6] for one in compare_answers(plan, checkpoints, 1)] == ["return"] * 4
+    assert [one.prompt[:6] for one in compare_responses(plan, checkpoints, 1)] == ["return"] * 4
 
 
 def test_pretraining_and_runs_without_a_checkpoint_have_none(made, tmp_path):
     plan, checkpoints, _ = made
-    assert compare_answers(plan, tmp_path, 1) == []
+    assert compare_responses(plan, tmp_path, 1) == []
     fresh = SimpleNamespace(**{**vars(plan), "model": SimpleNamespace(source=None, config=None)})
-    assert compare_answers(fresh, checkpoints, 1) == []
+    assert compare_responses(fresh, checkpoints, 1) == []
 
 
 def test_answers_are_text_and_no_markup():
-    page = part("asked", questions=[("<q>", [("<r>", "<b>"), ("x", "<a>")])], note="")
+    page = part("responses", prompts=[("<q>", [("<r>", "<b>"), ("x", "<a>")])], note="")
     assert all(f"&lt;{letter}&gt;" in page for letter in "qrba") and "<q>" not in page
 
 

@@ -51,7 +51,7 @@ def test_two_dies_of_a_card_and_the_processor(tmp_path):
         ],
     )
     for part in (
-        "Load",
+        "Utilization",
         "Temperature",
         "Power",
         "Clock",
@@ -63,13 +63,13 @@ def test_two_dies_of_a_card_and_the_processor(tmp_path):
         assert part in told, part
     assert "12.5 Wh" in told  # (360 W + 90 W) over 100 s
     assert "4.5 J" in told  # of which 10,000 tokens were made
-    assert "boards and processor" in told and "by root" not in told
+    assert "GPUs and CPU" in told and "only root" not in told
 
 
 def test_without_a_power_there_is_no_energy_and_the_reason_is_said(tmp_path):
     told = page(tmp_path / "run", [sample(CPU_DEVICE, 10.0), sample(CPU_DEVICE, 20.0)])
-    assert "Nothing here tells its power" in told and " Wh" not in told and "J a token" not in told
-    assert "|load|" in told and "|energy|" not in told  # a column without a figure is none
+    assert "energy is unknown" in told and " Wh" not in told and "J per token" not in told
+    assert "|mean utilization|" in told and "|energy|" not in told  # a column without a figure is none
 
 
 def test_a_run_whose_devices_nobody_looked_at_has_no_such_section(tmp_path):

@@ -73,4 +73,4 @@ def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     assert "LoRA, rank 16" in told.stderr and "full fine-tuning" in told.stderr
     assert max(map(len, told.stderr.splitlines())) <= 100
     for report in result["reports"]:
-        assert "Held-out questions, before training and after" in Path(report).read_text()
+        assert "Responses before and after training" in Path(report).read_text()

@@ -1,4 +1,4 @@
-"""What `bloomery report` does with a model: facts of its files, a text and prompts put to it and to its base"""
+"""`bloomery report`: the page about a run, or about a model and its base on a text and on prompts."""
 
 import shlex
 from dataclasses import dataclass
@@ -14,16 +14,15 @@ from bloomery.runs.names import chosen_use, find_run, is_run, model_path
 
 if TYPE_CHECKING:
     from bloomery.data.tokenizer.tokenizer import Tokenizer
-    from bloomery.model.decoder import Decoder
-    from bloomery.report.heldout import Excerpt
-    from bloomery.report.model_page import Asked, CheckedModel, ModelFacts
+    from bloomery.report.model_page import ModelFacts, ModelResults
+    from bloomery.report.validation_text import Excerpt, ScoredText
     from bloomery.train.model_folder import ModelFiles
     from bloomery.train.use import Use
 
 
 @dataclass(frozen=True)
-class Words:
-    """What was typed besides the model."""
+class Arguments:
+    """Arguments other than the model."""
 
     data: Path | None = None
     prompts: tuple[str, ...] = ()
@@ -32,7 +31,7 @@ class Words:
     devices: str = "auto"
 
     def command(self, model: str) -> str:
-        """What repeats the page."""
+        """The command that creates the page again."""
         typed = ["bloomery", "report", model]
         typed += ["--data", str(self.data)] if self.data is not None else []
         typed += [word for prompt in self.prompts for word in ("--prompt", prompt)]
@@ -42,147 +41,123 @@ class Words:
 
 
 @dataclass(frozen=True)
-class _Put:
-    """What every model is shown: prompts as ids, how they were put, what ends an answer; the text's own stretch."""
+class _Prompts:
+    """Input of every model: prompts as token ids, their format, the end of a response, and a passage of the text."""
 
-    prompts: tuple[list[int], ...]
+    ids: tuple[list[int], ...]
     form: str
-    ends: tuple[int, ...]
-    stops: tuple[str, ...]
-    stretch: "Excerpt"
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    passage: "Excerpt"
 
 
-def report_model(name: str, words: Words, out: Path) -> Path:
-    """Writes the page about the model that `name` means to `out`. Raises UserError."""
+def report_model(name: str, arguments: Arguments, out: Path) -> Path:
+    """Writes the page about the model `name` to `out`. Raises UserError."""
     folder = model_path(name)
-    use = chosen_use(words.devices)  # before torch is imported
+    use = chosen_use(arguments.devices)  # before torch is imported
     from bloomery.model.config import refuse_values
     from bloomery.report import write_model_report
-    from bloomery.report.model_page import Asked, read_facts
+    from bloomery.report.model_page import ModelResults, read_facts
     from bloomery.train.model_folder import find_model
 
-    found = find_model(folder)
-    facts, asked = read_facts(found), Asked()
-    if words.data is not None or words.prompts:
+    files = find_model(folder)
+    facts, results = read_facts(files), ModelResults()
+    if arguments.data is not None or arguments.prompts:
         refuse_values(facts.config, where=name)
         with text_flags():
-            asked = _examined(found, facts, words, where=name, use=use)
-    typed = name if expanded(name).exists() or "+" in name or "/" in name else str(folder)  # "last" is another one soon
-    return write_model_report(facts, asked, name=_title(typed), command=words.command(typed), out=out)
+            results = _results(files, facts, arguments, where=name, use=use)
+    model = name if expanded(name).exists() or "+" in name or "/" in name else str(folder)  # "last" would change
+    last = expanded(model if expanded(model).exists() else model.rpartition("+")[2])
+    title = last.resolve().name if last.exists() else str(last)  # a Hub id unchanged
+    return write_model_report(facts, results, name=title, command=arguments.command(model), out=out)
 
 
-def _title(name: str) -> str:
-    """The folder's or the adapter's own name; an id on the Hub as it is."""
-    last = name if expanded(name).exists() else name.rpartition("+")[2]
-    return expanded(last).resolve().name if expanded(last).exists() else last
-
-
-def _examined(found: "ModelFiles", facts: "ModelFacts", words: Words, *, where: str, use: "Use") -> "Asked":
-    """One model at a time is in memory."""
+def _results(
+    files: "ModelFiles", facts: "ModelFacts", arguments: Arguments, *, where: str, use: "Use"
+) -> "ModelResults":
+    """Loads one model at a time."""
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.report.model_page import Asked
+    from bloomery.report.model_page import CheckedModel, ModelResults
+    from bloomery.report.validation_text import MAX_TOKENS, scored_spans
+    from bloomery.runs.evaluate import evaluate, load_found
+    from bloomery.train.evaluation.answers import cut, drawn, shown
+    from bloomery.train.evaluation.scoring import score_documents
     from bloomery.train.model_folder import ModelFiles
 
-    data = data_path(words.data) if words.data is not None else None
-    put = _put(load_tokenizer(found.tokenizer), facts, words, data)
-    models = [("model" if found.base is None else "with the adapter", found)]
-    if found.base is not None:
-        models.insert(0, ("base", ModelFiles(found.base, None, found.tokenizer, found.trained)))
-    examined: list[CheckedModel] = []
+    data = data_path(arguments.data) if arguments.data is not None else None
+    prompts = _prompts(load_tokenizer(files.tokenizer), facts, arguments, data)
+    models = [("model" if files.base is None else "with the adapter", files)]
+    if files.base is not None:
+        models.insert(0, ("base", ModelFiles(files.base, None, files.tokenizer, files.trained)))
+    checked: list[CheckedModel] = []
     notes: list[str] = []
-    for title, one in models:
-        model, notes = _examine(
-            title, one, put, data, template=words.template, where=where, size=facts.config.vocab_size, use=use
-        )
-        examined.append(model)
-    text = None if words.data is None else words.data.name or str(words.data)
-    return Asked(text, tuple(notes), words.prompts, put.form, tuple(examined))
+    for title, each in models:
+        decoder, tokenizer = load_found(each, where=where, vocab_size=facts.config.vocab_size, use=use)
+        responses = []
+        for ids in prompts.ids:
+            response = drawn(decoder, tokenizer, ids, max_new_tokens=MAX_TOKENS, ends=prompts.stop_ids)
+            whole = shown(tokenizer, response.ids)
+            text = cut(whole, prompts.stop_strings)
+            responses.append(text + ("" if response.ended or text != whole else " …"))
+        result, (tokens, mask) = None, prompts.passage
+        spans: list[ScoredText] = []
+        if data is not None:
+            result, notes = evaluate(decoder, tokenizer, data, template=arguments.template)
+            if tokens:
+                spans = scored_spans(tokens, next(score_documents(decoder, [tokens])), tokenizer, mask)
+        checked.append(CheckedModel(title, result, spans, tuple(responses)))
+    name = None if arguments.data is None else arguments.data.name or str(arguments.data)
+    return ModelResults(name, tuple(notes), arguments.prompts, prompts.form, tuple(checked))
 
 
-def _put(tokenizer: "Tokenizer", facts: "ModelFacts", words: Words, data: Path | None) -> _Put:
+def _prompts(tokenizer: "Tokenizer", facts: "ModelFacts", arguments: Arguments, data: Path | None) -> _Prompts:
     from bloomery.data.chat.examples import Message
     from bloomery.data.chat.render import chat_format
-    from bloomery.report.heldout import excerpt
+    from bloomery.report.validation_text import excerpt
     from bloomery.runs.evaluate import texts_of
     from bloomery.runs.generate import refuse_prompt
 
-    stretch: Excerpt = ([], [])
+    passage: Excerpt = ([], [])
     if data is not None:
-        texts = texts_of(data, tokenizer, template=words.template)
-        flagged = ((t.tokens, [True] * len(t.tokens) if t.learned is None else t.learned.tolist()) for t in texts)
-        stretch = excerpt(flagged, tokenizer)
-    if not words.prompts:
-        return _Put((), "", (), (), stretch)
-    with chat_format(tokenizer, words.template) as form:
-        prompts = tuple(form.encode([Message("user", prompt)]) for prompt in words.prompts)
+        texts = texts_of(data, tokenizer, template=arguments.template)
+        masked = ((t.tokens, [True] * len(t.tokens) if t.learned is None else t.learned.tolist()) for t in texts)
+        passage = excerpt(masked, tokenizer)
+    if not arguments.prompts:
+        return _Prompts((), "", (), (), passage)
+    with chat_format(tokenizer, arguments.template) as template:
+        prompts = tuple(template.encode([Message("user", prompt)]) for prompt in arguments.prompts)
         for ids in prompts:
             refuse_prompt(ids, facts.config)
-        own = facts.templates or words.template
-        told = (
-            f"put by {form.description}"
-            if own
-            else "not put by a chat template, since it has none: what follows a text"
-        )
-        return _Put(prompts, told, form.stop_ids, form.stop_strings, stretch)
-
-
-def _examine(
-    title: str,
-    one: "ModelFiles",
-    put: _Put,
-    data: Path | None,
-    *,
-    template: str | None,
-    where: str,
-    size: int,
-    use: "Use",
-) -> "tuple[CheckedModel, list[str]]":
-    from bloomery.report.heldout import stretches
-    from bloomery.report.model_page import CheckedModel
-    from bloomery.runs.evaluate import evaluate, load_found
-    from bloomery.train.evaluation.scoring import score_documents
-
-    decoder, tokenizer = load_found(one, where=where, vocab_size=size, use=use)
-    answers = tuple(_said(decoder, tokenizer, ids, put) for ids in put.prompts)
-    if data is None:
-        return CheckedModel(title, None, [], answers), []
-    result, notes = evaluate(decoder, tokenizer, data, template=template)
-    tokens, learned = put.stretch
-    priced = stretches(tokens, next(score_documents(decoder, [tokens])), tokenizer, learned) if tokens else []
-    return CheckedModel(title, result, priced, answers), notes
-
-
-def _said(decoder: "Decoder", tokenizer: "Tokenizer", ids: list[int], put: _Put) -> str:
-    from bloomery.report.heldout import MAX_TOKENS
-    from bloomery.train.evaluation.answers import cut, drawn, shown
-
-    answer = drawn(decoder, tokenizer, ids, max_new_tokens=MAX_TOKENS, ends=put.ends)
-    whole = shown(tokenizer, answer.ids)
-    text = cut(whole, put.stops)
-    return text + ("" if answer.ended or text != whole else " …")
+        form = "prompts without a chat template (the model has none)"
+        if facts.templates or arguments.template:
+            form = f"prompts formatted with {template.description}"
+        return _Prompts(prompts, form, template.stop_ids, template.stop_strings, passage)
 
 
 def refuse_prompts(prompts: tuple[str, ...]) -> None:
-    """Raises UserError (code 2) for one that is empty."""
+    """Raises UserError (code 2) for an empty prompt."""
     if any(not prompt.strip() for prompt in prompts):
-        raise UserError("the prompt is empty", where="--prompt", fix="write one, or leave out --prompt", code=2)
+        raise UserError("the prompt is empty", where="--prompt", fix="set a prompt, or remove --prompt", code=2)
 
 
 @click.command()
 @click.argument("model")
-@click.option("--data", type=click.Path(path_type=Path), help="A text, data file, folder or hub:ORG/NAME, priced.")
-@click.option("--prompt", "prompts", multiple=True, help="Show an answer to this; may be given several times.")
-@click.option("--template", help="How conversations are written [default: the tokenizer's own chat template].")
-@click.option("--out", type=click.Path(path_type=Path), help="[default: RUN/report.html; of a model report.html here]")
+@click.option(
+    "--data", type=click.Path(path_type=Path), help="Show the loss on a text, data file, folder or hub:ORG/NAME."
+)
+@click.option("--prompt", "prompts", multiple=True, help="Show a response to this prompt; may be repeated.")
+@click.option("--template", help="Chat template [default: the one of the tokenizer].")
+@click.option("--out", type=click.Path(path_type=Path), help="[default: RUN/report.html; for a model ./report.html]")
 @devices_option
 def command(
     model: str, data: Path | None, prompts: tuple[str, ...], template: str | None, out: Path | None, devices: str
 ) -> None:
-    """Write report.html of MODEL (a run, a folder, a Hub id, or BASE+ADAPTER): one page that works offline.
+    """Write report.html about a run or a model: one page that works offline.
 
-    Of a run it shows curves, samples, incidents, plan against run, whatever state the run is in; a checkpoint or an
-    export inside a run's folder stands for its run. Of other models, and of any with --data or --prompt, it shows what
-    the model is, how well it predicts the text and what it answers; an adapter stands beside its base.
+    MODEL is a run, a folder, a Hub id, or BASE+ADAPTER. The page of a run has training curves, samples, events, and
+    planned and measured figures, also of an unfinished run. A checkpoint or export of a run is reported as its run.
+    The page of another model, or with --data or --prompt, has its settings, its loss and its responses, for an adapter
+    also those of its base.
 
     Example: bloomery report last
     """
@@ -190,27 +165,27 @@ def command(
         refuse_undecoded(prompt)
     refuse_prompts(prompts)
     if template is not None and data is None and not prompts:
-        fix = "add --data FILE or --prompt TEXT, or leave out --template"
-        raise UserError("there is nothing that a template writes", where="--template", fix=fix, code=2)
+        fix = "add --data FILE or --prompt TEXT, or remove --template"
+        raise UserError("--template needs --data or --prompt", where="--template", fix=fix, code=2)
     from bloomery.report import refuse_place, write_report
 
-    words = Words(data, prompts, template, out, devices)
+    arguments = Arguments(data, prompts, template, out, devices)
     run = None if data is not None or prompts else _run_of(model)
     place = (expanded(out) if out is not None else (run or Path()) / "report.html").absolute()
     refuse_place(place)
     if run is None:
-        click.echo(report_model(model, words, place))
+        click.echo(report_model(model, arguments, place))
     else:
         click.echo(write_report(run, out=None if out is None else place, use=chosen_use(devices)))
 
 
 def _run_of(name: str) -> Path | None:
-    """The run that is named, or that made what is named; None of another model. Raises UserError (code 2)."""
+    """The run `name`, or the run of this checkpoint or export; None for another model. Raises UserError (code 2)."""
     whole = expanded(name)
     made = whole if whole.is_dir() else expanded(name.rpartition("+")[2])
     if name == "last" or is_run(Path("runs") / name):
         return find_run(name)
     if is_run(made) or not made.is_dir():
         return made if is_run(made) else None
-    above = (folder for folder in made.resolve().parents if is_run(folder))  # or a folder with a recipe of a person
+    above = (folder for folder in made.resolve().parents if is_run(folder))  # not a folder with a recipe of yours
     return next((folder for folder in above if (folder / "events.jsonl").is_file()), None)

@@ -1,6 +1,6 @@
-"""Charts as inline SVG whose colours come from the page's style sheet, so that they follow a dark or a light theme.
+"""Charts as inline SVG. The style sheet of the page sets their colors, for the dark and the light theme.
 
-Written here instead of drawn with a library: the chart of a long run is 15 kB, and the page can style its lines.
+No plotting library: the chart of a long run has 15 kB, and CSS styles its lines.
 """
 
 import math
@@ -13,7 +13,7 @@ from bloomery.report.render import part
 
 Point = tuple[float, float]
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 58, 14, 26, 30
-_BUCKETS = 400  # of which the lowest and the highest value are drawn, so that no spike is lost
+_BUCKETS = 400  # the lowest and the highest value of each are drawn, so that spikes stay visible
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step; `kind` is one of kill, resume, skip, rewind, save."""
+    """An event at a step; `kind` is one of kill, resume, skip, rewind, save."""
 
     step: float
     kind: str
@@ -36,7 +36,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bars:
-    """A group of horizontal bars of one unit; `note` says how to read them, `own` is the row that is this run's."""
+    """Horizontal bars with one unit, a note below them, and the highlighted row `own`."""
 
     title: str
     rows: Sequence[tuple[str, float]]
@@ -55,10 +55,10 @@ def line_chart(
     from_zero: bool = False,
     across: str = "step",
 ) -> Markup:
-    """A figure over steps, or over what `across` names. Without any points there is a sentence instead."""
+    """A chart over steps, or over `across`; a sentence without points."""
     series = [one for one in series if one.points]
     if not series:
-        return Markup('<p class="absent">{}: nothing was measured.</p>').format(title)
+        return Markup('<p class="absent">{}: not measured.</p>').format(title)
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
     low, high = min([*ys, 0.0] if from_zero else ys), max(ys)
@@ -74,7 +74,7 @@ def line_chart(
 
     curves = []
     for one in series:
-        points = thin(one.points)
+        points = downsample(one.points)
         path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y in points)
         dots = [(at_x(x), at_y(y), f"step {x:,.0f}: {short(y)}") for x, y in points if one.style == "eval"]
         curves.append((one.style, path, dots))
@@ -114,7 +114,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def short(value: float) -> str:
-    """At most four digits that count, thousands as k."""
+    """At most four significant digits, thousands as k."""
     if abs(value) >= 1e6:
         return f"{value / 1e6:.4g} M"
     if abs(value) >= 1e4:
@@ -122,8 +122,8 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def thin(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
-    """The lowest and the highest point of each of `buckets` stretches, in order; short series as they are."""
+def downsample(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
+    """The lowest and the highest point of each of `buckets` intervals, in order; short series unchanged."""
     if len(points) <= 2 * buckets:
         return list(points)
     kept = []
@@ -135,7 +135,7 @@ def thin(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
 
 
 def bar_chart(bars: Bars) -> Markup:
-    """Bars from zero, their values written beside them."""
+    """Bars from zero, each with its value."""
     most = max((value for _, value in bars.rows), default=0.0) or 1.0
     rows = []
     for label, value in bars.rows:

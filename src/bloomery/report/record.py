@@ -1,4 +1,4 @@
-"""Everything that a run left behind, read once: its events, and what lies beside them where it is there."""
+"""A run for the report: its events, plan, machine, recipe and diagnosis."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,14 +38,14 @@ from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
 from bloomery.train.run import contradicted, read_history
 
-_NEAR = 0.05  # an evaluation this near to the claimed step judges it
-_KILLED = "the process ended without a word: SIGKILL, a crash, or the power went"
+_NEAR = 0.05  # relative distance from the claimed step to its evaluation
+_KILLED = "process exited without a final event (SIGKILL, crash or power loss)"
 M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Incident:
-    """Something that a smooth run does not have; `seconds` since the run began."""
+    """A kill, stop, resume, skipped step, warning or failure; `seconds` of training time."""
 
     step: int
     seconds: float
@@ -55,7 +55,7 @@ class Incident:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Steps that were computed again after a resume, and how many of them came out different."""
+    """Steps that a resume repeated, and how many of them have different results."""
 
     first: int
     last: int
@@ -64,8 +64,8 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Record:
-    """A run as the report tells it; None where nothing is known."""
+class RunRecord:
+    """Content of a run folder; None: unknown."""
 
     folder: Path
     summary: RunSummary
@@ -73,7 +73,7 @@ class Record:
     evals: list[EvalDone]
     samples: list[Sampled]
     saves: list[Saved]
-    device_samples: list[DeviceStats]  # of steps that were computed twice, too: they took time and power
+    device_samples: list[DeviceStats]  # of repeated steps, too: they take time and power
     incidents: list[Incident]
     repeated: Repeated | None
     started: RunStarted | None
@@ -83,47 +83,47 @@ class Record:
     recipe: str
     expected: Claims
     diagnoses: tuple[Diagnosis, ...]
-    lost: str | None = None  # of the events
+    lost: str | None = None  # about damaged events
 
     @property
     def state(self) -> str:
-        """done, stopped, failed, or unfinished: still running, or killed."""
+        """done, stopped, failed, or unfinished (running or killed)."""
         return self.summary.ended.status if self.summary.ended else "unfinished"
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all steps, skipped ones too; evaluations and saves apart."""
+        """Over all steps, skipped ones included, without evaluations and checkpoints."""
         seconds = sum(step.step_seconds for step in self.steps)
         tokens = sum(step.step_seconds * step.tokens_per_second for step in self.steps)
         return tokens / seconds if seconds else None
 
     @property
     def utilization(self) -> float | None:
-        """MFU over all steps; None where the peak of the device is unknown."""
+        """MFU over all steps; None if the peak FLOP/s of the device is unknown."""
         if self.plan is None or self.tokens_per_second is None:
             return None
         return run_facts(self.plan, self.machine).utilization(self.tokens_per_second)
 
     @property
     def marks(self) -> list[Mark]:
-        """The incidents and saves that belong on a curve. A worker that died is a kill that the launcher explained."""
+        """Incidents and checkpoints for the loss chart. A failure is drawn like a kill."""
         kinds = {"kill": "kill", "failure": "kill", "resume": "resume", "skip": "skip", "rewind": "rewind"}
         drawn = [Mark(i.step, kinds[i.kind], i.text) for i in self.incidents if i.kind in kinds]
-        return [*(Mark(save.step, "save", "saved") for save in self.saves), *drawn]
+        return [*(Mark(save.step, "save", "checkpoint") for save in self.saves), *drawn]
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path) -> RunRecord:
     """Raises UserError when the folder holds no events."""
     events, history = list(read_events(folder / "events.jsonl")), read_history(folder)
     if not events:
-        lost = "this run has told nothing yet" if history.problem is None else f"nothing to report: {history.problem}"
-        raise UserError(lost, where=str(folder / "events.jsonl"), fix="train first; then report")
+        lost = "this run has no events yet" if history.problem is None else f"nothing to report: {history.problem}"
+        raise UserError(lost, where=str(folder / "events.jsonl"), fix="report after the first event of the run")
     summary = summary_of(events)
     if contradicted(folder, summary.ended, summary.step):
         summary.ended = None
     plan = _read(folder / "plan.json", RunPlan)
     recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
-    return Record(
+    return RunRecord(
         folder=folder,
         summary=summary,
         lost=history.problem,
@@ -145,7 +145,7 @@ def read_record(folder: Path) -> Record:
 
 
 def _read(path: Path, kind: type[M]) -> M | None:
-    """None when the file is missing or of a version that cannot be read: the page says so in its place."""
+    """None when the file is missing or not readable by this version."""
     try:
         return kind.model_validate_json(read_whole(path))
     except (OSError, ValidationError):
@@ -160,13 +160,13 @@ def _expected(recipe: Path) -> Claims:
 
 
 def _last_samples(events: Iterable[Event]) -> list[Sampled]:
-    """The last telling of each (step, prompt)."""
-    found = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
-    return [found[key] for key in sorted(found)]
+    """The last sample of each (step, prompt)."""
+    last = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
+    return [last[key] for key in sorted(last)]
 
 
 def incidents_of(events: list[Event]) -> list[Incident]:
-    """In order. A run that goes on without having ended was killed where its last step stands."""
+    """In order. A run that continues without RunEnded was killed after its last step."""
     found: list[Incident] = []
     clock, last, step, open_ended = Elapsed(), 0.0, 0, False
     for event in events:
@@ -174,11 +174,11 @@ def incidents_of(events: list[Event]) -> list[Incident]:
         if isinstance(event, RunStarted | Resumed) and open_ended:
             found.append(Incident(step, last, "kill", _KILLED))
             open_ended = False
-        told = _told(event)
-        if told is not None:
-            same_skip = found and told[0] == found[-1].kind == "skip" and found[-1].step == event.step
-            found = found[:-1] if same_skip else found  # a recovery says more than its step did
-            found.append(Incident(event.step, now, *told))
+        kind_and_text = _incident(event)
+        if kind_and_text is not None:
+            same_skip = found and kind_and_text[0] == found[-1].kind == "skip" and found[-1].step == event.step
+            found = found[:-1] if same_skip else found  # Recovered has a reason, its StepDone has none
+            found.append(Incident(event.step, now, *kind_and_text))
         if isinstance(event, StepDone):
             step, open_ended = event.step, True
         open_ended = open_ended and not isinstance(event, RunEnded)
@@ -186,91 +186,88 @@ def incidents_of(events: list[Event]) -> list[Incident]:
     return found
 
 
-def _told(event: Event) -> tuple[str, str] | None:
+def _incident(event: Event) -> tuple[str, str] | None:
     match event:
         case Resumed():
-            source = f"from {event.path}" if event.path else "from the beginning: there was no checkpoint yet"
-            return "resume", f"resumed {source} in {format_seconds(event.seconds)}"
+            source = f"resumed from {event.path}" if event.path else "restarted from step 0, no checkpoint yet,"
+            return "resume", f"{source} in {format_seconds(event.seconds)}"
         case Recovered():
             kind = "rewind" if event.action.startswith("back to") else "skip"
             return kind, f"{event.reason}; {event.action}"
         case StepDone(loss=None):
-            return "skip", "loss or gradient was not finite: the weights were left as they were"
+            return "skip", "loss or gradient not finite: step skipped, weights unchanged"
         case Warned():
             return "warning", event.reason
         case RunEnded() if event.status == "stopped":
-            return "stop", "stopped on request, saved"
+            return "stop", "stopped on request after a checkpoint"
         case RunEnded() if event.status != "done":
             return "failure", event.error
     return None
 
 
 def repeated_steps(events: Iterable[Event]) -> Repeated | None:
-    """Compares loss and gradient norm of every step that a resume computed once more, to the last bit."""
-    told: dict[int, tuple[float | None, float | None]] = {}
+    """Compares loss and gradient norm of every step that a resume repeated, bitwise."""
+    first_results: dict[int, tuple[float | None, float | None]] = {}
     compared: dict[int, bool] = {}
     resumed_at: int | None = None
     for event in events:
         if isinstance(event, Resumed):
             resumed_at = event.step
         elif isinstance(event, Recovered):
-            resumed_at = None  # a rewind goes on with other data on purpose
+            resumed_at = None  # it continues with other data on purpose
         elif isinstance(event, StepDone):
-            figures = (event.loss, event.grad_norm)
-            if resumed_at is not None and event.step in told:
-                compared[event.step] = told[event.step] == figures
-            told[event.step] = figures
+            results = (event.loss, event.grad_norm)
+            if resumed_at is not None and event.step in first_results:
+                compared[event.step] = first_results[event.step] == results
+            first_results[event.step] = results
     if not compared:
         return None
     different = sum(not same for same in compared.values())
     return Repeated(min(compared), max(compared), len(compared), different)
 
 
-def judge_run(record: Record) -> tuple[Verdict, ...]:
-    """One verdict for each claim of the recipe, by what the run did."""
-    summary, manifest, text = record.summary, record.manifest, record.manifest.train.tokens if record.manifest else 0
+def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
+    """One verdict per claim of the recipe, from the measured figures."""
+    summary, manifest = record.summary, record.manifest
+    dataset_tokens = manifest.train.tokens if manifest else 0
     each = summary.tokens / summary.step if summary.step else None
 
-    def at_the_end(claimed: ClaimedRange, value: float, told: str) -> KnownRange | str:
-        """A claim about the whole run: too much is wrong at any time, too little only when it has ended."""
+    def at_the_end(claimed: ClaimedRange, value: float, text: str) -> KnownRange | str:
+        """For a claim about the whole run: too much is wrong at any time, too little only at the end."""
         ended = record.state == "done" or value > claimed[1] * (1 + ROUNDING)
-        return KnownRange(value, value, told) if ended else f"{told} so far"
+        return KnownRange(value, value, text) if ended else f"{text} so far"
 
     def known(claim: Claim, claimed: ClaimedRange) -> KnownRange | str:
         match claim:
             case "tokens":
                 return at_the_end(claimed, summary.tokens, f"{format_count(summary.tokens)} tokens")
             case "epochs":
-                if not text:
-                    return "the prepared text is not there to be counted"
-                seen = summary.tokens / text
-                return at_the_end(claimed, seen, f"{seen:.2f} times the {format_count(text)} tokens of the text")
+                if not dataset_tokens:
+                    return "the prepared dataset is missing"
+                epochs = summary.tokens / dataset_tokens
+                return at_the_end(claimed, epochs, f"{epochs:.2f} epochs of {format_count(dataset_tokens)} tokens")
             case "tokens_per_second":
                 speed = record.tokens_per_second
-                return "nothing was measured" if speed is None else KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
+                return "not measured" if speed is None else KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
             case "duration":
-                return at_the_end(claimed, summary.seconds, f"it took {format_seconds(summary.seconds)}")
+                return at_the_end(claimed, summary.seconds, f"training time {format_seconds(summary.seconds)}")
             case "memory":
                 peak = summary.peak_gib
-                return (
-                    KnownRange(peak * GIB, peak * GIB, f"{peak:.2f} GiB at the peak")
-                    if peak
-                    else "nothing was measured"
-                )
+                return KnownRange(peak * GIB, peak * GIB, f"peak memory {peak:.2f} GiB") if peak else "not measured"
         began, steps = summary.began or 0.0, summary.steps
         at: float | None = {
             "steps": claim.amount,
             "tokens": claim.amount / each if each else None,
-            "epochs": claim.amount * text / each if manifest and each else None,
+            "epochs": claim.amount * dataset_tokens / each if manifest and each else None,
             "percent": claim.amount / 100 * steps if steps else None,
             "seconds": next((float(s.step) for s in record.steps if s.time - began >= claim.amount), None),
         }[claim.unit]
         measured = [(event.step, event.perplexity) for event in record.evals if event.perplexity is not None]
         if at is None or not measured:
-            return "nothing was evaluated there"
+            return "no evaluation"
         step, value = min(measured, key=lambda one: abs(one[0] - at))
         if abs(step - at) > max(_NEAR * at, 1):
-            return f"the nearest evaluation is of step {step:,}"
+            return f"no evaluation near it; the nearest is at step {step:,}"
         return KnownRange(value, value, f"{value:.4g} at step {step:,}")
 
     return compare_claims(record.expected, known)

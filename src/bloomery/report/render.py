@@ -1,4 +1,4 @@
-"""Templates in which text cannot become markup and secrets cannot hide: what is no markup of ours is cleaned first."""
+"""Jinja templates. Every text is cleaned of secrets and escaped."""
 
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def part(macro: str, **values: Any) -> Markup:
-    """One of the macros of parts.html."""
+    """The markup of a macro of parts.html."""
     drawn: Markup = getattr(_environment().get_template("parts.html").module, macro)(**values)
     return drawn
 
@@ -38,7 +38,7 @@ def _environment() -> Environment:
 
 
 def _clean(value: Any) -> Any:
-    """Without secrets and without the path of the home folder; escaping comes after it. Nothing of what is None."""
+    """Removes secrets and the path of the home folder before escaping; None becomes an empty text."""
     if hasattr(value, "__html__"):
         return value
     home, text = str(Path.home()), "" if value is None else redact_secrets(str(value))
@@ -46,8 +46,8 @@ def _clean(value: Any) -> Any:
 
 
 def prose(text: str) -> Markup:
-    """A sentence in which `code` stands between backticks."""
+    """A sentence with `code` between backticks."""
     parts = [escape(_clean(part)) for part in text.split("`")]
-    if len(parts) % 2 == 0:  # one backtick has no partner: the text is no markup
+    if len(parts) % 2 == 0:  # an unpaired backtick: plain text
         return escape(_clean(text))
     return Markup("").join(Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""A held-out text priced token by token, and answers to held-out questions, before training and after."""
+"""Per-token loss of a validation text, and responses to validation prompts, before and after training."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,59 +19,61 @@ if TYPE_CHECKING:
     from bloomery.train.model_folder import ModelFiles
     from bloomery.train.use import Use
 
-_TOKENS = 260  # of one document: what two columns show without scrolling for long
-_ENOUGH = 64  # a document with fewer tokens says little
-_LOOKED_AT = 200  # documents
-MOST_PARAMETERS = 1_500_000_000  # above that, loading the model twice costs more than the picture is worth
-_EDGES = (0.5, 1.0, 2.0, 3.5, 5.5, 8.0)  # nats; a token given half its probability costs 0.69
-LEGEND = (f"below {_EDGES[0]:g}", *(f"from {edge:g}" for edge in _EDGES))
-_QUESTIONS = 4
-_QUESTIONS_LOOKED_AT = 64  # of which the shortest are taken
+_TOKENS = 260  # of one document, for two columns
+_ENOUGH = 64  # tokens of a useful document
+_DOCUMENTS = 200  # that are tried
+MOST_PARAMETERS = 1_500_000_000  # above, two models take too long to load
+_EDGES = (0.5, 1.0, 2.0, 3.5, 5.5, 8.0)  # nats; a token of probability 1/2 has 0.69
+HEAT_LEGEND = (f"below {_EDGES[0]:g}", *(f"from {edge:g}" for edge in _EDGES))
+_PROMPTS = 4
+_PROMPTS_TRIED = 64  # the shortest are shown
 MAX_TOKENS = 160
-ANSWERS_NOTE = f"drawn alike, {MAX_TOKENS} tokens at most; … where a model did not end by itself"
-_MARK = "QUESTION"
-Excerpt = tuple[list[int], list[bool]]  # tokens, and which of them are learned
+RESPONSES_NOTE = f"same sampling settings for all models, at most {MAX_TOKENS} tokens; … marks a response without EOS"
+_MARK = "PROMPT"
+Excerpt = tuple[list[int], list[bool]]  # tokens and their loss mask
 
 
 @dataclass(frozen=True)
-class Priced:
-    """A stretch of text and the nats that its tokens cost together; None for what is not scored."""
+class ScoredText:
+    """A span of text and the summed loss of its tokens in nats; None: masked."""
 
     text: str
     nats: float | None
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    before: list[Priced]
-    after: list[Priced]
+class ValidationText:
+    before: list[ScoredText]
+    after: list[ScoredText]
     step: int  # of the checkpoint that `after` is from
 
 
-def price_held_out(plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> HeldOut | str:
-    """Both prices of the first long enough document of the validation split, or why there are none."""
+def score_validation_text(
+    plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None
+) -> ValidationText | str:
+    """Both losses of the first long enough document of the validation split, or the reason why there are none."""
     from bloomery.train.sealed import newest_valid
 
     if plan.objective.spec.values:
-        return "a reward model gives values and no text"
+        return "a reward model has no next-token loss"
     if parameters > MOST_PARAMETERS:
-        return "the model is too large to be loaded twice for a picture"
+        return "the model is too large to load it twice"
     checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
     if checkpoint is None:
         return "there is no checkpoint"
     try:
         tokenizer = load_tokenizer(plan.data.prepared)
-        tokens, learned = excerpt(_validation(open_split(plan.data.prepared, "validation")), tokenizer)
+        tokens, mask = excerpt(_validation(open_split(plan.data.prepared, "validation")), tokenizer)
     except UserError as error:
-        return f"the held-out text cannot be read: {error.where} {error.problem}"
+        return f"cannot read the validation split: {error.where} {error.problem}"
     if len(tokens) < 2:
         return "the validation split is empty"
-    return _price(plan, checkpoint, tokens, learned, tokenizer, use)
+    return _score(plan, checkpoint, tokens, mask, tokenizer, use)
 
 
-def _price(
-    plan: RunPlan, checkpoint: Path, tokens: list[int], learned: list[bool], tokenizer: Tokenizer, use: "Use | None"
-) -> HeldOut:
+def _score(
+    plan: RunPlan, checkpoint: Path, tokens: list[int], mask: list[bool], tokenizer: Tokenizer, use: "Use | None"
+) -> ValidationText:
     import torch
 
     from bloomery.model.io.weights import fresh_decoder
@@ -89,8 +91,8 @@ def _price(
     del before  # only one model at a time
     last = next(score_documents(load_used(found, use, dtype=torch.float32), [tokens]))
     step = int(checkpoint.name.rpartition("-")[2])
-    told = [stretches(tokens, nats, tokenizer, learned) for nats in (first, last)]
-    return HeldOut(told[0], told[1], step)
+    before_text, after_text = (scored_spans(tokens, nats, tokenizer, mask) for nats in (first, last))
+    return ValidationText(before_text, after_text, step)
 
 
 def _validation(split: Split) -> Iterable[Excerpt]:
@@ -102,29 +104,27 @@ def _validation(split: Split) -> Iterable[Excerpt]:
 
 
 def excerpt(documents: Iterable[Excerpt], tokenizer: Tokenizer) -> Excerpt:
-    """The beginning of the first document that is long enough and holds no secret (a token could hide in two pieces),
-    and which of its tokens are learned.
-    """
+    """The first tokens of the first long enough document without secrets (one could be split between two spans)."""
     found: Excerpt = ([], [])
-    for whole, flags in islice(documents, _LOOKED_AT):
-        tokens, learned = whole[:_TOKENS], flags[:_TOKENS]
+    for whole, flags in islice(documents, _DOCUMENTS):
+        tokens, mask = whole[:_TOKENS], flags[:_TOKENS]
         text = tokenizer.decode(tokens)
-        if len(tokens) > len(found[0]) and any(learned[1:]) and redact_secrets(text) == text:
-            found = tokens, learned
+        if len(tokens) > len(found[0]) and any(mask[1:]) and redact_secrets(text) == text:
+            found = tokens, mask
         if len(found[0]) >= _ENOUGH:
             break
     return found
 
 
-def stretches(
-    tokens: list[int], nats: np.ndarray, tokenizer: Tokenizer, learned: list[bool] | None = None
-) -> list[Priced]:
-    """Text token by token, without the BOS; tokens that only together make a character share a stretch.
+def scored_spans(
+    tokens: list[int], nats: np.ndarray, tokenizer: Tokenizer, mask: list[bool] | None = None
+) -> list[ScoredText]:
+    """The text token by token, without BOS; tokens of one character share a span.
 
-    `nats`: float [len(tokens) - 1], of every token but the first; those that are not learned are read and not priced.
+    `nats`: float [len(tokens) - 1], of every token but the first. Masked tokens are shown without a loss.
     """
-    flags = np.array(learned[1:] if learned else [True] * len(nats))
-    found: list[Priced] = []
+    flags = np.array(mask[1:] if mask else [True] * len(nats))
+    found: list[ScoredText] = []
     start = 1 if tokens[0] == tokenizer.bos_id else 0
     shown = tokenizer.decode(tokens[:start])
     for end in range(start + 1, len(tokens) + 1):
@@ -132,74 +132,75 @@ def stretches(
         if text.endswith("�") and end < len(tokens):
             continue
         here = slice(max(start - 1, 0), end - 1)
-        prices = nats[here][flags[here]]
-        found.append(Priced(text[len(shown) :], float(prices.sum()) if len(prices) else None))
+        losses = nats[here][flags[here]]
+        found.append(ScoredText(text[len(shown) :], float(losses.sum()) if len(losses) else None))
         start, shown = end, text
     return [one for one in found if one.text]
 
 
-def level(nats: float | None) -> int:
-    """0, unmarked, to 6."""
+def heat_level(nats: float | None) -> int:
+    """0 (no color) to 6."""
     return 0 if nats is None else sum(nats >= edge for edge in _EDGES)
 
 
 @dataclass(frozen=True)
-class Answered:
-    question: str
+class ComparedResponse:
+    prompt: str
     reference: str
     before: str
     after: str
 
 
-def compare_answers(plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None) -> list[Answered]:
-    """The shortest of the held-out questions with both answers.
+def compare_responses(
+    plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None
+) -> list[ComparedResponse]:
+    """The shortest validation prompts with both responses.
 
-    Empty where a run has no model that it started from, no conversations, no checkpoint, or is too large to be loaded
-    twice.
+    Empty without a base model, conversations or a checkpoint, and for a model that is too large to load it twice.
     """
     from bloomery.train.evaluation.answers import validation_prompts
     from bloomery.train.model_folder import ModelFiles, find_model
     from bloomery.train.sealed import newest_valid
 
-    aim = plan.objective.spec
-    if plan.model.source is None or aim.reads_text or aim.values or parameters > MOST_PARAMETERS:
+    objective = plan.objective.spec
+    if plan.model.source is None or objective.reads_text or objective.values or parameters > MOST_PARAMETERS:
         return []
     checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
     if checkpoint is None:
         return []
     try:
         tokenizer = load_tokenizer(plan.data.prepared)
-        questions = validation_prompts(plan.data.prepared, _QUESTIONS_LOOKED_AT)
-        once = {tuple(question.prompt): question for question in reversed(questions)}.values()  # pairs share a prompt
-        chosen = sorted(once, key=lambda question: len(question.prompt))[:_QUESTIONS]
-        size = plan.model.config.vocab_size  # a base may lack tokens that the run has added
+        prompts = validation_prompts(plan.data.prepared, _PROMPTS_TRIED)
+        once = {tuple(each.prompt): each for each in reversed(prompts)}.values()  # pairs share a prompt
+        chosen = sorted(once, key=lambda each: len(each.prompt))[:_PROMPTS]
+        size = plan.model.config.vocab_size  # a base may lack tokens that the run added
         found = find_model(checkpoint)
         base = ModelFiles(plan.model.source, None, found.tokenizer, found.trained)
-        before, after = (_answers(one, chosen, tokenizer, size, use) for one in (base, found))
-    except UserError:  # the section above says what is wrong with the text or the model
+        before, after = (_responses(one, chosen, tokenizer, size, use) for one in (base, found))
+    except UserError:  # score_validation_text returns the reason
         return []
-    before_it, after_it = _around(tokenizer)  # one behind another system message or turns keeps these
+    before_it, after_it = _around(tokenizer)  # kept after another system message or turn
     bare = [_text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip() for q in chosen]
     asked = zip(bare, (_text(tokenizer, q.reference) for q in chosen), strict=True)
-    return [Answered(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
+    return [ComparedResponse(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
 
 
-def _answers(
-    found: "ModelFiles", questions: "list[PromptAndResponse]", tokenizer: Tokenizer, vocab_size: int, use: "Use | None"
+def _responses(
+    model: "ModelFiles", prompts: "list[PromptAndResponse]", tokenizer: Tokenizer, vocab_size: int, use: "Use | None"
 ) -> list[str]:
-    """One model at a time is in memory."""
+    """Loads one model at a time."""
     import torch
 
     from bloomery.train.evaluation.answers import answer
     from bloomery.train.use import Use, load_used
 
-    decoder = load_used(found, use or Use("cpu"), dtype=torch.float32, vocab_size=vocab_size)
-    said = [answer(decoder, tokenizer, question, max_new_tokens=MAX_TOKENS) for question in questions]
-    return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in said]
+    decoder = load_used(model, use or Use("cpu"), dtype=torch.float32, vocab_size=vocab_size)
+    completions = [answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS) for prompt in prompts]
+    return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in completions]
 
 
 def _around(tokenizer: Tokenizer) -> tuple[str, str]:
-    """What the chat template writes before a question and behind it, as it is shown; nothing where there is none."""
+    """Text of the chat template before and after a prompt; empty without a template."""
     from bloomery.data.chat.examples import Message
     from bloomery.data.chat.render import Renderer
 
