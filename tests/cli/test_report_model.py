@@ -166,7 +166,7 @@ def test_a_run_is_examined_as_a_model_when_something_is_asked_of_it(here):
     (["base", "--data", "nothing.txt"], "there is no token to score", 1),
     (["base", "--data", "no-such.txt"], "there is no such file or folder", 1),
     (["base", "--prompt", " "], "the prompt is empty", 2),
-    (["base", "--prompt", "x" * 600], "the model reads 128 with its answer", 1),
+    (["base", "--prompt", "x" * 600], "prompt too long", 1),
     (["base", "--template", "chatml"], "--template needs", 2),
     (["base", "--out", "text.py"], "is no Bloomery report", 2),
     (["base", "--out", "no/where.html"], "folder not found", 2),
@@ -219,7 +219,7 @@ def test_a_near_name_of_a_text_is_said_as_a_flag(here):
     ("recipe", "flags"),
     [
         ("leave it out, set data.on_error to skip, or set data.chat.template to another",
-         "leave it out, or name another with --template"),
+         "leave it out, or use another --template"),
         ("mend it, or set data.on_error to skip", "mend it"),
         ("name it: data.columns={messages: NAME}", "rename its column to messages"),
     ],
