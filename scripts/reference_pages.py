@@ -1,7 +1,8 @@
 """Write the generated pages of docs/reference: `python scripts/reference_pages.py`.
 
 commands.md comes from click, dataset-formats.md from the code that reads rows, events.md from the event classes,
-hardware.md from gpus.toml, recipe.md (scripts/recipe_page.py) from the schema. A test compares each with this output.
+hardware.md from gpus.toml, recipe.md (scripts/recipe_page.py) and the table of objectives.md from the schema. A test
+compares each with this output.
 """
 
 import ast
@@ -21,6 +22,7 @@ from bloomery.data.chat.examples import Example
 from bloomery.data.chat.formats import FORMATS, detect_format, documents_wanted, read_example
 from bloomery.hardware.specs.specs import GpuSpec, table
 from bloomery.monitor import events
+from bloomery.recipe.load import json_schema
 from bloomery.recipe.objectives import OBJECTIVES
 
 HOME = recipe_page.ROOT / "docs" / "reference"
@@ -229,6 +231,33 @@ def _names(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+# Objectives
+
+BLOCK = re.compile(r"<!-- objectives -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def objectives_page() -> str:
+    """The page with a new table; its other text is written by hand."""
+    text = (HOME / "objectives.md").read_text(encoding="utf-8")
+    return BLOCK.sub("<!-- objectives -->\n" + "\n".join(objectives_table()) + "\n<!-- end -->", text)
+
+
+def objectives_table() -> Iterator[str]:
+    schema = json_schema()
+    sections = recipe_page.sections_of(schema, schema["properties"]["objective"])
+    yield "| `objective.kind` | dataset formats | loss per | reference model | keys and defaults |"
+    yield "|---|---|---|---|---|"
+    for kind in BUILT:
+        spec = OBJECTIVES[kind]
+        section = next(one for one in sections if recipe_page.takes(one, kind))
+        keys = {key: part.get("default") for key, part in section["properties"].items() if key != "kind"}
+        words = (f"`{key}`" + ("" if value is None else f" {recipe_page.value(value)}") for key, value in keys.items())
+        formats = [*(name for name in FORMATS if kind in takers(name)), *(["text"] if _reads_text(kind) else [])]
+        unit = {"answer": "response", "token": "loss token", "label": "loss token"}.get(spec.loss_unit, spec.loss_unit)
+        reference = "yes" if spec.reference else "teacher" if spec.extra_forwards else "no"
+        yield f"| [`{kind}`](#{kind}) | {_names(formats)} | {unit} | {reference} | {', '.join(words)} |"
+
+
 # Events
 
 HEAD_OF_EVENTS = f"""# Events
@@ -354,6 +383,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     HOME / "commands.md": commands_page,
     HOME / "dataset-formats.md": formats_page,
     HOME / "events.md": events_page,
+    HOME / "objectives.md": objectives_page,
     HOME / "hardware.md": hardware_page,
     recipe_page.PAGE: recipe_page.page,
     recipe_page.EVERYTHING: recipe_page.everything,
