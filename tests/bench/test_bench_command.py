@@ -50,7 +50,7 @@ def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
     text = result.stdout
     for words in (
         "largest micro-batch",
-        "4 rows, 512 tokens",
+        "micro-batch 4, 512 tokens",
         "as planned",
         "checkpointing=full",
         "verdict",

@@ -34,7 +34,7 @@ def row(tmp_path, monkeypatch) -> BenchResult:
 def test_speed_is_judged_by_the_interval(row, seconds, place):
     judged = replace(row, step_seconds=seconds)
     assert verdict(judged) == {"speed": place, "memory": "inside"}
-    assert ("800 to 1,250 (from the table)" in "".join(verdict_lines(judged))) is True
+    assert ("800 to 1,250 (estimated)" in "".join(verdict_lines(judged))) is True
 
 
 @pytest.mark.parametrize(("share", "place"), [(1.0, "inside"), (1.5, "above"), (0.5, "below")])
@@ -88,6 +88,6 @@ def test_what_bounds_the_micro_batch_is_said(row):
     def message(**facts) -> str:
         return "".join(largest_lines(Largest(**facts), row.plan))
 
-    found = message(rows=12, usable=8, bound="memory", reason="full")
-    assert "12 rows, 1,536 tokens; 8 of them divide the step" in found
-    assert "not even one row: full" in message(rows=0, usable=0, bound="memory", reason="full")
+    found = message(size=12, usable=8, bound="memory", reason="full")
+    assert "micro-batch 12, 1,536 tokens; 8 divides the step" in found
+    assert "not even micro-batch 1 fits: full" in message(size=0, usable=0, bound="memory", reason="full")

@@ -22,11 +22,11 @@ def test_json_has_parts_and_peak_and_stderr_the_progress():
     result = invoke("--gpu", "MI300X", "--simulate", "--json")
     assert result.exit_code == 0, result.output
     assert "the second of two steps" in result.stderr
-    found = json.loads(result.stdout)["simulated"]
-    assert found["peak"] == pytest.approx(sum(found["parts"].values()))
-    assert found["counted"] == pytest.approx(found["peak"], rel=0.08)
-    assert found["total"] > found["peak"]
-    assert found["fits"] is True
+    simulated = json.loads(result.stdout)["simulated"]
+    assert simulated["peak"] == pytest.approx(sum(simulated["parts"].values()))
+    assert simulated["counted"] == pytest.approx(simulated["peak"], rel=0.08)
+    assert simulated["total"] > simulated["peak"]
+    assert simulated["fits"] is True
 
 
 def test_all_cards_at_once_are_refused():
@@ -54,9 +54,9 @@ def test_what_the_plan_adds_to_its_own_tensors_is_added_to_the_simulated_ones():
 
 
 def test_the_page_shows_it_below_memory():
-    found = beside(1)
+    simulated = beside(1)
     report = reported(loaded(), gpu_machine("MI300X"))
-    lines = page(report, gpu_machine("MI300X"), source="small", commands=[], simulated=found.lines())
+    lines = page(report, gpu_machine("MI300X"), source="small", commands=[], simulated=simulated.lines())
     (line,) = [line for line in lines if line.startswith("simulated")]
     assert line.startswith("simulated 1.0 GiB of tensors at the peak of the second step")
 
@@ -67,7 +67,7 @@ def test_what_no_code_runs_yet_is_not_simulated_and_says_so(optimizer):
     plan = planned(loaded(optimizer={"kind": optimizer}), here, gpus=2)
     (index,) = [index for index, layout in enumerate(plan.parallel.layouts) if layout.name == "shard"]
     chosen = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"chosen": index})})
-    found = SimulationResult(chosen, simulate(chosen, here))
-    assert found.document()["peak"] is None
-    assert found.fits == chosen.fits
-    assert optimizer in " ".join(found.lines())
+    simulated = SimulationResult(chosen, simulate(chosen, here))
+    assert simulated.document()["peak"] is None
+    assert simulated.fits == chosen.fits
+    assert optimizer in " ".join(simulated.lines())

@@ -1,1 +1,1 @@
-"""Measuring a machine with the loop's own step, beside what the plan said of it."""
+"""Measures speed and memory of a recipe on this machine, and compares them with the plan."""

@@ -1,6 +1,6 @@
-"""Probes of the backends of model.attention on packed rows, to be handed to `hardware.probes`, and their child.
+"""Probes of the backends of model.attention on packed sequences, for `hardware.probes`, and their child process.
 
-Each is run forward and backward on rows of several documents against float64 on the CPU, and timed.
+Each runs forward and backward on sequences of several documents, compared with float64 on the CPU, and timed.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
 
 
 def backend(name: str, job: Mapping[str, Any]) -> Result:
-    """`backend-blockwise`: three documents a row, or one where it cannot keep them apart; which kernel ran."""
+    """`backend-blockwise`: three documents per sequence, or one without document masking; the kernel."""
     kind, where = name.partition("-")[2], job["device"]
     dtype = "bfloat16" if kind == "varlen" and job["dtype"] == "float32" else job["dtype"]
     error = checked(kind, where, dtype)
@@ -57,7 +57,7 @@ def checked(kind: str, where: str, dtype: str) -> float:
 
 
 def timed(kind: str, where: str, dtype: str, tokens: int) -> float:
-    """Forward and backward of one row, 8 heads, width 64."""
+    """Forward and backward of one sequence, 8 heads, width 64."""
     import torch
 
     q, k, v = (torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(3))
@@ -102,7 +102,7 @@ def _attend(tensors: list["Tensor"], kind: str, *, documents: "Tensor | None") -
 
 
 def _documents(sequences: int, tokens: int, where: str, *, packed: bool) -> "Tensor | None":
-    """A half, a quarter and a quarter of each row; None: one document a row."""
+    """A half, a quarter and a quarter of each sequence; None: one document per sequence."""
     import torch
 
     if not packed:

@@ -1,4 +1,4 @@
-"""The child that measures one setting: `python -m bloomery.bench.child`. Torch is imported once it can be ended."""
+"""The child that measures one setting: `python -m bloomery.bench.child`. The parent can stop it before torch loads."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from bloomery.core.errors import UserError
 
 
 def main() -> int:
-    """Tells phases while it works, then what it measured or why it could not."""
+    """Sends phases, then the measurement or the reason of its failure."""
     job = accept()
     _prefer_to_be_killed()
     with loading():

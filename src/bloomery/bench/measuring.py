@@ -21,7 +21,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
 CHILD = "bloomery.bench.child"
-SILENCE_SECONDS = 900.0  # compiling, or a step of a large model on a small processor, says nothing for minutes
+SILENCE_SECONDS = 900.0  # compilation, or a step of a large model on a small CPU, takes minutes without a message
 SECONDS, SEARCH_SECONDS = 8.0, 2.0  # of measuring a point; of a trial on the way to the largest micro-batch
 DISTURBED = 0.15  # of the time without a core
 TRIAL_PAYS_SECONDS = 3600.0  # of training, beyond which a minute or two of timing both is worth it
@@ -33,7 +33,7 @@ OnPhase = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchResult:
-    """One setting: what the plan said of it and what was measured. `plan` is None where the recipe was refused.
+    """A setting: its plan and its measurement. `plan` is None where the recipe was refused.
 
     `peak_gib`: on a GPU what tensors held, on a CPU what the process held; `step_seconds` is of one optimizer step.
     """
@@ -50,7 +50,7 @@ class BenchResult:
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs had so much of the processor that the figures are of them, too."""
+        """Whether other programs used the CPU so much that the figures are not comparable."""
         return self.core_wait is not None and self.core_wait > DISTURBED
 
     @property
@@ -99,13 +99,13 @@ class Bench:
             return BenchResult(words=words, plan=None, outcome="refused", message=error.problem)
         return run(plan, words, seconds=SECONDS, on_phase=on_phase)
 
-    def trial(self, rows: int, *, on_phase: OnPhase) -> BenchResult:
-        """So many rows in a micro-batch, whether or not that divides the step; the step holds whole micro-batches."""
+    def trial(self, size: int, *, on_phase: OnPhase) -> BenchResult:
+        """A micro-batch size that need not divide the step; the step has whole micro-batches."""
         base = self.plan()
-        each = rows * base.data.sequence_length
+        each = size * base.data.sequence_length
         words = (
-            f"train.micro_batch_size={rows}",
-            f"train.tokens_per_step={max(1, sequences_per_step(base) // rows) * each}",
+            f"train.micro_batch_size={size}",
+            f"train.tokens_per_step={max(1, sequences_per_step(base) // size) * each}",
         )
         row = run(self.plan(*words), words, seconds=SEARCH_SECONDS, on_phase=on_phase)
         return replace(row, words=words[:1])
@@ -114,8 +114,8 @@ class Bench:
 def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tuple[BenchResult, ...]:
     """The plan compiled and uncompiled, measured one after the other; empty where `train.compile` needs no trial.
 
-    A trial is worth its minute when a run on a CPU would train for at least TRIAL_PAYS_SECONDS and no card of this
-    machine has both figures for the model.
+    A trial pays off when a run on a CPU trains for at least TRIAL_PAYS_SECONDS and this machine has no measurement of
+    both.
     """
     if plan.train.device != "cpu" or not plan.train.compile:
         return ()
@@ -147,7 +147,7 @@ def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPh
             reply = child.next(SILENCE_SECONDS)
             if reply == "silent":
                 return BenchResult(
-                    words=words, plan=plan, outcome="hung", message=f"no word in {SILENCE_SECONDS:.0f} s"
+                    words=words, plan=plan, outcome="hung", message=f"no message for {SILENCE_SECONDS:.0f} s"
                 )
             if reply == "ended":
                 return _died(words, plan, child)
@@ -158,9 +158,11 @@ def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPh
 
 
 def _died(words: tuple[str, ...], plan: RunPlan, child: Child) -> BenchResult:
-    """SIGKILL from outside is what the system does when memory runs out."""
+    """The system sends SIGKILL when the machine is out of memory."""
     if child.code == -9:
-        return BenchResult(words=words, plan=plan, outcome="memory", message="the system killed the process (SIGKILL)")
+        return BenchResult(
+            words=words, plan=plan, outcome="memory", message="the system killed the process (SIGKILL): out of memory"
+        )
     return BenchResult(words=words, plan=plan, outcome="crashed", message=child.ending()[:LONGEST])
 
 
@@ -180,16 +182,16 @@ def _row(words: tuple[str, ...], plan: RunPlan, reply: dict[str, Any]) -> BenchR
     )
     limit = plan.memory.limit / 2**30
     if row.peak_gib is not None and row.peak_gib > limit:
-        message = f"it took {row.peak_gib:.2f} GiB, and the limit is {limit:.2f}"
+        message = f"peak memory {row.peak_gib:.2f} GiB exceeds the limit of {limit:.2f}"
         return replace(row, outcome="memory", message=message)
     return row
 
 
 @dataclass(frozen=True, kw_only=True)
 class Largest:
-    """`rows`: the largest micro-batch that fitted, 0 when none did. `bound`: what kept it from being larger."""
+    """`size`: the largest micro-batch that fits, 0 when none does. `bound`: the limit that stopped the search."""
 
-    rows: int
+    size: int
     usable: int  # the largest that also divides the step
     bound: Literal["memory", "step", "time", "crash"]
     reason: str
@@ -203,20 +205,20 @@ def search(
     slowest: float = SLOWEST_STEP,
     time_left: Callable[[], bool] = lambda: True,
 ) -> Largest:
-    """Doubling until something gives way or a step is full, then bisection to an eighth; one trial at least."""
-    fits, fails, reason = 0, most + 1, f"a step of the recipe has {most} rows"
+    """Doubles until a failure or a full step, then bisects to an eighth; at least one trial."""
+    fits, fails, reason = 0, most + 1, f"the recipe has {most} sequences per step"
     bound: Literal["memory", "step", "time", "crash"] = "step"
-    for rows in _candidates(most):
-        row = trial(rows)
+    for size in _candidates(most):
+        row = trial(size)
         on_row(row)
         if row.outcome != "ok":
-            fails, bound, reason = rows, "memory" if row.outcome == "memory" else "crash", row.message
+            fails, bound, reason = size, "memory" if row.outcome == "memory" else "crash", row.message
             break
-        fits = rows
-        if row.step_seconds is not None and rows < most and _too_slow(row, slowest):
-            bound, reason = "time", f"twice as many rows would take more than {slowest:.0f} s each time"
+        fits = size
+        if row.step_seconds is not None and size < most and _too_slow(row, slowest):
+            bound, reason = "time", f"twice the size would take more than {slowest:.0f} s per step"
             break
-        if rows < most and not time_left():
+        if size < most and not time_left():
             bound, reason = "time", "half of --limit was over"
             break
     while bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8) and time_left():
@@ -227,20 +229,20 @@ def search(
             fits = middle
         else:
             fails = middle
-    usable = next((rows for rows in range(fits, 0, -1) if most % rows == 0), 0)
-    return Largest(rows=fits, usable=usable, bound=bound, reason=reason)
+    usable = next((size for size in range(fits, 0, -1) if most % size == 0), 0)
+    return Largest(size=fits, usable=usable, bound=bound, reason=reason)
 
 
 def _candidates(most: int) -> Iterator[int]:
-    rows = 1
-    while rows < most:
-        yield rows
-        rows *= 2
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
     yield most
 
 
 def _too_slow(row: BenchResult, slowest: float) -> bool:
-    """Whether a micro-batch of twice the size would take longer than anyone waits for a trial."""
+    """Whether a micro-batch of twice the size would take too long for a trial."""
     assert row.plan is not None and row.step_seconds is not None
     return 2 * row.step_seconds / row.plan.train.accumulation > slowest
 
@@ -255,11 +257,11 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
         fix = f"put all values into one: --sweep {twice}=a,b,c"
-        raise UserError(f"{twice} is swept twice", where="--sweep", fix=fix, code=2)
+        raise UserError(f"--sweep has this key twice: {twice}", where="--sweep", fix=fix, code=2)
     found = list(itertools.product(*axes))
     if len(found) > MOST_POINTS:
-        problem = f"that makes {len(found)} combinations; each is a run of its own"
-        raise UserError(problem, where="--sweep", fix=f"ask for at most {MOST_POINTS} at once", code=2)
+        problem = f"too many combinations to measure: {len(found)}"
+        raise UserError(problem, where="--sweep", fix=f"use at most {MOST_POINTS} combinations", code=2)
     return found
 
 
@@ -269,12 +271,12 @@ def axis(sweep: str) -> list[str]:
     values = [value for value in split(text) if value]
     if not equals or "." not in key or not values:
         fix = "write --sweep train.micro_batch_size=8,16,32"
-        raise UserError(f"{sweep!r} is no sweep", where="--sweep", fix=fix, code=2)
+        raise UserError(f"not a sweep: {sweep}", where="--sweep", fix=fix, code=2)
     return [f"{key}={value}" for value in values]
 
 
 def split(text: str) -> list[str]:
-    """At commas that stand outside brackets and quotes."""
+    """At commas outside brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -293,7 +295,7 @@ def split(text: str) -> list[str]:
 
 
 def usual_points(plan: RunPlan, machine: Machine, *, largest: int) -> list[tuple[str, ...]]:
-    """The recipe as planned first, then what most often changes speed or memory: one thing at a time."""
+    """The recipe as planned, then the settings that most often change speed or memory, one at a time."""
     found: list[tuple[str, ...]] = [()]
     if largest > plan.train.micro_batch_size:
         found.append((f"train.micro_batch_size={largest}",))
@@ -310,10 +312,10 @@ def usual_points(plan: RunPlan, machine: Machine, *, largest: int) -> list[tuple
 
 
 def other_attention(plan: RunPlan) -> str | None:
-    """The next best backend that computes the same here; None: there is no other worth a trial."""
+    """The next best backend with the same results; None: no other is worth a trial."""
     config, length = plan.model.config, plan.data.sequence_length
     if plan.train.device == "cuda" and plan.model.attention == "blockwise":
-        return None  # no fused kernel is made for it: one that was built for another chip may hang the driver
+        return None  # no fused kernel for this GPU: one built for another GPU may hang the driver
     for backend in ("varlen", "flex", "per_document", "mask", "blockwise"):
         too_wide = backend == "mask" and length > 4 * SHORT  # a mask of length x length
         if backend == plan.model.attention or too_wide:

@@ -1,4 +1,4 @@
-"""What `bloomery bench` prints: a table with the plan's figures beside the measured ones, and a verdict."""
+"""The output of `bloomery bench`: a table of measured and planned figures, and a verdict."""
 
 import re
 import textwrap
@@ -25,7 +25,7 @@ def make_measurement_file(
 ) -> Card | None:
     """The settings of one model shape that could be measured, the recipe as planned first; None: there are none.
 
-    A point whose model differs from the first one's is left out: a card is of one model.
+    A point whose model differs from the first one's is left out: a file is of one model.
     """
     measured = [row for row in rows if row.outcome == "ok" and row.plan is not None]
     if not measured or measured[0].plan is None:
@@ -53,11 +53,11 @@ def make_measurement_file(
 
 
 def author_name(text: str) -> str:
-    """A name as people sign with. Raises UserError for what is none, or could be markup."""
+    """A cleaned author name. Raises UserError for other text, such as markup."""
     name = " ".join(text.split())
     if not re.fullmatch(r"[\w .,'@+-]{1,60}", name):
         fix = 'write --author "Ada L.", or leave it out to stay anonymous'
-        raise UserError(f"{text!r} is no name for a card", where="--author", fix=fix, code=2)
+        raise UserError(f"not an author name: {text}", where="--author", fix=fix, code=2)
     return name
 
 
@@ -83,19 +83,20 @@ WIDTH = 100
 LABEL = 10
 SETTING = 38
 NOISY = 1.25  # the median of equal steps over the fastest, above which something else was running
-ORIGINS = {"table": "from the table", "probe": "from a probe", "measured": "measured"}
-WORDS = {"memory": "memory full", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
+ORIGINS = {"table": "estimated", "probe": "from a probe", "measured": "measured"}
+WORDS = {"memory": "out of memory", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
 
 
 def opening(plan: RunPlan, *, recipe: str, device: str, prepared: bool) -> Iterator[str]:
-    """What is measured, on what."""
+    """The recipe, the device and the dataset of the measurements."""
     train = plan.train
     kind = "compiled" if train.compile else "uncompiled"
     yield _line("bench", f"{recipe} on {device} · {train.precision} · {kind} · {plan.model.attention} attention")
-    rows = f"{train.micro_batch_size} x {plan.data.sequence_length:,} tokens a micro-batch"
-    yield _line("plan", f"{rows}, {train.accumulation} of them a step · checkpointing {train.activation_checkpointing}")
-    text = "the recipe's own text" if prepared else "random tokens: the text is not prepared"
-    yield _line("text", f"speed on {text}; memory on the longest documents")
+    batch = f"micro-batch {train.micro_batch_size} x {plan.data.sequence_length:,} tokens"
+    batch += f", gradient accumulation {train.accumulation}"
+    yield _line("plan", f"{batch} · activation checkpointing {train.activation_checkpointing}")
+    text = "the recipe's dataset" if prepared else "random tokens: the dataset is not prepared"
+    yield _line("dataset", f"speed on {text}; memory on the longest documents")
 
 
 def heading(plan: RunPlan, label: str) -> Iterator[str]:
@@ -133,20 +134,20 @@ def _compared(measured: float | None, planned: float | None, form: str, widths: 
 
 
 def planned_rate(plan: RunPlan) -> Estimate | None:
-    """Tokens a second."""
+    """Tokens per second."""
     return None if plan.step_seconds is None else plan.step_seconds.inverse(plan.train.tokens_per_step)
 
 
-def largest_lines(found: Largest, plan: RunPlan) -> Iterator[str]:
+def largest_lines(largest: Largest, plan: RunPlan) -> Iterator[str]:
     """The largest micro-batch, and what bounds it."""
-    bounds = {"memory": "memory is full", "step": "bounded by the step", "time": "not tried further", "crash": "crash"}
-    if not found.rows:
-        yield _line("largest", f"no micro-batch fits, not even one row: {found.reason}")
+    bounds = {"memory": "out of memory", "step": "bounded by the step", "time": "not tried further", "crash": "crash"}
+    if not largest.size:
+        yield _line("largest", f"not even micro-batch 1 fits: {largest.reason}")
         return
-    tokens = f"{found.rows:,} row{'s' * (found.rows > 1)}, {found.rows * plan.data.sequence_length:,} tokens"
-    usable = "" if found.usable == found.rows else f"; {found.usable:,} of them divide the step"
-    beyond = " beyond" if found.bound in ("memory", "crash") else ""
-    yield _line("largest", f"{tokens}{usable} ({bounds[found.bound]}{beyond}: {found.reason})")
+    tokens = f"micro-batch {largest.size:,}, {largest.size * plan.data.sequence_length:,} tokens"
+    usable = "" if largest.usable == largest.size else f"; {largest.usable:,} divides the step"
+    beyond = " beyond" if largest.bound in ("memory", "crash") else ""
+    yield _line("largest", f"{tokens}{usable} ({bounds[largest.bound]}{beyond}: {largest.reason})")
 
 
 def verdict(row: BenchResult) -> dict[str, str]:
@@ -172,57 +173,55 @@ def _placed(value: float, low: float, high: float) -> str:
 
 def verdict_lines(row: BenchResult) -> Iterator[str]:
     """Whether the plan was right, in two sentences."""
-    found = verdict(row)
-    if found["speed"] == "failed":
+    largest = verdict(row)
+    if largest["speed"] == "failed":
         yield _line("verdict", f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.message}")
         return
     assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
     rate, memory = planned_rate(row.plan), row.plan.memory
     speed = f"{row.tokens_per_second:,.0f} tokens/s"
     if rate is None:
-        yield _line("verdict", f"{speed}: the plan did not know this device, and does now")
+        yield _line("verdict", f"{speed}: the plan had no estimate for this device")
     else:
         span = f"{rate.low:,.0f} to {rate.high:,.0f} ({rate.by or ORIGINS[rate.origin]})"
-        yield _line("verdict", f"{speed}: {_sentence(found['speed'])} {span}")
+        yield _line("verdict", f"{speed}: {_sentence(largest['speed'])} {span}")
     low, high = _planned_range(row, memory)
     span = f"{low:.2f} to {high:.2f} ({ORIGINS[memory.origin]})"
-    yield _line("", f"{row.peak_gib:.2f} GiB: {_sentence(found['memory'])} {span}")
+    yield _line("", f"{row.peak_gib:.2f} GiB: {_sentence(largest['memory'])} {span}")
     if row.reserved_gib is not None:
         yield _line("", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}")
 
 
 def _sentence(place: str) -> str:
-    return {"inside": "inside the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}[place]
+    return {"inside": "within the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}[place]
 
 
 def noise_line(rows: Sequence[BenchResult]) -> Iterator[str]:
-    """A warning when other programs had the cores, or equal steps took unequal times."""
+    """A warning when other programs used the CPU, or equal steps took unequal times."""
     disturbed = [row.core_wait for row in rows if row.disturbed and row.core_wait is not None]
     if disturbed:
-        text = f"other programs held the processor for {max(disturbed):.0%} of a measurement: it could be faster"
-        yield _line("beware", text)
+        text = f"other programs used the CPU for {max(disturbed):.0%} of a measurement: not comparable"
+        yield _line("warning", text)
         return
     times = [(row.fastest_seconds, row.step_seconds) for row in rows if row.fastest_seconds and row.step_seconds]
     noisy = [(fastest, median) for fastest, median in times if median > NOISY * fastest]
     if noisy and 2 * len(noisy) >= len(times):
         fastest, median = max(noisy, key=lambda pair: pair[1] / pair[0])
-        text = (
-            f"half of the steps took {median:.2g} s or more, the fastest {fastest:.2g} s: was something else running?"
-        )
-        yield _line("beware", text)
+        text = f"half of the steps took {median:.2g} s or more, the fastest {fastest:.2g} s: did other programs run?"
+        yield _line("warning", text)
 
 
 def closing(row: BenchResult, *, remembered: bool, source: str) -> Iterator[str]:
-    """What follows."""
+    """The next commands."""
     if row.outcome == "ok" and row.plan is not None and row.tokens_per_second:
         total = row.plan.total_tokens
         if total is not None:
-            whole = f"{format_count(total)} tokens, the whole run, take {format_seconds(total / row.tokens_per_second)}"
+            whole = f"{format_count(total)} tokens (the whole run) take {format_seconds(total / row.tokens_per_second)}"
             yield _line("", whole)
         if remembered:
-            yield _line("kept", "bloomery plan uses this measurement from now on")
+            yield _line("kept", "`bloomery plan` uses this measurement from now on")
         elif row.disturbed:
-            yield _line("kept", "nothing: end what else runs here, then measure again")
+            yield _line("kept", "nothing: close other programs, then measure again")
     yield from labelled("next", f"bloomery train {source}", indent=LABEL, width=WIDTH)
 
 

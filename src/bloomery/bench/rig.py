@@ -1,4 +1,4 @@
-"""Steps of the real loop under a stopwatch: model, optimizer states and batches as a plan says, and nothing else."""
+"""Times steps of the training loop with the model, optimizer states and batches of a plan."""
 
 import resource
 import sys
@@ -20,15 +20,15 @@ from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
 MOST_ROUNDS = 20
-MUCH_LONGER = 4.0  # than asked for: a round after which no second one is taken
-OVERFLOWS = 20  # float16 lowers its loss scale until gradients fit: so many steps may not be taken
-SHARE = 0.01  # of the learning rate: a step costs the same, and random text does not drive the weights away
+MUCH_LONGER = 4.0  # than asked for: a round after which there is no second one
+OVERFLOWS = 20  # float16 lowers its loss scale until gradients fit: at most so many skipped steps
+SHARE = 0.01  # of the learning rate: the same cost, and random tokens do not make weights diverge
 
 
 def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[str, Any]:
-    """A step with the longest documents for the peak, then timed ones with the run's own text where it is prepared.
+    """A step with the longest documents for the peak, then timed steps with the run's dataset where it is prepared.
 
-    Raises what torch raises when memory runs out, and UserError when the text is damaged or no step stays finite.
+    Raises torch's out-of-memory errors, and UserError for a damaged dataset or when no step is finite.
     """
     plan = RunPlan.model_validate(job["plan"])
     set_up_process(plan)
@@ -54,7 +54,7 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
 
 @final
 class Rig:
-    """What the loop holds when it takes a step."""
+    """The objects of a training step."""
 
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan.train
@@ -62,15 +62,15 @@ class Rig:
         self._objective = build_objective(plan)
 
     def warm_up(self, batches: list[Batch]) -> None:
-        """The first step that is taken: it makes the optimizer's states and compiles. Raises UserError."""
+        """The first step: creates the optimizer's states and compiles. Raises UserError."""
         if not any(self._step(batches) for _ in range(OVERFLOWS)):
             raise UserError(
-                f"none of {OVERFLOWS} steps was finite",
-                fix="train.precision=float32 tells whether fp16 is the cause",
+                f"no finite step in {OVERFLOWS} attempts",
+                fix="set train.precision=float32 to check whether float16 is the cause",
             )
 
     def seconds(self, batches: list[Batch]) -> float:
-        """Of one optimizer step over these micro-batches, the device's work included."""
+        """Seconds of one optimizer step over these micro-batches, with the device's work."""
         self._wait()
         begun = time.perf_counter()
         self._step(batches)
@@ -103,7 +103,7 @@ def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -
 
 
 def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
-    """Random tokens, one document a row, every token learned: the most that a micro-batch can ask for."""
+    """Random tokens, one document per sequence, no masked labels: the most work of a micro-batch."""
     numbers = torch.Generator().manual_seed(plan.train.seed)
     return [with_text_structure(_longest(plan, numbers), plan) for _ in range(count)]
 
@@ -121,7 +121,7 @@ def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
 
 
 def text_batches(plan: RunPlan, count: int) -> list[Batch]:
-    """The run's first micro-batches. Raises UserError when the prepared text is damaged."""
+    """The run's first micro-batches. Raises UserError when the prepared dataset is damaged."""
     data, sequences, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
     return [

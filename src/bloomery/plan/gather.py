@@ -265,14 +265,14 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     refuse_layout(recipe)
     if absent(recipe):
         return None
-    template, texts = _checked_rows(recipe)
+    template, texts, kept = _checked_rows(recipe)
     size = sum(corpus.text_bytes * corpus.weight for corpus in open_datasets(data, required_format_of(recipe)))
     tokens = round(size / BYTES_PER_TOKEN)
     return DatasetFacts(
-        sequences_per_epoch=max(1, tokens // data.sequence_length),
+        sequences_per_epoch=max(1, int(tokens * kept) // data.sequence_length),
         tokens=tokens,
         vocab_size=planned_vocabulary(recipe),
-        spread=SPREAD,
+        spread=SPREAD + (1 - kept) / 2,  # the first rows are a small sample
         template=template,
         texts=texts,
     )
@@ -290,8 +290,8 @@ class _BadRowLimit(ReadStats):
             raise _TooManyBadRows
 
 
-def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
-    """A description of the chat template and the kind of texts, by the first rows of each source.
+def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
+    """By the first rows of each source: the chat template, the kind of texts, the share of tokens not truncated.
 
     Raises the UserError that `prepare` would raise for them.
     """
@@ -301,7 +301,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
         kinds = kinds_among([rows[0] if rows else None for rows in firsts])
         found = [_first_documents(corpus, data.on_error, ROWS) for corpus in corpora]
     except _TooManyBadRows:
-        return "", "none"
+        return "", "none", 1.0
     for kind, rows in zip(kinds.sources, found, strict=True):
         for document in rows:
             refuse_mixture(document, kind)
@@ -321,7 +321,8 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts]:
     if tokenizer is not None and (teacher := _local_teacher(recipe)) is not None:
         refuse_other_words(load_tokenizer(teacher), tokenizer, where=str(teacher))
     examples = [row.example for row in documents if row.example is not None]
-    return _template(recipe, kinds, examples, tokenizer), kinds.texts
+    template, kept = _template(recipe, kinds, examples, tokenizer)
+    return template, kinds.texts, kept
 
 
 def _first_documents(source: Dataset, on_error: str, count: int) -> list[Document]:
@@ -329,8 +330,8 @@ def _first_documents(source: Dataset, on_error: str, count: int) -> list[Documen
     return list(islice(read_documents(some, on_error=on_error, stats=_BadRowLimit()), count))
 
 
-def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None) -> str:
-    """The origin of the chat template; "" without one, and for a tokenizer that is not on this disk yet.
+def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None) -> tuple[str, float]:
+    """The origin of the chat template, "" where unknown, and the share of tokens within data.sequence_length.
 
     Raises UserError for conversations without a template, for a template that cannot be used, and for rows that it
     refuses. With a tokenizer that is not trained yet nothing is rendered.
@@ -339,14 +340,17 @@ def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: 
     config = {} if tokenizer is None else tokenizer.config
     unknown = tokenizer is None and "train" not in tokenizer_spec(recipe)
     if unknown or not kinds.formatted(asked, config, verbatim=stays):
-        return ""
-    found = find_template(asked, config)
+        return "", 1.0
+    lengths, longest = list[int](), recipe.data.sequence_length
     if tokenizer is not None:
         with Renderer(tokenizer, template=asked, train_on=train_on(recipe), verbatim=stays) as renderer:
             for encoded in renderer.encode_batch(examples):
-                if isinstance(encoded, BadRow) and recipe.data.on_error == "stop":
+                if not isinstance(encoded, BadRow):
+                    lengths += [len(text.ids) for text in encoded]
+                elif recipe.data.on_error == "stop":
                     raise encoded.error()
-    return found.origin
+    kept = sum(min(length, longest) for length in lengths) / (sum(lengths) or 1) if lengths else 1.0
+    return find_template(asked, config).origin, kept
 
 
 def local_tokenizer(recipe: Recipe) -> Tokenizer | None:

@@ -1,6 +1,6 @@
-"""Runs a simulation in a child, so that whoever plans never imports torch, and sets what it found beside the plan.
+"""Runs a simulation in a child process, so that a plan never imports torch, and compares it with the plan.
 
-`python -m bloomery.simulate.run` is the child. Torch is imported once it can be ended.
+`python -m bloomery.simulate.run` is the child. Torch is imported after the parent can stop it.
 """
 
 import logging
@@ -47,13 +47,13 @@ class Simulated:
     """
 
     parts: dict[str, float]
-    notes: tuple[str, ...]  # what stands in for a kernel, and what is not in the figure
+    notes: tuple[str, ...]  # replacements of kernels, and parts that are not in the figure
     seconds: float = 0.0  # that it took
     stages: tuple[Stage, ...] = ()
 
     @property
     def peak(self) -> float:
-        """What torch.cuda.max_memory_allocated counts and `MemoryEstimate.allocated` foretells."""
+        """As torch.cuda.max_memory_allocated counts it and `MemoryEstimate.allocated` estimates it."""
         return sum(self.parts.values())
 
 
@@ -67,14 +67,14 @@ def simulate(
     """Runs two steps of the plan's own code on fake tensors for its device, which need not be here; the second's peak.
 
     Of several devices the first is simulated, in a process group of the layout's size that is not there: where the
-    layout shards, FSDP2 cuts weights, gradients and states block by block. Of a pipeline one stage of each kind is
+    layout shards, FSDP2 shards weights, gradients and states block by block. Of a pipeline one stage of each kind is
     simulated, with as many micro-batches as are under way on it. `progress` gets a line when a step begins.
     Raises UserError without torch, after `seconds`, and when the simulation fails.
     """
     if find_spec("torch") is None:
         raise UserError(
-            "the simulation runs the training code itself, and PyTorch is not installed here",
-            fix="run `bloomery doctor`, which says how to install it; the plan without --simulate needs none",
+            "--simulate runs the training code and needs PyTorch, which is not installed",
+            fix="run `bloomery doctor` for the install command, or leave out --simulate",
         )
     split = ONE_DEVICE
     if plan.parallel is not None:
@@ -95,13 +95,13 @@ def simulate(
             reply = child.next(max(0.0, started + seconds - time.monotonic()))
             if reply == "silent":
                 raise UserError(
-                    f"the simulation took longer than {seconds:.0f} s and was ended",
+                    f"the simulation exceeded its time limit: {seconds:.0f} s",
                     fix="plan without --simulate, or simulate fewer layers: model.num_layers=4",
                 )
             if reply == "ended":
                 raise UserError(
                     f"the simulation failed: {child.ending()}",
-                    fix="plan without --simulate: the analytic figure stands without it",
+                    fix="leave out --simulate: the estimate from shapes does not need it",
                 )
             assert isinstance(reply, dict)
             if "stages" in reply:
@@ -114,58 +114,58 @@ def simulate(
 
 
 def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
-    """What stands in for something else; nothing where the code ran as it is."""
+    """Parts of the simulation that differ from the real run."""
     notes, gpu, attention = [], plan.train.device != "cpu", plan.model.attention
     if gpu and attention in FLASH_LIKE and fused:
-        notes.append(f"{attention} attention is counted as FlashAttention-2 keeps it: its kernel needs the GPU")
+        notes.append(f"{attention} attention is counted as FlashAttention-2: its kernel needs the GPU")
     elif gpu and attention in FLASH_LIKE | {"mask"}:
         notes.append(f"{attention} attention is counted with every score kept: this GPU has no fused kernel")
     if plan.train.compile:
-        notes.append("compiled blocks are counted as torch.compile cuts their graphs, without its kernels")
+        notes.append("compiled blocks are counted as torch.compile partitions their graphs, without its kernels")
     if split.shard > 1:
-        whole = "on a process group of that size that is not there"
-        copies = f"in {split.replicate} copies, on a process group that is not there"
+        whole = "with a fake process group"
+        copies = f"in {split.replicate} copies, with a fake process group"
         shared = whole if split.replicate == 1 else copies
-        notes.append(f"FSDP2 cuts weights, gradients and states over {split.shard} devices, {shared}")
+        notes.append(f"FSDP2 shards weights, gradients and states over {split.shard} devices, {shared}")
     elif split.pipeline > 1:
-        beside = f"; of {split.replicate} copies one, without the buckets of gradients" if split.replicate > 1 else ""
-        notes.append(f"stages are simulated one by one, with what 1F1B has under way on each{beside}")
+        replicas = f"; one of {split.replicate} copies, without gradient buckets" if split.replicate > 1 else ""
+        notes.append(f"stages are simulated one by one, with the micro-batches in flight of 1F1B{replicas}")
     elif split.replicate > 1:
-        notes.append(f"one of {split.replicate} whole copies; the buckets in which gradients are summed are not in it")
+        notes.append(f"one of {split.replicate} whole copies; gradient buckets are not included")
     return notes
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What was simulated of a plan, beside what the plan counts from shapes."""
+    """The simulated memory of a plan, compared with the estimate from shapes."""
 
     plan: RunPlan
-    found: Simulated
+    simulated: Simulated
 
     @property
     def total(self) -> float:
-        """With what a device holds beside tensors, as the plan counts it: fragmentation's share, and contexts."""
+        """With the plan's fragmentation and contexts."""
         reply = self.plan.memory
         loose = reply.parts.get("fragmentation", 0.0)
-        return self.found.peak * (1 + loose / reply.allocated) + reply.total - reply.allocated - loose
+        return self.simulated.peak * (1 + loose / reply.allocated) + reply.total - reply.allocated - loose
 
     @property
     def fits(self) -> bool:
         """The plan's own answer where nothing was simulated."""
-        return self.total <= self.plan.memory.limit if self.found.parts else self.plan.fits
+        return self.total <= self.plan.memory.limit if self.simulated.parts else self.plan.fits
 
     def lines(self) -> list[str]:
-        """The peak by part, how far the plan's figure is from it, and what is not in it."""
-        figures = list(self._figures()) if self.found.parts else []
-        return [*figures, *(line for note in self.found.notes for line in joined([note]))]
+        """The peak by part, the difference from the plan's figure, and notes."""
+        figures = list(self._figures()) if self.simulated.parts else []
+        return [*figures, *(line for note in self.simulated.notes for line in joined([note]))]
 
     def _figures(self) -> Iterator[str]:
-        memory, peak, stages = self.plan.memory, self.found.peak, self.found.stages
+        memory, peak, stages = self.plan.memory, self.simulated.peak, self.simulated.stages
         unit, size = unit_of(peak)
         digits = 1 if size == GIB else 0
         apart = round(memory.allocated / peak - 1, 2)
-        beside = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'}" if apart else "the same"
-        counted = f"from shapes {memory.allocated / size:.{digits}f}, {beside}"
+        compared = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'}" if apart else "the same"
+        counted = f"estimated from shapes {memory.allocated / size:.{digits}f}, {compared}"
         where = f"the peak of the fullest of {stages[-1].number} stages" if stages else "the peak of the second step"
         yield from joined([f"{peak / size:.{digits}f} {unit} of tensors at {where}", counted])
         yield from joined([
@@ -173,29 +173,29 @@ class SimulationResult:
             f"micro-batch{'es' if stage.under_way > 1 else ''}"
             for stage in stages
         ])  # fmt: skip
-        parts = sorted(self.found.parts.items(), key=lambda part: -part[1])
-        least = 0.5 * size / 10**digits  # what rounds to nothing is not named
+        parts = sorted(self.simulated.parts.items(), key=lambda part: -part[1])
+        least = 0.5 * size / 10**digits  # parts that round to 0 are left out
         yield from joined([f"{name} {value / size:.{digits}f}" for name, value in parts if value >= least])
         unit, size = unit_of(memory.limit)
-        added = "what Python and PyTorch hold" if self.plan.train.device == "cpu" else "fragmentation and contexts"
+        added = "Python and PyTorch" if self.plan.train.device == "cpu" else "fragmentation and contexts"
         verdict = "fits" if self.fits else "too much"
         yield f"with {added} {self.total / size:.1f} of {memory.limit / size:,.1f} {unit}: {verdict}"
 
     def document(self) -> dict[str, Any]:
         """In GiB; figures are null where nothing was simulated, `stages` is empty where there are none."""
-        some = bool(self.found.parts)
+        some = bool(self.simulated.parts)
         return {
-            "parts": _in_gib(self.found.parts),
-            "peak": self.found.peak / GIB if some else None,
+            "parts": _in_gib(self.simulated.parts),
+            "peak": self.simulated.peak / GIB if some else None,
             "counted": self.plan.memory.allocated / GIB,
             "total": self.total / GIB if some else None,
             "fits": self.fits if some else None,
-            "seconds": self.found.seconds,
-            "notes": self.found.notes,
+            "seconds": self.simulated.seconds,
+            "notes": self.simulated.notes,
             "stages": [
                 {"stage": stage.number, "micro_batches": stage.under_way, "parts": _in_gib(stage.parts),
                  "peak": stage.peak / GIB}
-                for stage in self.found.stages
+                for stage in self.simulated.stages
             ],
         }  # fmt: skip
 
@@ -205,7 +205,7 @@ def _in_gib(parts: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """The child: tells what it is doing, and at the end the parts of each stage; a step that has none is one."""
+    """The child: sends its progress, then the parts of each stage; a step without stages counts as one."""
     job = accept()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

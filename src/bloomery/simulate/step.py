@@ -1,8 +1,8 @@
-"""Two steps of a plan's real training code on fake tensors, and what was alive at the peak of the second.
+"""Two steps of a plan's training code on fake tensors, and the live tensors at the peak of the second.
 
-Of a pipeline each stage stands alone: it runs its part of the step's micro-batches forward until as many are under way
-as stages follow, and from then on backward and forward in turn (1F1B; Narayanan et al., arXiv:2104.04473). What a
-neighbour sends is a tensor of the residual stream; what was sent is let go of.
+Each stage of a pipeline runs alone: forward of its micro-batches until as many are in flight as stages follow, then
+backward and forward in turn (1F1B; Narayanan et al., arXiv:2104.04473). Tensors from the neighboring stages are new
+tensors of the residual stream; sent ones are freed.
 """
 
 from collections import deque
@@ -151,7 +151,7 @@ def _peak(
         with tracker, FakeResults(tracker):
             step(count)
         tracker.call("optimizer", _states(model_and_optimizer))
-    away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)  # in the processor's memory
+    away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)  # in CPU memory
     return {kind: 0.0 if away and kind == "optimizer" else size for kind, size in tracker.peak.items()}
 
 
@@ -163,7 +163,7 @@ def _model_and_optimizer(
     mesh: DeviceMesh | None = None,
     place: StagePosition | None = None,
 ) -> ModelAndOptimizer:
-    """What `train.state.build_state` builds, without numbers; a compiled block is its graphs, run op by op."""
+    """As `train.state.build_state`, with fake tensors; a compiled block is its graphs, run op by op."""
     model, train, attention = empty_model(plan), plan.train, plan.model.attention
     for module in model.modules():  # `to_empty` swaps tensors, which fake ones refuse
         for name, parameter in module.named_parameters(recurse=False):
@@ -195,8 +195,8 @@ def _model_and_optimizer(
 
 
 def _keep_stage(model: Decoder, place: StagePosition) -> None:
-    """In place: the first stage alone embeds, the last alone scores."""
-    assert isinstance(model.model, Backbone), "transformers' layers are planned on one device"
+    """In place: the first stage has the embeddings, the last one the head."""
+    assert isinstance(model.model, Backbone), "the transformers implementation supports one device"
     if place.index:
         del model.model.embed_tokens
         if model.config.positions == "learned":
@@ -208,7 +208,7 @@ def _keep_stage(model: Decoder, place: StagePosition) -> None:
 
 
 def _fake_mesh(split: MeshSplit) -> DeviceMesh:
-    """So many devices that are not there, this one the first; made outside fake tensors, for it asks its own."""
+    """A fake process group, this process its first rank; created outside FakeTensorMode."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -227,7 +227,7 @@ def _batch(plan: RunPlan) -> Batch:
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:
-    """Quantised ones are buffers, and so is what PiSSA began with."""
+    """Quantized weights are buffers, and so are the initial matrices of PiSSA."""
     yield from model.parameters()
     yield from model.buffers()
 

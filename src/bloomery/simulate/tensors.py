@@ -1,4 +1,4 @@
-"""Tensors without memory: how many bytes of them are alive, and what they answer and hold where torch cannot know it.
+"""Fake tensors: the bytes of live ones, and results and temporary memory of operators that torch cannot derive.
 
 torch.distributed._tools.MemTracker counts the same (a test compares them); its module hooks do not survive the tracing
 of compiled blocks, and forbid a second micro-batch.
@@ -28,16 +28,15 @@ from bloomery.model.norms import RMSNormFunction, widened
 from bloomery.model.quantization.sizes import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.model.rope import Rotary
 
-_aten, _ours = torch.ops.aten, torch.ops.bloomery
+_aten, _native = torch.ops.aten, torch.ops.bloomery
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
 class MemoryTracker(TorchDispatchMode):
     """Bytes by kind at the moment when most are alive: `peak`.
 
-    Storages are counted once, however many tensors look at them. What is first seen while autograd runs backward is
-    `temporaries`, else it is `activations`; `call` names what was there before, `gradients` says where those of the
-    moment are.
+    Storages are counted once, however many tensors share them. A storage created in backward counts as `temporaries`,
+    else as `activations`; `call` names earlier tensors, `gradients` returns the current gradients.
     """
 
     def __init__(self, gradients: Callable[[], Iterable[Tensor]] = tuple) -> None:
@@ -61,7 +60,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What is made meanwhile takes no memory: a fused kernel keeps it in registers."""
+        """Tensors created meanwhile take no memory: a fused kernel keeps them in registers."""
         before, self.hidden = self.hidden, True
         try:
             yield
@@ -137,9 +136,9 @@ def storages_of(things: Iterable[object]) -> list[torch.UntypedStorage]:
 
 
 class FakeResults(TorchDispatchMode):
-    """Answers what only numbers could tell, and shows memory that operators take for themselves.
+    """Results that depend on values, and the temporary memory of operators.
 
-    A step asks its tensors two things: whether loss and norm are finite (they are), and which labels are learned (all).
+    A step reads two values: whether loss and norm are finite (yes), and which labels are loss tokens (all).
     """
 
     def __init__(self, tracker: MemoryTracker) -> None:
@@ -149,13 +148,13 @@ class FakeResults(TorchDispatchMode):
             _aten._local_scalar_dense.default: lambda _x: 1.0,
             _aten.nonzero.default: lambda x: x.new_empty(x.numel(), x.ndim, dtype=torch.int64),
             _aten.logsumexp.default: _log_sum_exp,
-            _ours.blockwise.default: _blockwise,
-            _ours.blockwise_backward.default: _blockwise_backward,
-            _ours.flash_backward.default: _flash_backward,
-            _ours.per_document.default: _per_document,
-            _ours.per_document_backward.default: _per_document_backward,
-            _ours.quantized_matmul.default: lambda x, *rest: F.linear(x, _weight(x, rest)),
-            _ours.quantized_matmul_backward.default: lambda grad, *rest: grad @ _weight(grad, rest),
+            _native.blockwise.default: _blockwise,
+            _native.blockwise_backward.default: _blockwise_backward,
+            _native.flash_backward.default: _flash_backward,
+            _native.per_document.default: _per_document,
+            _native.per_document_backward.default: _per_document_backward,
+            _native.quantized_matmul.default: lambda x, *rest: F.linear(x, _weight(x, rest)),
+            _native.quantized_matmul_backward.default: lambda grad, *rest: grad @ _weight(grad, rest),
         }
 
     def __torch_dispatch__(
@@ -175,7 +174,7 @@ def _log_sum_exp(x: Tensor, axes: list[int], keepdim: bool = False) -> Tensor:
 
 
 def _weight(like: Tensor, stored: tuple[Any, ...]) -> Tensor:
-    """The floats of a quantised weight, and what a piece of it takes in their making."""
+    """A dequantized weight, and the temporary memory of one piece."""
     *_, outputs, inputs, _reader = stored
     weight = like.new_empty(outputs, inputs)
     piece = DEQUANTIZED_ON_CPU if kind_of(like.device) == "cpu" else DEQUANTIZED_ON_GPU
@@ -220,7 +219,7 @@ def _blockwise_backward(
 
 
 def _per_document(q: Tensor, k: Tensor, v: Tensor, first_BT: Tensor, _reach: None, seed: Any, *rest: Any) -> Any:
-    """One document a row: where documents begin stands in numbers, and whole rows are what holds most."""
+    """One document per sequence: document starts are values, and one document needs most memory."""
     return per_document.forward(q, k, v, [first_BT.shape[1]] * len(first_BT), seed, Options(*rest), _Task)
 
 
@@ -236,12 +235,12 @@ def _per_document_backward(*given: Any) -> Any:
 class GpuFunctions(TorchFunctionMode):
     """While it is entered, functions keep for backward what a GPU's kernels keep.
 
-    Fake tensors stand on the CPU whatever the plan's device is: PyTorch without CUDA or ROCm differentiates no others.
+    Fake tensors are on the CPU for every device: PyTorch without CUDA or ROCm has no autograd for others.
     """
 
     @classmethod
     def around(cls, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The same, whoever calls it: no mode is entered while autograd runs backward and a checkpoint runs again."""
+        """The same from every caller: autograd enters no mode in backward, when a checkpoint is recomputed."""
 
         def run(*args: Any, **kwargs: Any) -> Tensor:
             with cls():
@@ -261,13 +260,13 @@ class GpuFunctions(TorchFunctionMode):
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Keeps a mask of one byte a number; the CPU's keeps what it multiplies with."""
+    """Keeps a mask of one byte per value; the CPU kernel keeps the scaled mask."""
     del inplace
     return torch.native_dropout(x, p, training)[0] if p and training else x
 
 
 def _never(*_: Any, **__: Any) -> Any:
-    raise AssertionError("it has the memory of an attention, and no numbers")
+    raise AssertionError("a fake operator has no values")
 
 
 _flash = attention_operator("flash", _never, _never, sums=sums_like)
@@ -279,7 +278,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, _layout: DocumentLayout, options: Opt
 
 
 def _flash_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, sums: Tensor, *_: Any) -> Any:
-    """With its scratch: the queries' gradient is summed in float32, beside one more number a query."""
+    """With its temporary memory: the queries' gradient in float32, and one more value per query."""
     gradients = tuple(like_projection(x) for x in (q, k, v))
     summed = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(sums)
     del summed
@@ -299,7 +298,7 @@ def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker) -> None:
 
 
 class _Graphs:
-    """A block as two graphs of tensors alone: parameters, buffers of a quantised base, and what a forward is given."""
+    """A block as two graphs of tensors: parameters, buffers of quantized weights, arguments of forward."""
 
     def __init__(self, block: Block, tracker: MemoryTracker) -> None:
         self._tracker, self._inside = tracker, nn.Module()
@@ -366,7 +365,7 @@ class _Fused(torch.fx.Interpreter):
 
 
 def _library(node: Node) -> bool:
-    """Whether Inductor calls somebody else's kernel for it: a matrix product, an attention."""
+    """Whether Inductor calls a library kernel for it: a matmul, an attention."""
     foreign = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
     return node.target in _PRODUCTS or foreign or "attention" in str(node.target)
 
