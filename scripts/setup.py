@@ -173,7 +173,7 @@ class Torch:
 
 @cache
 def _torch() -> Torch:
-    from bloomery.hardware.specs.wheels import DEFAULT_TORCH, site_here, torch_builds
+    from bloomery.hardware.specs.wheels import DEFAULT_TORCH, detect_site, torch_builds
 
     asked = _asked_torch()
     if asked and not re.fullmatch(r"\d+(\.\d+)+", asked):
@@ -186,10 +186,10 @@ def _torch() -> Torch:
         arch,
         python=(sys.version_info[0], sys.version_info[1]),
         system=platform.system(),
-        processor=platform.machine(),
+        cpu_arch=platform.machine(),
         torch=asked or DEFAULT_TORCH,
         driver=driver,
-        site=site_here(),
+        site=detect_site(),
     )[0]
     plain = arch is None and not build.before
     notes = [] if plain else [build.reason, *(f"never {rule}" for rule in build.never)]

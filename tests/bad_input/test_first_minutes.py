@@ -204,7 +204,7 @@ def test_without_torch_the_line_that_installs_it_is_said(workshop, monkeypatch):
     bare = here_is.model_copy(update={"software": here_is.software.model_copy(update={"torch": None, "build": None})})
     monkeypatch.setattr("bloomery.runs.lifecycle.detect", lambda: bare)
     result = here("train", "tiny.yaml")
-    assert_clear(result, mentions=["PyTorch is not installed here", "pip install", "torch=="], lines=8)
+    assert_clear(result, mentions=["PyTorch is not installed", "pip install", "torch=="], lines=8)
     assert not Path("runs").exists() and not Path("prepared").exists()
     told = str(_sentence(ModuleNotFoundError("No module named 'torch'", name="torch"), None))
-    assert "PyTorch is not installed here" in told and "torch==" in told
+    assert "PyTorch is not installed" in told and "torch==" in told

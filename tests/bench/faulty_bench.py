@@ -4,10 +4,10 @@ import os
 import signal
 import time
 
-from bloomery.core.child import accept, tell
+from bloomery.core.child import accept, reply
 
 job = accept()
-tell(job, {"phase": "building the model"})
+reply(job, {"phase": "building the model"})
 fault = os.environ["FAULT"]
 if fault == "segfault":
     os.kill(os.getpid(), signal.SIGSEGV)

@@ -5,23 +5,23 @@ import subprocess
 import sys
 import time
 
-from bloomery.core.child import accept, requests, tell
+from bloomery.core.child import accept, reply, requests
 
 job = accept()
 if job.get("pids"):
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    tell(job, {"pids": [os.getpid(), grandchild.pid]})
+    reply(job, {"pids": [os.getpid(), grandchild.pid]})
 for asked in requests(job):
     if asked["do"] == "double":
-        tell(job, {"name": asked["name"]}, content=asked.get("content", b"") * 2)
+        reply(job, {"name": asked["name"]}, content=asked.get("content", b"") * 2)
     elif asked["do"] == "ignore":
         continue
     elif asked["do"] == "flood":
         for number in range(asked["count"]):
-            tell(job, {"number": number}, content=bytes(1000))
+            reply(job, {"number": number}, content=bytes(1000))
     elif asked["do"] == "sleep":
         time.sleep(600)
     elif asked["do"] == "leave":
-        tell(job, {"last": "words"})
+        reply(job, {"last": "words"})
         print("ValueError: no such driver\nwhat is said after it", flush=True)
         os._exit(7)

@@ -9,13 +9,13 @@ from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 from bloomery.hardware.specs import calibration as kept
 from bloomery.hardware.specs.calibration import (
     OWN,
-    Card,
+    Calibration,
     Point,
-    calibration,
+    calibrations,
+    contributed,
     device_of,
-    given_cards,
-    remember,
-    write_card,
+    store,
+    write_calibration,
 )
 
 POINT = Point(
@@ -28,18 +28,18 @@ RX = Accelerator(index=0, vendor="amd", name="AMD Radeon RX 6700 XT", arch="gfx1
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kept.given_cards.cache_clear()
+    kept.contributed.cache_clear()
     yield
-    kept.given_cards.cache_clear()
+    kept.contributed.cache_clear()
 
 
-def card(**changes) -> Card:
+def card(**changes) -> Calibration:
     facts = {
         "device": "a CPU", "arch": "avx2", "cores": 2, "memory_gib": 16.0, "torch": "2.13.0+cpu", "bloomery": "0.1.0",
         "model": {"hidden_size": 64}, "parameters": 1000, "text": "random", "contributor": "Ada", "day": "2026-11-21",
         "points": (POINT,),
     }  # fmt: skip
-    return Card.model_validate(facts | changes)
+    return Calibration.model_validate(facts | changes)
 
 
 def machine(
@@ -55,18 +55,18 @@ def machine(
 
 
 def test_a_measurement_is_kept_for_its_device_alone():
-    assert remember(card())
-    (found,) = calibration(machine())
+    assert store(card())
+    (found,) = calibrations(machine())
     assert found.contributor == OWN and found.points == (POINT,)
-    assert calibration(machine(cores=4)) == ()
-    assert calibration(machine(flags=("avx2", "avx512f"))) == ()  # a cloud gives processors of one name and many kinds
-    assert calibration(machine(RX)) == ()
+    assert calibrations(machine(cores=4)) == ()
+    assert calibrations(machine(flags=("avx2", "avx512f"))) == ()  # a cloud gives processors of one name and many kinds
+    assert calibrations(machine(RX)) == ()
 
 
 def test_threads_that_the_user_has_bounded_are_the_cores():
-    remember(card(cores=1))
-    assert calibration(machine(environment={"OMP_NUM_THREADS": "1"}))
-    assert calibration(machine()) == ()
+    store(card(cores=1))
+    assert calibrations(machine(environment={"OMP_NUM_THREADS": "1"}))
+    assert calibrations(machine()) == ()
 
 
 def test_gpus_go_by_the_name_of_the_table():
@@ -76,10 +76,10 @@ def test_gpus_go_by_the_name_of_the_table():
 
 
 def test_a_newer_measurement_of_the_same_replaces_the_older():
-    remember(card(day="2026-11-20"))
-    remember(card(day="2026-11-21"))
-    remember(card(model={"hidden_size": 128}, day="2026-11-22"))
-    assert [found.day for found in calibration(machine())] == ["2026-11-22", "2026-11-21"]
+    store(card(day="2026-11-20"))
+    store(card(day="2026-11-21"))
+    store(card(model={"hidden_size": 128}, day="2026-11-22"))
+    assert [found.day for found in calibrations(machine())] == ["2026-11-22", "2026-11-21"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[3, {}]"])
@@ -87,30 +87,30 @@ def test_a_damaged_file_counts_as_empty(text, tmp_path):
     path = tmp_path / "bloomery/measured.json"
     path.parent.mkdir()
     path.write_text(text)
-    assert calibration(machine()) == ()
-    assert remember(card()) and len(calibration(machine())) == 1
+    assert calibrations(machine()) == ()
+    assert store(card()) and len(calibrations(machine())) == 1
 
 
 def test_a_card_goes_to_a_file_and_back(tmp_path, monkeypatch):
     folder = tmp_path / "cards"
     folder.mkdir()
-    write_card(card(), folder / "ada.json")
+    write_calibration(card(), folder / "ada.json")
     (folder / "newer.json").write_text(json.dumps({"version": 9}))
-    monkeypatch.setattr(kept, "cards_folder", lambda: folder)
-    assert calibration(machine()) == (card(),)
-    remember(card())
-    assert [found.contributor for found in calibration(machine())] == [OWN, "Ada"]
+    monkeypatch.setattr(kept, "contributed_folder", lambda: folder)
+    assert calibrations(machine()) == (card(),)
+    store(card())
+    assert [found.contributor for found in calibrations(machine())] == [OWN, "Ada"]
 
 
 def test_a_card_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(UserError) as caught:
-        write_card(card(), tmp_path / "nowhere/card.json")
+        write_calibration(card(), tmp_path / "nowhere/card.json")
     assert caught.value.fix
 
 
 def test_the_cards_that_come_with_bloomery_can_be_read():
-    paths = sorted(kept.cards_folder().glob("*.json"))
-    assert paths and len(given_cards()) == len(paths)
+    paths = sorted(kept.contributed_folder().glob("*.json"))
+    assert paths and len(contributed()) == len(paths)
     for path in paths:
         text = path.read_text()
         assert not any(word in text for word in ("/home", "/root", "@", "hostname"))

@@ -374,7 +374,7 @@ def test_an_unknown_chip_gets_no_made_up_advice():
     card = Accelerator(index=0, vendor="amd", name="new", arch="gfx1399", memory_bytes=16 * GIB)
     one = changed_part(machine("mi300x-node"), ["accelerators"], (card,))
     found = only(one, "arch-not-in-wheel")
-    assert "  # for the CPU: no wheel of PyTorch" in found.fix[0]
+    assert "  # for the CPU: no PyTorch" in found.fix[0]
     assert not any("OVERRIDE" in step for step in found.fix)
 
 

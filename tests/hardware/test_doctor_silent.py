@@ -59,7 +59,7 @@ def test_of_two_makers_cards_the_build_decides():
 
 def test_a_python_without_rocm_wheels_is_said():
     one = machine(software__python="3.15.0", software__torch=None, software__build=None)
-    assert only(one, "no-torch").fix[0].endswith("  # for the CPU: no ROCm wheel exists for Python 3.15")
+    assert only(one, "no-torch").fix[0].endswith("  # for the CPU: no ROCm wheels for Python 3.15")
     assert not only(one, "no-torch").run
 
 

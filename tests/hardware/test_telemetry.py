@@ -13,11 +13,11 @@ from bloomery.hardware import telemetry
 from bloomery.hardware.telemetry import (
     CPU_DEVICE,
     AmdSmi,
-    Device,
+    CpuSensors,
     Nvml,
-    Processor,
-    Reader,
-    Reading,
+    SensorDevice,
+    SensorReader,
+    SensorReading,
     Sysfs,
     figure,
     merged,
@@ -27,7 +27,7 @@ from bloomery.hardware.telemetry import (
     throttle_reason,
 )
 
-CARD = Device(index=0, vendor="amd", name="RX 6700 XT", node="/dev/dri/renderD128", pci_address="0000:03:00.0")
+CARD = SensorDevice(index=0, vendor="amd", name="RX 6700 XT", node="/dev/dri/renderD128", pci_address="0000:03:00.0")
 
 
 def files(folder: Path, **contents: str | bytes) -> None:
@@ -54,7 +54,7 @@ WARM = {
 def test_a_card_is_read_at_its_junction(tmp_path):
     card(tmp_path, **WARM)
     (reading,) = sample([CARD], [Sysfs(tmp_path)])
-    assert reading == Reading(
+    assert reading == SensorReading(
         device=0, name="RX 6700 XT", source="sysfs", utilization=97.0, memory_gib=3.0, memory_total_gib=12.0,
         temperature=78.0, critical=110.0, power=183.0, clock_mhz=2424.0,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def test_a_sleeping_card_has_figures_missing_and_nothing_breaks(tmp_path, monkey
 
     monkeypatch.setattr(Path, "read_bytes", asleep)
     (reading,) = sample([CARD], [Sysfs(tmp_path)])
-    assert reading.memory_gib == 3.0 and not reading.says_something
+    assert reading.memory_gib == 3.0 and not reading.has_sensors
 
 
 def test_a_card_is_found_by_its_address_where_its_render_node_is_hidden(tmp_path):
@@ -86,13 +86,13 @@ def test_a_card_is_found_by_its_address_where_its_render_node_is_hidden(tmp_path
     assert sample([CARD], [Sysfs(tmp_path)])[0].utilization == 5.0
 
 
-def dies(root: Path, odd_power: dict[str, str]) -> list[Device]:
+def dies(root: Path, odd_power: dict[str, str]) -> list[SensorDevice]:
     card(root, 128, temp2_label="junction", temp2_input="50000", power1_average="402000000")
     card(root, 129, temp2_label="junction", temp2_input="49000", **odd_power)
     facts = {"vendor": "amd", "device_id": 0x7408}
     return [
-        Device(index=0, node="/dev/dri/renderD128", pci_address="0000:c1:00.0", **facts),
-        Device(index=1, node="/dev/dri/renderD129", pci_address="0000:c6:00.0", **facts),
+        SensorDevice(index=0, node="/dev/dri/renderD128", pci_address="0000:c1:00.0", **facts),
+        SensorDevice(index=1, node="/dev/dri/renderD129", pci_address="0000:c6:00.0", **facts),
     ]
 
 
@@ -104,8 +104,8 @@ def test_the_odd_die_of_an_mi250x_is_shown_as_shared(tmp_path, odd_power):
 
 
 def test_an_mi210_is_one_die_and_shares_nothing():
-    lone = [Device(index=0, vendor="amd", device_id=0x740F), Device(index=1, vendor="amd", device_id=0x740F)]
-    readings = [Reading(device=0, power=90.0), Reading(device=1)]
+    lone = [SensorDevice(index=number, vendor="amd", device_id=0x740F) for number in (0, 1)]
+    readings = [SensorReading(device=0, power=90.0), SensorReading(device=1)]
     assert shared_power(readings, lone) == readings
 
 
@@ -182,7 +182,7 @@ def test_nvml_without_what_a_card_does_not_know(monkeypatch):
             raise Error("Not Supported")
 
     monkeypatch.setitem(sys.modules, "pynvml", Library)
-    (reading,) = Nvml().read([Device(index=0, vendor="nvidia")])
+    (reading,) = Nvml().read([SensorDevice(index=0, vendor="nvidia")])
     assert (reading.temperature, reading.power, reading.utilization) == (71.0, 301.5, None)
     assert reading.throttled == "temperature"
 
@@ -192,7 +192,7 @@ class Says:
         self.name, self._figures = name, figures
 
     def read(self, devices):
-        yield from (Reading(device=device.index, source=self.name, **self._figures) for device in devices)
+        yield from (SensorReading(device=device.index, source=self.name, **self._figures) for device in devices)
 
 
 class Raises:
@@ -224,7 +224,7 @@ def processor(root: Path, ticks: str, microjoules: int) -> None:
 
 
 def test_the_processor_between_two_looks(tmp_path):
-    looks = Processor(tmp_path, "EPYC")
+    looks = CpuSensors(tmp_path, "EPYC")
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1", 5_000_000)
     first = looks.read(10.0)
     assert (first.device, first.utilization, first.power, first.memory_gib) == (CPU_DEVICE, None, None, 3.0)
@@ -236,7 +236,7 @@ def test_the_processor_between_two_looks(tmp_path):
 
 
 def test_a_machine_without_any_of_these_files(tmp_path):
-    assert Processor(tmp_path).read(1.0) == Reading(device=CPU_DEVICE, source="proc")
+    assert CpuSensors(tmp_path).read(1.0) == SensorReading(device=CPU_DEVICE, source="proc")
     assert sample([CARD], [Sysfs(tmp_path)]) == []
 
 
@@ -248,8 +248,8 @@ def told() -> list[str]:
 def test_a_look_through_the_child(tmp_path, told):
     card(tmp_path, **WARM)
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
-    reader = Reader([CARD], said=told.append, processor="EPYC", root=tmp_path)
-    gpu, cpu = reader.look()
+    reader = SensorReader([CARD], on_problem=told.append, cpu_name="EPYC", root=tmp_path)
+    gpu, cpu = reader.read()
     reader.close()
     assert gpu.power == 183.0 and cpu.name == "EPYC" and not told
 
@@ -259,21 +259,21 @@ def test_a_sensor_that_never_answers_is_given_up_once_and_the_rest_goes_on(tmp_p
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
     (folder / "gpu_busy_percent").unlink()
     os.mkfifo(folder / "gpu_busy_percent")  # a reader waits for a writer that never comes
-    reader = Reader([CARD], said=told.append, root=tmp_path, deadline=1.5)
+    reader = SensorReader([CARD], on_problem=told.append, root=tmp_path, deadline=1.5)
     begun = time.monotonic()
-    assert reader.look() == []
+    assert reader.read() == []
     assert time.monotonic() - begun < 4
-    (cpu,) = reader.look()
+    (cpu,) = reader.read()
     reader.close()
     assert cpu.device == CPU_DEVICE
-    assert told == ["reading sensors through sysfs did not answer within 2 s: it is not asked again, training goes on"]
+    assert len(told) == 1 and "sysfs: timed out after 2 s" in told[0]
 
 
 def test_a_reader_that_cannot_start_is_said_once(monkeypatch, told):
     monkeypatch.setattr(telemetry, "MODULE", "bloomery.no_such_module")
-    reader = Reader([CARD], said=told.append)
-    assert reader.look() == reader.look() == []
-    assert len(told) == 1 and "cannot be read" in told[0]
+    reader = SensorReader([CARD], on_problem=told.append)
+    assert reader.read() == reader.read() == []
+    assert len(told) == 1 and "cannot read sensors" in told[0]
 
 
 def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatch):
@@ -281,11 +281,11 @@ def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatc
     package.write_text("import os\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0", 1)
-    reader = Reader([CARD], said=told.append, root=tmp_path)
-    assert reader.look() == []
-    assert [reading.device for reading in reader.look()] == [CPU_DEVICE]
+    reader = SensorReader([CARD], on_problem=told.append, root=tmp_path)
+    assert reader.read() == []
+    assert [reading.device for reading in reader.read()] == [CPU_DEVICE]
     reader.close()
-    assert len(told) == 1 and "through amdsmi failed" in told[0]
+    assert len(told) == 1 and "amdsmi: its process crashed" in told[0]
 
 
 def test_the_child_knows_no_torch_and_no_pydantic():

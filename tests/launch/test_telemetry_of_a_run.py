@@ -8,7 +8,7 @@ import pytest
 from runs_of_bloomery import Bloomery, losses
 
 from bloomery.core.errors import UserError
-from bloomery.hardware.telemetry import Device, Reader, Reading
+from bloomery.hardware.telemetry import SensorDevice, SensorReader, SensorReading
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, Phase, RunEnded, StepDone, Warned
 from bloomery.runs import telemetry
 from bloomery.runs.telemetry import Guard, Stretch, Watcher
@@ -16,8 +16,8 @@ from bloomery.runs.telemetry import Guard, Stretch, Watcher
 
 def test_a_stretch_is_means_over_time_the_highest_temperature_and_the_last_of_the_rest():
     stretch = Stretch()
-    stretch.add(Reading(device=0, power=100.0, temperature=70.0, utilization=50.0, throttled="temperature"), 1.0)
-    stretch.add(Reading(device=0, power=200.0, temperature=60.0, memory_gib=3.0, throttled=""), 3.0)
+    stretch.add(SensorReading(device=0, power=100.0, temperature=70.0, utilization=50.0, throttled="temperature"), 1.0)
+    stretch.add(SensorReading(device=0, power=200.0, temperature=60.0, memory_gib=3.0, throttled=""), 3.0)
     event = stretch.event(step=7)
     assert (event.step, event.seconds, event.power, event.temperature) == (7, 4.0, 175.0, 70.0)
     assert (event.utilization, event.memory_gib, event.throttled) == (50.0, 3.0, "temperature")
@@ -26,10 +26,10 @@ def test_a_stretch_is_means_over_time_the_highest_temperature_and_the_last_of_th
 class Script:
     """A reader that knows what it will say."""
 
-    def __init__(self, *looks: list[Reading]) -> None:
+    def __init__(self, *looks: list[SensorReading]) -> None:
         self._looks = list(looks)
 
-    def look(self) -> list[Reading]:
+    def read(self) -> list[SensorReading]:
         return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
 
     def close(self) -> None:
@@ -46,8 +46,8 @@ def until(moment, seconds: float = 10.0) -> None:
 def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_takes_it_away(tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry, "LOOK_SECONDS", 0.05)
     hot, cool = (
-        [Reading(device=0, temperature=108.0, critical=110.0)],
-        [Reading(device=0, temperature=80.0, critical=110.0)],
+        [SensorReading(device=0, temperature=108.0, critical=110.0)],
+        [SensorReading(device=0, temperature=80.0, critical=110.0)],
     )
     told, pause = [], tmp_path / "pause"
     pause.touch()  # as a killed run leaves it
@@ -64,7 +64,7 @@ def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry, "LOOK_SECONDS", 0.05)
     pause = tmp_path / "pause"
     watcher = Watcher(
-        Script([Reading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), lambda event: None, pause
+        Script([SensorReading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), lambda event: None, pause
     )
     watcher.begin()
     until(pause.exists)
@@ -84,7 +84,7 @@ def test_when_it_can_tell_nothing_any_more_it_holds_nobody(tmp_path, monkeypatch
         seen.append(pause.exists())
         raise error
 
-    watcher = Watcher(Script([Reading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), emit, pause)
+    watcher = Watcher(Script([SensorReading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), emit, pause)
     watcher.begin()
     until(lambda: bool(seen) and not watcher._thread.is_alive())
     assert seen == [True] and not pause.exists()
@@ -94,7 +94,8 @@ def test_a_sensor_that_never_answers_does_not_hold_up_the_end_of_a_run(tmp_path)
     folder = tmp_path / "sys/class/drm/renderD128/device"
     folder.mkdir(parents=True)
     os.mkfifo(folder / "gpu_busy_percent")
-    reader = Reader([Device(index=0, vendor="amd", node="/dev/dri/renderD128")], said=lambda text: None, root=tmp_path)
+    gpu = SensorDevice(index=0, vendor="amd", node="/dev/dri/renderD128")
+    reader = SensorReader([gpu], on_problem=lambda text: None, root=tmp_path)
     watcher = Watcher(reader, Guard("auto"), lambda event: None, tmp_path / "pause")
     watcher.begin()
     time.sleep(0.5)

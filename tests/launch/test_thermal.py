@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bloomery.hardware.telemetry import CPU_DEVICE, Reading
+from bloomery.hardware.telemetry import CPU_DEVICE, SensorReading
 from bloomery.monitor.events import Phase
 from bloomery.runs.telemetry import BLIND_SECONDS, Guard, Waiting
 
@@ -14,7 +14,7 @@ def looks(guard: Guard, *degrees: float | None, critical: float | None = 110.0, 
     """What is said at each look, five seconds apart."""
     said = []
     for at, heat in enumerate(degrees):
-        change = guard.judge([Reading(device=device, temperature=heat, critical=critical)], 5.0 * at)
+        change = guard.judge([SensorReading(device=device, temperature=heat, critical=critical)], 5.0 * at)
         said.append("" if change is None else f"{'pause' if change.paused else 'go on'}: {change.reason}")
     return said
 
@@ -61,24 +61,26 @@ def test_a_sensor_that_goes_silent_does_not_hold_a_run_for_ever():
 
 def test_the_hottest_of_several_decides():
     guard = Guard(80.0)
-    hot = [Reading(device=0, temperature=60.0), Reading(device=1, temperature=90.0)]
+    hot = [SensorReading(device=0, temperature=60.0), SensorReading(device=1, temperature=90.0)]
     assert guard.judge(hot, 0) is None and guard.judge(hot, 5).paused
-    assert guard.judge([Reading(device=0, temperature=75.0), Reading(device=1, temperature=60.0)], 10) is None
-    assert not guard.judge([Reading(device=0, temperature=60.0), Reading(device=1, temperature=69.0)], 15).paused
+    warm = [SensorReading(device=0, temperature=75.0), SensorReading(device=1, temperature=60.0)]
+    assert guard.judge(warm, 10) is None
+    cool = [SensorReading(device=0, temperature=60.0), SensorReading(device=1, temperature=69.0)]
+    assert not guard.judge(cool, 15).paused
 
 
 def test_a_cool_device_does_not_vouch_for_a_hot_one_that_is_silent():
     guard = Guard(80.0)
-    both = [Reading(device=0, temperature=50.0), Reading(device=1, temperature=90.0)]
+    both = [SensorReading(device=0, temperature=50.0), SensorReading(device=1, temperature=90.0)]
     assert guard.judge(both, 0) is None and guard.judge(both, 5).paused
-    cool, hot = Reading(device=0, temperature=50.0), Reading(device=0, temperature=75.0)
-    silent = Reading(device=1, temperature=None)
+    cool, hot = SensorReading(device=0, temperature=50.0), SensorReading(device=0, temperature=75.0)
+    silent = SensorReading(device=1, temperature=None)
     assert guard.judge([cool, silent], 10) is None and guard.judge([cool], 5 + BLIND_SECONDS) is None
     assert guard.judge([hot], 10 + BLIND_SECONDS) is None  # nor does the silence of one free another
     change = guard.judge([cool], 15 + BLIND_SECONDS)
     assert not change.paused and "GPU 1 has told no temperature for 60 s" in change.reason
     assert guard.judge(both, 100) is None and guard.judge(both, 105).paused
-    told = guard.judge([cool, Reading(device=1, temperature=69.0)], 110)
+    told = guard.judge([cool, SensorReading(device=1, temperature=69.0)], 110)
     assert not told.paused and "after 5 s: GPU 1 is at 69 °C" in told.reason
 
 

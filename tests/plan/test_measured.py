@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from bloomery.core.units import GIB
-from bloomery.hardware.specs.calibration import OWN, Card, Point
+from bloomery.hardware.specs.calibration import OWN, Calibration, Point
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate.calibrated import compile_gain, corrected, corrected_memory, nearest
 from bloomery.plan.estimate.states import StepShape
@@ -29,13 +29,13 @@ PARTS = {
 }
 
 
-def card(*points: Point, contributor: str = OWN, config: ModelConfig = CONFIG, **changes) -> Card:
+def card(*points: Point, contributor: str = OWN, config: ModelConfig = CONFIG, **changes) -> Calibration:
     facts = {
         "device": "a CPU", "arch": "avx2", "cores": 2, "memory_gib": 16.0, "torch": "2.13.0+cpu", "bloomery": "0.1.0",
         "model": asdict(config), "parameters": 1000, "text": "random", "contributor": contributor, "day": "2026-11-21",
         "points": points or (POINT,),
     }  # fmt: skip
-    return Card.model_validate(facts | changes)
+    return Calibration.model_validate(facts | changes)
 
 
 def table(load: StepShape, tokens: int) -> float:

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from bloomery.core.child import accept, loading, tell
+from bloomery.core.child import accept, loading, reply
 from bloomery.core.errors import UserError
 
 
@@ -18,14 +18,14 @@ def main() -> int:
         from bloomery.train.process import out_of_memory
 
     try:
-        tell(job, measure(job, on_phase=lambda name: tell(job, {"phase": name})))
+        reply(job, measure(job, on_phase=lambda name: reply(job, {"phase": name})))
     except UserError as error:
-        tell(job, {"outcome": "failed", "message": error.problem})
+        reply(job, {"outcome": "failed", "message": error.problem})
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         first = str(error).strip().partition("\n")[0] or type(error).__name__
-        tell(job, {"outcome": "memory", "message": first[:300]})
+        reply(job, {"outcome": "memory", "message": first[:300]})
     return 0
 
 

@@ -11,7 +11,7 @@ from bloomery.core.child import LONGEST, Child
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.specs.calibration import calibration
+from bloomery.hardware.specs.calibration import calibrations
 from bloomery.model.attention.support import SHORT, supports
 from bloomery.plan.estimate.calibrated import compile_gain
 from bloomery.plan.local import child_environment, local_plan
@@ -120,7 +120,7 @@ def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tupl
     if plan.train.device != "cpu" or not plan.train.compile:
         return ()
     known = compile_gain(
-        calibration(machine), model=plan.model.config, precision=plan.train.precision, setting=setting(plan)
+        calibrations(machine), model=plan.model.config, precision=plan.train.precision, setting=setting(plan)
     )
     if known is not None or plan.seconds is None or plan.seconds.value < TRIAL_PAYS_SECONDS:
         return ()

@@ -12,7 +12,7 @@ from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.core.version import __version__
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.specs.calibration import Card, Point, device_of
+from bloomery.hardware.specs.calibration import Calibration, Point, device_of
 from bloomery.model.counting import parameter_count
 from bloomery.plan.rules.objective import setting
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
@@ -22,7 +22,7 @@ ANONYMOUS = "anonymous"
 
 def make_measurement_file(
     rows: Sequence[BenchResult], machine: Machine, *, contributor: str = ANONYMOUS
-) -> Card | None:
+) -> Calibration | None:
     """The settings of one model shape that could be measured, the recipe as planned first; None: there are none.
 
     A point whose model differs from the first one's is left out: a file is of one model.
@@ -34,7 +34,7 @@ def make_measurement_file(
     device = device_of(machine)
     software, accelerator = machine.software, profile.accelerator
     memory = accelerator.usable_bytes if accelerator else machine.host.memory_bytes
-    return Card(
+    return Calibration(
         device=device.name,
         arch=device.arch,
         cores=device.cores,

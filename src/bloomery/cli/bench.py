@@ -51,7 +51,7 @@ def command(
     from bloomery.bench.measuring import Bench, points
     from bloomery.bench.page import author_name, closing, make_measurement_file, noise_line, verdict_lines
     from bloomery.hardware.detect.detect import detect
-    from bloomery.hardware.specs.calibration import remember, write_card
+    from bloomery.hardware.specs.calibration import store, write_calibration
 
     contributor = author_name(contributor)
     asked = points(sweeps) if sweeps else None
@@ -60,12 +60,12 @@ def command(
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, asked)
     made = make_measurement_file([*rows, *trials], bench.machine, contributor=contributor)
-    kept = made is not None and not rows[0].disturbed and remember(made)
+    kept = made is not None and not rows[0].disturbed and store(made)
     source = shlex.join((recipe, *overrides))
     table.print("", *verdict_lines(rows[0]), *noise_line(rows), *closing(rows[0], remembered=kept, source=source))
     if made is not None and export is not None:
-        write_card(made, export)
-        table.print(f"{'exported':<10}{export}; to share it, add it to benchmarks/cards/ in a pull request")
+        write_calibration(made, export)
+        table.print(f"{'exported':<10}{export}; to share it, add it to benchmarks/calibration/ in a pull request")
     if as_json:
         print_json(document(largest, trials, rows))
     return 0 if rows[0].outcome == "ok" else 1

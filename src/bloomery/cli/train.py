@@ -79,7 +79,7 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     """Before a long run on a CPU: measure once whether torch.compile is faster for this model."""
     from bloomery.bench.measuring import compile_trial
     from bloomery.bench.page import make_measurement_file
-    from bloomery.hardware.specs.calibration import remember
+    from bloomery.hardware.specs.calibration import store
 
     printed = False
 
@@ -95,7 +95,7 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
         echo(f"compile    step time with torch.compile {figures[0]}, without {figures[1]}", err=True)
     card = make_measurement_file(rows, machine)
     if card is not None and not any(row.disturbed for row in rows):
-        remember(card)
+        store(card)
 
 
 def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:

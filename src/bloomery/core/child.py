@@ -1,27 +1,27 @@
-"""Child processes that may crash or hang, none outliving its parent: the one protocol for all of them. No torch.
+"""Child processes that may crash or hang and never outlive their parent, and their protocol. Does not import torch.
 
 The parent:
 
     with Child("bloomery.some.worker", {"folder": str(folder)}, environment=os.environ) as child:
         answer = child.ask({"texts": texts}, seconds=30.0)
         if answer == "silent":
-            ...  # it took longer: the end of the block kills it and all that it started
+            ...  # a timeout: the end of the block kills the child and the processes that it started
         elif answer == "ended":
-            raise UserError(f"the worker died: {child.ending()}")
+            raise UserError(f"the worker failed: {child.ending()}")
         else:
             ids = np.frombuffer(answer["content"], np.uint16)
 
-`start` and `close` do what the block does where a child lives longer than one function; `next` waits for what it tells
-unasked. The thread that starts a child must outlive it: the kernel takes that thread for its parent. The child,
+`start` and `close` replace the block if a child lives longer than a function; `next` waits for messages without a
+request. The thread that starts a child must outlive it: to the kernel that thread is the parent. The child,
 `python -m bloomery.some.worker`:
 
-    job = accept()  # from here on it dies with its parent
+    job = accept()  # from here on the child ends when its parent does
     with loading():
         import torch
-    for asked in requests(job):  # until the parent closes; one that only reports has no such loop
-        tell(job, {"lengths": lengths}, content=ids.tobytes())
+    for request in requests(job):  # until the parent closes; not needed without requests
+        reply(job, {"lengths": lengths}, content=ids.tobytes())
 
-A message is a JSON object and, where there is any, raw bytes, which arrive as its entry "content". Nothing is pickled.
+A message is a JSON object with optional raw bytes, which become its entry "content". Nothing is pickled.
 """
 
 import ctypes
@@ -44,10 +44,10 @@ from typing import Any, Literal, final
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 TAIL_LINES = 200
-LONGEST = 300  # letters of a sentence that a child's output is cut to
-DYING_SECONDS = 30.0  # a killed process with much memory takes its time; one that is stuck in a driver never ends
+LONGEST = 300  # characters of an error message from a child
+DYING_SECONDS = 30.0  # a killed process with much memory ends slowly; one that is stuck in a driver never does
 
-RAISED = ("Error", "Exception", "Interrupt", "Exit", "Iteration")  # how the names of exceptions end
+RAISED = ("Error", "Exception", "Interrupt", "Exit", "Iteration")  # suffixes of the names of exceptions
 
 Message = dict[str, Any]
 Silence = Literal["ended", "silent"]
@@ -57,21 +57,21 @@ _PIECE = 2**20
 
 
 def _packed(message: Mapping[str, Any], content: bytes | memoryview) -> bytes:
-    told = json.dumps(message).encode()
-    return b"".join((_HEAD.pack(len(told), len(content)), told, content))
+    text = json.dumps(message).encode()
+    return b"".join((_HEAD.pack(len(text), len(content)), text, content))
 
 
-def _unpacked(told: bytes | bytearray, content: bytes) -> Message:
-    message: Message = json.loads(told)
+def _unpacked(text: bytes | bytearray, content: bytes) -> Message:
+    message: Message = json.loads(text)
     return message | {"content": content} if content else message
 
 
 @final
 class Child:
-    """`python -m MODULE` in a session of its own; when the block ends, it and all that it started are gone.
+    """`python -m MODULE` in its own session; the end of the block kills it and the processes that it started.
 
-    It gets `job` and answers through a socket, and never sees another variable than those of `environment`. What it or
-    a library prints is kept as its last lines. `dying_seconds`: how long the end of the block waits for its death.
+    The child receives `job` and replies through a socket; `environment` holds all of its variables. The last lines that
+    it prints are kept. `dying_seconds`: how long the end of the block waits for it to exit.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class Child:
         environment: Mapping[str, str],
         dying_seconds: float = DYING_SECONDS,
     ) -> None:
-        # -P: what lies in the working folder is no library
+        # -P: do not import from the working folder
         self._command = [sys.executable, "-P", "-X", "faulthandler", "-m", module]
         self._environment, self._dying_seconds = dict(environment), dying_seconds
         self._unsent, self._unread = memoryview(_packed(job, b"")), bytearray()
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def start(self) -> "Child":
-        """Raises OSError when no process can be started."""
+        """Raises OSError if the process cannot be started."""
         self._talk, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
                 [*self._command, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.PIPE,  # nothing is written: that it closes tells the child that we are gone
+                stdin=subprocess.PIPE,  # nothing is written: it closes when the parent ends
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl+C reaches it through us alone, and its group can be killed as a whole
+                start_new_session=True,  # Ctrl+C does not reach it, and its process group can be killed
             )
         except BaseException:
             self._talk.close()
@@ -115,7 +115,7 @@ class Child:
     __enter__ = start
 
     def close(self) -> None:
-        """Ends it and all that it started. One that is stuck in a driver is left behind, and ends when that lets it."""
+        """Kills the child and the processes that it started. One that is stuck in a driver ends later."""
         kill_group(self._process.pid)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(self._dying_seconds)
@@ -132,9 +132,9 @@ class Child:
         self.close()
 
     def send(self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float) -> bool:
-        """Tells it something that asks for no answer; False when it did not take all of it within `seconds`.
+        """Sends a message without waiting for a reply; False if sending takes longer than `seconds`.
 
-        One that has ended takes anything: `next` says so. What it tells meanwhile is kept for `next`.
+        True also if the child has ended, which `next` reports. Messages received meanwhile are kept for `next`.
         """
         self._unsent = memoryview(b"".join((self._unsent, _packed(message, content))))
         return self._converse(time.monotonic() + seconds, lambda: not self._unsent) != "silent"
@@ -142,28 +142,27 @@ class Child:
     def ask(
         self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float
     ) -> Message | Silence:
-        """What it tells next once it has this message: as `next`, with the sending within `seconds`, too."""
+        """Sends a message and returns the next one, like `next`; `seconds` include the sending."""
         until = time.monotonic() + seconds
         return self.next(until - time.monotonic()) if self.send(message, content, seconds=seconds) else "silent"
 
     def next(self, seconds: float) -> Message | Silence:
-        """What it tells next; "ended" when it has ended without another word, "silent" when `seconds` have passed."""
+        """The next message; "ended" if the child ended without one, "silent" if none arrives within `seconds`."""
         silence = self._converse(time.monotonic() + seconds, self._has_message)
         if silence is not None:
             return silence
-        told, content = _HEAD.unpack_from(self._unread)
-        begin, end = _HEAD.size + told, _HEAD.size + told + content
+        text, content = _HEAD.unpack_from(self._unread)
+        begin, end = _HEAD.size + text, _HEAD.size + text + content
         message = _unpacked(self._unread[_HEAD.size : begin], bytes(memoryview(self._unread)[begin:end]))
         del self._unread[:end]
         return message
 
     def _has_message(self) -> bool:
-        return len(self._unread) >= _HEAD.size and len(self._unread) >= _HEAD.size + sum(
-            _HEAD.unpack_from(self._unread)
-        )
+        size = len(self._unread) - _HEAD.size
+        return size >= 0 and size >= sum(_HEAD.unpack_from(self._unread))
 
     def _converse(self, until: float, done: Callable[[], bool]) -> Silence | None:
-        """Sends and reads until it is `done`: neither side ever waits for the other to read."""
+        """Sends and receives until `done`, so that neither side waits for the other to read."""
         while not done():
             poll = select.poll()
             poll.register(self._talk, select.POLLIN | (select.POLLOUT if self._unsent else 0))
@@ -176,7 +175,7 @@ class Child:
                     piece = self._talk.recv(_PIECE)
                 except BlockingIOError:
                     continue
-                except ConnectionResetError:  # it ended without reading all that it was sent
+                except ConnectionResetError:  # the child ended without reading everything
                     piece = b""
                 if not piece:
                     return "ended"
@@ -188,11 +187,11 @@ class Child:
             self._unsent = self._unsent[self._talk.send(self._unsent) :]
         except BlockingIOError:
             return
-        except (BrokenPipeError, ConnectionResetError):  # it has ended: what it told before is still there to be read
+        except (BrokenPipeError, ConnectionResetError):  # the child has ended; its messages can still be read
             self._unsent = memoryview(b"")
 
     def ending(self) -> str:
-        """How it ended, in words. Call it after `next` said "ended"."""
+        """How the child ended, as text. Call it after `next` returned "ended"."""
         code = self._process.wait()
         self._pump.join(2.0)
         last = last_words(self._tail)
@@ -200,12 +199,12 @@ class Child:
 
     @property
     def code(self) -> int:
-        """Its exit code; negative: the signal that ended it."""
+        """The exit code; negative: the signal."""
         return self._process.wait()
 
     @property
     def tail(self) -> list[str]:
-        """The last lines that it or a library printed so far."""
+        """The last lines that the child has printed."""
         return list(self._tail.copy())
 
     def _keep_tail(self) -> None:
@@ -215,7 +214,7 @@ class Child:
 
 
 def kill_group(leader: int) -> None:
-    """The process and all that it started in its session; harmless when they are gone."""
+    """Kills a process and those that it started in its session, if they still run."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:
@@ -227,40 +226,45 @@ def signal_name(number: int) -> str:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """The exception's line of a traceback, else the last line; without the stack that faulthandler prints."""
-    told = [line.strip() for line in lines if line.strip()]
-    raised = [line for line in told if line.partition(":")[0].split(".")[-1].endswith(RAISED)]
-    fatal = [line for line in told if line.startswith("Fatal Python error")]
-    return (raised[-1:] or fatal[-1:] or told[-1:] or [""])[0][:LONGEST]
+    """The exception of a traceback, otherwise the last line, without the stack of faulthandler."""
+    printed = [line.strip() for line in lines if line.strip()]
+    raised = [line for line in printed if line.partition(":")[0].split(".")[-1].endswith(RAISED)]
+    fatal = [line for line in printed if line.startswith("Fatal Python error")]
+    return (raised[-1:] or fatal[-1:] or printed[-1:] or [""])[0][:LONGEST]
 
 
 # In the child
 
 
 def accept() -> Message:
-    """The job of this process, which from now on ends when the process that gave the job does."""
+    """The job of this process, which from now on ends when its parent ends."""
     die_with_parent(int(sys.argv[2]))
     socket = int(sys.argv[1])
     job = _received(socket)
     if job is None:
         os._exit(1)
-    return job | {"tell": socket}
+    return job | {"socket": socket}
 
 
 def die_with_parent(parent: int) -> None:
-    """From now on this process ends, whatever it does, when `parent` does; its standard input is a pipe from there."""
+    """Makes this process end when `parent` ends; its stdin must be a pipe from the parent."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we could ask
+    if os.getppid() != parent:  # it has already ended
         os._exit(1)
-    threading.Thread(target=_watch_pipe, name="parent", daemon=True).start()
+
+    def watch() -> None:
+        os.read(0, 1)  # returns when the parent ends, which closes the pipe
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Around the imports of a child: a million objects come and none is garbage, so nothing walks over them, ever.
+    """Disables garbage collection during the imports of a child and freezes their objects.
 
-    Torch and its compiler load in a fifth less time that way.
+    Importing torch and its compiler takes 20% less time.
     """
     gc.disable()
     try:
@@ -270,50 +274,40 @@ def loading() -> Iterator[None]:
         gc.enable()
 
 
-def _watch_pipe() -> None:
-    os.read(0, 1)  # returns when the other end is closed: the parent is gone
-    os._exit(1)
-
-
-def tell(job: Mapping[str, Any], found: Mapping[str, Any], content: bytes | memoryview = b"") -> None:
-    """A message for the process that gave the job."""
-    unsent = memoryview(_packed(found, content))
+def reply(job: Mapping[str, Any], message: Mapping[str, Any], content: bytes | memoryview = b"") -> None:
+    """Sends a message to the parent."""
+    unsent = memoryview(_packed(message, content))
     while unsent:
-        unsent = unsent[os.write(job["tell"], unsent) :]
+        unsent = unsent[os.write(job["socket"], unsent) :]
 
 
 def requests(job: Mapping[str, Any]) -> Iterator[Message]:
-    """What the process that gave the job tells after it, until it has nothing more to tell."""
-    while (message := _received(job["tell"])) is not None:
+    """The messages of the parent after the job, until it closes the connection."""
+    while (message := _received(job["socket"])) is not None:
         yield message
 
 
 def _received(socket: int) -> Message | None:
-    """None when the other side is gone."""
+    """None if the parent has closed the connection."""
     head = _exactly(socket, _HEAD.size)
     if len(head) < _HEAD.size:
         return None
-    told, content = _HEAD.unpack(head)
-    rest = _exactly(socket, told + content)
-    return _unpacked(rest[:told], bytes(rest[told:])) if len(rest) == told + content else None
+    text, content = _HEAD.unpack(head)
+    rest = _exactly(socket, text + content)
+    return _unpacked(rest[:text], bytes(rest[text:])) if len(rest) == text + content else None
 
 
 def _exactly(socket: int, count: int) -> bytearray:
-    """So many bytes, or fewer when the other side is gone."""
-    found = bytearray()
-    while len(found) < count:
-        try:
-            piece = os.read(socket, min(_PIECE, count - len(found)))
-        except ConnectionResetError:
-            break
-        if not piece:
-            break
-        found += piece
-    return found
+    """This many bytes, or fewer if the connection is closed."""
+    received = bytearray()
+    with suppress(ConnectionResetError):
+        while len(received) < count and (piece := os.read(socket, min(_PIECE, count - len(received)))):
+            received += piece
+    return received
 
 
 def output_of(command: Sequence[str], *, seconds: float) -> str | None:
-    """Standard output of `command`; "" when it cannot be started or fails, None when it took longer than `seconds`."""
+    """Stdout of `command`; "" if it cannot be started or fails, None after `seconds`."""
     answer: list[str] = []
     try:
         child = subprocess.Popen(
@@ -322,7 +316,7 @@ def output_of(command: Sequence[str], *, seconds: float) -> str | None:
         )  # fmt: skip
     except OSError:
         return ""
-    # A child in uninterruptible sleep outlives SIGKILL: whoever waits for it hangs too, so a daemon thread does.
+    # A child in uninterruptible sleep survives SIGKILL, and waiting for it hangs: a daemon thread waits.
     reader = threading.Thread(target=lambda: answer.append(child.communicate()[0]), daemon=True)
     reader.start()
     reader.join(seconds)

@@ -1,4 +1,4 @@
-"""A decision and its reason."""
+"""A chosen value and its reason."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A value that was decided, never "auto", with the reason that `plan` prints beside it."""
+    """A chosen value, never "auto", with the reason that `plan` prints."""
 
     value: T
     reason: str

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and are files: no link is followed, no pipe waited for."""
+"""Atomic writes, and reads of regular files only: no links are followed, reads never wait for a pipe."""
 
 import errno
 import json
@@ -14,17 +14,17 @@ from typing import BinaryIO
 
 from bloomery.core.errors import UserError
 
-LARGEST = 64 * 2**20  # bytes of a file that is read whole: manifests, plans, records of machines
-_IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a pipe or a socket that nobody reads, a device
+LARGEST = 64 * 2**20  # bytes of a file that is read into memory: manifests, plan.json, machine.json
+_IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a pipe or socket without a reader, a device
 
 _KINDS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
           stat.S_IFIFO: "a pipe"}  # fmt: skip
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """The descriptor of a regular file, made with mode 0666 less the umask where O_CREAT says so.
+    """The descriptor of a regular file; O_CREAT creates it with mode 0666 minus the umask.
 
-    Raises UserError for a link, a pipe or a device, else OSError as os.open does.
+    Raises UserError for a link, a pipe or a device, otherwise OSError like os.open.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -39,8 +39,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Whether this process has the kernel's lock of an open file now, or nobody can have it: some file systems of
-    clusters know no locks (Lustre without -o flock, folders on NFS). The kernel drops it with its holder.
+    """Locks an open file; False if another process holds the lock. True also on file systems without locks (Lustre
+    without -o flock, some NFS folders). The kernel releases the lock when the process ends.
     """
     try:
         flock(descriptor, (LOCK_SH if shared else LOCK_EX) | LOCK_NB)
@@ -50,58 +50,58 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def irregular(path: Path) -> UserError:
-    """For a name at which only a file may stand."""
-    what = f"a link to {path.readlink()}" if path.is_symlink() else "not a regular file"
+    """The error for a path that must be a regular file."""
+    kind = f"a link to {path.readlink()}" if path.is_symlink() else "not a regular file"
     return UserError(
-        f"{path.name} is {what}: a run reads and writes only files in its own folder",
+        f"{path.name} is {kind}: a run uses only regular files in its folder",
         where=str(path),
-        fix="delete it, or put the file itself in its place",
+        fix="delete it, or replace it with the file itself",
     )
 
 
 def read_whole(path: Path, most: int = LARGEST) -> bytes:
-    """Raises UserError for what `open_regular` refuses and for more than `most` bytes; OSError as open does."""
+    """Raises UserError for anything but a regular file of at most `most` bytes; OSError like open."""
     with os.fdopen(open_regular(path), "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise UserError(
-            f"{path.name} has more than {most:,} bytes, and is not what its name says",
+            f"{path.name} is larger than {most:,} bytes",
             where=str(path),
-            fix="delete it, or bring back the file that was there",
+            fix="delete it, or restore the original file",
         )
     return content
 
 
 def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedReader:
-    """The file at `path`, opened for reading without waiting for anyone. `pipes`: a pipe is read too, which is empty
-    where nothing writes into it. Raises UserError (with `code`) for what cannot be opened and what is no file.
+    """The file at `path`, opened for reading without blocking. `pipes`: pipes are allowed; one without a writer is
+    empty. Raises UserError (with `code`) if it cannot be opened or is not a file.
     """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
-        fix = "check its name, its owner, its permissions and the disk"
+        fix = "check the path, the owner, the permissions and the disk"
         raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix=fix, code=code) from error
-    except ValueError as error:  # a NUL in the name, or a letter that this locale has no bytes for
-        problem, fix = "no file can have this name here", "name another file, or set LANG=C.UTF-8"
+    except ValueError as error:  # a NUL, or a character that this locale cannot encode
+        problem, fix = "invalid file name", "pass another file, or set LANG=C.UTF-8"
         raise UserError(problem, where=str(path), fix=fix, code=code) from error
     mode = os.fstat(number).st_mode
     if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode)):
         os.set_blocking(number, True)
         return os.fdopen(number, "rb")
     os.close(number)
-    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    raise UserError(f"is {kind}, not a file", where=str(path), fix="name a file", code=code)
+    kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+    raise UserError(f"is {kind}, not a file", where=str(path), fix="pass a regular file", code=code)
 
 
 def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: int = 1) -> bytes:
-    """All of a file of at most so many bytes. Raises UserError as `open_input` does, and for a larger one."""
+    """The content of a file of at most `most` bytes. Raises UserError like `open_input`, and for a larger file."""
     content = bytearray()
     with open_input(path, pipes=pipes, code=code) as file:
         try:
             while piece := file.read(min(2**22, most + 1 - len(content))):
                 content += piece
                 if len(content) > most:
-                    problem, fix = f"is larger than {most:,} bytes", "name another file, or a part of this one"
+                    problem, fix = f"is larger than {most:,} bytes", "pass another file, or a part of it"
                     raise UserError(problem, where=str(path), fix=fix, code=code)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
@@ -111,8 +111,8 @@ def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: in
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write into that takes the place of `path` when the block ends well; after a kill, a full disk, a
-    power cut or an exception the old content stands there, whole.
+    """A file that replaces `path` when the block ends without an exception. After a kill, a full disk, a power loss or
+    an exception, `path` has its old content.
     """
     draft = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
@@ -128,13 +128,13 @@ def replace_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """The file holds the whole new content or, after a kill or a full disk, the whole old one."""
+    """Writes atomically: after a kill or a full disk, the file has its old content."""
     with replace_atomically(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def flush_to_disk(path: Path) -> None:
-    """What `path` (a file or a folder) holds survives a power cut from here on."""
+    """Makes the content of a file or folder survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,7 +143,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a folder with all that it holds, or a link, never what it points to."""
+    """Removes a file, a folder with its content, or a link, never the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -151,7 +151,7 @@ def remove(path: Path) -> None:
 
 
 def abandoned(path: Path) -> bool:
-    """Whether this is a draft, `.tmp-NAME-PID`, of a process that is gone."""
+    """Whether this is a draft, `.tmp-NAME-PID`, of a process that has ended."""
     writer = path.name.rpartition("-")[2]
     if not path.name.startswith(".tmp-") or not writer.isdecimal():
         return path.name.startswith(".tmp-")
@@ -165,18 +165,18 @@ def abandoned(path: Path) -> bool:
 
 
 def state_folder() -> Path:
-    """Where programs keep what they note of this user: $XDG_STATE_HOME, else ~/.local/state."""
+    """The state folder of this user: in $XDG_STATE_HOME, otherwise ~/.local/state."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "bloomery"
 
 
 def cache_folder() -> Path:
-    """The user's own, shared by everything that Bloomery measures of a machine."""
-    told = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(told) if Path(told).is_absolute() else Path.home() / ".cache") / "bloomery"
+    """The cache folder of this user, for measurements of this machine."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(folder) if Path(folder).is_absolute() else Path.home() / ".cache") / "bloomery"
 
 
 def write_json(path: Path, value: object) -> bool:
-    """Whole or not at all, for the user's eyes alone; False when the folder cannot be written."""
+    """Writes atomically, readable by this user only; False if the folder is not writable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_atomically(path) as file:

@@ -1,7 +1,7 @@
-"""Digests of what is read later, so that damage and mix-ups are noticed. No torch.
+"""Digests of files, to detect damage and mix-ups. Does not import torch.
 
-A small file is checked whole. A large one has a digest for each BLOCK, and a block is checked when it is first touched.
-A seal guards against damage and mix-ups, not against an attacker, who can write the digest as well.
+A small file is checked as a whole. A large file has a digest per BLOCK, which is checked when the block is first used.
+Digests do not protect against an attacker, who can change them as well.
 """
 
 import hashlib
@@ -16,19 +16,19 @@ from typing import Any, final
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 
-BLOCK = 2**20  # bytes: a random row of tokens costs a millisecond when its block is new, and 35 bytes of a manifest
-_TASK = 16 * BLOCK  # what one thread hashes at once
+BLOCK = 2**20  # bytes: a random sequence takes 1 ms more if its block is new; 35 bytes per block in the manifest
+_TASK = 16 * BLOCK  # bytes that a thread hashes at once
 _THREADS = min(8, os.cpu_count() or 1)
 _STAMP = "sha256"
 
 
 def digest_of(content: bytes | memoryview) -> str:
-    """32 hexadecimal digits. BLAKE2b: as fast as reading a disk, also on processors without SHA instructions."""
+    """32 hexadecimal digits of BLAKE2b, which is as fast as a disk even on CPUs without SHA instructions."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def digests_of_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> tuple[str, ...]:
-    """The digest of each BLOCK of a file, by several threads. `on_bytes` hears how many bytes more are done."""
+    """The digest of each BLOCK of a file, by several threads. `on_bytes` is called with the number of new bytes."""
     with path.open("rb", buffering=0) as file:
         size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
 
@@ -36,23 +36,23 @@ def digests_of_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None
             content = memoryview(_read_at(descriptor, start, min(_TASK, size - start)))
             return [digest_of(content[at : at + BLOCK]) for at in range(0, len(content), BLOCK)]
 
+        digests = []
         if size <= BLOCK:
-            found = [hashed(0)] if size else []
+            digests += [hashed(0)] if size else []
             on_bytes(size)
         else:
-            found = []
             with ThreadPoolExecutor(_THREADS) as threads:
                 try:
                     for start, part in zip(range(0, size, _TASK), _a_few_ahead(threads, hashed, size), strict=True):
-                        found.append(part)
+                        digests.append(part)
                         on_bytes(min(_TASK, size - start))
                 finally:
                     threads.shutdown(cancel_futures=True)
-    return tuple(digest for part in found for digest in part)
+    return tuple(digest for part in digests for digest in part)
 
 
 def _a_few_ahead(threads: ThreadPoolExecutor, hashed: Callable[[int], list[str]], size: int) -> Iterator[list[str]]:
-    """Results in order; little is under way at any time, so that Ctrl+C is heard and memory stays small."""
+    """Results in order; few tasks run at a time, so that Ctrl+C works and memory stays small."""
     starts = iter(range(0, size, _TASK))
     waiting = [threads.submit(hashed, start) for start in islice(starts, 2 * _THREADS)]
     while waiting:
@@ -65,7 +65,7 @@ def _read_at(descriptor: int, start: int, count: int) -> bytes:
     while count:
         part = os.pread(descriptor, count, start)
         if not part:
-            break  # it was cut meanwhile: the digest says so
+            break  # truncated meanwhile: the digest does not match
         parts.append(part)
         start, count = start + len(part), count - len(part)
     return b"".join(parts)
@@ -73,23 +73,23 @@ def _read_at(descriptor: int, start: int, count: int) -> bytes:
 
 @final
 class Blocks:
-    """The mapped content of a file, of which each block is checked once."""
+    """The memory-mapped content of a file; each block is checked once."""
 
     def __init__(self, content: memoryview, digests: tuple[str, ...], path: Path, *, fix: str) -> None:
-        """Raises UserError when there is another number of blocks."""
+        """Raises UserError if the number of blocks differs."""
         self._content, self._digests, self._path, self._fix = content.cast("B"), digests, path, fix
         if -(-len(self._content) // BLOCK) != len(digests):
             raise changed(path, fix=fix)
         self._checked = bytearray(len(digests))
 
     def check(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) are as they were written. Raises UserError."""
+        """Raises UserError if bytes [start, stop) have changed."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         if 0 in self._checked[first:last]:
             self.check_blocks(range(first, last))
 
     def check_blocks(self, numbers: Iterable[int]) -> None:
-        """Blocks of these numbers are as they were written. Raises UserError."""
+        """Raises UserError if one of these blocks has changed."""
         for number in numbers:
             if not self._checked[number]:
                 if digest_of(self._content[number * BLOCK : (number + 1) * BLOCK]) != self._digests[number]:
@@ -98,26 +98,23 @@ class Blocks:
 
 
 def changed(path: Path, *, fix: str) -> UserError:
-    return UserError("the file has changed since it was written: it is damaged", where=str(path), fix=fix)
+    return UserError("file is damaged: its content has changed", where=str(path), fix=fix)
 
 
 def check_file(path: Path, size: int, digests: tuple[str, ...], *, fix: str) -> None:
-    """Raises UserError when the file is missing, has another size, or differs from what was written."""
-    if not path.is_file() or (found := path.stat().st_size) != size:
-        problem = f"has {found:,} bytes instead of {size:,}" if path.is_file() else "is missing"
+    """Raises UserError if the file is missing, or its size or content has changed."""
+    if not path.is_file() or (current := path.stat().st_size) != size:
+        problem = f"has {current:,} bytes instead of {size:,}" if path.is_file() else "is missing"
         raise UserError(problem, where=str(path), fix=fix)
     if digests_of_file(path) != digests:
         raise changed(path, fix=fix)
 
 
 def added_to(folder: Path, listed: Iterable[str]) -> Path | None:
-    """The first entry of a sealed folder that is not `listed` and might be read; None when there is none.
-
-    Hidden files and pages of Markdown are read by nothing.
-    """
-    known = set(listed)
+    """The first entry of a folder that is not `listed`; None without any. Hidden files and Markdown do not count."""
+    names = set(listed)
     entries = sorted(folder.iterdir())
-    return next((e for e in entries if e.name not in known and not e.name.startswith(".") and e.suffix != ".md"), None)
+    return next((e for e in entries if e.name not in names and not e.name.startswith(".") and e.suffix != ".md"), None)
 
 
 def stamped(body: Mapping[str, Any]) -> str:
@@ -130,7 +127,7 @@ def stamp_of(body: Mapping[str, Any]) -> str:
 
 
 def unstamped(path: Path) -> dict[str, Any]:
-    """What `stamped` wrote, with its stamp. Raises FileNotFoundError, and ValueError with the reason otherwise."""
+    """Reads the JSON of `stamped`. Raises FileNotFoundError, otherwise ValueError with the reason."""
     try:
         body: Any = json.loads(read_whole(path))
     except FileNotFoundError:
@@ -140,5 +137,5 @@ def unstamped(path: Path) -> dict[str, Any]:
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(body, dict) or body.get(_STAMP) != stamp_of({k: v for k, v in body.items() if k != _STAMP}):
-        raise ValueError("it has changed since it was written")
+        raise ValueError("its content has changed")
     return body

@@ -1,4 +1,4 @@
-"""Text that others wrote: without its secrets before it is passed on, without control characters before it is shown."""
+"""Untrusted text: redact secrets before it is stored, remove control characters before it is printed."""
 
 import os
 import re
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$")
-_SHORTEST_SECRET = 8  # a shorter value, such as TOKEN=1, would blank out innocent text
+_SHORTEST_SECRET = 8  # a shorter value, such as TOKEN=1, would redact normal text
 
-# Shapes as the issuers document them: Hugging Face, GitHub, GitLab, OpenAI and Anthropic, AWS, Weights & Biases.
-_START = r"(?<![A-Za-z0-9])"  # a word before it may end in _
+# Token formats, as documented by Hugging Face, GitHub, GitLab, OpenAI and Anthropic, AWS, Weights & Biases.
+_START = r"(?<![A-Za-z0-9])"  # a preceding word can end with _
 _SHAPES = (
     re.compile(_START + r"(?:hf|api_org)_[A-Za-z0-9]{20,}"),
     re.compile(_START + r"(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,})"),
@@ -28,7 +28,7 @@ HIDDEN = "[hidden]"
 
 
 def redact_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """`text` without tokens of known shapes, logins in URLs, and the values of this process's secret variables."""
+    """`text` without tokens of known formats, logins in URLs, and values of secret environment variables."""
     for name, value in environment.items():
         if len(value) >= _SHORTEST_SECRET and _SECRET_NAME.search(name.upper()):
             text = text.replace(value, HIDDEN)
@@ -40,16 +40,16 @@ def redact_secrets(text: str, environment: Mapping[str, str] = os.environ) -> st
     return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
 
 
-_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # they change the order in which letters are shown
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # they change the display order of characters
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160), *_BIDI) if chr(code) not in "\n\t"}
-_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")  # bytes of a name that no encoding has
+_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")  # bytes of a name that are not UTF-8
 _UNPRINTED = _CONTROLS | _SURROGATES
 
 
 def harmless(text: str) -> str:
-    """`text` without control characters other than newlines and tabs: no dataset, model or file name steers a terminal.
+    """`text` without control characters except newlines and tabs, which could control a terminal.
 
-    Everything that Bloomery prints and did not write itself passes through here.
+    For all text that Bloomery prints and that comes from datasets, models or file names.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -57,28 +57,28 @@ def harmless(text: str) -> str:
 
 
 def expanded(name: str | Path) -> Path:
-    """A path with the home folder for `~`; as it is where `~name` is no user here."""
+    """A path with `~` expanded; unchanged if `~name` is not a user."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
         return Path(name)
 
 
-def closest(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The `known` names that are at least `cutoff` like the word by difflib's ratio, the `count` nearest first."""
+def closest(word: str, names: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:
+    """The `count` most similar names with a difflib ratio of at least `cutoff`, the best first."""
     from difflib import get_close_matches
 
-    return get_close_matches(word, list(known), n=count, cutoff=cutoff)
+    return get_close_matches(word, list(names), n=count, cutoff=cutoff)
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str, *, shown: str = "{}", cutoff: float = 0.6) -> str:
-    """The question about a name that does not exist, with its answer as in `shown`; `otherwise` when none is near."""
-    near = closest(word, known, cutoff=cutoff)
+def did_you_mean(word: str, names: Iterable[str], otherwise: str, *, shown: str = "{}", cutoff: float = 0.6) -> str:
+    """ "did you mean NAME?", with the name formatted by `shown`; `otherwise` if no name is similar."""
+    near = closest(word, names, cutoff=cutoff)
     return f"did you mean {shown.format(near[0])}?" if near else otherwise
 
 
 def broken(command: str, width: int) -> list[str]:
-    """A command over several lines, each but the last ending in a backslash; never within quotes."""
+    """A command as several lines that end with a backslash, never broken within quotes."""
     lines = [command]
     while len(lines[-1]) > width:
         at = max((place for place in _gaps(lines[-1]) if 4 < place <= width - 2), default=0)
@@ -89,13 +89,13 @@ def broken(command: str, width: int) -> list[str]:
 
 
 def labelled(label: str, command: str, *, indent: int, width: int) -> list[str]:
-    """A command behind its label, over as many lines of `width` as it needs."""
+    """A command after its label, on as many lines of `width` as needed."""
     parts = broken(command, width - indent)
     return [f"{label if at == 0 else '':<{indent}}{part}" for at, part in enumerate(parts)]
 
 
 def _gaps(line: str) -> Iterator[int]:
-    """Where blanks stand outside of quotes."""
+    """The positions of spaces outside of quotes."""
     quote = ""
     for place, letter in enumerate(line):
         if letter in "\"'" and quote in ("", letter):

@@ -1,4 +1,4 @@
-"""Quantities as people write them: "10B", "12GiB", "5m", "3 epochs"."""
+"""Quantities with units: "10B", "12GiB", "5m", "3 epochs"."""
 
 import math
 import re
@@ -26,7 +26,7 @@ _NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\.[0-9]+)"
 
 @dataclass(frozen=True)
 class Duration:
-    """How long something lasts, in the unit that it was asked for."""
+    """A length in the unit in which it was given."""
 
     amount: float
     unit: Unit
@@ -87,10 +87,10 @@ def parse_duration(text: str | float) -> Duration:
 
 
 def whole_steps(amount: float, text: str | float) -> Duration:
-    if math.isfinite(amount) and abs(amount - round(amount)) > 1e-6:  # 0.0011M steps are 1100, but for rounding
+    if math.isfinite(amount) and abs(amount - round(amount)) > 1e-6:  # 0.0011M steps are 1100, despite rounding
         below = math.floor(amount)
         meant = f"{below} or {below + 1} steps" if below else "1 step"
-        raise ValueError(f"{text} is no whole number of steps; write {meant}")
+        raise ValueError(f"{text} is not a whole number of steps; write {meant}")
     return Duration(amount, "steps")
 
 
@@ -117,7 +117,7 @@ def counted(count: int, things: str) -> str:
 
 
 def format_count(value: float) -> str:
-    """1.24e8 -> "124 M", 3.19e9 -> "3.19 B"; three digits that count."""
+    """1.24e8 -> "124 M", 3.19e9 -> "3.19 B"; three significant digits."""
     for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}"
@@ -133,7 +133,7 @@ def format_bytes(value: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """80 -> "80 s", 600 -> "10 min", 518400 -> "6.0 days". Nobody measures years: two of their digits count."""
+    """80 -> "80 s", 600 -> "10 min", 518400 -> "6.0 days". Years have two significant digits."""
     if value < 120:
         return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
     if (years := value / 31557600) >= 1:
@@ -145,5 +145,5 @@ def format_seconds(value: float) -> str:
 
 
 def two_digits(value: float) -> str:
-    """5233 -> "5,200": an estimate has no more digits that count."""
+    """5233 -> "5,200": two significant digits, for estimates."""
     return f"{float(f'{value:.2g}'):,.0f}"

@@ -1,3 +1,3 @@
-"""The version of this program, which runs, reports and measurements record."""
+"""The version of Bloomery, which runs, reports and calibrations record."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What was found on a machine, as values that go to JSON and back; which of its devices masks let a process see."""
+"""The hardware and software of a machine, as values that are stored as JSON; the devices that masks make visible."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,8 +15,8 @@ class Frozen(BaseModel, frozen=True, extra="ignore"):
 
 
 Version = Annotated[str, Field(pattern=r"^\d{1,9}\.\d{1,9}")]  # 2.13.0+rocm7.2, 3.12.4
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a record of another hand may hold 400 digits
-Opening = Literal["open", "denied", "absent", "hung"]  # hung: the driver did not answer
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # a file from elsewhere can hold 400 digits
+Opening = Literal["open", "denied", "absent", "hung"]  # hung: the driver does not respond
 
 
 class Accelerator(Frozen):
@@ -30,18 +30,20 @@ class Accelerator(Frozen):
     memory_used_bytes: Whole = 0
     integrated: bool = False
     node: str = ""  # /dev/dri/renderD128
-    access: Opening | None = None  # whether this process may open `node`; None: nobody looked
+    access: Opening | None = None  # whether this process can open `node`; None: not checked
     pci_address: str = ""  # 0000:03:00.0
     device_id: Whole = 0  # PCI
-    unique_id: str = ""  # of the die: two GCDs of one card differ
+    unique_id: str = ""  # of the die: the two GCDs of an MI250X differ
     compute_units: Whole = 0
-    gtt_bytes: Whole = 0  # system memory that the driver lends to the GPU: what processor graphics really have
+    gtt_bytes: Whole = 0  # system memory available to the GPU: what an integrated GPU uses
     hive_id: str = ""  # devices with the same one are joined by xGMI
-    number: Whole | None = None  # among its vendor's, kept where others were left out; None: its place among them
+    number: Whole | None = (
+        None  # among GPUs of its vendor, kept when others are left out; None: its position among them
+    )
 
     @property
     def usable_bytes(self) -> int:
-        """Processor graphics draw on system memory that the driver lends; a card has its own alone."""
+        """An integrated GPU also uses system memory; a discrete GPU only its own."""
         return max(self.memory_bytes, self.gtt_bytes) if self.integrated else self.memory_bytes
 
 
@@ -51,58 +53,58 @@ class Display(Frozen):
     address: str  # 0000:03:00.0
     vendor: Whole  # 0x1002 AMD, 0x10de NVIDIA, 0x8086 Intel
     device_id: Whole
-    driver: str = ""  # amdgpu, nvidia, nouveau, vfio-pci; empty: none has it
+    driver: str = ""  # amdgpu, nvidia, nouveau, vfio-pci; empty: no driver
 
 
 class Access(Frozen):
-    """What this process may open, and whose right it would be."""
+    """The devices that this process can open, and the groups that they belong to."""
 
-    kfd: Opening | None = None  # /dev/kfd, AMD's compute device; None: nobody looked
-    kfd_group: str = ""  # the group that owns it: its name, or its number where it has none here
+    kfd: Opening | None = None  # /dev/kfd, AMD's compute device; None: not checked
+    kfd_group: str = ""  # the group that owns it: its name, or its number without a name
     kfd_gid: Whole | None = None
     render_gid: Whole | None = None
-    groups: tuple[str, ...] = ()  # that this process runs in
-    listed_groups: tuple[str, ...] = ()  # that /etc/group puts the user in: more than `groups` before a new login
+    groups: tuple[str, ...] = ()  # of this process
+    listed_groups: tuple[str, ...] = ()  # of the user in /etc/group: more than `groups` until the next login
 
 
 class Driver(Frozen):
-    """The kernel's side."""
+    """Kernel drivers and boot parameters."""
 
     kernel: str = ""  # 6.12.9
     amdgpu: bool = False  # loaded
-    amdgpu_version: str = ""  # of DKMS builds only; an in-tree driver has none
+    amdgpu_version: str = ""  # of DKMS builds only; the in-tree driver has none
     nvidia: str = ""  # 580.82.07
-    blacklisted: str = ""  # the file that keeps amdgpu from loading
-    boot: str = ""  # the words of /proc/cmdline that matter: iommu=, amd_iommu=, nomodeset
-    rocm: str = ""  # of the system, 6.4.0; PyTorch's wheels bring their own
+    blacklisted: str = ""  # the file that blacklists amdgpu
+    boot: str = ""  # relevant parameters of /proc/cmdline: iommu=, amd_iommu=, nomodeset
+    rocm: str = ""  # of the system, 6.4.0; PyTorch wheels include their own
     numa_balancing: bool | None = None
 
 
 class Surroundings(Frozen):
-    """What stands around this process."""
+    """WSL, container, Slurm job and cluster of this process."""
 
     wsl: bool = False
-    dxg: bool = False  # /dev/dxg, WSL's way to the GPU
+    dxg: bool = False  # /dev/dxg exists: the GPU device of WSL
     container: str = ""  # docker, podman, apptainer, lxc
-    masked_gpus: Whole = 0  # that the kernel lists and the control group hides: not ours, not broken
+    masked_gpus: Whole = 0  # that the kernel lists and the control group hides
     shared_memory_bytes: Whole | None = None  # of /dev/shm
     slurm: dict[str, str] = {}  # SLURM_JOB_ID, SLURM_GPUS_ON_NODE, SLURM_LOCALID, ...
-    site: str = ""  # frontier, lumi, setonix: a cluster with rules of its own
+    site: str = ""  # frontier, lumi, setonix: a cluster with its own PyTorch
     modules: tuple[str, ...] = ()  # loaded environment modules, rocm/7.1.1
 
 
 class Package(Frozen):
-    """An installed distribution that has to do with torch."""
+    """An installed distribution that is related to torch."""
 
     name: str
     version: str
     installed: Annotated[float, Field(ge=0, le=2**35)] = 0.0  # seconds since 1970
-    requested: bool = False  # somebody asked pip for it by name
+    requested: bool = False  # the user installed it by name
     requires_torch: str = ""  # its requirement, "torch>=2.8"
 
 
 class Setting(Frozen):
-    """A line of a shell file that sets one of the variables that matter."""
+    """A line of a shell file that sets a relevant variable."""
 
     name: str
     value: str
@@ -117,21 +119,21 @@ class Probe(Frozen):
     outcome: Literal["ok", "wrong", "failed", "crashed", "hung", "absent"]
     message: str = ""
     seconds: float | None = None
-    error: float | None = None  # greatest relative difference from the float64 reference
+    error: float | None = None  # largest relative difference from the float64 reference
     facts: dict[str, str] = {}  # gcnArchName, arch list, ...
 
 
 class Host(Frozen):
     system: str  # Linux
     cpu_name: str
-    cpu_cores: Annotated[int, Field(ge=1, le=2**20)]  # that this process may use: affinity and cgroup
-    cpu_flags: tuple[str, ...] = ()  # those that matter: avx2, avx512f, avx512_bf16, amx_bf16
-    memory_bytes: Whole  # the cgroup's limit where there is one
+    cpu_cores: Annotated[int, Field(ge=1, le=2**20)]  # available to this process: affinity and cgroup
+    cpu_flags: tuple[str, ...] = ()  # the relevant ones: avx2, avx512f, avx512_bf16, amx_bf16
+    memory_bytes: Whole  # or the limit of the cgroup
     memory_free_bytes: Whole
     disk_free_bytes: Whole
-    compiler: str | None = None  # a C++ compiler that torch.compile can use
-    processor: str = "x86_64"
-    distribution: str = ""  # of /etc/os-release: debian 12
+    compiler: str | None = None  # a C++ compiler for torch.compile
+    cpu_arch: str = "x86_64"
+    distribution: str = ""  # from /etc/os-release: debian 12
     displays: tuple[Display, ...] = ()
     driver: Driver = Driver()
     access: Access = Access()
@@ -143,14 +145,14 @@ class Software(Frozen):
     torch: Version | None = None  # the installed version, read without importing it
     build: Literal["cpu", "cuda", "rocm"] | None = None
     triton: str | None = None
-    environment: dict[str, str] = {}  # the variables that matter, such as HSA_OVERRIDE_GFX_VERSION
+    environment: dict[str, str] = {}  # relevant variables, such as HSA_OVERRIDE_GFX_VERSION
     hip: str = ""  # the ROCm that torch was built for, 7.2.53211; empty: none
     cuda: str = ""  # the CUDA that torch was built for, 13.0
     prefix: str = ""  # of the Python environment, the home folder as ~
-    torch_folder: str = ""  # where torch lies: outside `prefix` it is a site's or a container's own
+    torch_folder: str = ""  # the folder of torch: outside `prefix`, the torch of a cluster or container
     packages: tuple[Package, ...] = ()
     settings: tuple[Setting, ...] = ()
-    pinned: str = ""  # how the environment's own pip constraints name torch; empty: nothing stops pip
+    pinned: str = ""  # torch in the environment's pip constraints; empty: pip can replace it
 
 
 class Machine(Frozen):
@@ -162,37 +164,37 @@ class Machine(Frozen):
 
 
 def read_machine(path: Path) -> Machine:
-    """A recorded machine. Raises UserError when the file is damaged."""
+    """A recorded machine. Raises UserError if the file is damaged."""
     try:
         return Machine.model_validate_json(read_whole(path))
     except (OSError, ValidationError) as error:
-        fix = "delete it: resuming then plans again for the machine at hand"
-        raise UserError("the record of the run's machine cannot be read", where=str(path), fix=fix) from error
+        fix = "delete it: `bloomery resume` then plans for this machine"
+        raise UserError("cannot read machine.json of the run", where=str(path), fix=fix) from error
 
 
-# In the order in which they apply. Not GPU_DEVICE_ORDINAL, which Slurm sets, too: AMD's runtime asks it for OpenCL
-# alone (CLR, rocdevice.cpp).
+# In the order in which they apply. Not GPU_DEVICE_ORDINAL, which Slurm also sets: AMD's runtime uses it for OpenCL
+# only (CLR, rocdevice.cpp).
 MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-CUDA_ORDER = "CUDA_DEVICE_ORDER"  # PCI_BUS_ID: counted as nvidia-smi does; unset: the fastest card first
+CUDA_ORDER = "CUDA_DEVICE_ORDER"  # PCI_BUS_ID: the order of nvidia-smi; unset: the fastest GPU first
 
 
 def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:
-    """In the order that PyTorch numbers them. ROCR's mask comes first, HIP's counts in what that leaves."""
-    said = machine.software.environment
+    """The visible devices in PyTorch's order. ROCR's mask applies first, HIP's numbers the remaining devices."""
+    variables = machine.software.environment
     amd = _numbered(machine, "amd")
-    if "ROCR_VISIBLE_DEVICES" in said:
-        amd = dict(enumerate(_masked(amd, said["ROCR_VISIBLE_DEVICES"])))
-    hip = said.get("HIP_VISIBLE_DEVICES", said.get("CUDA_VISIBLE_DEVICES"))
-    return (*_masked(amd, hip), *_masked(_numbered(machine, "nvidia"), said.get("CUDA_VISIBLE_DEVICES")))
+    if "ROCR_VISIBLE_DEVICES" in variables:
+        amd = dict(enumerate(_masked(amd, variables["ROCR_VISIBLE_DEVICES"])))
+    hip = variables.get("HIP_VISIBLE_DEVICES", variables.get("CUDA_VISIBLE_DEVICES"))
+    return (*_masked(amd, hip), *_masked(_numbered(machine, "nvidia"), variables.get("CUDA_VISIBLE_DEVICES")))
 
 
 def number_of(machine: Machine, device: Accelerator) -> int:
-    """How the runtime of its vendor counts a device of this machine."""
+    """The number of a device in the runtime of its vendor."""
     return next(number for number, each in _numbered(machine, device.vendor).items() if each == device)
 
 
 def only(machine: Machine, indices: Collection[int]) -> Machine:
-    """The machine without its other accelerators; those left keep their numbers."""
+    """The machine with only these accelerators; they keep their numbers."""
     left = [device for device in machine.accelerators if device.index in indices]
     if len(left) < len(machine.accelerators):
         left = [device.model_copy(update={"number": number_of(machine, device)}) for device in left]
@@ -200,13 +202,13 @@ def only(machine: Machine, indices: Collection[int]) -> Machine:
 
 
 def mask_of(machine: Machine, vendor: str) -> str:
-    """The variable with which the user chooses among the devices of a vendor; empty when none is set."""
+    """The variable that selects devices of a vendor; empty if none is set."""
     names = MASKS if vendor == "amd" else MASKS[-1:]
     return next((name for name in names if name in machine.software.environment), "")
 
 
 def hidden(machine: Machine) -> str:
-    """The variable that masks every accelerator of this machine; empty when none does."""
+    """The variable that hides every accelerator of this machine; empty if none does."""
     if not machine.accelerators or visible_devices(machine):
         return ""
     return next((name for name in MASKS if name in machine.software.environment), "")
@@ -218,23 +220,20 @@ def _numbered(machine: Machine, vendor: str) -> dict[int, Accelerator]:
 
 
 def _masked(devices: Mapping[int, Accelerator], mask: str | None) -> list[Accelerator]:
-    """Those that a list of numbers or identities names, up to the first word that names none; None: all of them."""
+    """The devices of a list of numbers or unique IDs, up to the first that does not exist; None: all of them."""
     if mask is None:
         return list(devices.values())
     chosen: list[Accelerator] = []
     for word in (word.strip() for word in mask.split(",")):
-        found = _named(devices, word)
-        if found is None:
+        if word.isdigit():
+            device = devices.get(int(word))
+        else:
+            unique_id = word.lower().removeprefix("gpu-")
+            with_id = (each for each in devices.values() if unique_id and each.unique_id)
+            device = next((one for one in with_id if one.unique_id.lower().removeprefix("0x") == unique_id), None)
+        if device is None:
             break
-        if found in chosen:  # named twice: the runtime then shows none at all
+        if device in chosen:  # listed twice: the runtime shows no device
             return []
-        chosen.append(found)
+        chosen.append(device)
     return chosen
-
-
-def _named(devices: Mapping[int, Accelerator], word: str) -> Accelerator | None:
-    if word.isdigit():
-        return devices.get(int(word))
-    identity = word.lower().removeprefix("gpu-")
-    known = (each for each in devices.values() if each.unique_id)
-    return next((each for each in known if identity and each.unique_id.lower().removeprefix("0x") == identity), None)

@@ -338,7 +338,7 @@ def fitting_builds(machine: Machine, device: Accelerator | None) -> list[TorchBu
         device.arch if device else None,
         python=(major, minor),
         system=machine.host.system,
-        processor=machine.host.processor,
+        cpu_arch=machine.host.cpu_arch,
         driver=int(driver) if driver.isdigit() else None,
         site=machine.host.around.site,
     )

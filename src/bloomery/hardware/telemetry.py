@@ -1,10 +1,9 @@
-"""How hard the devices work right now: load, memory, temperature, power, clock; no torch, no pydantic.
+"""Sensors of the devices: utilization, memory, temperature, power, clock. Imports neither torch nor pydantic.
 
-Facts of the files: the kernel's amdgpu_pm.c ("DOC: hwmon") and hwmon's sysfs interface. Every one of them may be
-missing, or answer EBUSY or ENODATA while a card sleeps: that figure is then None. A read may also never return, and
-vendors' libraries have hung and crashed. So runs read in a child process, which can be given up: `Reader` asks,
-`python -m bloomery.hardware.telemetry` answers. `Reader` waits for nothing longer than its deadline, not even for the
-child's death: who is stuck in a driver does not die.
+Source of the files: the kernel's amdgpu_pm.c ("DOC: hwmon") and the sysfs interface of hwmon. A file can be missing, or
+fail with EBUSY or ENODATA while a GPU sleeps: its value is then None. A read can also hang, and vendor libraries hang
+and crash. Runs therefore read in a child process: `SensorReader` asks `python -m bloomery.hardware.telemetry`. It never
+waits longer than its deadline, also not for the child to exit: a process that is stuck in a driver does not.
 """
 
 import importlib
@@ -17,21 +16,21 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from bloomery.core.child import Child, accept, requests, tell
+from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.units import GIB
 
-CPU_DEVICE = -1  # as `Reading.device`
-DEADLINE_SECONDS = 8.0  # for one look, and its process must be started
+CPU_DEVICE = -1  # as `SensorReading.device`
+DEADLINE_SECONDS = 8.0  # for one read, including the start of the process
 DYING_SECONDS = 0.5
 MODULE = "bloomery.hardware.telemetry"
-# MI250X, MI250: two dies on one card, whose power sensor belongs to the first.
+# MI250X, MI250: two dies on one board, whose power sensor belongs to the first.
 DUAL_DIE = frozenset((0x7408, 0x740C))
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """What must be known of an accelerator to find its sensors."""
+class SensorDevice:
+    """An accelerator and the paths to its sensors."""
 
     index: int
     vendor: str  # amd, nvidia
@@ -43,75 +42,70 @@ class Device:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """One look at one device; None is what nothing here could read."""
+class SensorReading:
+    """The sensors of one device at one time; None: not available."""
 
-    device: int  # of the machine's accelerators, or PROCESSOR
+    device: int  # index of the accelerator, or CPU_DEVICE
     name: str = ""
-    source: str = ""  # that was asked: sysfs, amdsmi, nvml, proc
+    source: str = ""  # sysfs, amdsmi, nvml, proc
     utilization: float | None = None  # percent
-    memory_gib: float | None = None  # in use by everybody
+    memory_gib: float | None = None  # used by all processes
     memory_total_gib: float | None = None
-    temperature: float | None = None  # degrees Celsius, at the junction where it is known
-    critical: float | None = None  # the temperature at which the hardware saves itself
-    power: float | None = None  # watts; of a card with two dies for both
+    temperature: float | None = None  # degrees Celsius, at the junction if available
+    critical: float | None = None  # the temperature of thermal throttling or shutdown
+    power: float | None = None  # watts; for both dies of a board with two
     clock_mhz: float | None = None
-    throttled: str | None = None  # why it runs slower than it could, "" when it does not
-    shared_with: int | None = None  # the device whose sensor measures this one's power, too
+    throttled: str | None = None  # why the clocks are reduced; "": they are not
+    shared_with: int | None = None  # the device whose sensor includes the power of this one
 
     @property
-    def says_something(self) -> bool:
-        """Whether a source knew more than the size of the memory."""
+    def has_sensors(self) -> bool:
+        """Whether a source returned more than the memory."""
         return any(figure is not None for figure in (self.utilization, self.temperature, self.power))
 
 
-class Source(Protocol):
-    """Somebody who can be asked about devices. Raises anything; what it does not know is left out."""
+class SensorSource(Protocol):
+    """A way to read sensors. `read` can raise anything, and leaves out devices that it does not support."""
 
     name: str
 
-    def read(self, devices: Sequence[Device]) -> Iterator[Reading]: ...
+    def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]: ...
 
 
 def sample(
-    devices: Sequence[Device], sources: Sequence[Source], *, trying: Callable[[str], None] | None = None
-) -> list[Reading]:
-    """One look at each device, from the first source that says something of it, with what later ones add.
+    devices: Sequence[SensorDevice], sources: Sequence[SensorSource], *, trying: Callable[[str], None] | None = None
+) -> list[SensorReading]:
+    """The sensors of each device, from the first source that has them; later sources fill in missing values.
 
-    `trying` hears the name of a source before it is asked: whoever waits for this knows then which one hangs. A source
-    that raises is passed over.
+    `trying` is called with the name of a source before it is read, so that a source that hangs is known. A source that
+    raises is skipped.
     """
-    found: dict[int, Reading] = {}
+    results: dict[int, SensorReading] = {}
     for source in sources:
-        silent = [device for device in devices if not _known(found.get(device.index))]
-        if not silent:
+        missing = [device for device in devices if not ((r := results.get(device.index)) and r.has_sensors)]
+        if not missing:
             break
         if trying is not None:
             trying(source.name)
         try:
-            told = list(source.read(silent))
-        except Exception:  # whatever a driver's library may raise: telemetry does without it
+            readings = list(source.read(missing))
+        except Exception:  # any error of a driver's library
             continue
-        for reading in told:
-            found[reading.device] = merged(found.get(reading.device), reading)
-    complete = [found[device.index] for device in devices if device.index in found]
-    return shared_power(complete, devices)
+        for reading in readings:
+            results[reading.device] = merged(results.get(reading.device), reading)
+    return shared_power([results[device.index] for device in devices if device.index in results], devices)
 
 
-def _known(reading: Reading | None) -> bool:
-    return reading is not None and reading.says_something
-
-
-def merged(first: Reading | None, second: Reading) -> Reading:
-    """What `first` says, and what only `second` knows."""
+def merged(first: SensorReading | None, second: SensorReading) -> SensorReading:
+    """The values of `first`; those of `second` where they are missing."""
     if first is None:
         return second
-    missing = {f.name: getattr(second, f.name) for f in fields(Reading) if getattr(first, f.name) in (None, "")}
+    missing = {f.name: getattr(second, f.name) for f in fields(SensorReading) if getattr(first, f.name) in (None, "")}
     return replace(first, **missing)
 
 
-def shared_power(readings: Sequence[Reading], devices: Sequence[Device]) -> list[Reading]:
-    """Of two dies on one card, the one without a sensor says whose power includes its own."""
+def shared_power(readings: Sequence[SensorReading], devices: Sequence[SensorDevice]) -> list[SensorReading]:
+    """Sets `shared_with` for the second die of a board, which has no power sensor."""
     dies = [device for device in devices if device.device_id in DUAL_DIE]
     dies.sort(key=lambda device: (device.pci_address, device.index))
     by_index = {reading.device: reading for reading in readings}
@@ -124,21 +118,21 @@ def shared_power(readings: Sequence[Reading], devices: Sequence[Device]) -> list
 
 @final
 class Sysfs:
-    """AMD GPUs through the kernel's own files: no library, no process, a tenth of a millisecond a card."""
+    """AMD GPUs through the kernel's sysfs files: no library, no process, 0.1 ms per GPU."""
 
     name = "sysfs"
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
 
-    def read(self, devices: Sequence[Device]) -> Iterator[Reading]:
+    def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]:
         for device in devices:
             folder = self._folder(device)
             if device.vendor == "amd" and folder is not None:
                 yield read_amdgpu(folder, device)
 
-    def _folder(self, device: Device) -> Path | None:
-        """The PCI device's folder, by its render node or its address; never by a number that masks may shift."""
+    def _folder(self, device: SensorDevice) -> Path | None:
+        """The folder of the PCI device, by its render node or address; never by a number, which masks change."""
         by_node = self._root / "sys/class/drm" / Path(device.node).name / "device"
         by_address = self._root / "sys/bus/pci/devices" / device.pci_address
         if device.node and by_node.is_dir():
@@ -146,42 +140,37 @@ class Sysfs:
         return by_address if device.pci_address and by_address.is_dir() else None
 
 
-def read_amdgpu(folder: Path, device: Device) -> Reading:
-    """The files below a PCI device's folder."""
+def read_amdgpu(folder: Path, device: SensorDevice) -> SensorReading:
+    """The sensors in the folder of a PCI device."""
     sensors = next(iter(sorted((folder / "hwmon").glob("hwmon*"))), folder / "hwmon")
-    place = _hottest_place(sensors)
+    labels = {_text(path): path.name.removesuffix("_label") for path in sorted(sensors.glob("temp*_label"))}
+    sensor = labels.get("junction") or labels.get("edge") or next(iter(labels.values()), "temp1")
     watts = _number(sensors / "power1_average", 1e6)
     power = watts if watts else _number(sensors / "power1_input", 1e6)
-    return Reading(
+    return SensorReading(
         device=device.index,
         name=device.name,
         source=Sysfs.name,
         utilization=_number(folder / "gpu_busy_percent"),
         memory_gib=_number(folder / "mem_info_vram_used", GIB),
         memory_total_gib=_number(folder / "mem_info_vram_total", GIB),
-        temperature=_number(sensors / f"{place}_input", 1e3),
-        critical=_number(sensors / f"{place}_crit", 1e3),
-        power=power or None,  # a die without a sensor of its own reads 0
+        temperature=_number(sensors / f"{sensor}_input", 1e3),
+        critical=_number(sensors / f"{sensor}_crit", 1e3),
+        power=power or None,  # a die without its own sensor reads 0
         clock_mhz=_number(sensors / "freq1_input", 1e6),
         throttled=throttle_reason(_bytes(folder / "gpu_metrics")),
     )
 
 
-def _hottest_place(sensors: Path) -> str:
-    """temp1, temp2 or temp3: the junction where there is one, else the edge, else the first."""
-    labels = {_text(path): path.name.removesuffix("_label") for path in sorted(sensors.glob("temp*_label"))}
-    return labels.get("junction") or labels.get("edge") or next(iter(labels.values()), "temp1")
-
-
 # linux, amdgpu_smu.h: sixteen bits each for power, current and temperature, the rest for other reasons. The power limit
-# is left out: reaching it is how a GPU works at full load.
+# is left out: a GPU reaches it at full load.
 THROTTLE_KINDS = (("current limit", 16), ("temperature", 32))
 
 
 def throttle_reason(metrics: bytes) -> str | None:
-    """Why an AMD GPU holds back, from `gpu_metrics` of format 1.3, whose last eight bytes say it alike on every chip.
+    """Why an AMD GPU throttles: the last eight bytes of `gpu_metrics` format 1.3, which are the same on every GPU.
 
-    None where the format is another one or the chip does not tell (linux, kgd_pp_interface.h).
+    None for other formats and GPUs that do not report it (linux, kgd_pp_interface.h).
     """
     if len(metrics) < 4:
         return None
@@ -195,8 +184,8 @@ def throttle_reason(metrics: bytes) -> str | None:
 
 
 @final
-class Processor:
-    """The processor: load between two looks, package power where RAPL may be read, temperature, memory."""
+class CpuSensors:
+    """The CPU: utilization between two reads, package power if RAPL is readable, temperature, memory."""
 
     name = "proc"
 
@@ -205,10 +194,10 @@ class Processor:
         self._ticks: tuple[float, float] | None = None  # busy, all
         self._joules: tuple[float, float] | None = None  # and when
 
-    def read(self, now: float) -> Reading:
-        """`now`: seconds of any clock. The first look has neither load nor power."""
+    def read(self, now: float) -> SensorReading:
+        """`now`: seconds of any clock. The first read has neither utilization nor power."""
         used, total = self._memory()
-        return Reading(
+        return SensorReading(
             device=CPU_DEVICE,
             name=self._title,
             source=self.name,
@@ -231,7 +220,7 @@ class Processor:
         return max(0.0, 100 * (everything - idle - before[0]) / (everything - before[1]))
 
     def _power(self, now: float) -> float | None:
-        """From the energy counters of the packages. Since 2020 only root may read them on most systems."""
+        """From the energy counters of the packages, which only root can read on most systems since 2020."""
         folders = sorted((self._root / "sys/class/powercap").glob("*-rapl:*"))
         packages = [folder for folder in folders if _text(folder / "name").startswith("package")]
         counts = [_number(folder / "energy_uj", 1e6) for folder in packages]
@@ -240,16 +229,15 @@ class Processor:
         joules = sum(count or 0.0 for count in counts)
         before, self._joules = self._joules, (joules, now)
         if before is None or joules < before[0] or now <= before[1]:
-            return None  # the first look, or a counter that began anew
+            return None  # the first read, or the counter restarted
         return (joules - before[0]) / (now - before[1])
 
     def _temperature(self) -> float | None:
         for sensors in sorted((self._root / "sys/class/hwmon").glob("hwmon*")):
             if _text(sensors / "name") in ("k10temp", "zenpower", "coretemp", "cpu_thermal"):
-                found = [_number(path, 1e3) for path in sorted(sensors.glob("temp*_input"))]
-                known = [degrees for degrees in found if degrees is not None]
-                if known:
-                    return max(known)
+                values = [_number(path, 1e3) for path in sorted(sensors.glob("temp*_input"))]
+                if degrees := [value for value in values if value is not None]:
+                    return max(degrees)
         return None
 
     def _memory(self) -> tuple[float | None, float | None]:
@@ -262,7 +250,7 @@ class Processor:
 
 
 def _bytes(path: Path) -> bytes:
-    """Empty where the file is missing, sleeps (EBUSY, ENODATA) or is not ours to read."""
+    """Empty if the file is missing, not readable, or the GPU sleeps (EBUSY, ENODATA)."""
     try:
         return path.read_bytes()
     except OSError:
@@ -278,23 +266,23 @@ def _number(path: Path, unit: float = 1.0) -> float | None:
     return float(text) / unit if re.fullmatch(r"-?\d+", text) else None
 
 
-# The libraries of vendors, where the kernel's files say nothing
+# Vendor libraries, for values that sysfs does not have
 
 
 def figure(value: object) -> float | None:
-    """A number however a library gives it: as text, as `{"value": 42.5}`; None for "N/A" and whatever is none."""
+    """The number in a result of a library: text, `{"value": 42.5}`; None for "N/A" and anything else."""
     if isinstance(value, Mapping):
         return figure(value.get("value"))
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, int | float):
         return float(value)
-    found = re.match(r"\s*(-?\d+(?:\.\d+)?)", str(value))
-    return float(found[1]) if found else None
+    match = re.match(r"\s*(-?\d+(?:\.\d+)?)", str(value))
+    return float(match[1]) if match else None
 
 
-def _same_card(device: Device, address: str) -> bool:
-    """PCI addresses come with a domain of four digits, of eight, or with none."""
+def _same_gpu(device: SensorDevice, address: str) -> bool:
+    """Compares PCI addresses, whose domain has four digits, eight or none."""
     ours, theirs = device.pci_address.lower().split(":"), address.lower().strip().split(":")
     if len(ours) < 2 or ours[-2:] != theirs[-2:]:
         return False
@@ -307,14 +295,14 @@ def _first(facts: Mapping[str, Any], *names: str) -> float | None:
 
 @final
 class AmdSmi:
-    """The `amdsmi` Python package, which comes with ROCm. Raises where it or its library is missing."""
+    """The `amdsmi` Python package, which comes with ROCm. Raises if it or its library is missing."""
 
     name = "amdsmi"
 
     def __init__(self) -> None:
         self._handles: list[tuple[str, Any]] | None = None
 
-    def read(self, devices: Sequence[Device]) -> Iterator[Reading]:
+    def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]:
         library = importlib.import_module("amdsmi")
         if self._handles is None:
             library.amdsmi_init()
@@ -322,17 +310,17 @@ class AmdSmi:
             self._handles = [(str(library.amdsmi_get_gpu_device_bdf(handle)), handle) for handle in handles]
         for device in devices:
             for address, handle in self._handles:
-                if _same_card(device, address):
+                if _same_gpu(device, address):
                     yield _through_amdsmi(library, handle, device)
 
 
-def _through_amdsmi(library: Any, handle: Any, device: Device) -> Reading:
+def _through_amdsmi(library: Any, handle: Any, device: SensorDevice) -> SensorReading:
     memory, power = library.amdsmi_get_gpu_vram_usage(handle), library.amdsmi_get_power_info(handle)
     used, total = figure(memory.get("vram_used")), figure(memory.get("vram_total"))
     heat = library.amdsmi_get_temp_metric(
         handle, library.AmdSmiTemperatureType.JUNCTION, library.AmdSmiTemperatureMetric.CURRENT
     )
-    return Reading(
+    return SensorReading(
         device=device.index,
         name=device.name,
         source=AmdSmi.name,
@@ -344,25 +332,25 @@ def _through_amdsmi(library: Any, handle: Any, device: Device) -> Reading:
     )
 
 
-# nvml.h: why the clocks are not what was asked for. 0x04, the power limit, is left out: it is met at any full load.
+# nvml.h: why the clocks are reduced. 0x04, the power limit, is left out: a GPU reaches it at full load.
 NVIDIA_REASONS = ((0x60, "temperature"), (0x80, "power brake"), (0x08, "hardware slowdown"))
 
 
 def nvidia_reasons(bits: int) -> str:
-    """The reasons that slow a GPU down; idling, full load and clocks that somebody set are none."""
+    """The reasons why a GPU throttles, without idling, full load and clocks set by the user."""
     return ", ".join(name for mask, name in NVIDIA_REASONS if bits & mask)
 
 
 @final
 class Nvml:
-    """NVIDIA's library through `pynvml`, of the package nvidia-ml-py. Raises where it is missing."""
+    """NVIDIA's library through `pynvml`, of the package nvidia-ml-py. Raises if it is missing."""
 
     name = "nvml"
 
     def __init__(self) -> None:
         self._library: Any = None
 
-    def read(self, devices: Sequence[Device]) -> Iterator[Reading]:
+    def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]:
         if self._library is None:
             library = importlib.import_module("pynvml")
             library.nvmlInit()
@@ -372,15 +360,15 @@ class Nvml:
                 yield _through_nvml(self._library, _nvml_handle(self._library, device), device)
 
 
-def _nvml_handle(library: Any, device: Device) -> Any:
+def _nvml_handle(library: Any, device: SensorDevice) -> Any:
     if device.pci_address:
         return library.nvmlDeviceGetHandleByPciBusId(device.pci_address)
     return library.nvmlDeviceGetHandleByIndex(device.index)
 
 
-def _through_nvml(library: Any, handle: Any, device: Device) -> Reading:
+def _through_nvml(library: Any, handle: Any, device: SensorDevice) -> SensorReading:
     def ask(name: str, *words: Any) -> Any:
-        """None for what this card or this driver does not know."""
+        """None if this GPU or driver does not support it."""
         try:
             return getattr(library, name)(handle, *words)
         except (library.NVMLError, AttributeError):
@@ -389,8 +377,8 @@ def _through_nvml(library: Any, handle: Any, device: Device) -> Reading:
     load, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
     milliwatts = ask("nvmlDeviceGetPowerUsage")
     bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits  # as older releases call it
-    return Reading(
+    bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits  # the name in older releases
+    return SensorReading(
         device=device.index,
         name=device.name,
         source=Nvml.name,
@@ -409,84 +397,84 @@ def _through_nvml(library: Any, handle: Any, device: Device) -> Reading:
 
 
 @final
-class Reader:
-    """`look` asks once. A source that does not answer in time, or takes its process down, is not asked again.
+class SensorReader:
+    """Reads sensors in a child process. A source that times out or crashes is not used again.
 
-    `said` hears of each source that is given up, once.
+    `on_problem` is called once for each source that is not used any more.
     """
 
     def __init__(
         self,
-        devices: Sequence[Device],
+        devices: Sequence[SensorDevice],
         *,
-        said: Callable[[str], None],
-        processor: str = "",
+        on_problem: Callable[[str], None],
+        cpu_name: str = "",
         root: Path = Path("/"),
         deadline: float = DEADLINE_SECONDS,
     ) -> None:
-        told = [asdict(device) for device in devices]
-        self._job: dict[str, Any] = {"devices": told, "root": str(root), "processor": processor}
+        as_json = [asdict(device) for device in devices]
+        self._job: dict[str, Any] = {"devices": as_json, "root": str(root), "cpu_name": cpu_name}
         self._without: list[str] = []
-        self._said, self._deadline = said, deadline
+        self._on_problem, self._deadline = on_problem, deadline
         self._child: Child | None = None
         self._trying = ""
-        self._hopeless = False
+        self._failed = False
 
-    def look(self) -> list[Reading]:
-        """Empty when nothing answered in time."""
-        if self._hopeless:
+    def read(self) -> list[SensorReading]:
+        """Empty if no source answered in time."""
+        if self._failed:
             return []
         until = time.monotonic() + self._deadline
         try:
             if self._child is None:
                 job = self._job | {"without": self._without}
                 self._child = Child(MODULE, job, environment=os.environ, dying_seconds=DYING_SECONDS).start()
-            told = self._child.ask({}, seconds=self._deadline)
-            while isinstance(told, dict) and "readings" not in told:
-                self._trying = told["trying"]
-                told = self._child.next(until - time.monotonic())
-            if isinstance(told, dict):
-                return [Reading(**facts) for facts in told["readings"]]
-            ended = "failed (its process ended)"
-            self._give_up(ended if told == "ended" else f"did not answer within {self._deadline:.0f} s")
+            answer = self._child.ask({}, seconds=self._deadline)
+            while isinstance(answer, dict) and "readings" not in answer:
+                self._trying = answer["trying"]
+                answer = self._child.next(until - time.monotonic())
+            if isinstance(answer, dict):
+                return [SensorReading(**values) for values in answer["readings"]]
+            timeout = f"timed out after {self._deadline:.0f} s"
+            self._disable("its process crashed" if answer == "ended" else timeout)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            self._give_up(f"failed ({error})")
+            self._disable(f"failed ({error})")
         return []
 
-    def _give_up(self, problem: str) -> None:
-        """The source that was being asked is left alone from now on; the next look starts another process."""
+    def _disable(self, problem: str) -> None:
+        """The current source is not used again; the next read starts another process."""
         self.close()
         name, self._trying = self._trying, ""
         if not name:
-            self._hopeless = True
-            self._said(f"the sensors of this machine cannot be read: their reader {problem}; training goes on without")
+            self._failed = True
+            self._on_problem(f"cannot read sensors: {problem}; training continues without")
             return
         self._without.append(name)
-        self._said(f"reading sensors through {name} {problem}: it is not asked again, training goes on")
+        self._on_problem(f"reading sensors with {name}: {problem}; not used again, training continues")
 
     def close(self) -> None:
-        """Ends the process. One that is stuck in a driver is left behind; it ends when the driver lets it."""
+        """Ends the process. One that is stuck in a driver is left running and ends later."""
         child, self._child = self._child, None
         if child is not None:
             child.close()
 
 
 def main() -> None:
-    """The child: `{"trying": NAME}` before each source that it asks, then `{"readings": [...]}`, for each request."""
+    """The child: for each request `{"trying": NAME}` before each source, then `{"readings": [...]}`."""
     job = accept()
-    devices = [Device(**facts) for facts in job["devices"]]
+    devices = [SensorDevice(**values) for values in job["devices"]]
     root = Path(job["root"])
-    vendors = {device.vendor for device in devices}  # of each the cheapest and safest source first
-    amd: list[Source] = [Sysfs(root), AmdSmi()] if "amd" in vendors else []
-    nvidia: list[Source] = [Nvml()] if "nvidia" in vendors else []
+    vendors = {device.vendor for device in devices}  # for each vendor the fastest and safest source first
+    amd: list[SensorSource] = [Sysfs(root), AmdSmi()] if "amd" in vendors else []
+    nvidia: list[SensorSource] = [Nvml()] if "nvidia" in vendors else []
     sources = [source for source in (*amd, *nvidia) if source.name not in job["without"]]
-    processor = None if Processor.name in job["without"] else Processor(root, job["processor"])
+    cpu = None if CpuSensors.name in job["without"] else CpuSensors(root, job["cpu_name"])
     for _ in requests(job):
-        readings = sample(devices, sources, trying=lambda name: tell(job, {"trying": name}))
-        if processor is not None:
-            tell(job, {"trying": processor.name})
-            readings.append(processor.read(time.monotonic()))
-        tell(job, {"readings": [asdict(reading) for reading in readings]})
+        readings = sample(devices, sources, trying=lambda name: reply(job, {"trying": name}))
+        if cpu is not None:
+            reply(job, {"trying": cpu.name})
+            readings.append(cpu.read(time.monotonic()))
+        reply(job, {"readings": [asdict(reading) for reading in readings]})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Literal, final
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import read_machine
-from bloomery.hardware.telemetry import CPU_DEVICE, Device, Reader, Reading
+from bloomery.hardware.telemetry import CPU_DEVICE, SensorDevice, SensorReader, SensorReading
 from bloomery.monitor.events import DeviceStats, Emit, Event, EventLog, Phase, StepDone, Warned
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import RunFolder
@@ -45,10 +45,10 @@ class Guard:
     processor: bool = False  # whether training runs on the processor; auto leaves that to the processor itself
     since: float | None = None  # when it paused
     _hot: dict[int, int] = field(default_factory=dict)  # looks in a row
-    _held_by: Reading | None = None  # the device for which it paused: the others cannot vouch for it
+    _held_by: SensorReading | None = None  # the device for which it paused: the others cannot vouch for it
     _seen: float = 0.0  # when that one told its temperature last
 
-    def judge(self, readings: Sequence[Reading], now: float) -> Change | None:
+    def judge(self, readings: Sequence[SensorReading], now: float) -> Change | None:
         """`now`: seconds of any clock."""
         known = [(r, r.temperature, limit) for r in readings if r.temperature and (limit := self._limit(r)) is not None]
         if self._held_by is not None:
@@ -63,7 +63,9 @@ class Guard:
                 return Change(True, f"{_name(reading)} is at {heat:.0f} °C, above {limit:.0f}: paused; {cooler}")
         return None
 
-    def _paused(self, hot: Reading, known: Sequence[tuple[Reading, float, float]], now: float) -> Change | None:
+    def _paused(
+        self, hot: SensorReading, known: Sequence[tuple[SensorReading, float, float]], now: float
+    ) -> Change | None:
         assert self.since is not None
         told = [heat for reading, heat, _ in known if reading.device == hot.device]
         self._seen = now if told else self._seen
@@ -76,7 +78,7 @@ class Guard:
         self._hot.clear()
         return Change(False, said)
 
-    def _limit(self, reading: Reading) -> float | None:
+    def _limit(self, reading: SensorReading) -> float | None:
         if self.limit is None or (reading.device == CPU_DEVICE and not self.processor):
             return None
         if self.limit != "auto":
@@ -84,7 +86,7 @@ class Guard:
         return None if reading.critical is None else reading.critical - MARGIN_DEGREES
 
 
-def _name(reading: Reading) -> str:
+def _name(reading: SensorReading) -> str:
     return "the processor" if reading.device == CPU_DEVICE else f"GPU {reading.device}"
 
 
@@ -125,9 +127,9 @@ class Stretch:
     power: list[tuple[float, float]] = field(default_factory=list)
     hottest: float | None = None
     throttled: set[str] = field(default_factory=set)
-    last: Reading | None = None
+    last: SensorReading | None = None
 
-    def add(self, reading: Reading, seconds: float) -> None:
+    def add(self, reading: SensorReading, seconds: float) -> None:
         self.seconds += seconds
         self.load += [(reading.utilization, seconds)] if reading.utilization is not None else []
         self.power += [(reading.power, seconds)] if reading.power is not None else []
@@ -166,7 +168,7 @@ def _rounded(value: float | None) -> float | None:
 class Watcher:
     """`saw` hears the run's events, `begin` starts the thread, `end` stops it: neither ever waits for a sensor."""
 
-    def __init__(self, reader: Reader, guard: Guard, emit: Callable[[Event], None], pause: Path) -> None:
+    def __init__(self, reader: SensorReader, guard: Guard, emit: Callable[[Event], None], pause: Path) -> None:
         self._reader, self._guard, self._emit, self._pause = reader, guard, emit, pause
         self._step = 0
         self._stretches: dict[int, Stretch] = {}
@@ -209,7 +211,7 @@ class Watcher:
             self._reader.close()
 
     def _look(self) -> None:
-        readings, now = self._reader.look(), time.monotonic()
+        readings, now = self._reader.read(), time.monotonic()
         before, self._looked = self._looked, now
         change = self._guard.judge(readings, now)
         if change is not None:
@@ -239,16 +241,16 @@ def sensing(folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")) -> Iter
     on_processor = plan.train.device == "cpu"
     with EventLog(folder.events) as emit:
         devices = [
-            Device(
+            SensorDevice(
                 index=gpu.index, vendor=gpu.vendor, name=gpu.name, node=gpu.node, pci_address=gpu.pci_address,
                 device_id=gpu.device_id,
             )
             for gpu in machine.accelerators
         ]  # fmt: skip
-        reader = Reader(
+        reader = SensorReader(
             [] if on_processor else devices,
-            said=lambda reason: emit(Warned(reason=reason)),
-            processor=machine.host.cpu_name,
+            on_problem=lambda reason: emit(Warned(reason=reason)),
+            cpu_name=machine.host.cpu_name,
             root=root,
         )
         guard = Guard(plan.logging.max_gpu_temperature, processor=on_processor)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from bloomery.core.child import Child, accept, loading, tell
+from bloomery.core.child import Child, accept, loading, reply
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
@@ -209,7 +209,7 @@ def main() -> None:
     job = accept()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    tell(job, {"doing": "PyTorch is starting"})
+    reply(job, {"doing": "PyTorch is starting"})
 
     with loading():
         from bloomery.simulate.step import simulated_stage, simulated_step, stage_positions
@@ -217,7 +217,7 @@ def main() -> None:
     plan, split, fused = RunPlan.model_validate(job["plan"]), MeshSplit(**job["split"]), job["fused"]
 
     def on_progress(doing: str) -> None:
-        tell(job, {"doing": doing})
+        reply(job, {"doing": doing})
 
     if split.pipeline > 1:
         stages = [
@@ -226,7 +226,7 @@ def main() -> None:
         ]
     else:
         stages = [(1, 1, simulated_step(plan, fused=fused, split=split, on_progress=on_progress))]
-    tell(job, {"stages": stages})
+    reply(job, {"stages": stages})
 
 
 if __name__ == "__main__":

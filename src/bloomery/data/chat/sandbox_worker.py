@@ -14,7 +14,7 @@ import jinja2.ext
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from bloomery.core.child import accept, requests, tell
+from bloomery.core.child import accept, reply, requests
 from bloomery.data.chat.masks import (
     Memory,
     Refused,
@@ -207,10 +207,10 @@ def main() -> None:
     for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (limit, limit))
     made = _compile(job)
-    tell(job, {"error": made} if isinstance(made, str) else {"marks": made.marks_itself})
+    reply(job, {"error": made} if isinstance(made, str) else {"marks": made.marks_itself})
     if isinstance(made, Template):
         for asked in requests(job):
-            tell(job, {"answers": [_answer(made, each) for each in asked["jobs"]]})
+            reply(job, {"answers": [_answer(made, each) for each in asked["jobs"]]})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar, final
 
 import numpy as np
 
-from bloomery.core.child import Child, accept, requests, tell
+from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import from_wire
 from bloomery.data.chat.render import EncodedText, Renderer
@@ -199,11 +199,11 @@ def main() -> None:
         try:
             made = encoder.encode(documents)
         except UserError as error:
-            tell(job, {"refused": [error.problem, error.where, error.fix]})
+            reply(job, {"refused": [error.problem, error.where, error.fix]})
             continue
         loss_mask = b"" if made.loss_mask is None else made.loss_mask.tobytes()
         bad_rows = {number: astuple(bad_row) for number, bad_row in made.bad_rows.items()}
-        tell(job, {"lengths": made.lengths.tolist(), "bad_rows": bad_rows}, made.ids.tobytes() + loss_mask)
+        reply(job, {"lengths": made.lengths.tolist(), "bad_rows": bad_rows}, made.ids.tobytes() + loss_mask)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bloomery.core.child import Child, accept, last_words, requests, tell
+from bloomery.core.child import Child, accept, last_words, reply, requests
 from bloomery.core.errors import UserError
 from bloomery.core.units import MIB
 from bloomery.data.tokenizer.tokenizer import SPECIAL, JsonBackend, Tokenizer, guarded
@@ -168,9 +168,9 @@ def main() -> None:
     try:
         made = _trained(received(), TrainTokenizer.model_validate_json(job["spec"]), told=True)
     except UserError as error:
-        tell(job, {"refused": [error.problem, error.where, error.fix]})
+        reply(job, {"refused": [error.problem, error.where, error.fix]})
     else:
-        tell(job, {}, made.encode())
+        reply(job, {}, made.encode())
 
 
 if __name__ == "__main__":

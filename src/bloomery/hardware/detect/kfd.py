@@ -1,7 +1,7 @@
-"""AMD GPUs as the kernel's compute driver lists them. Standard library only: set-up runs before anything is installed.
+"""AMD GPUs in the topology of the kernel's compute driver. Standard library only: used before anything is installed.
 
-Facts of the format: drivers/gpu/drm/amd/amdkfd/kfd_topology.c (`node_show`, `mem_show`). The kernel writes these files,
-so HSA_OVERRIDE_GFX_VERSION does not reach them: they are the truth about the chip.
+Source of the format: drivers/gpu/drm/amd/amdkfd/kfd_topology.c (`node_show`, `mem_show`). The kernel writes them,
+so HSA_OVERRIDE_GFX_VERSION has no effect here.
 """
 
 import re
@@ -28,18 +28,18 @@ class KfdNode:
     memory_used_bytes: int
     integrated: bool
     pci_address: str
-    gtt_bytes: int = 0  # system memory that the driver lends
+    gtt_bytes: int = 0  # system memory available to the GPU
     unique_id: str = ""  # of the die
-    hive_id: str = ""  # of the dies that xGMI joins
+    hive_id: str = ""  # of the dies connected by xGMI
 
 
 def gfx_name(version: int) -> str:
-    """100301 -> gfx1031, 90010 -> gfx90a: decimal major, then minor and stepping as one hexadecimal digit each."""
+    """100301 -> gfx1031, 90010 -> gfx90a: decimal major; minor and stepping as one hexadecimal digit each."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
 def read_kfd(root: Path = Path("/sys")) -> tuple[KfdNode, ...]:
-    """Every AMD GPU below `root` in the order of the topology; those that the container masks are absent."""
+    """The AMD GPUs below `root` in the order of the topology, without those hidden from a container."""
     folder = root / TOPOLOGY
     if not folder.is_dir():
         return ()
@@ -49,20 +49,20 @@ def read_kfd(root: Path = Path("/sys")) -> tuple[KfdNode, ...]:
 
 
 def masked_gpus(root: Path = Path("/sys")) -> int:
-    """Nodes that the kernel lists and the control group of this process hides: their properties answer EPERM."""
+    """GPUs that the kernel lists and the control group of this process hides: reading them fails with EPERM."""
     count = 0
     for path in (root / TOPOLOGY).glob("[0-9]*/properties"):
         try:
             path.read_text(errors="replace")
         except PermissionError:
             count += 1
-        except OSError:  # a node that goes away while it is read is not a masked one
+        except OSError:  # a node that disappears while it is read is not hidden
             continue
     return count
 
 
 def text_of(path: Path) -> str:
-    """What a file of the system says, with what is no text replaced; empty where it cannot be read."""
+    """The content of a system file, with invalid UTF-8 replaced; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -70,9 +70,9 @@ def text_of(path: Path) -> str:
 
 
 def number_of(text: str, default: int = 0) -> int:
-    """A number in decimal or 0x form; `default` for whatever is none. No register has more than 20 digits."""
-    found = re.fullmatch(r"\s*(0[xX][0-9a-fA-F]{1,16}|\d{1,20})\s*", text)
-    return int(found[1], 16 if found[1][:2].lower() == "0x" else 10) if found else default
+    """A number in decimal or 0x form of at most 20 digits; otherwise `default`."""
+    match = re.fullmatch(r"\s*(0[xX][0-9a-fA-F]{1,16}|\d{1,20})\s*", text)
+    return int(match[1], 16 if match[1][:2].lower() == "0x" else 10) if match else default
 
 
 def _read_node(root: Path, folder: Path, number: int) -> KfdNode | None:
@@ -100,17 +100,17 @@ def _read_node(root: Path, folder: Path, number: int) -> KfdNode | None:
     )
 
 
-# Chips that only exist beside a processor; Linux lists them as a node of their own.
+# Integrated GPUs that Linux lists as nodes of their own.
 INTEGRATED = frozenset((90012, 100303, 100305, 100306, 100307, 110003, 110500, 110501, 110502, 110503))
 
 
 def _properties(path: Path) -> dict[str, int]:
-    """`key value` lines. A device that the control group hides answers EPERM: it is not ours to use."""
+    """`key value` lines; empty for a device hidden by the control group (EPERM)."""
     return {key: int(value) for key, value in re.findall(r"^(\w+) (\d{1,20})$", text_of(path), re.MULTILINE)}
 
 
 def _local_memory(banks: Path) -> int:
-    """Bytes of the banks that are not system memory (heap_type 0); `local_mem_size` is always 0."""
+    """Bytes of the memory banks that are not system memory (heap_type 0); `local_mem_size` is always 0."""
     facts = [_properties(bank / "properties") for bank in sorted(banks.glob("[0-9]*"))]
     return sum(bank.get("size_in_bytes", 0) for bank in facts if bank.get("heap_type", 0) != 0)
 

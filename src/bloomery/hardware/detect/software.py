@@ -1,4 +1,4 @@
-"""Python, the installed PyTorch and its companions, and the variables that steer them. Nothing is imported."""
+"""Python, the installed PyTorch and related packages, and their environment variables. Imports none of them."""
 
 import configparser
 import os
@@ -30,7 +30,7 @@ ENVIRONMENT = (
     "TRITON_INTERPRET", "LD_LIBRARY_PATH", "ROCM_PATH", "PIP_CONSTRAINT",
 )  # fmt: skip
 ENVIRONMENT_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
-# Distributions that matter by name; any other that requires torch is found by its metadata.
+# Related distributions by name; others that require torch are found by their metadata.
 COMPANIONS = re.compile(
     r"(?:torch(?:vision|audio|ao|tune)?|triton(?:-rocm)?|pytorch-triton(?:-rocm)?|flash-attn|bitsandbytes|xformers"
     r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
@@ -52,7 +52,7 @@ LARGEST_SHELL_FILE = 1 << 20
 
 
 def read_software(root: Path) -> Software:
-    """What this interpreter would import; shell files and pip's settings below `root`."""
+    """The packages that this interpreter imports; shell files and pip configuration below `root`."""
     packages = tuple(sorted(_packages(), key=lambda package: package.name))
     versions = {package.name: package.version for package in packages}
     table = _torch_table()
@@ -60,10 +60,10 @@ def read_software(root: Path) -> Software:
     torch = values.get("__version__") or versions.get("torch") or ""
     return Software(
         python=platform.python_version(),
-        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder of that name is no PyTorch
+        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder named torch is not PyTorch
         build=build_of(values) if values else None,
         triton=next((versions[name] for name in TRITONS if name in versions), None),
-        environment={name: _nameless(value) for name, value in sorted(os.environ.items()) if matters(name)},
+        environment={name: _with_tilde(value) for name, value in sorted(os.environ.items()) if matters(name)},
         hip=values.get("hip", ""),
         cuda=values.get("cuda", ""),
         prefix=_short(Path(sys.prefix)),
@@ -75,7 +75,7 @@ def read_software(root: Path) -> Software:
 
 
 def matters(name: str) -> bool:
-    """Whether a variable of this name steers PyTorch, the driver or the libraries between them."""
+    """Whether a variable of this name affects PyTorch, the driver or the libraries between them."""
     return name in ENVIRONMENT or name.startswith(ENVIRONMENT_PREFIXES)
 
 
@@ -85,7 +85,7 @@ def _torch_table() -> Path | None:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """The texts of torch/version.py, whose lines are `name: Optional[str] = 'value'`."""
+    """The strings of torch/version.py, whose lines are `name: Optional[str] = 'value'`."""
     return dict(re.findall(r"^(\w+)\s*(?::[^=]+)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
 
 
@@ -94,44 +94,40 @@ def build_of(values: dict[str, str]) -> Build:
 
 
 def _short(path: Path) -> str:
-    """With the home folder as ~: a record that is attached to a bug report names no user."""
+    """With the home folder as ~, so that a bug report does not contain the user name."""
     home = Path.home()
     return "~/" + str(path.relative_to(home)) if home != Path("/") and path.is_relative_to(home) else str(path)
 
 
-def _nameless(text: str) -> str:
+def _with_tilde(text: str) -> str:
     home = str(Path.home())
     return text.replace(home + "/", "~/") if home != "/" else text
 
 
 def _packages() -> Iterator[Package]:
-    """Installed distributions that have to do with torch, the first of each name on the import path."""
-    seen = set()
+    """Installed distributions related to torch, the first of each name on the import path."""
+    names = set()
     for entry in dict.fromkeys(sys.path):
         for folder in sorted(Path(entry or ".").glob("*.dist-info")):
-            name, version = _name_and_version(folder)
-            if name in seen:
+            stem, _, version = folder.name.removesuffix(".dist-info").partition("-")  # flash_attn-2.8.3.dist-info
+            name = re.sub(r"[-_.]+", "-", stem).lower()
+            if name in names:
                 continue
-            seen.add(name)
+            names.add(name)
             requirement = _requires_torch(folder)
+            record = folder / "RECORD"  # written by the installer; other files can keep the time of a cache
             if requirement or COMPANIONS.fullmatch(name):
                 yield Package(
                     name=name,
                     version=version,
-                    installed=_installed(folder),
+                    installed=(record if record.exists() else folder).stat().st_mtime,
                     requested=(folder / "REQUESTED").exists(),
                     requires_torch=requirement,
                 )
 
 
-def _name_and_version(folder: Path) -> tuple[str, str]:
-    """("flash-attn", "2.8.3") from flash_attn-2.8.3.dist-info."""
-    name, _, version = folder.name.removesuffix(".dist-info").partition("-")
-    return re.sub(r"[-_.]+", "-", name).lower(), version
-
-
 def _requires_torch(folder: Path) -> str:
-    """Its unconditional requirement of torch, "torch>=2.8"; those of extras do not count."""
+    """The requirement of torch, "torch>=2.8", without those of extras."""
     try:
         text = (folder / "METADATA").read_bytes()
     except OSError:
@@ -142,14 +138,8 @@ def _requires_torch(folder: Path) -> str:
     return ""
 
 
-def _installed(folder: Path) -> float:
-    """When: installers write RECORD anew, the other files may keep the time of a cache."""
-    record = folder / "RECORD"
-    return (record if record.exists() else folder).stat().st_mtime
-
-
 def _settings(root: Path) -> Iterator[Setting]:
-    """Lines of shell files and of the environment's activation scripts that set a variable that matters."""
+    """Lines of shell files and activation scripts that set a relevant variable."""
     for name, file in _shell_files(root):
         try:
             text = file.read_text(errors="replace") if file.stat().st_size <= LARGEST_SHELL_FILE else ""
@@ -157,13 +147,13 @@ def _settings(root: Path) -> Iterator[Setting]:
             continue
         for number, line in enumerate(text.splitlines(), start=1):
             code = "" if line.lstrip().startswith("#") else line
-            for variable, value in (found for pattern in SETS for found in pattern.findall(code)):
+            for variable, value in (match for pattern in SETS for match in pattern.findall(code)):
                 if matters(variable):
                     yield Setting(name=variable, value=value.strip("\"'"), file=name, line=number)
 
 
 def _shell_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """(as people write it, where it lies below `root`)."""
+    """(the path with ~, the path below `root`)."""
     for name in SHELL_FILES:
         yield name, _below(root, name)
     for folder, pattern in SHELL_FOLDERS:
@@ -181,9 +171,9 @@ def _below(root: Path, name: str) -> Path:
 
 
 def _pinned(root: Path) -> str:
-    """The line of pip's constraints that fixes torch; empty where the next `pip install` may replace it.
+    """The line of pip's constraints that pins torch; empty if the next `pip install` can replace it.
 
-    Of pip's settings the most specific counts alone: the variable, the environment's file, the user's, the system's.
+    pip uses only the most specific setting: the variable, then the file of the environment, the user, the system.
     """
     own = (f"{sys.prefix}/pip.conf", "~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf")
     values = (os.environ.get("PIP_CONSTRAINT"), *(_constraint(_below(root, name)) for name in own))
@@ -197,7 +187,7 @@ def _constraint(file: Path) -> str:
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read(file, encoding="utf-8")
-    except (configparser.Error, UnicodeDecodeError):  # pip says so itself, and much earlier
+    except (configparser.Error, UnicodeDecodeError):  # pip reports this itself
         return ""
     sections = (section for section in ("install", "global") if parser.has_option(section, "constraint"))
     return next((parser.get(section, "constraint") for section in sections), "")

@@ -1,4 +1,4 @@
-"""The kernel's driver, what this process may open, what stands around it, and who holds a GPU's memory."""
+"""Kernel drivers, accessible devices, container and cluster of this process, and the processes on the GPUs."""
 
 import errno
 import os
@@ -14,12 +14,12 @@ from bloomery.core.child import output_of
 from bloomery.core.units import MIB
 from bloomery.hardware.detect.kfd import masked_gpus, text_of
 from bloomery.hardware.machine import Access, Driver, Opening, Surroundings
-from bloomery.hardware.specs.wheels import site_here
+from bloomery.hardware.specs.wheels import detect_site
 
 OPEN_SECONDS = 5
 OPENING: dict[int, Opening] = {0: "open", errno.ENOENT: "absent", errno.ENXIO: "absent", errno.ENODEV: "absent"}
-# Really opened, because neither SELinux nor a control group of devices shows in the permission bits; in a child,
-# because a driver that has hung never returns from open().
+# Opens the devices, because permission bits do not include SELinux and device control groups; in a child process,
+# because open() never returns if the driver hangs.
 OPENER = """
 import os, sys
 for path in sys.argv[1:]:
@@ -30,12 +30,12 @@ for path in sys.argv[1:]:
         print(error.errno)
 """
 MODPROBE_FOLDERS = ("etc/modprobe.d", "run/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
-KEPT_OUT = re.compile(r"^\s*(?:blacklist\s+amdgpu\s*$|install\s+amdgpu\s+\S*/(?:true|false))", re.MULTILINE)
+BLACKLISTED = re.compile(r"^\s*(?:blacklist\s+amdgpu\s*$|install\s+amdgpu\s+\S*/(?:true|false))", re.MULTILINE)
 BOOT_WORDS = re.compile(
     r"(?:^|\s)((?:iommu|amd_iommu|intel_iommu|pcie_acs_override|modprobe\.blacklist|module_blacklist)=\S+|nomodeset"
     r"|amdgpu\.\S+)"
 )
-LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib")  # where distributions put their own ROCm
+LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib")  # of the ROCm packages of distributions
 SLURM = (
     "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
     "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_GPUS_ON_NODE",
@@ -44,12 +44,15 @@ SLURM = (
 
 
 def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
-    """(what /dev/kfd and the groups say, what opening each render node answered)."""
+    """(access to /dev/kfd and groups, access to each render node)."""
     if os.name == "nt":
         return Access(), {}
     kfd, renders = root / "dev/kfd", sorted((root / "dev/dri").glob("renderD*"))
     answers = openings([path for path in (kfd, *renders) if path.exists()])
-    names, gid, render_gid = _group_names(root), _owner(kfd), _owner(renders[0]) if renders else None
+    names = {int(number): name for name, _, number, _ in _group_rows(root)}
+    gid, render_gid = (
+        path.stat().st_gid if path and path.exists() else None for path in (kfd, next(iter(renders), None))
+    )
     access = Access(
         kfd=answers.get(kfd, "absent"),
         kfd_group="" if gid is None else names.get(gid, str(gid)),
@@ -62,44 +65,36 @@ def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
 
 
 def openings(paths: list[Path]) -> dict[Path, Opening]:
-    """What opening each for reading and writing answers, asked in a child that may hang without harm."""
+    """Whether each file can be opened read-write, tested in a child process that may hang."""
     if not paths:
         return {}
     answer = output_of([sys.executable, "-I", "-S", "-c", OPENER, *map(str, paths)], seconds=OPEN_SECONDS)
     if answer is None:
         return dict.fromkeys(paths, "hung")
     numbers = answer.split()
-    if len(numbers) != len(paths):  # no child could be started: the permission bits must do
+    if len(numbers) != len(paths):  # the child could not be started: use the permission bits
         return {path: "open" if os.access(path, os.R_OK | os.W_OK) else "denied" for path in paths}
     return {path: OPENING.get(int(number), "denied") for path, number in zip(paths, numbers, strict=True)}
 
 
-def _owner(path: Path) -> int | None:
-    return path.stat().st_gid if path.exists() else None
-
-
 def _group_rows(root: Path) -> list[list[str]]:
-    """Rows of /etc/group: name, password, number, members. The name service is not asked: it can hang."""
+    """Lines of /etc/group: name, password, number, members. The name service is not used, as it can hang."""
     lines = text_of(root / "etc/group").splitlines()
     return [fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()]
 
 
-def _group_names(root: Path) -> dict[int, str]:
-    return {int(number): name for name, _, number, _ in _group_rows(root)}
-
-
 def _listed_groups(root: Path, names: dict[int, str]) -> tuple[str, ...]:
-    """The user's own group and those that list the user: what a fresh login would have."""
+    """The groups of the user after the next login."""
     rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
-    mine = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
-    user = mine[0] if mine else os.environ.get("LOGNAME", os.environ.get("USER", ""))
-    own = [names.get(int(mine[3]), mine[3])] if mine and mine[3].isdecimal() else []
+    entry = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
+    user = entry[0] if entry else os.environ.get("LOGNAME", os.environ.get("USER", ""))
+    own = [names.get(int(entry[3]), entry[3])] if entry and entry[3].isdecimal() else []
     listing = [name for name, _, _, members in _group_rows(root) if user and user in members.split(",")]
     return tuple(dict.fromkeys((*own, *listing)))
 
 
 def read_driver(root: Path) -> Driver:
-    """The kernel's drivers and what decides whether they load."""
+    """Kernel drivers, and the settings that blacklist them."""
     command_line = text_of(root / "proc/cmdline")
     balancing = text_of(root / "proc/sys/kernel/numa_balancing").strip()
     return Driver(
@@ -116,22 +111,22 @@ def read_driver(root: Path) -> Driver:
 
 def _nvidia_driver(root: Path) -> str:
     """580.82.07, from a line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release"."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
-    return found[1] if found else text_of(root / "sys/module/nvidia/version").strip()
+    match = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    return match[1] if match else text_of(root / "sys/module/nvidia/version").strip()
 
 
 def _blacklisted(root: Path, command_line: str) -> str:
-    """The file, or the boot parameter, that keeps amdgpu from loading."""
+    """The file or boot parameter that blacklists amdgpu."""
     for folder in MODPROBE_FOLDERS:
         for file in sorted((root / folder).glob("*.conf")):
-            if KEPT_OUT.search(text_of(file)):
+            if BLACKLISTED.search(text_of(file)):
                 return "/" + str(file.relative_to(root))
-    named = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
-    return f"{named[0]} in /proc/cmdline" if named else ""
+    match = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
+    return f"{match[0]} in /proc/cmdline" if match else ""
 
 
 def system_rocm(root: Path) -> str:
-    """The newest ROCm that any source names: leftovers of older ones are common, and 10.1 is newer than 7.2."""
+    """The newest installed ROCm; older ones often remain, and 10.1 is newer than 7.2."""
     folders = [root / "opt/rocm", *(root / "opt").glob("rocm-*")]
     folders += [_below(root, os.environ[name]) for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)]
     texts = [text_of(folder / ".info/version") for folder in folders]
@@ -143,18 +138,18 @@ def system_rocm(root: Path) -> str:
 
 
 def newest(versions: Iterable[str]) -> str:
-    """The greatest of the texts that begin with a version of at least two numbers, without what follows it; else ""."""
-    found = (re.match(r"\s*v?(\d+(?:\.\d+)+)", text) for text in versions)
-    return max((match[1] for match in found if match), key=version_key, default="")
+    """The newest version of the texts that begin with one of at least two numbers; otherwise ""."""
+    matches = (re.match(r"\s*v?(\d+(?:\.\d+)+)", text) for text in versions)
+    return max((match[1] for match in matches if match), key=version_key, default="")
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Orders versions by their numbers: 7.2.4 < 7.14 < 10.1."""
+    """For sorting versions: 7.2.4 < 7.14 < 10.1."""
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def _below(root: Path, path: str | Path) -> Path:
-    """An absolute path of the machine whose files lie below `root`."""
+    """An absolute path, below `root`."""
     return root / str(path).lstrip("/")
 
 
@@ -163,7 +158,7 @@ def _modules() -> tuple[str, ...]:
 
 
 def read_surroundings(root: Path) -> Surroundings:
-    """Whatever stands between this process and the hardware."""
+    """WSL, container, control group, Slurm job and cluster of this process."""
     shared = root / "dev/shm"
     space = os.statvfs(shared) if shared.is_dir() else None
     return Surroundings(
@@ -173,32 +168,33 @@ def read_surroundings(root: Path) -> Surroundings:
         masked_gpus=masked_gpus(root / "sys"),
         shared_memory_bytes=space.f_blocks * space.f_frsize if space else None,
         slurm={name: os.environ[name] for name in SLURM if name in os.environ},
-        site=site_here(root),
+        site=detect_site(root),
         modules=_modules(),
     )
 
 
 def _container(root: Path) -> str:
-    """docker, podman, apptainer, kubernetes, lxc, or what systemd calls it; empty outside of any."""
+    """docker, podman, apptainer, kubernetes, lxc, or systemd's name of the container; empty outside of containers."""
     if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
         return "apptainer"
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
     marks = ((".dockerenv", "docker"), ("run/.containerenv", "podman"), (".singularity.d", "apptainer"))
-    found = next((kind for mark, kind in marks if (root / mark).exists()), "")
+    by_file = next((kind for mark, kind in marks if (root / mark).exists()), "")
     first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
     names = {"libpod": "podman", "kubepods": "kubernetes"}
-    return found or text_of(root / "run/systemd/container").strip() or (names.get(first[1], first[1]) if first else "")
+    by_group = names.get(first[1], first[1]) if first else ""
+    return by_file or text_of(root / "run/systemd/container").strip() or by_group
 
 
-PATIENCE_SECONDS = 5.0
+SMI_SECONDS = 5.0
 QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
 
 
 @final
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process with memory on any GPU here; `name` is its command's."""
+    """A process with memory on a GPU; `name`: of its command."""
 
     pid: int
     name: str
@@ -206,14 +202,14 @@ class GpuProcess:
 
 
 def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[GpuProcess, ...]:
-    """Other processes with memory on a GPU, the largest first; what this user may not see is missing."""
-    held: dict[int, int] = {}
-    for pid, size in (*_of_kfd(root), *_of_nvidia(output_of(QUERY, seconds=PATIENCE_SECONDS) or "")):
-        held[pid] = held.get(pid, 0) + size
+    """Other processes with memory on a GPU, the largest first, without those hidden from this user."""
+    used: dict[int, int] = {}
+    for pid, size in (*_of_kfd(root), *_of_nvidia(output_of(QUERY, seconds=SMI_SECONDS) or "")):
+        used[pid] = used.get(pid, 0) + size
     others = [
-        GpuProcess(pid, _process_name(proc, pid), size) for pid, size in held.items() if size and pid != os.getpid()
+        GpuProcess(pid, _process_name(proc, pid), size) for pid, size in used.items() if size and pid != os.getpid()
     ]
-    return tuple(sorted(others, key=lambda tenant: -tenant.bytes))
+    return tuple(sorted(others, key=lambda process: -process.bytes))
 
 
 def _of_kfd(root: Path) -> Iterator[tuple[int, int]]:
@@ -221,7 +217,7 @@ def _of_kfd(root: Path) -> Iterator[tuple[int, int]]:
     for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):
         try:
             yield int(path.parent.name), int(path.read_text())
-        except (OSError, ValueError):  # it has just ended, or is somebody else's
+        except (OSError, ValueError):  # it has just ended, or belongs to another user
             continue
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from bloomery.core.child import Child, accept, tell
+from bloomery.core.child import Child, accept, reply
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,12 +200,12 @@ def main(probes: Mapping[str, Run]) -> int:
     """
     job = accept()
     for name in job["names"]:
-        tell(job, {"name": name, "outcome": "started"})
+        reply(job, {"name": name, "outcome": "started"})
         try:
             result = (probes.get(name) or probes[name.partition("-")[0]])(name, job)
         except Exception as error:  # any error of a driver or library is the result
             result = {"outcome": "failed", "message": one_line(error)}
-        tell(job, {"name": name} | result)
+        reply(job, {"name": name} | result)
         if result["outcome"] not in ("ok", "absent"):
             break
     return 0

@@ -1,7 +1,7 @@
-"""What training was measured to reach: this user's own measurements, and cards that others gave. No torch."""
+"""Measured training speed and memory: results of this user's runs and of contributors. Does not import torch."""
 
 import json
-from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ from bloomery.hardware.machine import Frozen, Machine
 from bloomery.hardware.profile import choose_device
 from bloomery.hardware.specs.specs import cpu_spec, gpu_spec
 
-OWN = "this machine"  # as the giver of what was measured here
-KEPT = 50  # own cards
+OWN = "this machine"  # as the contributor of local results
+STORED = 50  # local results
 
 
 class Point(Frozen):
-    """One measured setting of a training step on one device."""
+    """A measured configuration of a training step on one device."""
 
     sequence_length: int
-    micro_batch_size: int  # rows
+    micro_batch_size: int  # sequences
     accumulation: int
     precision: str
     attention: str
@@ -30,116 +30,108 @@ class Point(Frozen):
     activation_checkpointing: str
     optimizer: str
     tokens_per_second: float  # of whole optimizer steps
-    setting: str = ""  # an adapter, a quantised base, lean states: plan.occupancy; empty: every weight, plainly
-    peak_gib: float  # a GPU: allocated by tensors; a CPU: resident in the process
+    setting: str = ""  # adapter, quantized base, optimizer states in low precision; empty: none of them
+    peak_gib: float  # a GPU: allocated by tensors; a CPU: resident memory of the process
 
 
-class Card(Frozen):
-    """What a device reached with a model. It names no host and no person that did not ask for it."""
+class Calibration(Frozen):
+    """Measured speed and memory of a model on a device. Contains no host name; a user name only on request."""
 
-    device: str  # the product
-    arch: str  # gfx1031, sm_90; of a processor its strongest instruction set
-    cores: int = 0  # that were used; 0: a GPU
+    device: str  # the product name
+    arch: str  # gfx1031, sm_90; of a CPU its fastest instruction set
+    cores: int = 0  # in use; 0: a GPU
     memory_gib: float
     torch: str
     rocm: str = ""
     cuda: str = ""
     bloomery: str
-    model: dict[str, Any]  # the facts of its ModelConfig
+    model: dict[str, Any]  # its ModelConfig
     parameters: int
-    text: str  # prepared, or random: tokens without meaning in documents of whole rows
+    text: str  # prepared, or random: random tokens, one document per sequence
     contributor: str
     day: str  # 2026-11-21
     points: tuple[Point, ...]
 
 
-class Device(NamedTuple):
-    """How cards name a device. `cores`: those that would be used of a processor; 0: a GPU."""
+class DeviceKey(NamedTuple):
+    """The device of a calibration. `cores`: CPU cores in use; 0: a GPU."""
 
     name: str
     arch: str
     cores: int
 
 
-def calibration(machine: Machine) -> tuple[Card, ...]:
-    """Cards of the device that training would use here, best first: own ones newest first, then those given."""
-    here, found = device_of(machine), [*reversed(_own()), *given_cards()]
-    return tuple(card for card in found if Device(card.device, card.arch, card.cores) == here)
+def calibrations(machine: Machine) -> tuple[Calibration, ...]:
+    """Results for the device that training would use: local ones, newest first, then contributed ones."""
+    device = device_of(machine)
+    results = (*reversed(_stored()), *contributed())
+    return tuple(one for one in results if DeviceKey(one.device, one.arch, one.cores) == device)
 
 
-def device_of(machine: Machine) -> Device:
-    """The device that training would use: a GPU by its name in the table, a processor by its strongest instructions."""
+def device_of(machine: Machine) -> DeviceKey:
+    """The device that training would use: a GPU by its name in gpus.toml, a CPU by its fastest instruction set."""
     accelerator, _ = choose_device(machine)
     if accelerator is not None:
         spec = gpu_spec(accelerator)
-        return Device(spec.name if spec else accelerator.name, accelerator.arch, 0)
+        return DeviceKey(spec.name if spec else accelerator.name, accelerator.arch, 0)
     cpu = cpu_spec(machine.host)
-    return Device(machine.host.cpu_name, cpu.flag if cpu else "", threads(machine))
+    return DeviceKey(machine.host.cpu_name, cpu.flag if cpu else "", threads(machine))
 
 
 def threads(machine: Machine) -> int:
-    """That compute on the processor: every core, unless the user has bounded OpenMP."""
-    asked = machine.software.environment.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdigit() and int(asked) > 0 else machine.host.cpu_cores
+    """CPU threads: all cores, unless OMP_NUM_THREADS is set."""
+    limit = machine.software.environment.get("OMP_NUM_THREADS", "")
+    return int(limit) if limit.isdigit() and int(limit) > 0 else machine.host.cpu_cores
 
 
-def remember(card: Card) -> bool:
-    """Keeps an own card, instead of an older one of the same device, torch and model. False: it cannot be written."""
-    mine = card.model_copy(update={"contributor": OWN})
-    others = [each for each in _own() if _identity(each) != _identity(mine)]
-    kept = [*others, mine][-KEPT:]
-    return write_json(_own_file(), [each.model_dump(mode="json") for each in kept])
+def store(result: Calibration) -> bool:
+    """Stores a local result; it replaces an older one of the same device, torch and model. False: not writable."""
+
+    def key(one: Calibration) -> tuple[object, ...]:
+        return one.device, one.arch, one.cores, one.torch, json.dumps(one.model, sort_keys=True)
+
+    results = [one for one in _stored() if key(one) != key(result)]
+    results.append(result.model_copy(update={"contributor": OWN}))
+    return write_json(_file(), [one.model_dump(mode="json") for one in results[-STORED:]])
 
 
-def write_card(card: Card, path: Path) -> None:
-    """Raises UserError when the file cannot be written."""
+def write_calibration(result: Calibration, path: Path) -> None:
+    """Raises UserError if the file cannot be written."""
     try:
-        path.write_text(json.dumps(card.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(result.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        problem = f"the card cannot be written: {error.strerror}"
-        raise UserError(problem, where=str(path), fix="name a file in a folder that you may write to") from error
+        problem = f"cannot write the calibration: {error.strerror}"
+        raise UserError(problem, where=str(path), fix="pass a file in a writable folder") from error
 
 
 @cache
-def given_cards() -> tuple[Card, ...]:
-    """The cards that come with Bloomery."""
-    return tuple(card for path in sorted(cards_folder().glob("*.json")) if (card := _read(path)) is not None)
+def contributed() -> tuple[Calibration, ...]:
+    """The results that come with Bloomery, without those of newer versions that this one cannot read."""
+    results = []
+    for path in sorted(contributed_folder().glob("*.json")):
+        with suppress(OSError, ValidationError):
+            results.append(Calibration.model_validate_json(path.read_bytes()))
+    return tuple(results)
 
 
-def cards_folder() -> Path:
-    """`benchmarks/cards` of a checkout; an installed package holds a copy beside this file."""
-    packaged = Path(__file__).with_name("cards")
-    return packaged if packaged.is_dir() else Path(__file__).parents[4] / "benchmarks/cards"
+def contributed_folder() -> Path:
+    """`benchmarks/calibration` of a checkout; an installed package has a copy next to this file."""
+    packaged = Path(__file__).with_name("calibration")
+    return packaged if packaged.is_dir() else Path(__file__).parents[4] / "benchmarks/calibration"
 
 
-def _identity(card: Card) -> tuple[object, ...]:
-    return card.device, card.arch, card.cores, card.torch, json.dumps(card.model, sort_keys=True)
-
-
-def _own_file() -> Path:
+def _file() -> Path:
     return cache_folder() / "measured.json"
 
 
-def _own() -> list[Card]:
-    """A damaged file counts as empty: measuring again mends it."""
+def _stored() -> list[Calibration]:
+    """Damaged files and entries are skipped."""
     try:
-        stored = json.loads(_own_file().read_bytes())
+        content = json.loads(_file().read_bytes())
     except (OSError, ValueError):
         return []
-    return list(_valid(stored)) if isinstance(stored, list) else []
-
-
-def _valid(stored: list[Any]) -> Iterator[Card]:
-    for each in stored:
-        try:
-            yield Card.model_validate(each)
-        except ValidationError:
-            continue
-
-
-def _read(path: Path) -> Card | None:
-    """None for a card of a newer version that this one cannot read."""
-    try:
-        return Card.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return None
+    results = []
+    for entry in content if isinstance(content, list) else ():
+        with suppress(ValidationError):
+            results.append(Calibration.model_validate(entry))
+    return results

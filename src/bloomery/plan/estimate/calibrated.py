@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.hardware.specs.calibration import OWN, Card, Point, calibration
+from bloomery.hardware.specs.calibration import OWN, Calibration, Point, calibrations
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import estimate_memory
@@ -33,7 +33,7 @@ TableSeconds = Callable[[StepShape, int], float | None]  # of a step over so man
 class NearestMeasurement:
     """The measurement nearest to the planned step."""
 
-    source: Card
+    source: Calibration
     point: Point
     distance: float  # doublings
 
@@ -50,7 +50,7 @@ class NearestMeasurement:
 
 
 def corrected(
-    parts: Mapping[str, Estimate], step: StepShape, measurements: Sequence[Card], *, seconds: TableSeconds
+    parts: Mapping[str, Estimate], step: StepShape, measurements: Sequence[Calibration], *, seconds: TableSeconds
 ) -> dict[str, Estimate]:
     """The parts of a step, each times measured over estimated seconds of the nearest measured step.
 
@@ -65,7 +65,7 @@ def corrected(
 
 
 def corrected_memory(
-    table: MemoryEstimate, step: StepShape, measurements: Sequence[Card], *, memory: TableMemory
+    table: MemoryEstimate, step: StepShape, measurements: Sequence[Calibration], *, memory: TableMemory
 ) -> MemoryEstimate:
     """The estimate times measured over estimated peak of the same model with nearly as many tokens."""
     known = nearest(step, [source for source in measurements if _shape(_config(source)) == _shape(step.config)])
@@ -96,7 +96,7 @@ def table_error(known: NearestMeasurement, step: StepShape, seconds: TableSecond
     return None if not expected else tokens / point.tokens_per_second / expected
 
 
-def compile_gain(measurements: Sequence[Card], *, model: ModelConfig, precision: str, setting: str) -> float | None:
+def compile_gain(measurements: Sequence[Calibration], *, model: ModelConfig, precision: str, setting: str) -> float | None:
     """Uncompiled over compiled step time of this model; None where no measurement of the device has both."""
     for source in measurements:
         if _shape(_config(source)) != _shape(model):
@@ -110,7 +110,7 @@ def compile_gain(measurements: Sequence[Card], *, model: ModelConfig, precision:
     return None
 
 
-def nearest(step: StepShape, measurements: Sequence[Card]) -> NearestMeasurement | None:
+def nearest(step: StepShape, measurements: Sequence[Calibration]) -> NearestMeasurement | None:
     """Among points of the same precision and compilation; own measurements before contributed ones."""
     found = [
         NearestMeasurement(source=source, point=point, distance=_distance(step, source, point))
@@ -143,23 +143,23 @@ def measured_step(known: NearestMeasurement, step: StepShape) -> StepShape | Non
     )
 
 
-def _distance(step: StepShape, source: Card, point: Point) -> float:
+def _distance(step: StepShape, source: Calibration, point: Point) -> float:
     sequences = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
     settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
     return _width_doublings(step, source) + sequences + 0.5 * settings
 
 
-def _width_doublings(step: StepShape, source: Card) -> float:
+def _width_doublings(step: StepShape, source: Calibration) -> float:
     width = _width(source)
     return math.inf if width is None else abs(math.log2(width / step.config.hidden_size))
 
 
-def _width(source: Card) -> int | None:
+def _width(source: Calibration) -> int | None:
     width = source.model.get("hidden_size")
     return width if isinstance(width, int) and width > 0 else None
 
 
-def _config(source: Card) -> ModelConfig | None:
+def _config(source: Calibration) -> ModelConfig | None:
     return _parsed(json.dumps(source.model, sort_keys=True))
 
 
@@ -185,7 +185,7 @@ class StepEstimator:
 
     machine: Machine
     profile: Profile
-    measurements: tuple[Card, ...]
+    measurements: tuple[Calibration, ...]
     limit: float
     clips: bool
 
@@ -194,7 +194,7 @@ class StepEstimator:
         device, share = profile.accelerator, profile.memory_share.value
         limit = share * device.usable_bytes if device else float(machine.host.memory_free_bytes)
         clips = asked.train.max_grad_norm is not None
-        return cls(machine=machine, profile=profile, measurements=calibration(machine), limit=limit, clips=clips)
+        return cls(machine=machine, profile=profile, measurements=calibrations(machine), limit=limit, clips=clips)
 
     def memory(self, step: StepShape) -> MemoryEstimate:
         def table(other: StepShape) -> MemoryEstimate:

@@ -9,7 +9,7 @@ from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_seconds, two_digits
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.profile import with_gpu
-from bloomery.hardware.specs.specs import LENT_SHARE, GpuSpec, arch_spec, gpu_spec, table
+from bloomery.hardware.specs.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
 from bloomery.plan.advice.advise import energy_kwh
 from bloomery.plan.gather import facts_of
 from bloomery.plan.report.page import LABEL, SHORT_NAMES, WIDTH
@@ -134,7 +134,7 @@ def gpus_page(results: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes:
     size = f" {best.memory_gib:.0f}GB" if len(best.spec.memory_gib) > 1 else ""
     name = best.name + size
     if not best.spec.memory_gib:  # integrated GPU: its name has the machine's memory
-        name = f"{best.spec.short_name} {best.memory_gib / LENT_SHARE:.0f}GB"
+        name = f"{best.spec.short_name} {best.memory_gib / SHARED_PART:.0f}GB"
     command = f'bloomery plan {source} --gpu "{name}"{many}'
     return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 
