@@ -167,7 +167,7 @@ def test_a_crash_under_debug_is_shown(tmp_path):
     ("error", "said"),
     [
         ("OSError(28, 'No space left on device', '/full/disk')", "the disk is full\nwhere: /full/disk"),
-        ("PermissionError(13, 'Permission denied', '/root/x')", "access was refused\nwhere: /root/x"),
+        ("PermissionError(13, 'Permission denied', '/root/x')", "permission denied\nwhere: /root/x"),
         ("MemoryError()", "out of host memory"),
     ],
 )
