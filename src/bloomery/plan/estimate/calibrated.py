@@ -96,7 +96,9 @@ def table_error(known: NearestMeasurement, step: StepShape, seconds: TableSecond
     return None if not expected else tokens / point.tokens_per_second / expected
 
 
-def compile_gain(measurements: Sequence[Calibration], *, model: ModelConfig, precision: str, setting: str) -> float | None:
+def compile_gain(
+    measurements: Sequence[Calibration], *, model: ModelConfig, precision: str, setting: str
+) -> float | None:
     """Uncompiled over compiled step time of this model; None where no measurement of the device has both."""
     for source in measurements:
         if _shape(_config(source)) != _shape(model):
