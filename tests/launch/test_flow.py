@@ -186,11 +186,11 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
         [*words, "train.max_steps=8"], cwd=bloomery.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
     )
     assert done.returncode == 1
-    assert "checkpoint could not be written" in done.stderr
+    assert "cannot write the checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(losses(bloomery.run_dir)) == 8
     warnings = [event.reason for event in bloomery.events() if isinstance(event, Warned)]
-    assert any("was not saved, training goes on" in reason for reason in warnings)
+    assert any("was not saved, training continues" in reason for reason in warnings)
     assert not list((bloomery.run_dir / "checkpoints").iterdir())
 
 

@@ -68,15 +68,15 @@ def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about
         saved = bloomery.run("save", "one")
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert saved.returncode == 1
-    assert "was not saved, training goes on" in flat(saved.stderr) or "the run ended before" in flat(saved.stderr)
+    assert "was not saved, training continues" in flat(saved.stderr) or "the run ended before" in flat(saved.stderr)
     assert process.returncode == 1
-    assert "the checkpoint could not be written" in flat(err)
+    assert "cannot write the checkpoint" in flat(err)
     assert "Traceback" not in err
     events = bloomery.events()
-    assert any(isinstance(event, Warned) and "training goes on" in event.reason for event in events)
+    assert any(isinstance(event, Warned) and "training continues" in event.reason for event in events)
     assert [event.step for event in events if isinstance(event, StepDone)][-1] == 120
     assert isinstance(events[-1], RunEnded)
-    assert events[-1].error.startswith("the checkpoint could not be written")
+    assert events[-1].error.startswith("cannot write the checkpoint")
 
 
 def test_two_stops_and_a_save_at_once_are_all_answered(bloomery: Bloomery) -> None:

@@ -178,7 +178,7 @@ def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path: P
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "iterdir", refuse)  # permissions do not bind root
-    with pytest.raises(UserError, match="cannot be read: Permission denied"):
+    with pytest.raises(UserError, match="cannot read the checkpoints: Permission denied"):
         newest(tmp_path)
 
 
@@ -267,7 +267,7 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monk
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="could not be written"):
+    with pytest.raises(UserError, match="cannot write the checkpoint"):
         save(tmp_path / "file/checkpoints", 1)
 
 

@@ -116,7 +116,7 @@ def test_an_overflow_of_float16_is_no_divergence(plan, tmp_path, monkeypatch):
     assert skipped
     assert skipped == list(range(1, len(skipped) + 1))
     assert run.of(Recovered) == []
-    assert all("overflowed float16" in event.reason for event in run.of(Warned))
+    assert all("float16 overflow" in event.reason for event in run.of(Warned))
 
 
 def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, tmp_path, monkeypatch):

@@ -92,17 +92,17 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
     assert short.losses() == small.losses()
     assert_same_tensors(short.tensors(6), small.tensors(6))
     told = short.of(Recovered)[0]
-    assert told.reason == "memory ran out (2.50 GiB more were wanted) in step 1"
+    assert told.reason == "out of memory at step 1 (2.50 GiB allocation failed)"
     assert told.action == (
         "micro-batch 4 -> 2, gradient accumulation 1 -> 2; tokens per step unchanged"
-        "; what filled memory is listed in profile/step-00000001-full-1.memory.txt"
+        "; tensors in memory: profile/step-00000001-full-1.memory.txt"
     )
     stored = read_plan(tmp_path / "short/plan.json")
     assert (stored.train.micro_batch_size, stored.train.accumulation, stored.train.tokens_per_step) == (1, 4, 128)
     assert stored.model.score_chunk == 32
     (decision,) = [decision for decision in stored.choices if decision.key == "train.micro_batch_size"]
     assert decision.value == "1"
-    assert "memory ran out" in decision.reason
+    assert "out of memory" in decision.reason
 
 
 @pytest.mark.parametrize("place", ["forward", pytest.param("backward", marks=pytest.mark.soak)])
@@ -152,7 +152,7 @@ def test_an_update_that_was_cut_short_is_taken_back(plan, tmp_path, monkeypatch,
     (told,) = short.of(Recovered)
     back = 0 if at == 1 else 4
     assert told.step == back
-    assert f"goes back to step {back}" in told.action
+    assert f"resumes from step {back}" in told.action
     if at == 1:
         calm = Run(cut(plan, 2), tmp_path / "calm")
         assert short.losses() == calm.losses()
@@ -170,7 +170,7 @@ def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_
     whole = Run(plan, tmp_path / "whole")
     assert len(short.of(Recovered)) == 2
     assert short.of(Recovered)[-1].action.startswith(
-        "evaluation micro-batch 4 -> 2; same result; what filled memory"
+        "evaluation micro-batch 4 -> 2; same result; tensors in memory"
     )
     assert short.losses() == whole.losses()
     assert_same_tensors(short.tensors(6), whole.tensors(6))
@@ -190,9 +190,10 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
     assert short.of(EvalDone) == short.of(Sampled) == []
     told = [event.reason for event in short.of(Warned)]
     assert (
-        "the evaluation after step 3 was left out: memory ran out (2.50 GiB more were wanted) for a single row" in told
+        "out of memory in the evaluation after step 3 (2.50 GiB allocation failed), "
+        "micro-batch 1: no validation loss" in told
     )
-    assert "not all samples were drawn after step 3: memory ran out (2.50 GiB more were wanted)" in told
+    assert "out of memory while sampling after step 3; samples are missing (2.50 GiB allocation failed)" in told
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.soak)])
@@ -208,13 +209,13 @@ def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
     stored = read_plan(tmp_path / "run/plan.json")
     assert stored.train.steps == short.steps_done() > MEASURED_STEPS
     assert stored.eval.micro_batch_size == max(1, rows // 2)
-    assert any("not all samples were drawn" in event.reason for event in short.of(Warned))
+    assert any("while sampling" in event.reason for event in short.of(Warned))
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):
     suggestions = ("train.micro_batch_size=1", "train.activation_checkpointing=full")
     advised = plan.model_copy(update={"suggestions": suggestions})
-    with pytest.raises(memory.OutOfMemory, match="with a single row of 32 tokens at once") as caught:
+    with pytest.raises(memory.OutOfMemory, match="micro-batch 1 of 32 tokens") as caught:
         run_short_of_memory(advised, tmp_path / "run", Allocator("forward", rows=1, since=4))
     assert "train.activation_checkpointing=full" in caught.value.fix
     assert "micro_batch_size=1" not in caught.value.fix
@@ -238,14 +239,14 @@ def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoi
     assert run.outcome == "done"
     assert run.checkpoint(6).is_dir()
     (warned,) = run.of(Warned)
-    assert "training waits while checkpoints are written" in warned.reason
+    assert "checkpoints are now written synchronously" in warned.reason
 
 
 def test_what_counts_as_full_memory():
     with pytest.raises(RuntimeError) as real:
         torch.empty(2**62, dtype=torch.uint8)
     assert out_of_memory(real.value)
-    assert memory._wanted(str(real.value)) == f"{2**62 / 2**40:.1f} TiB"
+    assert memory._requested(str(real.value)) == f"{2**62 / 2**40:.1f} TiB"
     for text in (
         "CUDA error: out of memory",
         "HIP error: out of memory",
@@ -287,7 +288,7 @@ def test_who_else_uses_the_gpu_is_named(tmp_path, monkeypatch):
     )
     said = memory.other_processes(found[:1], others=4 * GIB, total=12 * GIB)
     assert said == (
-        "; others use 4.0 GiB of this GPU's 12.0 GiB (on the GPUs of this machine: blender (process 77) 3.0 GiB)"
+        "; other processes use 4.0 GiB of this GPU's 12.0 GiB (on all GPUs: blender (process 77) 3.0 GiB)"
     )
     assert memory.other_processes((), others=GIB // 2, total=12 * GIB) == ""
 
@@ -296,7 +297,7 @@ def test_a_step_whose_optimizer_is_in_backward_is_not_cut(plan, tmp_path):
     """Half of it may have moved: nothing of it is saved, and the error says which smaller step to start again with."""
     inside = plan.optimizer.model_copy(update={"kind": "adafactor", "fused_backward": True})
     short = Allocator("backward", 4, since=4)
-    with pytest.raises(UserError, match="an optimizer in backward takes them all at once") as error:
+    with pytest.raises(UserError, match="a fused backward cannot accumulate") as error:
         run_short_of_memory(plan.model_copy(update={"optimizer": inside}), tmp_path / "run", short)
     assert "train.micro_batch_size=2 train.tokens_per_step=64" in error.value.fix
     assert damage(tmp_path / "run" / "checkpoints" / "step-00000002") is None

@@ -117,10 +117,10 @@ def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
     (told,) = short.of(Recovered)
     step = 2 if place == "evaluation" else 1
     name = f"profile/step-{step:08d}-full-1.memory.txt"
-    assert told.action.endswith(f"; what filled memory is listed in {name}")
+    assert told.action.endswith(f"; tensors in memory: {name}")
     text = (tmp_path / name).read_text()
     where = "the evaluation after step 2" if place == "evaluation" else "step 1"
-    assert text.startswith(f"memory ran out in {where}; what was there then")
+    assert text.startswith(f"tensors in memory when {where} ran out of memory")
     kept = any(line.startswith(KEPT) for line in text.splitlines())
     assert others or kept == (SAVED_TENSORS_READABLE and place == "backward")  # the forward failed at its first tensor
 
@@ -164,7 +164,7 @@ def test_a_wish_that_makes_no_sense_is_none(tmp_path, text, steps):
 def test_equal_tensors_are_one_line():
     found = [Live(KEPT, (2, 3), "float32", "cpu", 2**20)] * 3 + [Live("weights", (), "float32", "cpu", 4)]
     lines = page(found, "title", "cpu").splitlines()
-    assert any(line.split() == ["kept", "for", "backward:", "2", "x", "3", "float32", "3", "1.0", "MiB", "3.0", "MiB"]
+    assert any(line.split() == ["saved", "for", "backward:", "2", "x", "3", "float32", "3", "1.0", "MiB", "3.0", "MiB"]
                for line in lines)  # fmt: skip
 
 

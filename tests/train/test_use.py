@@ -102,13 +102,13 @@ def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
     for quantize in ("none", "int8"):
         decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu", quantize), on_load=heard.append)
         assert figure(decoder, plan) != own
-    said = [line for line in heard if "figures differ" in line]
+    said = [line for line in heard if "results differ" in line]
     assert len(said) == 2 and "nf4 weights" in said[0] and "not quantized" in said[0] and "int8" in said[1]
     words = [str(run.folder), "--data", str(prepared / "tokenizer.json"), "--step", "last", "--json"]
     results = [CliRunner().invoke(cli, ["eval", *words, *more]) for more in ([], ["--quantize", "none"], ["-d", "cpu"])]
     losses = [json.loads(each.stdout)["loss"] for each in results]
     assert losses[0] == losses[2] != losses[1]
-    assert ["figures differ" in each.stderr for each in results] == [False, True, False]
+    assert ["results differ" in each.stderr for each in results] == [False, True, False]
     assert "nf4 base" in results[0].stderr
 
 
@@ -118,7 +118,7 @@ def test_a_device_without_the_runs_precision_says_so(prepared, base, tmp_path):
     write_plan(plan.model_copy(update={"train": trained_elsewhere}), run.folder / "plan.json")
     told = []
     decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu"), on_load=told.append)
-    assert "computed in bfloat16, which CPU lacks" in told[0]
+    assert "bfloat16, which CPU lacks" in told[0]
     assert decoder.model.embed_tokens.weight.dtype == torch.float32
     load_to_evaluate(run.folder, step="last", use=Use("cpu", bfloat16=True), on_load=told.append)
     assert sum("lacks" in line for line in told) == 1
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
     monkeypatch.setattr(sys.modules[Use.__module__], "WORKSPACE", 0)
     monkeypatch.setattr("bloomery.model.io.weights.give_memory", lambda *_: pytest.fail("memory was taken"))
     kept[:] = [90_000]
-    with pytest.raises(UserError, match="and this model needs") as refused:
+    with pytest.raises(UserError, match="does not fit") as refused:
         load_model(run.folder, use=Use("cpu"))
     assert "--quantize int8" in refused.value.fix
     kept[:] = [1000]
@@ -156,10 +156,10 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
 PROBE = """
 import sys
 from pathlib import Path
-from bloomery.train.model_folder import Found
+from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use, load_used
 def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
-small, large = (Found(Path(word), None, Path(word)) for word in sys.argv[1:3])
+small, large = (ModelFiles(Path(word), None, Path(word)) for word in sys.argv[1:3])
 load_used(small, Use("cpu", "nf4"))  # what torch imports on the way is not the model's
 before = peak()
 decoder = load_used(large, Use("cpu", "nf4"))
@@ -206,12 +206,12 @@ MERGE = """
 import sys
 from pathlib import Path
 from bloomery.export.layouts import export_merged
-from bloomery.train.model_folder import Found
+from bloomery.train.model_folder import ModelFiles
 def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 for name in ("small", "large"):
     folder = Path(sys.argv[1]) / name
     before = peak()
-    export_merged(Found(folder / "adapter", folder, folder), folder / "merged", verify=False)
+    export_merged(ModelFiles(folder / "adapter", folder, folder), folder / "merged", verify=False)
 print(peak() - before)
 """
 

@@ -30,7 +30,7 @@ from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.model_folder import ModelFiles, find_model
 from bloomery.train.objectives.build import pretraining
-from bloomery.train.use import Tell, Use, load_used
+from bloomery.train.use import OnText, Use, load_used
 
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 
@@ -64,7 +64,7 @@ class Text:
 
 def evaluate_model(
     model: Path, data: Path | None, *, step: str = "best", bos: bool = True, template: str | None = None,
-    use: Use | None = None, on_load: Tell = lambda _: None,
+    use: Use | None = None, on_load: OnText = lambda _: None,
 ) -> tuple[TextScores | PairMetrics, list[str]]:  # fmt: skip
     """How a model predicts `data`, or a reward model judges the pairs in it, and what a reader of that must know.
 
@@ -96,7 +96,7 @@ def evaluate_model(
 
 
 def load_to_evaluate(
-    model: Path, *, step: str = "best", use: Use | None = None, on_load: Tell = lambda _: None
+    model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None
 ) -> tuple[Decoder, Tokenizer]:
     """Decoder and tokenizer of a run's checkpoint, computing as the run did, or of a model's folder, in float32 on the
     CPU and as stored on a GPU.
@@ -107,7 +107,7 @@ def load_to_evaluate(
 
 
 def load_found(
-    found: ModelFiles, *, where: str, vocab_size: int = 0, use: Use | None = None, on_load: Tell = lambda _: None
+    found: ModelFiles, *, where: str, vocab_size: int = 0, use: Use | None = None, on_load: OnText = lambda _: None
 ) -> tuple[Decoder, Tokenizer]:
     """`load_to_evaluate` of what was found, with at least `vocab_size` tokens. Raises UserError for a reward model."""
     decoder, tokenizer = _load(found, vocab_size, use, on_load)
@@ -115,10 +115,10 @@ def load_found(
     return decoder, tokenizer
 
 
-def _load(found: ModelFiles, vocab_size: int, use: Use | None, on_load: Tell) -> tuple[Decoder, Tokenizer]:
+def _load(found: ModelFiles, vocab_size: int, use: Use | None, on_load: OnText) -> tuple[Decoder, Tokenizer]:
     use = use or Use.local()
     dtype = torch.float32 if use.device == "cpu" else None
-    decoder = load_used(found, use, dtype=dtype, vocab_size=vocab_size, tell=on_load)
+    decoder = load_used(found, use, dtype=dtype, vocab_size=vocab_size, on_load=on_load)
     return decoder, load_tokenizer(found.tokenizer)
 
 

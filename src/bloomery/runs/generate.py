@@ -16,13 +16,13 @@ from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Past, Sampling, known_ids, sample_tokens
 from bloomery.train.model_folder import find_model
-from bloomery.train.use import Tell, Use, load_used
+from bloomery.train.use import OnText, Use, load_used
 
 UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
 
 
 def load_model(
-    model: Path, *, step: str = "best", use: Use | None = None, on_load: Tell = lambda _: None
+    model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None
 ) -> tuple[Decoder, Tokenizer]:
     """Decoder and tokenizer of `model`, on the device of `use` (default: the GPU if available).
 
@@ -41,10 +41,10 @@ class Model:
         self.decoder, self._tokenizer_folder = decoder, tokenizer_folder
 
     @staticmethod
-    def load(model: Path, *, step: str = "best", use: Use | None = None, on_load: Tell = lambda _: None) -> "Model":
+    def load(model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None) -> "Model":
         """The model that `find_model` finds. Raises UserError."""
         files = find_model(model, step)
-        return Model(load_used(files, use or Use.local(), tell=on_load), files.tokenizer)
+        return Model(load_used(files, use or Use.local(), on_load=on_load), files.tokenizer)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

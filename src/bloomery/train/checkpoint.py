@@ -1,8 +1,7 @@
-"""Checkpoints: whole tensors in safetensors, the rest in JSON, each a folder that transformers opens. No pickle.
+"""Checkpoints: tensors in safetensors, the rest in JSON, in folders that transformers opens. No pickle.
 
-`checkpoints/step-00001000/` holds `model.safetensors`, `config.json` and the tokenizer in transformers' names and
-shapes (or an adapter in PEFT's format), one `<part>.safetensors` for every other part, `state.json`, and
-`MANIFEST.json`, which seals them.
+`checkpoints/step-00001000/` holds the model and tokenizer in Hugging Face format (or an adapter in PEFT's), one
+`<part>.safetensors` for every other part, `state.json`, and `MANIFEST.json`, which seals them.
 """
 
 import errno
@@ -12,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -46,8 +45,8 @@ from bloomery.train.sealed import (
 __all__ = ["MODEL", "Parts", "Saver", "Write", "newest_valid", "read_part", "read_state"]
 
 Parts = Mapping[str, Mapping[str, Tensor]]
-Write = Callable[[Mapping[str, Tensor], Path], None]  # tensors on the CPU, into a folder that is there
-MODEL = "model"  # the part whose files are transformers' or PEFT's, not our own
+Write = Callable[[Mapping[str, Tensor], Path], None]  # tensors on the CPU, an existing folder
+MODEL = "model"  # the part in the format of transformers or PEFT
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -56,7 +55,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the file size limit
-SLACK = 2**20  # bytes that headers, JSON and the file system's own records take beside the tensors
+SLACK = 2**20  # bytes for headers, JSON and file system metadata
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,9 @@ class _Staged:
 class Saver:
     """Writes the checkpoints of one run; the caller holds the run's lock.
 
-    `save` returns when the tensors are copied and a thread writes them (`async_save`), or when the checkpoint stands.
-    A write that fails never ends the run: what was saved before stays, and a `Warned` says what happened; `wait` raises
-    UserError when the last save asked for does not stand. Events are emitted from the caller's thread, in `save`,
-    `poll`, `drain` and `wait`.
+    `save` returns once the tensors are copied for the writing thread (`async_save`), or once they are written. A
+    failed write emits `Warned` and never ends the run; `wait` raises UserError when the last save failed. Events are
+    emitted from the caller's thread, in `save`, `poll`, `drain` and `wait`.
     """
 
     def __init__(
@@ -93,32 +91,32 @@ class Saver:
         tokenizer: Path | None = None,
         emit: Emit | None = None,
     ) -> None:
-        """`writer` is asked at every save for what will write the part MODEL, as the model then is.
+        """`writer` returns, at each save, the function that writes the part MODEL.
 
-        `tokenizer`: a folder whose tokenizer checkpoints carry. Deletes what killed saves left in `folder`.
+        `tokenizer`: a folder with the tokenizer to copy. Deletes the remains of killed saves in `folder`.
         """
         self.folder, self.keep, self.async_save, self.tokenizer = folder, keep, async_save, tokenizer
         self._writer = writer
         self._emit = emit
         self._thread: threading.Thread | None = None
-        self._events: list[Event] = []  # made by the writing thread, emitted by the caller's
+        self._events: list[Event] = []  # from the writing thread, emitted by the caller's
         self._crash: BaseException | None = None
-        self._failed: str | None = None  # why the last save does not stand
+        self._failed: str | None = None  # why the last save failed
         self._head: RunIdentity | None = None
-        self._before: tuple[int, str] | None = None  # step and seal of the checkpoint that the next one follows
+        self._before: tuple[int, str] | None = None  # step and seal of the previous checkpoint
         if folder.exists():
             clear_drafts(folder)
 
     def follow(self, checkpoint: Path | None) -> None:
-        """The run goes on from this one, or from its start: the next one says so."""
+        """The next checkpoint follows this one; None: the start of the run."""
         self.drain()
         self._before = None if checkpoint is None else (read_state(checkpoint)["step"], seal_of(checkpoint) or "")
 
     def save(self, step: int, parts: Parts, state: dict[str, Any], *, best: bool = False) -> None:
         """Checkpoint after `step`: tensors by part and name, and `state` as JSON.
 
-        `best` marks it as the one with the best evaluation. Waits for the save before it. Raises ValueError when a
-        number of `state` is not finite.
+        `best` marks the lowest validation loss. Waits for the previous save. Raises ValueError for a non-finite number
+        in `state`.
         """
         self.drain()
         copied = self._staged(step, parts)
@@ -133,10 +131,8 @@ class Saver:
         self._thread.start()
 
     def _lineage(self) -> Lineage:
-        try:
+        with suppress(UserError):  # damaged during the run: keep the last one; `bloomery resume` reports it
             self._head = read_identity(self.folder.parent)
-        except UserError:
-            """Damaged while the run goes on: its last state counts, and who resumes the run hears of it."""
         head = self._head
         return Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), self._before)
 
@@ -147,13 +143,11 @@ class Saver:
             if not self.async_save or not out_of_memory(error):
                 raise
         self.async_save = False
-        self._warn(
-            step, "memory is too full for a copy of the run's state: training waits while checkpoints are written"
-        )
+        self._warn(step, "out of memory for a copy of the training state: checkpoints are now written synchronously")
         return self._staged(step, parts)
 
     def poll(self) -> None:
-        """Emit what the writing thread has to tell; raise what only a bug can have caused."""
+        """Emit the events of the writing thread; re-raise its unexpected errors."""
         events, self._events = self._events, []
         if self._emit is not None:
             for event in events:
@@ -163,14 +157,14 @@ class Saver:
             raise crash
 
     def drain(self) -> None:
-        """Return when nothing is being written any more; failed writes are only warned of."""
+        """Wait for the current write; failures only emit warnings."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.poll()
 
     def wait(self) -> None:
-        """Return when the last save stands. Raises UserError when it could not be written."""
+        """Wait for the last save. Raises UserError when it failed."""
         self.drain()
         if self._failed is not None:
             try:
@@ -179,19 +173,19 @@ class Saver:
             except UserError as error:
                 safe = error.problem
             raise UserError(
-                f"the checkpoint could not be written: {self._failed}; {safe}",
+                f"cannot write the checkpoint: {self._failed}; {safe}",
                 where=str(self.folder),
-                fix="make room or mend the folder, then continue with `bloomery resume`",
+                fix="free disk space or fix the folder's permissions, then continue with `bloomery resume`",
             )
 
     def _run(self, staged: _Staged) -> None:
         try:
             self._failed = self._try(staged)
-        except BaseException as crash:  # a thread cannot raise to anyone: poll does it for it
+        except BaseException as crash:  # raised by poll in the caller's thread
             self._crash = crash
 
     def _try(self, staged: _Staged) -> str | None:
-        """Why the checkpoint could not be written, None when it stands; deletes old ones once when the disk is full."""
+        """Why the write failed; None on success. Deletes old checkpoints once when the disk is full."""
         begun = time.monotonic()
         try:
             try:
@@ -215,14 +209,14 @@ class Saver:
         self._events.append(Warned(step=step, reason=reason))
 
     def _commit(self, staged: _Staged) -> None:
-        """Raises OSError, its own draft deleted, when the checkpoint could not be written."""
+        """Write, seal and rename. Raises OSError after deleting the draft."""
         target = step_folder(self.folder, staged.step)
         if not (target.exists() and damage(target) is None and read_state(target) == staged.state):
             self.folder.mkdir(parents=True, exist_ok=True)
             draft = self.folder / f".tmp-{staged.step}-{threading.get_native_id()}"
             try:
                 self._write(staged, draft)
-                if target.exists():  # damaged, or from a future that the user went back from
+                if target.exists():  # damaged, or from before a rewind
                     remove_folder(target)
                 draft.rename(target)
             finally:
@@ -243,7 +237,7 @@ class Saver:
         for name, tensors in staged.parts.items():
             with _system_errors():
                 if name == MODEL:
-                    assert staged.write is not None, "who saves a model says how it is written"
+                    assert staged.write is not None, "a model part needs a writer"
                     staged.write(tensors, draft)
                 else:
                     save_file(dict(tensors), draft / f"{name}.safetensors")
@@ -253,9 +247,7 @@ class Saver:
         seal(draft, staged.lineage)
 
     def _prune(self, *, keep: int) -> bool:
-        """Delete all but the newest `keep` and the best; whether anything was deleted. Where the note of the best is
-        damaged, nothing is until there is a better one.
-        """
+        """Delete all but the newest `keep` and the best; True if any was. With a damaged best.json, none."""
         try:
             steps, best = saved_steps(self.folder), best_step(self.folder)
         except UserError:
@@ -274,7 +266,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 @contextmanager
 def _system_errors() -> Iterator[None]:
-    """safetensors tells of a full disk by an error of its own, its number only in the text: raise that as OSError."""
+    """Raise safetensors' I/O errors, which have their errno in the message only, as OSError."""
     try:
         yield
     except SafetensorError as error:
@@ -285,17 +277,17 @@ def _system_errors() -> Iterator[None]:
 
 
 def stage(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous; with `copy` they share no memory with the originals."""
+    """The tensors on the CPU, contiguous; `copy`: never sharing memory with the originals."""
     with torch.no_grad():
         return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """The tensors of one part ("optimizer", "rng") by name, on the CPU; `model.weights.read_model` reads the model."""
+    """The tensors of one part ("optimizer", "rng") by name, on the CPU; not of MODEL."""
     return load_file(folder / f"{part}.safetensors")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint: what was given to `save`, and `step`."""
+    """The JSON state of a checkpoint: that of `save`, and `step`."""
     state: dict[str, Any] = json.loads(read_whole(folder / "state.json"))
     return state

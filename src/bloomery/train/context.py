@@ -1,4 +1,4 @@
-"""What a run holds in its hands, and how it is made ready before the first step."""
+"""The state of a running training job, and its set-up before the first step."""
 
 import os
 import shutil
@@ -19,6 +19,7 @@ from bloomery.hub import local_model
 from bloomery.model.adapters.base_model import digest
 from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.counting import parameter_count
+from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone
 from bloomery.plan.lengths import in_epochs
@@ -40,11 +41,11 @@ from bloomery.train.step import StepResult
 
 
 def with_base(plan: RunPlan, run_dir: Path) -> RunPlan:
-    """The plan with the folder that its adapter's base lies in: `run_dir/base` where it names no model."""
+    """The plan with the folder of its adapter's base model: `run_dir/base` for a base with fresh weights."""
     if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
         return plan
     folder = run_dir / "base"
-    if not folder.exists():  # whole or not at all
+    if not folder.exists():  # written under another name, then renamed
         draft, config = folder.with_name(f".tmp-{folder.name}-{os.getpid()}"), plan.model.config
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
@@ -55,15 +56,15 @@ def with_base(plan: RunPlan, run_dir: Path) -> RunPlan:
 
 
 class BatchSource(Protocol):
-    """Where steps get micro-batches: a loader that reads ahead, or what the model of now has written."""
+    """Where a step gets its micro-batches: a prefetching loader, or rollouts of the current policy."""
 
     def next(self) -> Batch:
-        """The next one; blocks until it is there."""
+        """The next micro-batch; blocks until it is available."""
 
 
 @dataclass
 class RunContext:
-    """What the loop holds in its hands. `plan` is replaced as a wall-time length becomes steps, and by `replan`."""
+    """Mutable state of a running training job. A wall-time schedule and `replan` replace `plan`."""
 
     plan: RunPlan
     run_dir: Path
@@ -77,12 +78,12 @@ class RunContext:
     saver: Saver
     health_check: HealthCheck
     recorder: Recorder
-    device: tuple[int, str] = (0, "")  # number and name among the machine's accelerators
-    last_eval_step: int | None = None  # the last step after which the model was looked at
-    evaluated: tuple[int, float] | None = None  # the last evaluated step and its loss
+    device: tuple[int, str] = (0, "")  # index and name of the accelerator
+    last_eval_step: int | None = None
+    evaluated: tuple[int, float] | None = None  # last evaluated step, its loss
     saved_step: int = 0
     saving_due: bool = False
-    stop: Callable[[], bool] = lambda: False  # whether somebody asks the run to stop
+    stop: Callable[[], bool] = lambda: False  # whether you asked the run to stop
     timer: Timer = field(default_factory=lambda: Timer(time.perf_counter()))
 
     @property
@@ -90,14 +91,18 @@ class RunContext:
         return self.state.progress.step
 
     @property
+    def model(self) -> Decoder:
+        return self.state.model
+
+    @property
     def finished(self) -> bool:
-        """Whether the length is reached, or so many evaluations brought nothing that the run ends early."""
+        """Whether the planned length is reached, or early stopping ends the run."""
         patience = self.plan.eval.early_stopping_patience
         tired = patience is not None and self.state.progress.evaluations_since_best >= patience
         return tired or (self.plan.train.steps is not None and self.step >= self.plan.train.steps)
 
     def source(self) -> AbstractContextManager[BatchSource]:
-        """Micro-batches from where the run stands."""
+        """Micro-batches from the current position in the data."""
         data, rows = self.plan.data, self.plan.train.micro_batch_size
         return Prefetcher(
             self.loader, self.state.cursor, sequences=rows, depth=data.prefetch, pin_memory=data.pin_memory
@@ -106,7 +111,7 @@ class RunContext:
     def emit_step(
         self, result: StepResult, batches: Sequence[Batch], *, lr_scale: float, seconds: float, waited: float
     ) -> None:
-        """What a step has learned from and came to, and how healthy the run is, where that was looked at."""
+        """Emit StepDone, and the health of the step where it was measured."""
         plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
         self.emit(
             StepDone(
@@ -135,7 +140,7 @@ class RunContext:
 def open_context(
     plan: RunPlan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False
 ) -> RunContext:
-    """Everything that must stand before the first step. Raises Stopped when `stop` says so before that."""
+    """Prepare everything that the first step needs. Raises Stopped when `stop` returns True before it."""
     began = time.perf_counter()
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
@@ -143,15 +148,15 @@ def open_context(
     if isinstance(plan.objective, Distill):
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
     state = build_state(plan, resume_from=resume_from, run_dir=run_dir)
-    check_attention(state.model_and_optimizer.model, plan)
+    check_attention(state.model, plan)
     prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
-    named = state.model_and_optimizer.model.named_parameters()
+    named = state.model.named_parameters()
     has_validation = bool(read_manifest(prepared).validation.tokens)
     splits: tuple[SplitName, ...] = ("train", "validation") if has_validation else ("train",)
     tokenizer = load_tokenizer(prepared)
     prompts = open_prompts(plan, tokenizer)
     head = read_identity(run_dir)
-    run = "" if head is None else head.run  # a plan may be trained without one
+    run = "" if head is None else head.run  # a plan may be trained outside a run folder
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
     loaders = {split: open_loader(plan, split, references.get(split), run) for split in splits}
     context = RunContext(
@@ -172,11 +177,11 @@ def open_context(
             tokenizer=prepared,
             emit=emit,
         ),
-        # Of the parameters that should learn; where no adapter does that is all of them.
+        # Without an adapter every parameter should be trainable: a frozen one is reported.
         health_check=HealthCheck({name: p for name, p in named if p.requires_grad or not adapts}, is_adapter=adapts),
         recorder=Recorder(run_dir, state.model_and_optimizer, emit),
         device=training_device(run_dir / "machine.json"),
-        # A checkpoint whose evaluation was cut short is saved again, with what that finds.
+        # A checkpoint whose evaluation was interrupted is saved again with its result.
         saved_step=-1 if state.progress.eval_due else state.progress.step,
         stop=stop,
     )
@@ -188,13 +193,11 @@ def open_context(
 
 
 def announce(context: RunContext) -> None:
-    """What this run is, and why."""
+    """Emit RunStarted."""
     plan = context.plan
-    beside = sum(
-        p.numel() for name, p in context.state.model_and_optimizer.model.named_parameters() if is_adapter(name)
-    )
-    parameters = parameter_count(plan.model.config) + beside
-    trained = sum(p.numel() for p in context.state.model_and_optimizer.optimizer.parameters)
+    adapters = sum(p.numel() for name, p in context.model.named_parameters() if is_adapter(name))
+    parameters = parameter_count(plan.model.config) + adapters
+    trained = sum(p.numel() for p in context.state.optimizer.parameters)
     context.emit(
         RunStarted(
             step=context.step,
@@ -211,14 +214,14 @@ def announce(context: RunContext) -> None:
         )
     )
     if plan.train.compile:
-        context.emit(Phase(step=context.step, name="compile"))  # it happens inside the first step
+        context.emit(Phase(step=context.step, name="compile"))  # compilation happens in the first step
 
 
 def reference_files(
     plan: RunPlan, run_dir: Path, run: str, splits: Sequence[SplitName], state: TrainState, emit: Emit,
     resume_from: Path | None, stop: Callable[[], bool],
 ) -> dict[SplitName, Path]:  # fmt: skip
-    """Where each split's scores of the model of the start lie, computed where they are missing; {} when not needed."""
+    """The files of the reference model's log-probabilities by split, computed where missing; {} if not needed."""
     if reference_of(plan.objective, plan.adapter).value != "precomputed":
         return {}
     files = {split: reference_file(run_dir, split) for split in splits}
@@ -229,7 +232,7 @@ def reference_files(
     done, total = 0, sum(loader.stored_sequences for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
-            state.model_and_optimizer.model, loader, files[split], batch_size=plan.eval.micro_batch_size,
+            state.model, loader, files[split], batch_size=plan.eval.micro_batch_size,
             score_chunk=plan.model.score_chunk, precision=plan.train.precision, run=run,
             progress=ReferenceProgress(emit, stop, done, total),
         )  # fmt: skip

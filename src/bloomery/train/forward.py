@@ -1,4 +1,4 @@
-"""One micro-batch through the model: in the run's precision, documents kept apart, with or without gradients."""
+"""Forward of a micro-batch in the run's precision, with document masking; evaluation mode."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,40 +13,39 @@ from bloomery.model.heads import Head
 
 
 def product_dtype(precision: str) -> torch.dtype:
-    """What matrix products read, and so what frozen matrices are kept in."""
+    """The dtype of matmuls, and so of frozen matrices."""
     return {"float32": torch.float32, "float16": torch.float16}.get(precision, torch.bfloat16)
 
 
 def prepare_weights(model: Decoder, precision: str) -> None:
-    """Trained weights are float32 ones, of `bfloat16-pure` bfloat16 ones; an adapter's have the dtype that was asked.
+    """Cast in place: trainable weights to float32 (`bfloat16-pure`: bfloat16), frozen ones to the matmul dtype.
 
-    Frozen ones are kept as matrix products read them. float16 keeps frozen embeddings and norms in float32 all the
-    same, so that the sums between the layers, which outgrow 65,504 in some models, are float32 too.
+    Adapters keep their dtype. float16 leaves frozen embeddings and norms in float32, so that the residual stream,
+    which exceeds 65,504 in some models, is float32 too.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if not is_adapter(name):
-                parameter.data = parameter.data.to(_kept_as(parameter, module, model, precision))
-
-
-def _kept_as(parameter: nn.Parameter, module: nn.Module, model: Decoder, precision: str) -> torch.dtype:
-    if parameter.requires_grad:
-        return torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
-    embeds = parameter is model.model.embed_tokens.weight
-    if precision == "float16" and (embeds or not isinstance(module, nn.Linear)):
-        return torch.float32
-    return product_dtype(precision)
+            if is_adapter(name):
+                continue
+            dtype = product_dtype(precision)
+            if parameter.requires_grad:
+                dtype = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
+            elif precision == "float16" and (
+                parameter is model.model.embed_tokens.weight or not isinstance(module, nn.Linear)
+            ):
+                dtype = torch.float32
+            parameter.data = parameter.data.to(dtype)
 
 
 def precision_context(precision: str, device: str) -> AbstractContextManager[object]:
-    """Matrix products in half precision over float32 weights. `bfloat16-pure` needs none: its weights are bfloat16."""
+    """Autocast over float32 weights; nothing for float32 and `bfloat16-pure`."""
     if precision not in ("bfloat16", "float16"):
         return nullcontext()
     return torch.autocast(device, dtype=product_dtype(precision))
 
 
 def in_precision(model: Decoder, precision: str) -> None:
-    """In place: every forward of the model runs in that precision, on the device that it is called on."""
+    """In place: every forward of the model runs in that precision."""
     if precision in ("bfloat16", "float16"):
         device = next(model.parameters()).device.type
         whole = torch.autocast(device, dtype=product_dtype(precision))(model.forward)
@@ -54,14 +53,14 @@ def in_precision(model: Decoder, precision: str) -> None:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The same batch there; from pinned memory the copy runs beside the computation."""
+    """The batch on `device`; from pinned memory the copy overlaps with the computation."""
     if device.type == "cpu":
         return batch
     return batch.each(lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tensor:
-    """What the head makes of a batch on the model's device. Documents are kept apart unless the kernel is `sdpa`."""
+    """The head's output for a batch on the model's device, with document masking unless the backend is `sdpa`."""
     isolated = model.model.backend != "sdpa"
     with precision_context(precision, batch.tokens.device.type):
         output: Tensor = model(
@@ -74,7 +73,7 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tens
 
 
 def drops(model: Decoder) -> bool:
-    """Whether a forward draws what it drops: of a model that is trained with dropout, its own or an adapter's."""
+    """Whether a forward applies dropout, the model's or an adapter's."""
     config = model.config
     rates: list[object] = [config.embedding_dropout, config.residual_dropout, config.attention_dropout]
     rates += [each.p if isinstance(each, nn.Dropout) else getattr(each, "dropout", 0) for each in model.modules()]
@@ -83,7 +82,7 @@ def drops(model: Decoder) -> bool:
 
 @contextmanager
 def eval_mode(model: Decoder) -> Iterator[None]:
-    """No gradients, no dropout, no random number drawn; the mode of before afterwards."""
+    """No gradients, dropout or random numbers inside the block; the previous mode afterwards."""
     training = model.training
     model.eval()
     try:

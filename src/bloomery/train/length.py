@@ -1,7 +1,7 @@
-"""How a wall-time run keeps to its time: what it costs, how many steps are left, and which of them are fixed when.
+"""Wall-time runs (`train.max_time`): measured costs, the steps that are left, and their learning rates.
 
-Seconds count from the start of the process, with compilation, evaluations, samples and checkpoints. The learning rates
-of a block of steps are fixed in the plan before the first of them, so that a run which is killed repeats them.
+Seconds count from the start of the process, including compilation, evaluations, samples and checkpoints. The learning
+rates of a block of steps are stored in the plan before its first step, so that a killed run repeats them.
 """
 
 import math
@@ -18,33 +18,33 @@ from bloomery.plan.lengths import MEASURED_STEPS, UNKNOWN_STEPS, complete, provi
 from bloomery.plan.types import RunPlan, ScheduleBlock
 from bloomery.train.optim.schedules import block_at, fraction_done, fraction_of_run
 
-BLOCK = 0.02  # of the time: about how long the steps of a block take
-RECENT = 0.1  # of the time: the steps that a step's seconds are taken from
-LONG_START = 0.15  # of the time: first steps that take more are measured before they are ten
-CAUTIOUS_STEPS = 200  # at least so many are reckoned with before any is measured
-WARMING = 2  # steps that warm caches and compile: they tell nothing of those that follow
+BLOCK = 0.02  # of the run's time: a block of steps
+RECENT = 0.1  # of the run's time: the window in which step time is measured
+LONG_START = 0.15  # of the run's time: slower first steps are measured before there are ten of them
+CAUTIOUS_STEPS = 200  # the least assumed number of steps before any is measured
+WARMING = 2  # first steps, which compile and warm caches, are not measured
 _EPSILON = 1e-9
 Repeated = Literal["evaluation", "checkpoint"]
 
 
 @dataclass
 class Costs:
-    """Measured seconds of what a run does again and again; kept up to date."""
+    """Measured seconds of a step, an evaluation and a save; updated during the run."""
 
     step: float
     sequence: float  # one of the validation set
     samples: float  # all of one evaluation
     save: float
     sequences: int = 0  # in the validation set
-    end: float = 0.0  # of the last checkpoint besides, which is waited for
+    end: float = 0.0  # the wait for the last checkpoint, besides `save`
 
     def evaluation(self, plan: RunPlan) -> float:
         return min(plan.eval.sequences or self.sequences, self.sequences) * self.sequence + self.samples
 
     def until_the_end(self, plan: RunPlan, *, done: int, fraction: float = 0.0) -> float:
-        """Seconds from the end of step `done` to that of the run, with an evaluation and a checkpoint at the end.
+        """Seconds from the end of step `done` to the end of the run, including its last evaluation and checkpoint.
 
-        `fraction`: how much of the run is done by then.
+        `fraction` of the run is done after step `done`.
         """
         steps = plan.train.steps
         assert steps is not None
@@ -54,7 +54,7 @@ class Costs:
 
 
 def _left(what: Repeated, plan: RunPlan, done: int, fraction: float) -> int:
-    """How often it happens after step `done`: at every multiple, and at the end."""
+    """How often it is due after step `done`: at every multiple, and at the end."""
     assert plan.train.steps is not None
     every = _every(what, plan)
     if isinstance(every, int):
@@ -77,7 +77,7 @@ def _every(what: Repeated, plan: RunPlan) -> float | int:
 
 
 def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
-    """Whether it happens after `step`. Shares of a wall-time run follow what is done of it."""
+    """Whether it is due after `step`."""
     every, blocks = _every(what, plan), plan.train.blocks
     if isinstance(every, int):
         return step % every == 0
@@ -90,7 +90,7 @@ def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
 @final
 @dataclass
 class Timer:
-    """What the clock says of one process of a run. `before`: seconds that the run took until its checkpoint."""
+    """Times the steps of one process of a run. `before`: seconds of the run up to its checkpoint."""
 
     began: float
     clock: Callable[[], float] = time.perf_counter
@@ -99,19 +99,19 @@ class Timer:
     steps: int = 0  # taken since `forget`
     last: float = math.inf  # seconds of the last of them
     _laps: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # of steps, once they are warm
-    _begun: float = 0.0  # of the step that is being taken
-    _aside: float = 0.0  # seconds since then that are not the step's
+    _begun: float = 0.0  # start of the current step
+    _aside: float = 0.0  # seconds since then that do not belong to the step
 
     @property
     def elapsed(self) -> float:
         return self.before + self.clock() - self.began
 
     def start(self) -> None:
-        """Steps begin here."""
+        """Start timing steps."""
         self._begun, self._aside = self.clock(), 0.0
 
     def stepped(self) -> None:
-        """A step ends here; what follows it and is timed by `aside` is not the next one's."""
+        """End a step. Work timed by `aside` does not count toward the next one."""
         self.last = self.clock() - self._begun - self._aside
         if self.steps >= WARMING:
             self._laps.append(self.last)
@@ -120,7 +120,7 @@ class Timer:
 
     @contextmanager
     def aside(self) -> Iterator[Callable[[], float]]:
-        """Work between steps. Yields a function that gives its seconds so far."""
+        """Time work between steps. Yields a function that returns its seconds so far."""
         begun = self.clock()
         try:
             yield lambda: self.clock() - begun
@@ -128,7 +128,6 @@ class Timer:
             self._aside += self.clock() - begun
 
     def note_evaluation(self, seconds: float, plan: RunPlan) -> None:
-        """What one really took."""
         if self.costs is not None and self.costs.sequences:
             self.costs.sequence = seconds / min(plan.eval.sequences or self.costs.sequences, self.costs.sequences)
 
@@ -137,17 +136,16 @@ class Timer:
             self.costs.samples = seconds
 
     def note_save(self, seconds: float) -> None:
-        """What the run waited for it."""
         if self.costs is not None:
             self.costs.save = seconds
 
     def forget(self) -> None:
-        """What was measured of steps: they are cut otherwise from here on."""
+        """Drop the measured step times: the micro-batch size has changed."""
         self._laps.clear()
         self.steps, self.last = 0, math.inf
 
     def step_seconds(self, recent: float) -> float | None:
-        """Of a step: the mean over the last `recent` seconds of them, the median of so few that one could mislead."""
+        """Mean step time over the last `recent` seconds; the median of a few first steps."""
         if len(self._laps) <= MEASURED_STEPS - WARMING:
             return median(self._laps) if self._laps else None
         taken, seconds = 0, 0.0
@@ -159,7 +157,7 @@ class Timer:
 
 
 def current(plan: RunPlan, *, step: int) -> RunPlan | None:
-    """The plan as it was when the block of the step after `step` was fixed; None where none is fixed yet."""
+    """The plan as it was when the block after `step` was stored; None where none is stored yet."""
     blocks = plan.train.blocks
     if not blocks or blocks[0].step > step:
         return None
@@ -170,7 +168,7 @@ def current(plan: RunPlan, *, step: int) -> RunPlan | None:
 
 
 def measured(plan: RunPlan, timer: Timer, *, step: int) -> float | None:
-    """Seconds of a step; None while too few were taken to know."""
+    """Seconds per step; None while too few steps were taken."""
     seconds, blocks = plan.train.seconds, plan.train.blocks
     assert seconds is not None
     before = block_at(step, blocks).step_seconds if blocks else None
@@ -182,26 +180,26 @@ def measured(plan: RunPlan, timer: Timer, *, step: int) -> float | None:
 
 
 def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
-    """The plan with the schedule of the steps after `step` fixed, once more is known of how many there will be.
+    """The plan with the schedule of the steps after `step` stored.
 
-    Until steps are measured the rate rises as if the estimate held, or slower: too steep a warmup does harm.
+    Until steps are measured the learning rate rises as if the estimate were right, or slower: too steep a warmup harms.
     """
     seconds, blocks = plan.train.seconds, plan.train.blocks
     assert seconds is not None
     blocks = blocks if blocks and blocks[0].step <= step else ()
-    begins = min(1.0, timer.elapsed / seconds) if step else 0.0  # what passed before the first step trained nothing
+    begins = min(1.0, timer.elapsed / seconds) if step else 0.0  # set-up time trained nothing
     fraction = fraction_done(step, blocks) if blocks else begins
     lasts = measured(plan, timer, step=step)
     if lasts is None:
         if blocks:
             guessed = blocks[-1].steps
-        elif step:  # a run that goes on for longer than it was planned
+        elif step:  # a run resumed for longer than planned
             guessed = step + max(1, round((seconds - timer.elapsed) / max(timer.elapsed / step, _EPSILON)))
         else:
             typical = None if plan.step_seconds is None else plan.step_seconds.value
             provisional = provisional_steps(Duration(seconds, "seconds"), typical)
             guessed = max(CAUTIOUS_STEPS, provisional or UNKNOWN_STEPS)
-        left = MEASURED_STEPS - timer.steps  # all that are to be timed, one where they may take long
+        left = MEASURED_STEPS - timer.steps  # all steps to measure, or one where they are slow
         length = left if timer.steps and left * timer.last <= BLOCK * seconds else 1
         guess = ScheduleBlock(step=step, until=step + length, fraction=fraction, steps=guessed)
         return _with(plan, None, (*blocks, guess))
@@ -216,9 +214,9 @@ def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
 
 
 def fitted(plan: RunPlan, costs: Costs, *, done: int, seconds: float, fraction: float = 0.0) -> RunPlan:
-    """The plan with the steps that end `seconds` from now, to half a step, with all that comes between and after.
+    """The plan with the number of steps that ends `seconds` from now, to half a step, evaluations and saves included.
 
-    At least `done`, and those that the recipe asks for.
+    At least `done`, and at least the recipe's minimum.
     """
     least = max(done, plan.train.min_steps or 1)
     low, high = least, max(least, done + max(0, int(seconds / costs.step)) + 1) + 1

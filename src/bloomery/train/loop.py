@@ -1,4 +1,4 @@
-"""A run, from its plan to its last checkpoint. The order of everything is on this page; there are no callbacks."""
+"""The training loop: steps, evaluations and checkpoints in order, without callbacks."""
 
 import time
 from collections.abc import Callable
@@ -31,17 +31,17 @@ def run(
     resume_from: Path | None = None,
     timer: Timer | None = None,
 ) -> Outcome:
-    """Trains for the planned length, or until `stop` says so after a step; either way a checkpoint stands afterwards.
+    """Train for the planned length, or until `stop` returns True after a step, and save a checkpoint at the end.
 
-    `save_asked`: whether somebody wants a checkpoint after this step; asked once a step. `resume_from`: an undamaged
-    checkpoint; what follows equals the undisturbed run. `timer`: the clock of a wall-time length. Raises Diverged when
-    the loss stays non-finite after skipping and rewinding, and when the last checkpoint cannot be written.
+    `save_asked`: returns True to save after this step; called after each. `resume_from`: a valid checkpoint; the run
+    then equals the uninterrupted one. `timer`: the clock of a wall-time length. Raises Diverged when the loss stays
+    non-finite after skipping and rewinding, UserError when the last checkpoint cannot be written.
     """
     try:
         timer = timer or Timer(time.perf_counter())
         context = open_context(plan, run_dir, emit, resume_from, stop)
         context.timer, timer.before = timer, context.state.progress.seconds
-    except Stopped:  # nothing was learned yet
+    except Stopped:  # before the first step
         return "stopped"
     while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
         if outcome == "rewind":
@@ -54,7 +54,7 @@ def run(
 def train(
     context: RunContext, stop: Callable[[], bool], save_asked: Callable[[], bool]
 ) -> Outcome | Literal["rewind", "again"]:
-    """Steps until the run is finished, asked to stop, must go back to a good checkpoint, or reads in other batches."""
+    """Take steps until the run ends, is stopped, must rewind, or continues with another micro-batch size."""
     action: Action = "step"
     try:
         with context.source() as source, closing(context.recorder):
@@ -79,18 +79,17 @@ def train(
 
 
 def take_step(context: RunContext, source: BatchSource) -> Action:
-    """Reads, computes, updates unless the result is not finite, and tells what happened."""
+    """Read micro-batches, train on them, emit the step's events and decide how to continue."""
     plan, state, begun = context.plan.train, context.state, time.perf_counter()
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     lr_scale = planned_lr_scale(context.step, context.plan)
-    looks = context.health_check.due(context.step + 1, context.plan.logging.every_steps)
-    state.model_and_optimizer.health_check = context.health_check if looks else None
+    measured = context.health_check.due(context.step + 1, context.plan.logging.every_steps)
+    state.model_and_optimizer.health_check = context.health_check if measured else None
     objective = context.recorder.objective(context.objective)
-    full = partial(context.recorder.record_out_of_memory, context.plan, context.step + 1, f"step {context.step + 1}")
-    result = attempt(
-        lambda: train_step(state.model_and_optimizer, batches, objective, plan=plan, lr_scale=lr_scale), state, full
-    )
+    listing = partial(context.recorder.record_out_of_memory, context.plan, context.step + 1, f"step {context.step + 1}")
+    work = partial(train_step, state.model_and_optimizer, batches, objective, plan=plan, lr_scale=lr_scale)
+    result = attempt(work, state, listing)
     if isinstance(result, AllocationFailed):
         return shrink(context, result)
     sequences = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch_size)
@@ -102,11 +101,11 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
 
 
 def after_step(context: RunContext, action: Action, save_asked: Callable[[], bool]) -> None:
-    """The evaluation and the checkpoint that are due."""
+    """Evaluate and save where due."""
     if due("evaluation", context.plan, step=context.step):
         evaluate_and_sample(context)
     context.saving_due |= save_asked() or due("checkpoint", context.plan, step=context.step)
-    # Between bad steps there is nothing new to keep, and a rewind must find what was before them.
+    # Not between non-finite steps: a rewind must find the checkpoint before them.
     if context.saving_due and action == "step" and not context.finished:
         save(context)
     context.saver.poll()

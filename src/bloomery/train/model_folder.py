@@ -1,4 +1,4 @@
-"""Which folders a MODEL means: a run's checkpoint, a model's folder, an adapter and its base. No torch."""
+"""The folders of a MODEL argument: a run's checkpoint, a model folder, an adapter and its base. No torch."""
 
 import sys
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class Trained:
-    """How the run that wrote a checkpoint computed: its frozen weights, its precision, and `device`: cpu or cuda."""
+    """Quantization, precision and device ("cpu", "cuda") of the run that wrote a checkpoint."""
 
     quantize: Quantize
     precision: str
@@ -24,22 +24,22 @@ class Trained:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """`weights` holds config.json, or adapter_config.json; then `base` is the model that it adapts."""
+    """`weights`: a folder with config.json, or with adapter_config.json; then `base` is the base model's folder."""
 
     weights: Path
     base: Path | None
     tokenizer: Path
-    trained: Trained | None = None  # None: no run's checkpoint, or one of another version's plan
+    trained: Trained | None = None  # None: not a run's checkpoint, or the plan has another format
 
 
 def find_model(model: Path, step: str = "best") -> ModelFiles:
-    """What `model` means: as `model_folder` says, or BASE+ADAPTER, which chooses the base. Raises UserError."""
+    """Resolve a MODEL argument as `model_folder`, or BASE+ADAPTER. Raises UserError."""
     base, adapter = split(model)
     weights = model_folder(adapter, step)
     if not is_adapter_folder(weights):
         if base is not None:
             fix = "name the folder of an adapter, or a run that trained one, after the +"
-            raise UserError("this is a whole model, not an adapter", where=str(adapter), fix=fix)
+            raise UserError(f"not an adapter: {adapter.name}", where=str(adapter), fix=fix)
         return ModelFiles(weights, None, weights, _trained(weights))
     base = base_folder(weights) if base is None else model_folder(base)
     own = any((weights / name).is_file() for name in TOKENIZERS)
@@ -47,19 +47,19 @@ def find_model(model: Path, step: str = "best") -> ModelFiles:
 
 
 def _trained(weights: Path) -> Trained | None:
-    """As the plan of the run says, in whose folder a checkpoint lies."""
+    """From the plan.json of the checkpoint's run."""
     path = weights.parent.parent / "plan.json"
     if weights.parent.name != "checkpoints" or not path.is_file():
         return None
     try:
         plan = read_plan(path)
-    except UserError:  # of another version: the weights can be used all the same
+    except UserError:  # another format: the weights are usable
         return None
     return Trained(plan.quantize, plan.train.precision, plan.train.device)
 
 
 def split(model: Path) -> tuple[Path | None, Path]:
-    """BASE and ADAPTER where both are folders, else nothing and the whole; a folder may have a + in its name."""
+    """(BASE, ADAPTER) where both are folders, else (None, model): a folder's name may contain a +."""
     text = str(model)
     if not model.exists():
         for place in (number for number, letter in enumerate(text) if letter == "+"):
@@ -70,38 +70,39 @@ def split(model: Path) -> tuple[Path | None, Path]:
 
 
 def model_folder(run_or_folder: Path, step: str = "best") -> Path:
-    """The folder that holds config.json or an adapter.
+    """The folder with config.json or adapter_config.json.
 
-    `step`: a number, "last", or "best" (the last where no evaluation was noted).
-    A damaged newest checkpoint is passed over with a line on stderr; a damaged one that was asked for by its number is
-    refused. Raises UserError when there is nothing to take.
+    `step`: a number, "last", or "best" (the last without an evaluation). Skips damaged newest checkpoints with a
+    warning on stderr; a damaged checkpoint named by its number is an error. Raises UserError without a usable one.
     """
     if not run_or_folder.is_dir():
-        raise UserError("there is no such folder", where=str(run_or_folder), fix="name a run or a model's folder")
+        raise UserError(
+            f"no such folder: {run_or_folder.name}", where=str(run_or_folder), fix="name a run or a model folder"
+        )
     checkpoints = run_or_folder / "checkpoints"
     if (run_or_folder / "config.json").is_file() or is_adapter_folder(run_or_folder):
         if step not in ("best", "last"):
-            problem = f"this is one model, it has no step {step}"
+            problem = f"not a run, so --step {step} does not apply"
             raise UserError(problem, where=str(run_or_folder), fix="leave out --step", code=2)
         if (run_or_folder / MANIFEST).is_file():
-            _refuse_unsound(run_or_folder, f"name another one; delete {MANIFEST} where you changed the folder yourself")
+            _refuse_unsound(run_or_folder, f"name another folder; delete {MANIFEST} if you changed the files yourself")
         return run_or_folder
     steps = saved_steps(checkpoints)
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
         raise UserError(
-            "the folder holds neither a model nor a run", where=str(run_or_folder),
+            f"neither a model nor a run: {run_or_folder.name}", where=str(run_or_folder),
             fix="name a run, or a folder with config.json and model.safetensors",
         )  # fmt: skip
     if not steps:
         raise UserError(
-            "this run has no checkpoint yet", where=str(checkpoints),
-            fix="wait until it saves one, or let `bloomery resume` go on with it",
+            "no checkpoint yet", where=str(checkpoints),
+            fix="wait for the first checkpoint, or continue with `bloomery resume`",
         )  # fmt: skip
     if step not in ("best", "last"):
         kept = ", ".join(str(number) for number in steps)
         if not step.isdecimal() or int(step) not in steps:
             raise UserError(
-                f"there is no checkpoint {step[:40]!r}", where=str(checkpoints), code=2,
+                f"no such checkpoint: {step[:40]!r}", where=str(checkpoints), code=2,
                 fix=f"choose best, last or one of {kept}",
             )  # fmt: skip
         folder = step_folder(checkpoints, int(step))
@@ -113,16 +114,16 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         if (wrong := damage(folder)) is None:
             refuse_other_run(folder)
             return folder
-        print(f"warning: the best checkpoint, {folder.name}, is not used: {wrong}", file=sys.stderr)
-    newest = newest_valid(checkpoints, on_damage=lambda told: print(f"warning: {told}", file=sys.stderr))
+        print(f"warning: best checkpoint {folder.name} is damaged, using the last: {wrong}", file=sys.stderr)
+    newest = newest_valid(checkpoints, on_damage=lambda problem: print(f"warning: {problem}", file=sys.stderr))
     if newest is None:
-        fix = "`bloomery resume` trains it again from the start"
+        fix = "`bloomery resume` trains from the start"
         raise UserError("every checkpoint of this run is damaged", where=str(checkpoints), fix=fix)
     return newest
 
 
 def _refuse_unsound(folder: Path, fix: str) -> None:
-    """Raises UserError for a checkpoint that is damaged, or of another run than the one that it is in."""
+    """Raises UserError for a checkpoint that is damaged or from another run."""
     if wrong := damage(folder):
-        raise UserError(f"the checkpoint is damaged: {wrong}", where=str(folder), fix=fix)
+        raise UserError(f"damaged checkpoint: {wrong}", where=str(folder), fix=fix)
     refuse_other_run(folder)

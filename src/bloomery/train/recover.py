@@ -1,7 +1,4 @@
-"""What a run survives, and the checkpoints that it goes back to: memory that runs out, losses that are no numbers.
-
-Of an attempt that memory was too small for nothing is left, and the same work is done in smaller parts.
-"""
+"""Recovery from out of memory and from non-finite losses: smaller micro-batches, rewinds, checkpoints."""
 
 import gc
 import math
@@ -34,25 +31,25 @@ Action = Literal["step", "skip", "rewind", "again"]
 @final
 @dataclass(frozen=True)
 class AllocationFailed:
-    """An attempt ended because memory ran out; `wanted` is what the allocator was asked for, "" when it did not say.
+    """An attempt ran out of memory. `requested`: the size of the failed allocation, "" if unknown.
 
-    `listed`: the file in the run's folder that says what filled memory, "" without one.
+    `listed`: the file in the run folder that lists the tensors in memory, "" without one.
     """
 
-    wanted: str
+    requested: str
     listed: str = ""
 
-    def __str__(self) -> str:
-        return f"memory ran out ({self.wanted} more were wanted)" if self.wanted else "memory ran out"
+    def at(self, place: str) -> str:
+        """`place`: "at step 3"."""
+        return f"out of memory {place}" + (f" ({self.requested} allocation failed)" if self.requested else "")
 
 
 def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str) -> R | AllocationFailed:
-    """What `work` returns; when memory runs out in it, `AllocationFailed`, and the state is as before.
+    """The result of `work`, or `AllocationFailed` with the state as before.
 
-    `listing` is called while everything that filled memory is still there, and names the file where it wrote that.
-
-    Gradients are dropped, random numbers put back, cached memory is given back to the device. What cannot be undone is
-    an update that was cut short: `state.trainee.updating` says so.
+    `listing` runs before memory is freed and returns the name of the file that it wrote. Gradients are dropped, RNG
+    states restored and the allocator's cache freed. An interrupted update cannot be undone:
+    `state.model_and_optimizer.updating` is then True.
     """
     random = random_states()
     try:
@@ -60,18 +57,18 @@ def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str]
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        full = AllocationFailed(_wanted(str(error)), listing())
-    # Outside the handler: the traceback held every tensor of the attempt.
-    state.model_and_optimizer.optimizer.zero_grad()
+        full = AllocationFailed(_requested(str(error)), listing())
+    # Outside the handler: the traceback holds every tensor of the attempt.
+    state.optimizer.zero_grad()
     set_random_states(random)
-    gc.collect()  # a compiled graph may sit in a cycle
+    gc.collect()  # a compiled graph may be part of a cycle
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return full
 
 
-def _wanted(text: str) -> str:
-    """Of the allocator's own sentence; the CPU's says bytes, those of GPUs say GiB."""
+def _requested(text: str) -> str:
+    """The size in the allocator's message, in bytes on a CPU and in GiB on a GPU."""
     found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)", text, re.IGNORECASE)
     if found is None:
         return ""
@@ -79,61 +76,59 @@ def _wanted(text: str) -> str:
 
 
 def shrink(context: RunContext, full: AllocationFailed) -> Action:
-    """The step that memory was too small for is taken again in smaller micro-batches; `plan.json` keeps them.
+    """Retry the step with a smaller micro-batch and more gradient accumulation, and store that in `plan.json`.
 
-    Raises MemoryFull when its micro-batches are single rows, or cannot be cut.
+    Raises OutOfMemory when the micro-batch is one sequence or cannot be split.
     """
-    plan, begun = context.plan, context.step
-    rows, place = plan.train.micro_batch_size, f"{full} in step {begun + 1}"
-    if rows == 1 and not context.state.model_and_optimizer.updating:  # this is the end, and nothing is lost
+    plan, updating = context.plan, context.state.model_and_optimizer.updating
+    size, problem = plan.train.micro_batch_size, full.at(f"at step {context.step + 1}")
+    if size == 1 and not updating:  # the run ends here; its weights are sound
         save(context)
         context.saver.wait()
-    listed = f"; what filled memory is listed in {full.listed}" if full.listed else ""
-    fallback = smaller_micro_batch(plan, f"{place} with {rows}")
+    listed = f"; tensors in memory: {full.listed}" if full.listed else ""
+    fallback = smaller_micro_batch(plan, f"{problem} with {size}")
     if fallback is None:
-        at_once = "a single row" if rows == 1 else f"{rows} rows (an optimizer in backward takes them all at once)"
+        whole = f"micro-batch {size} of {plan.data.sequence_length:,} tokens"
+        whole += " (a fused backward cannot accumulate gradients)" if size > 1 else ""
         raise OutOfMemory(
-            f"{place}, with {at_once} of {plan.data.sequence_length:,} tokens at once{who_else(plan.train.device)}",
-            where=f"train.micro_batch_size={rows}{listed}",
+            f"{problem}, {whole}{who_else(plan.train.device)}",
+            where=f"train.micro_batch_size={size}{listed}",
             fix=_fix(plan),
         )
     replan(context, fallback.plan)
     action = fallback.action
-    if context.state.model_and_optimizer.updating:
+    if updating:
         return_to_checkpoint(context, policy=True)
-        action += f"; the update was half done, so the run goes back to step {context.step}"
-    context.emit(Recovered(step=context.step, reason=place, action=action + listed))
+        action += f"; the update was incomplete: resumes from step {context.step}"
+    context.emit(Recovered(step=context.step, reason=problem, action=action + listed))
     return "again"
 
 
 def replan(context: RunContext, plan: RunPlan) -> None:
-    """Goes on with another plan of the same training; what was measured under the old one is forgotten."""
+    """Continue with another plan of the same training; timings of the old one are dropped."""
     context.plan, context.objective = plan, build_objective(plan)
     context.timer.forget()
     write_plan(plan, context.run_dir / "plan.json")
 
 
 def _fix(plan: RunPlan) -> str:
-    """The plan's own remedies, cheapest first, and where it saw no need for any what always helps."""
-    if plan.train.micro_batch_size > 1:
-        rows = plan.train.micro_batch_size // 2
-        return (
-            f"start again with train.micro_batch_size={rows} train.tokens_per_step={rows * plan.data.sequence_length}"
-        )
+    """The plan's suggestions, cheapest first; without any, the settings that save most."""
+    train, length = plan.train, plan.data.sequence_length
+    if (size := train.micro_batch_size) > 1:
+        return f"start a new run with train.micro_batch_size={size // 2} train.tokens_per_step={size // 2 * length}"
     edits = [edit for edit in plan.suggestions if not edit.startswith("train.micro_batch_size")]
     if not edits:
-        train = plan.train
         edits += ["train.activation_checkpointing=full"] if train.activation_checkpointing != "full" else []
         edits += ["optimizer.kind=adafactor"] if plan.optimizer.kind == "adamw" else []
         edits += ["train.precision=auto"] if train.precision == "float32" and train.device != "cpu" else []
-    words = " or ".join(edits) or "a smaller model"
     return (
-        f"start again with {words}; `bloomery plan` says what each saves; shorter rows (data.sequence_length) come last"
+        f"start a new run with {' or '.join(edits) or 'a smaller model'}; `bloomery plan` prints what each saves. "
+        "Lower data.sequence_length last"
     )
 
 
 def who_else(device: str) -> str:
-    """How much of this GPU others hold, and who is on GPUs here; "" when nobody does, and on the CPU."""
+    """Memory of this GPU used by other processes, and their names; "" without any, and on the CPU."""
     if device != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info()
@@ -141,27 +136,27 @@ def who_else(device: str) -> str:
     return other_processes(gpu_processes(), others=others, total=total)
 
 
-def other_processes(found: tuple[GpuProcess, ...], *, others: int, total: int) -> str:
-    """To be added to a sentence. `others` is of one GPU, tenants are those of all.
+def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: int) -> str:
+    """The end of a sentence. `others`: bytes of one GPU; `processes`: those of all GPUs.
 
-    A GiB is left out: the driver's own context of this process takes about as much, and belongs to nobody else.
+    Less than a GiB is ignored: the driver's context of this process takes about as much.
     """
     if others < GIB:
         return ""
-    named = ", ".join(f"{tenant.name} (process {tenant.pid}) {format_bytes(tenant.bytes)}" for tenant in found[:3])
-    used = f"; others use {format_bytes(others)} of this GPU's {format_bytes(total)}"
-    return used + (f" (on the GPUs of this machine: {named})" if named else "")
+    named = ", ".join(
+        f"{process.name} (process {process.pid}) {format_bytes(process.bytes)}" for process in processes[:3]
+    )
+    used = f"; other processes use {format_bytes(others)} of this GPU's {format_bytes(total)}"
+    return used + (f" (on all GPUs: {named})" if named else "")
 
 
 def check_step(context: RunContext, result: StepResult, sequences: range, first: Batch) -> Action:
-    """What follows from a step that learned from `rows`; says so when it was not taken."""
+    """How to continue after a step that trained on `sequences`; warns when the step was not taken."""
+    policy, scale = context.state.policy, context.state.model_and_optimizer.scale
     if result.taken:
-        return context.state.policy.decide(True, step=context.step, sequences=sequences)
-    scale = context.state.model_and_optimizer.scale
+        return policy.decide(True, step=context.step, sequences=sequences)
     if result.overflowed and scale is not None:
-        reason = (
-            f"step {context.step} overflowed float16 and was {result.left}; the loss scale is now {scale.value:,.0f}"
-        )
+        reason = f"float16 overflow at step {context.step}: {result.left}; the loss scale is now {scale.value:,.0f}"
         context.emit(Warned(step=context.step, reason=reason))
         return "skip"
     what = "gradient" if math.isfinite(result.loss) else "loss"
@@ -170,11 +165,11 @@ def check_step(context: RunContext, result: StepResult, sequences: range, first:
     reason = f"non-finite {what} at step {context.step} ({where}): the step was {result.left}"
     context.emit(Warned(step=context.step, reason=reason))
     exhausted = scale is not None and what == "gradient"
-    return context.state.policy.decide(False, step=context.step, sequences=sequences, what=what, exhausted=exhausted)
+    return policy.decide(False, step=context.step, sequences=sequences, what=what, exhausted=exhausted)
 
 
 def rewind(context: RunContext) -> None:
-    """Back to the newest undamaged checkpoint (or the start), and on with the data after the bad rows."""
+    """Restore the newest valid checkpoint (or the initial weights) and continue after the non-finite sequences."""
     bad_step, cursor = context.step, context.state.cursor
     return_to_checkpoint(context)
     context.state.cursor = cursor
@@ -188,7 +183,7 @@ def rewind(context: RunContext) -> None:
 
 
 def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
-    """The newest undamaged one, or how the run began; the count of bad steps stays, or with `policy` goes back too."""
+    """Restore the newest valid checkpoint or the initial weights; with `policy` the count of non-finite steps too."""
     context.saver.drain()
     folder = newest_valid(
         context.saver.folder, on_damage=lambda problem: context.emit(Warned(step=context.step, reason=problem))
@@ -204,17 +199,17 @@ def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
 
 
 def save(context: RunContext) -> None:
-    """A checkpoint of this step, unless it has one; the best so far is marked.
+    """Save a checkpoint of this step, unless it has one, and mark the best so far.
 
-    Raises Diverged when an update has overflowed: such weights are never saved, and older checkpoints stay.
+    Raises Diverged for non-finite weights: they are never saved, and older checkpoints stay.
     """
     if context.step == context.saved_step:
         return
-    for name, parameter in context.state.model_and_optimizer.model.named_parameters():
+    for name, parameter in context.model.named_parameters():
         if parameter.requires_grad and not bool(parameter.isfinite().all()):
             context.saver.drain()
             raise Diverged(
-                f"after step {context.step} the weights are no longer finite numbers ({name}), and they are not saved",
+                f"non-finite weights after step {context.step} ({name}); no checkpoint was saved",
                 where=f"step {context.step}",
                 fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
             )

@@ -1,4 +1,4 @@
-"""What events.jsonl holds of a run, checked against its plan and its checkpoints. No torch."""
+"""The recorded history of a run: events.jsonl checked against its plan and checkpoints. No torch."""
 
 import json
 import shlex
@@ -13,25 +13,25 @@ from bloomery.monitor.events import Resumed, RunEnded, RunStarted, StepDone, Tai
 from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.train.sealed import saved_steps, step_folder
 
-PROFILE = "profile"  # the folder of what was recorded of steps
-PROFILE_ASKED = "profile-asked"  # the file that holds how many steps somebody wants recorded
-NOT_RECORDED = "what was recorded of the run could not be written"
+PROFILE = "profile"  # folder of traces and memory lists
+PROFILE_ASKED = "profile-asked"  # request file: how many steps to record
+NOT_RECORDED = "cannot write the profile"
 
 
 class OutOfMemory(UserError):
-    """Even a single row at once does not fit."""
+    """A micro-batch of one sequence does not fit."""
 
 
 class Diverged(UserError):
-    """Losses, gradients or weights are no numbers any more, and skipping and rewinding have not helped."""
+    """Loss, gradients or weights stayed non-finite after skipping and rewinding."""
 
 
 class Unsound(UserError):
-    """A kernel does not compute what it should."""
+    """A kernel computes wrong numbers."""
 
 
 def asked_steps(request: Path) -> int:
-    """How many steps somebody wants recorded; 0 without such a wish, or when the file says nothing sensible."""
+    """The number of steps in the request file; 0 without a valid one."""
     try:
         words = read_whole(request, most=100).decode()
     except (OSError, ValueError, UserError):
@@ -40,22 +40,22 @@ def asked_steps(request: Path) -> int:
 
 
 def name_of(folder: Path) -> str:
-    """What a person types after `bloomery resume`: its name under runs/, else its path, quoted."""
+    """The argument of `bloomery resume`: the name under runs/, else the path, quoted."""
     return shlex.quote(folder.name if folder.parent == Path("runs").absolute() else str(folder))
 
 
 @dataclass(frozen=True)
 class History:
-    """`missing`: ranges of steps that were taken, as a later step or a checkpoint proves, and have no event."""
+    """`missing`: ranges of steps without an event, before a later step or checkpoint."""
 
     missing: tuple[range, ...]
     unreadable_lines: int
     last_step: int  # with an event
-    ended: RunEnded | None  # unless the run went on
+    ended: RunEnded | None  # unless the run continued
 
     @property
     def problem(self) -> str | None:
-        """One sentence, None when nothing is lost."""
+        """One sentence; None when every event is present."""
         parts = []
         if self.missing:
             spans = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in self.missing]
@@ -66,7 +66,7 @@ class History:
             parts.append(f"{lines} of {'it' if parts else 'events.jsonl'} cannot be read")
         if not parts:
             return None
-        return "; ".join(parts) + ": figures and charts lack them, the weights do not depend on them"
+        return "; ".join(parts) + ": charts and figures lack them, the weights are not affected"
 
 
 def read_history(run_dir: Path) -> History:
@@ -91,19 +91,19 @@ def _gaps(steps: Iterable[int], reached: int) -> tuple[range, ...]:
 
 
 def planned_end(run_dir: Path) -> tuple[int | None, int | None]:
-    """The plan's steps, and after how many evaluations without a lower loss it ends early; None where unknown."""
+    """Planned steps and early-stopping patience; None where unknown."""
     plan = _json(run_dir / "plan.json")
     return _integer(plan, "train", "steps"), _integer(plan, "eval", "early_stopping_patience")
 
 
 def contradicted(run_dir: Path, ended: RunEnded | None, step: int) -> bool:
-    """Whether events say "done" of a run that took too few steps for its plan, which could not end it early."""
+    """Whether RunEnded reports "done" before the planned steps, without early stopping."""
     planned, patience = planned_end(run_dir)
     return ended is not None and ended.status == "done" and planned is not None and patience is None and step < planned
 
 
 def is_done(run_dir: Path) -> bool:
-    """Whether the newest checkpoint is of the plan's last step, or of the one at which the plan ends it early."""
+    """Whether the newest checkpoint is of the last planned step, or of the step of early stopping."""
     planned, patience = planned_end(run_dir)
     steps = saved_steps(run_dir / "checkpoints")
     if not steps or planned is None:

@@ -1,8 +1,7 @@
-"""Folders that are complete and undamaged, or count as absent. No torch: launchers look at checkpoints too.
+"""Checkpoint folders that are complete and valid, or ignored. No torch: launchers read them too.
 
-A sealed folder is written beside its place, every file hashed and flushed to the disk, `MANIFEST.json` last, then
-renamed. A kill at any moment leaves either the old state or the new one; a flipped bit, a cut file or a missing one is
-found by its hash before anything is read from it.
+A folder is written under a temporary name, every file hashed and flushed, `MANIFEST.json` last, then renamed. A kill
+leaves the old state or the new one. Flipped bits, truncated and missing files are found by their hash before use.
 """
 
 import hashlib
@@ -21,12 +20,12 @@ from bloomery.plan.store import read_identity
 MANIFEST = "MANIFEST.json"
 BEST = "best.json"
 FORMAT = 2
-NOT_SAVED = "was not saved, training goes on"  # how the warning of a failed save is told from others
+NOT_SAVED = "was not saved, training continues"  # identifies the warning of a failed save
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Where a checkpoint comes from: the run, the digest of its plan then, and the step and seal of the one before."""
+    """The origin of a checkpoint: run, digest of the plan, step and seal of the previous checkpoint."""
 
     run: str = ""
     plan: str = ""
@@ -34,9 +33,9 @@ class Lineage:
 
 
 def seal(folder: Path, lineage: Lineage = Lineage()) -> None:
-    """Hash and flush every file of `folder`, then write its manifest. The caller renames the folder to its place.
+    """Hash and flush every file of `folder`, then write its manifest. The caller renames the folder.
 
-    All files get the mode that the umask gives: safetensors writes 0600.
+    All files get the folder's mode without x: safetensors writes 0600.
     """
     files, mode = {}, folder.stat().st_mode & 0o666
     for path in sorted(folder.iterdir()):
@@ -49,9 +48,7 @@ def seal(folder: Path, lineage: Lineage = Lineage()) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder, in a few words; None when it holds every file as it was written, and no other
-    one that might be read.
-    """
+    """The problem with a sealed folder as text; None when every file is as written and no other one was added."""
     try:
         manifest = unstamped(folder / MANIFEST)
     except FileNotFoundError:
@@ -61,7 +58,7 @@ def damage(folder: Path) -> str | None:
     match manifest:
         case {"format": int(version), "files": dict(files)} if version == FORMAT:
             if (stray := added_to(folder, [MANIFEST, *files])) is not None:
-                return f"{stray.name} was added to it, and might be read"
+                return f"{stray.name} was added"
             wrongs = (_file_damage(folder / name, entry) for name, entry in files.items())
             return next((wrong for wrong in wrongs if wrong is not None), None)
         case {"format": int(version)}:
@@ -70,27 +67,27 @@ def damage(folder: Path) -> str | None:
 
 
 def refuse_other_run(folder: Path) -> None:
-    """Raises UserError for an undamaged checkpoint that another run saved, or another past of this one."""
-    checkpoints, said = folder.parent, unstamped(folder / MANIFEST)
+    """Raises UserError for a valid checkpoint of another run, or of another history of this one."""
+    checkpoints, manifest = folder.parent, unstamped(folder / MANIFEST)
     head = read_identity(checkpoints.parent)
     if head is None:
         return
     problem = None
-    if said["run"] != head.run:
-        problem = "the checkpoint is of another run"
-    elif said["plan"] not in head.plans:
-        problem = "the checkpoint was saved under a plan that this run never had"
-    elif said["before"] is not None:
-        step, stamp = said["before"]
+    if manifest["run"] != head.run:
+        problem = "the checkpoint is from another run"
+    elif manifest["plan"] not in head.plans:
+        problem = "the checkpoint was saved with a plan that this run never had"
+    elif manifest["before"] is not None:
+        step, stamp = manifest["before"]
         if seal_of(step_folder(checkpoints, step)) not in (stamp, None):
-            problem = f"the checkpoint does not follow the one of step {step:,} that is here"
+            problem = f"the checkpoint does not follow the one of step {step:,} in this folder"
     if problem is not None:
-        fix = f"move it out of {checkpoints}; `bloomery resume` then takes the one before"
+        fix = f"move it out of {checkpoints}; `bloomery resume` then uses the previous one"
         raise UserError(problem, where=str(folder), fix=fix)
 
 
 def seal_of(folder: Path) -> str | None:
-    """The seal of a sealed folder; None where there is none, or it is damaged."""
+    """The seal of a folder; None if missing or damaged."""
     try:
         return str(unstamped(folder / MANIFEST)["sha256"])
     except (FileNotFoundError, ValueError):
@@ -122,9 +119,9 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps that have a folder, damaged or not, oldest first.
+    """The steps with a folder, damaged or not, oldest first.
 
-    Raises UserError when the folder is there and cannot be read: what it holds is not known, which is not none.
+    Raises UserError when the folder exists and cannot be read.
     """
     try:
         names = [path.name for path in checkpoints.iterdir() if path.name.startswith("step-") and path.is_dir()]
@@ -132,7 +129,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
         return []
     except OSError as error:
         raise UserError(
-            f"the checkpoints cannot be read: {error.strerror}",
+            f"cannot read the checkpoints: {error.strerror}",
             where=str(checkpoints),
             fix="fix the permissions of that folder, then run the command again",
         ) from error
@@ -141,48 +138,42 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def newest_valid(checkpoints: Path, *, on_damage: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint with all files as they were written, or None; `on_damage` hears of newer, damaged ones.
-
-    Raises UserError as `refuse_other_run` does.
-    """
+    """The newest valid checkpoint, or None. Calls `on_damage` for newer, damaged ones. Raises as `refuse_other_run`."""
     for step in reversed(saved_steps(checkpoints)):
         folder = step_folder(checkpoints, step)
         wrong = damage(folder)
         if wrong is None:
             refuse_other_run(folder)
             return folder
-        on_damage(f"checkpoint {folder.name} is damaged and not used: {wrong}")
+        on_damage(f"checkpoint {folder.name} is damaged and ignored: {wrong}")
     return None
 
 
 def note_best(checkpoints: Path, step: int) -> None:
-    """The checkpoint of `step` has the best evaluation so far."""
+    """Record that the checkpoint of `step` has the lowest validation loss."""
     write_durably(checkpoints / BEST, stamped({"step": step}))
 
 
 def best_step(checkpoints: Path) -> int | None:
-    """The step with the best evaluation so far, as the last save noted it. Raises UserError when that is damaged."""
+    """The step with the lowest validation loss, from best.json. Raises UserError when that is damaged."""
     try:
         return int(unstamped(checkpoints / BEST)["step"])
     except FileNotFoundError:
         return None
     except ValueError as error:
-        problem = f"the note of the best checkpoint cannot be read: {error}"
-        fix = "delete it and choose with --step; the next best checkpoint writes it again"
+        problem = f"cannot read which checkpoint is best: {error}"
+        fix = "delete it and pass --step; the next best checkpoint writes it again"
         raise UserError(problem, where=str(checkpoints / BEST), fix=fix) from error
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a sealed folder; a kill halfway leaves a draft for the next start to clear, never a damaged checkpoint.
-
-    Of one that lies elsewhere only the link goes.
-    """
+    """Delete a sealed folder, renamed first: a kill never leaves a damaged checkpoint. Of a symlink, only the link."""
     doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}-gone")
     folder.rename(doomed)
     remove(doomed)
 
 
 def clear_drafts(checkpoints: Path) -> None:
-    """Delete what killed saves left behind. Only for the holder of the run's lock."""
+    """Delete the remains of killed saves. The caller holds the run's lock."""
     for path in checkpoints.glob(".tmp-*"):
         remove(path)

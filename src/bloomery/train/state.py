@@ -1,4 +1,4 @@
-"""All that a run must remember: model, optimizer, random numbers, where the data stands, progress."""
+"""Training state: model, optimizer, RNG states, position in the data and progress, in and out of checkpoints."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import MODEL, Parts, Write, read_part, read_state
 from bloomery.train.forward import prepare_weights
-from bloomery.train.optim.build import build_optimizer
+from bloomery.train.optim.build import OptimizersContainer, build_optimizer
 from bloomery.train.run import Diverged
 from bloomery.train.sealed import MANIFEST, damage
 from bloomery.train.step import LossScale, ModelAndOptimizer
@@ -34,12 +34,11 @@ Action = Literal["step", "skip", "rewind"]
 
 @final
 class NonFinite:
-    """Judges every step before its update.
+    """The policy for non-finite losses and gradients.
 
-    Up to `skips` bad steps in a row are skipped; the next one asks for a rewind: load the last good checkpoint, and go
-    on with the data after the bad rows. After `rewinds` rewinds the run stops. (PaLM, arXiv:2204.02311 section 5.1,
-    restarted before a spike and skipped its batches in the same way.) Loss scaling has bad steps of its own while it
-    looks for its scale: give `skips` room for them.
+    Skips up to `skips` consecutive bad steps, then rewinds: loads the last good checkpoint and continues after the bad
+    sequences, as PaLM did around loss spikes (arXiv:2204.02311, section 5.1). Stops after `rewinds` rewinds. Loss
+    scaling causes bad steps of its own while it finds its scale: `skips` must leave room for them.
     """
 
     def __init__(self, *, skips: int = 3, rewinds: int = 2) -> None:
@@ -50,10 +49,10 @@ class NonFinite:
     def decide(
         self, finite: bool, *, step: int, sequences: range, what: str = "loss", exhausted: bool = False
     ) -> Action:
-        """What to do with the step that would be number `step` and has learned from `rows` of the shuffled data.
+        """How to continue after step `step`, which trained on `sequences`.
 
-        `what` was not finite ("loss", "gradient"). `exhausted`: in float16, although nothing is scaled any more: other
-        rows would not help. Raises Diverged, naming the batch, when skipping and rewinding have not helped.
+        `what` was non-finite ("loss", "gradient"). `exhausted`: in float16 at loss scale 1, where other data would not
+        help. Raises Diverged, naming the sequences, when skipping and rewinding have not helped.
         """
         if finite:
             self._skipped = 0
@@ -65,7 +64,7 @@ class NonFinite:
             self._skipped = 0
             self._rewound += 1
             return "rewind"
-        tried = f"skipping {self.skips} steps in a row"
+        tried = f"skipping {self.skips} consecutive steps"
         tried += " and lowering the loss scale to 1" if exhausted else f" and rewinding {self.rewinds} times"
         raise Diverged(
             f"non-finite {what} at step {step}, sequences {sequences.start} to {sequences.stop - 1}; "
@@ -76,20 +75,20 @@ class NonFinite:
         )
 
     def state(self) -> dict[str, int]:
-        """JSON for a checkpoint, so that a resumed run judges as the undisturbed one."""
+        """JSON for a checkpoint: a resumed run decides as the uninterrupted one."""
         return {"skipped": self._skipped, "rewound": self._rewound}
 
     def load(self, state: dict[str, Any]) -> None:
-        """After a resume. A rewind keeps its own count: do not load then."""
+        """Load after a resume, not after a rewind, which keeps its count."""
         self._skipped, self._rewound = int(state["skipped"]), int(state["rewound"])
 
 
-METHOD = "method"  # the part, and the key of the state, of what a method of PEFT needs to go on
+METHOD = "method"  # part and state key of what a PEFT method needs to resume
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights that training starts from: those of a folder, with rows of `new_ids` made anew, or fresh ones."""
+    """The weights before the first step: a folder's, with new embeddings for `new_ids`, or random ones."""
 
     source: Path | None
     seed: int
@@ -97,11 +96,11 @@ class InitialWeights:
     run_dir: Path | None = None
 
     def fill(self, model: Decoder) -> None:
-        """Raises UserError when the weights in the folder are no longer those that the run in `run_dir` began with."""
+        """Raises UserError when the folder is damaged or its weights changed since the run in `run_dir` started."""
         if self.source is not None:
             if (self.source / MANIFEST).is_file() and (wrong := damage(self.source)) is not None:
                 fix = f"choose another checkpoint; delete {MANIFEST} where you changed the folder yourself"
-                problem = f"the checkpoint that training starts from is damaged: {wrong}"
+                problem = f"damaged checkpoint in model.from: {wrong}"
                 raise UserError(problem, where=str(self.source), fix=fix)
             if self.run_dir is not None:
                 note_model(self.run_dir, "base", digest(self.source))
@@ -113,10 +112,10 @@ class InitialWeights:
 @final
 @dataclass(frozen=True)
 class CheckpointedModel:
-    """What training changes of one model: its way into checkpoints, and back out of them.
+    """How a model is saved in checkpoints and read back.
 
-    Every parameter, as a model's folder; with `settings` the low-rank pairs and what is trained in full beside them;
-    with `method` what a method of PEFT added to a base that was read before.
+    Without an adapter: every parameter. With `settings`: LoRA matrices and modules to save. With `method`: the
+    parameters that a PEFT method added.
     """
 
     model: Decoder
@@ -126,30 +125,30 @@ class CheckpointedModel:
     method: PeftAdapter | None = None
 
     def parts(self) -> Parts:
-        """The live tensors; `writer` is for those of MODEL."""
+        """The live tensors by part; `writer` writes the part MODEL."""
         if self.method is not None:
             return {MODEL: self.method.file_tensors(), METHOD: self.method.resume_tensors()}
         return {MODEL: dict(self.model.named_parameters()) if self.settings is None else trained_state(self.model)}
 
     def scalars(self) -> dict[str, Any]:
-        """What else must be remembered, for the state of a checkpoint."""
+        """JSON of a PEFT method's schedule."""
         return {} if self.method is None else {METHOD: self.method.resume_scalars()}
 
     def writer(self) -> Write:
-        """For the model as it is now: training goes on while the result is called."""
+        """A function that writes the model as configured now; training continues while it runs."""
         config, settings = self.model.config, self.settings
         if self.method is None and settings is None:
             return lambda tensors, folder: write_model(tensors, config, folder)
-        assert self.base is not None, "an adapter that is saved names the model that it adapts"
+        assert self.base is not None, "a saved adapter names its base model"
         name = self.base.name
         if settings is not None:
             return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=name)
         assert self.method is not None
-        said = self.method.file_settings(name)  # AdaLoRA's ranks change with every step
-        return lambda tensors, folder: write_named(tensors, said, folder)
+        config_now = self.method.file_settings(name)  # AdaLoRA's ranks change with every step
+        return lambda tensors, folder: write_named(tensors, config_now, folder)
 
     def begin(self) -> None:
-        """Everything as it is before the first step."""
+        """Set every weight as before the first step."""
         if self.method is not None:
             self.method.begin_again()
             return
@@ -158,13 +157,13 @@ class CheckpointedModel:
             init_adapters(self.model, self.start.seed)
 
     def read_frozen(self) -> None:
-        """What no checkpoint holds, before the first `read`; the base of a method is there already."""
+        """Read the frozen base weights, once before the first `read`. A PEFT method has read its base already."""
         if self.settings is not None:
             self.start.fill(self.model)
             note_base(self.model)
 
     def read(self, folder: Path) -> None:
-        """Everything else as the checkpoint in `folder` has it."""
+        """Read the trained weights of a checkpoint."""
         if self.method is not None:
             self.method.load(read_part(folder, METHOD), read_state(folder)[METHOD])
         elif self.settings is not None:
@@ -177,22 +176,22 @@ class CheckpointedModel:
 class RunProgress:
     """Counters of a run."""
 
-    step: int = 0  # finished optimizer steps, skipped ones included
-    tokens: int = 0  # positions of the layout
-    seconds: float = 0.0  # from the start of training to the checkpoint, without what was done twice
-    best_loss: float | None = None  # the lowest loss of an evaluation so far
+    step: int = 0  # optimizer steps, including skipped ones
+    tokens: int = 0  # positions, including padding
+    seconds: float = 0.0  # training time up to the checkpoint, without repeated steps
+    best_loss: float | None = None  # lowest validation loss
     evaluations_since_best: int = 0
-    best_saved: float | None = None  # the loss that the checkpoint marked best was evaluated at
-    eval_due: bool = False  # a stop cut the evaluation of this step short
+    best_saved: float | None = None  # validation loss of the best checkpoint
+    eval_due: bool = False  # a stop interrupted the evaluation of this step
 
     def note_evaluation(self, loss: float) -> None:
-        """A loss that is not finite is no improvement."""
+        """A non-finite loss is no improvement."""
         improved = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
         self.best_loss = loss if improved else self.best_loss
         self.evaluations_since_best = 0 if improved else self.evaluations_since_best + 1
 
     def note_save(self, loss: float | None) -> bool:
-        """Whether the checkpoint written now is the best so far; `loss` None: this step was not evaluated."""
+        """Whether the checkpoint of this step is the best so far; `loss` None: not evaluated."""
         best = loss is not None and math.isfinite(loss) and (self.best_saved is None or loss < self.best_saved)
         self.best_saved = loss if best else self.best_saved
         return best
@@ -213,13 +212,18 @@ class TrainState:
     checkpointed: CheckpointedModel
     base: Base | None = None
 
+    @property
+    def model(self) -> Decoder:
+        return self.model_and_optimizer.model
+
+    @property
+    def optimizer(self) -> OptimizersContainer:
+        return self.model_and_optimizer.optimizer
+
     def parts(self) -> Parts:
-        """Tensors by part of a checkpoint; the live ones, not copies."""
-        return {
-            **self.checkpointed.parts(),
-            "optimizer": self.model_and_optimizer.optimizer.named_tensors(),
-            "rng": random_states(),
-        }
+        """The live tensors of a checkpoint by part."""
+        tensors = self.optimizer.named_tensors()
+        return {**self.checkpointed.parts(), "optimizer": tensors, "rng": random_states()}
 
     def scalars(self) -> dict[str, Any]:
         """Everything else, for `state.json`."""
@@ -227,7 +231,7 @@ class TrainState:
         return {
             "cursor": asdict(self.cursor),
             "progress": asdict(self.progress),
-            "optimizer": self.model_and_optimizer.optimizer.scalars(),
+            "optimizer": self.optimizer.scalars(),
             "loss_scale": None if scale is None else asdict(scale),
             "policy": self.policy.state(),
             "torch": torch.__version__,
@@ -237,10 +241,10 @@ class TrainState:
 
 
 def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path | None = None) -> TrainState:
-    """The state before the first step, or that of a checkpoint: built on the meta device, filled in place.
+    """The state before the first step, or of a checkpoint: built on the meta device, filled in place.
 
-    The optimizer is built before the first forward. Raises UserError when the checkpoint is of another model, and when
-    an adapter's base is not the one that it was trained on or the one that the run in `run_dir` began with.
+    The optimizer is built before the first forward. Raises UserError for a checkpoint of another model, and for an
+    adapter whose base model differs from the one it was trained on or the run in `run_dir` started with.
     """
     model = empty_model(plan)
     model.to_empty(device=torch.device(plan.train.device))
@@ -249,7 +253,7 @@ def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path
     base = None if start.source is None or isinstance(adapter, NoAdapter) else base_of(start.source)
     method, settings = None, adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None
     if isinstance(adapter, Peft):
-        start.fill(model)  # PEFT adds to weights that are there
+        start.fill(model)  # PEFT initializes its parameters from the base weights
         config = method_config(adapter, plan.model.config, steps=plan.train.steps)
         method = PeftAdapter(model, config, seed=plan.train.seed)
     apply(model, plan.train)
@@ -268,13 +272,13 @@ def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path
 
 
 def empty_model(plan: RunPlan) -> Decoder:
-    """The model that is trained, on the meta device: adapted, and in the dtypes that its weights are kept in."""
+    """The model to train, on the meta device: adapted, quantized and in its dtypes."""
     with torch.device("meta"):
         model = Decoder(plan.model.config, attention=plan.model.attention)
         if isinstance(plan.adapter, Lora):
             adapt(model, plan.adapter)
         if isinstance(plan.adapter, Peft):
-            model.requires_grad_(False)  # PEFT adds to weights that are there, so its method comes when they are read
+            model.requires_grad_(False)  # PEFT adds its parameters once the base weights are read
     if plan.quantize.kind != "none":
         quantize_model(model, plan.quantize, reader=plan.quantized_by)
     prepare_weights(model, plan.train.precision)
@@ -282,9 +286,9 @@ def empty_model(plan: RunPlan) -> Decoder:
 
 
 def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bool = False) -> None:
-    """Replaces all in place: by what the checkpoint holds, or without one by how the run began.
+    """Restore everything in place from the checkpoint in `folder`; None: the state before the first step.
 
-    The policy's count is left alone, as a rewind would else go on for ever; `policy` takes that back too.
+    `policy`: restore the count of non-finite steps too. A rewind must not, or it would repeat forever.
     """
     state.model_and_optimizer.updating = False
     if policy:
@@ -292,15 +296,15 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
     if folder is None:
         torch.manual_seed(plan.train.seed)
         state.checkpointed.begin()
-        state.model_and_optimizer.optimizer.load({}, {})
+        state.optimizer.load({}, {})
         state.cursor, state.progress = Cursor(plan.train.seed, 0), RunProgress()
         return
     stored = read_state(folder)
     if stored["cursor"]["seed"] != state.cursor.seed:
-        problem = f"the checkpoint is of a run with the seed {stored['cursor']['seed']}, not {state.cursor.seed}"
-        raise UserError(problem, where=str(folder), fix="move it out of the run's checkpoints")
+        problem = f"the checkpoint is of a run with train.seed={stored['cursor']['seed']}, not {state.cursor.seed}"
+        raise UserError(problem, where=str(folder), fix="move it out of the run's checkpoints folder")
     state.checkpointed.read(folder)
-    state.model_and_optimizer.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
+    state.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
     set_random_states(read_part(folder, "rng"))
     if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:
         state.model_and_optimizer.scale = LossScale(**stored["loss_scale"])
@@ -309,7 +313,7 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
 
 
 def random_states() -> dict[str, Tensor]:
-    """The states of torch's default generators, one per device: dropout draws from them, and nothing from any other."""
+    """The states of torch's default generators, one per device; dropout uses no other."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -317,7 +321,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Raises UserError when a state does not fit this torch. Devices that are not here any more are left out."""
+    """Raises UserError when a state does not fit this PyTorch. Skips devices that this machine lacks."""
     try:
         torch.set_rng_state(states["cpu"])
         for index in range(torch.cuda.device_count()):

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches, one division by the count of the whole step, one look at whether it is finite."""
+"""One optimizer step: gradient accumulation, loss scaling, clipping and the update."""
 
 import math
 from collections.abc import Sequence
@@ -22,30 +22,30 @@ from bloomery.train.optim.build import OptimizersContainer
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss` is per learned token, pair or answer, `grad_norm` the norm before clipping; as computed, finite or not."""
+    """`loss`: per loss token, pair or response. `grad_norm`: before clipping. Either may be non-finite."""
 
     loss: float
     grad_norm: float
-    overflowed: bool = False  # float16: the loss is finite, its scaled gradients were not; the scale has been lowered
-    loss_tokens: int = 0  # labels that counted
-    metrics: dict[str, float] = field(default_factory=dict)  # means over the step, those that are finite
-    fused_backward: bool = False  # the optimizer was
+    overflowed: bool = False  # float16: finite loss, non-finite scaled gradients; the loss scale was lowered
+    loss_tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  # finite means over the step
+    fused_backward: bool = False
 
     @property
     def taken(self) -> bool:
-        """Whether the weights moved, all of them."""
+        """Whether every weight was updated."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def left(self) -> str:
-        """What became of a step that was not taken."""
+        """How a step ended that was not taken."""
         halfway = self.fused_backward and math.isfinite(self.loss)
-        return "cut short in backward: no weight below the bad gradient moved" if halfway else "skipped"
+        return "interrupted in backward, before the layers below the non-finite gradient" if halfway else "skipped"
 
 
 @dataclass
 class LossScale:
-    """The factor that lifts float16 gradients out of underflow; the rules and numbers of torch.amp.GradScaler."""
+    """The factor that keeps float16 gradients from underflow; rules and constants of torch.amp.GradScaler."""
 
     value: float = 2.0**16
     clean_steps: int = 0
@@ -61,14 +61,14 @@ class LossScale:
 
 @dataclass
 class ModelAndOptimizer:
-    """What a step changes."""
+    """Model, optimizer, loss scale and PEFT schedule: everything that a step updates."""
 
     model: Decoder
     optimizer: OptimizersContainer
-    scale: LossScale | None  # float16 alone
-    health_check: HealthCheck | None = None  # looks at the next update
-    method: PeftAdapter | None = None  # of PEFT, whose schedule follows the updates
-    updating: bool = False  # True outside a step: an update was cut short, and weights and states do not fit together
+    scale: LossScale | None  # float16 only
+    health_check: HealthCheck | None = None  # measures the next update
+    method: PeftAdapter | None = None  # a PEFT method with a schedule of its own
+    updating: bool = False  # True outside a step: an update was interrupted, weights and states are inconsistent
 
 
 def compute_loss(model: Decoder, batch: Batch, objective: Objective, *, precision: str) -> LossParts:
@@ -86,96 +86,86 @@ def train_step(
 ) -> StepResult:
     """Take one step at `lr_scale` times the peak learning rate. A non-finite step changes neither weights nor states.
 
-    The count (of learned tokens, of pairs) is that of all micro-batches together, known before the first backward, so
-    that accumulation gives the gradient of one large batch. The host waits for the device once: loss and norm decide
-    whether the step is taken, and what the optimizer then does runs while the host goes on.
+    The loss is divided by the count (loss tokens, pairs) of all micro-batches, known before the first backward, so
+    that gradient accumulation gives the gradient of one large batch. The host waits for the device once, for loss and
+    norm; the update then runs while the host continues.
     """
-    device = next(model_and_optimizer.model.parameters()).device
+    model, optimizer, scale = model_and_optimizer.model, model_and_optimizer.optimizer, model_and_optimizer.scale
+    method, health_check = model_and_optimizer.method, model_and_optimizer.health_check
+    device = next(model.parameters()).device
     loss_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
     count = max(1.0, sum(objective.count(batch) for batch in batches))
     if objective.before is not None:
-        batches = objective.before(model_and_optimizer.model, batches)
-    factor = model_and_optimizer.scale.value if model_and_optimizer.scale is not None else 1.0
+        batches = objective.before(model, batches)
+    factor = 1.0 if scale is None else scale.value
     total, sums = torch.zeros((), dtype=torch.float32, device=device), dict[str, Tensor]()
-    inside: Tensor | None = None  # the norm that an optimizer in backward saw
+    fused_norm: Tensor | None = None  # computed by the fused optimizer, which frees the gradients
     for batch in batches:
-        parts = compute_loss(model_and_optimizer.model, to_device(batch, device), objective, precision=plan.precision)
+        parts = compute_loss(model, to_device(batch, device), objective, precision=plan.precision)
         scaled = parts.total * (factor / count)
-        if model_and_optimizer.optimizer.fused_backward:
-            assert len(batches) == 1, "the plan refuses accumulation with an optimizer in backward"
-            norm_inside = fused_backward_step(
-                model_and_optimizer, scaled, factor=factor, clip=plan.max_grad_norm, lr_scale=lr_scale
-            )
-            inside = total.new_tensor(norm_inside)
+        if optimizer.fused_backward:
+            assert len(batches) == 1, "the plan refuses gradient accumulation with a fused backward"
+            fused_norm = total.new_tensor(fused_step(model_and_optimizer, scaled, plan, factor, lr_scale))
         else:
             scaled.backward()
         total += parts.total.detach()
         sums = added(sums, parts.metrics)
-    if model_and_optimizer.method is not None and (penalty := model_and_optimizer.method.penalty()) is not None:
-        (penalty * factor).backward()  # once a step, beside the reported loss
-    gradients = [p.grad for p in model_and_optimizer.optimizer.parameters if p.grad is not None]
+    if method is not None and (penalty := method.penalty()) is not None:
+        (penalty * factor).backward()  # once per step, not part of the reported loss
+    gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
+    norm_now = global_norm(gradients) / factor if fused_norm is None else fused_norm
     means = [some[0] / some[1] for some in sums.values()]
-    loss, norm, *told = torch.stack([total / count, norm_of(gradients, factor, inside), *means]).tolist()
+    loss, norm, *values = torch.stack([total / count, norm_now, *means]).tolist()
     overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
-    metrics = {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
-    result = StepResult(loss, norm, overflowed, round(loss_tokens), metrics, inside is not None)
-    if result.taken and inside is None:
+    metrics = {name: value for name, value in zip(sums, values, strict=True) if math.isfinite(value)}
+    result = StepResult(loss, norm, overflowed, round(loss_tokens), metrics, fused_norm is not None)
+    if result.taken and fused_norm is None:
         scale_gradients(gradients, clip_factor(norm, plan.max_grad_norm) / factor)
         model_and_optimizer.updating = True
-        with nullcontext() if model_and_optimizer.health_check is None else model_and_optimizer.health_check.watching():
-            model_and_optimizer.optimizer.step(lr_scale)
-        if model_and_optimizer.method is not None:
-            model_and_optimizer.method.after_update()
+        with nullcontext() if health_check is None else health_check.watching():
+            optimizer.step(lr_scale)
+        if method is not None:
+            method.after_update()
         model_and_optimizer.updating = False
-    if model_and_optimizer.scale is not None and math.isfinite(loss):
-        model_and_optimizer.scale.update(finite=result.taken)
-    model_and_optimizer.optimizer.zero_grad()
+    if scale is not None and math.isfinite(loss):
+        scale.update(finite=result.taken)
+    optimizer.zero_grad()
     return result
 
 
-def fused_backward_step(
-    model_and_optimizer: ModelAndOptimizer, scaled: Tensor, *, factor: float, clip: float | None, lr_scale: float
+def fused_step(
+    model_and_optimizer: ModelAndOptimizer, scaled: Tensor, plan: TrainPlan, factor: float, lr_scale: float
 ) -> float:
-    """Backward that updates as it goes: the norm over all gradients, not finite where it stopped half-way.
+    """Backward with the optimizer fused into it: the norm over all gradients, non-finite where it stopped halfway.
 
-    From a loss that is not finite (NaN is returned) nothing goes backward: the host waits here to know it.
+    A non-finite loss skips backward and returns NaN; the host waits for the device here.
     """
     if not math.isfinite(scaled.item()):
         return math.nan
+    optimizer, health_check = model_and_optimizer.optimizer, model_and_optimizer.health_check
     model_and_optimizer.updating = True
-    with (
-        nullcontext()
-        if model_and_optimizer.health_check is None
-        else model_and_optimizer.health_check.watching(gradients=False)
-    ):
-        model_and_optimizer.optimizer.begin_step(lr_scale, factor=factor, clip=clip)
+    with nullcontext() if health_check is None else health_check.watching(gradients=False):
+        optimizer.begin_step(lr_scale, factor=factor, clip=plan.max_grad_norm)
         scaled.backward()
-        norm = model_and_optimizer.optimizer.finish_step()
+        norm = optimizer.finish_step()
     model_and_optimizer.updating = False
     return norm
 
 
-def norm_of(gradients: Sequence[Tensor], factor: float, inside: Tensor | None) -> Tensor:
-    """Without the loss scale; `inside` where an optimizer in backward has seen them, and freed them."""
-    return global_norm(gradients) / factor if inside is None else inside
-
-
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits."""
-    gradients = list(gradients)
-    # Said only where it changes something: PyTorch 2.15 cannot place a dtype when gradients are sharded.
+    # Only where needed: PyTorch 2.15 cannot place a dtype argument when gradients are sharded.
     exact = {} if all(gradient.dtype == torch.float32 for gradient in gradients) else {"dtype": torch.float32}
-    norms = torch._foreach_norm(gradients, 2, **exact)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2, **exact)))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def clip_factor(norm: float, clip: float | None) -> float:
-    """torch.nn.utils.clip_grad_norm_'s factor."""
+    """The factor of torch.nn.utils.clip_grad_norm_."""
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
-    """In place; a pass over memory is spared when nothing changes."""
+    """In place; a factor of 1 skips the pass over memory."""
     if factor != 1.0:
         torch._foreach_mul_(list(gradients), factor)

@@ -1,7 +1,6 @@
-"""Whether the attention kernel that a run will use computes attention here: asked once, before the first step.
+"""A check of the run's attention kernel before the first step.
 
-A build for another chip, or an override that makes a chip claim to be another, need not crash: it may compute wrong
-numbers or none, and a day later the loss tells.
+A build for another GPU, or an override of the GPU's architecture, may compute wrong numbers instead of crashing.
 """
 
 import torch
@@ -15,14 +14,14 @@ from bloomery.train.forward import eval_mode, precision_context
 from bloomery.train.run import Unsound
 
 TOKENS = 128
-# Greatest difference that rounding explains, as a share of the largest value; float32 may be TF32 on a GPU.
+# The largest rounding error relative to the largest value; float32 may be TF32 on a GPU.
 TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 4e-2, "bfloat16-pure": 4e-2}
 
 
 def check_attention(model: Decoder, plan: RunPlan) -> None:
-    """Compares output and gradients with plain math in float32, on a row of two documents; no random number is drawn.
+    """Compare output and gradients with the math backend in float32, on two packed documents; RNG states are kept.
 
-    Raises Unsound when they differ by more than rounding explains, or are not finite.
+    Raises Unsound when they differ by more than rounding or are non-finite.
     """
     if plan.model.config.transformers_backend is not None:
         check_transformers_attention(model, plan)
@@ -35,17 +34,16 @@ def check_attention(model: Decoder, plan: RunPlan) -> None:
     for window, scale in sorted(kinds, key=str):
         error = difference(plan, window=window, scale=scale)
         if not error <= limit:
-            what = f"differs from plain math by {error:.2g} of the largest value" if error == error else "is not finite"
+            what = f"error {error:.2g}, at most {limit:.2g} is rounding" if error == error else "non-finite output"
             raise Unsound(
-                f"{plan.model.attention} attention in {plan.train.precision} computes wrong numbers on this device: its"
-                f" result {what}, where rounding explains {limit:.2g}",
-                where=f"the self-test before the first step, PyTorch {torch.__version__}",
-                fix="`bloomery doctor --probe` checks this device; train.attention=blockwise needs no such kernel",
+                f"wrong results of {plan.model.attention} attention in {plan.train.precision} on this device: {what}",
+                where=f"the check before the first step, PyTorch {torch.__version__}",
+                fix="run `bloomery doctor --probe`; or set train.attention=blockwise, which needs no such kernel",
             )
 
 
 def check_transformers_attention(model: Decoder, plan: RunPlan) -> None:
-    """Compares transformers' layers under our head with transformers' own forward. Raises UserError."""
+    """Compare transformers' layers with the native head to transformers' forward. Raises UserError."""
     limit, packed = TOLERANCE[plan.train.precision], plan.data.layout == "packed"
     with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
         check_head(model, limit)
@@ -53,14 +51,14 @@ def check_transformers_attention(model: Decoder, plan: RunPlan) -> None:
 
 
 def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
-    """The greatest over output and gradients, as a share of each one's largest value; NaN when a value is none."""
+    """The largest error of output and gradients, relative to the largest value of each; NaN if any is non-finite."""
     config, device = plan.model.config, torch.device(plan.train.device)
     length = min(TOKENS, plan.data.sequence_length)
     draw = torch.Generator().manual_seed(0)
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads
     q, k, v, upstream = (torch.randn(2, length, n, config.head_dim, generator=draw).transpose(1, 2) for n in heads)
     documents = torch.arange(length).ge(length // 3).long().expand(2, length)
-    alone = plan.model.attention == "sdpa"  # one document a row
+    alone = plan.model.attention == "sdpa"  # one document per sequence
 
     def results(backend: str, where: torch.device, precision: str) -> list[Tensor]:
         kind = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
@@ -74,7 +72,7 @@ def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
             )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(where, out.dtype))]
 
-    found = results(plan.model.attention, device, plan.train.precision)
+    actual = results(plan.model.attention, device, plan.train.precision)
     exact = results("math", torch.device("cpu"), "float32")
-    shares = [(a.float().cpu() - b).abs().max() / b.abs().max() for a, b in zip(found, exact, strict=True)]
+    shares = [(a.float().cpu() - b).abs().max() / b.abs().max() for a, b in zip(actual, exact, strict=True)]
     return float(torch.stack(shares).max())  # NaN wins

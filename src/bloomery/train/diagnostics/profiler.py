@@ -1,4 +1,4 @@
-"""Steps recorded in detail: when each operator ran, and what filled memory; by the plan, or when somebody asks."""
+"""Profiles of steps: operator times and tensors in memory, as planned, on request, and when out of memory."""
 
 import gc
 import json
@@ -25,8 +25,8 @@ from bloomery.train.process import resident_gib
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, asked_steps
 from bloomery.train.step import ModelAndOptimizer
 
-KEPT, OTHERS = "kept for backward", "everything else"
-GROUPS = 40  # of equal tensors that are listed
+KEPT, OTHERS = "saved for backward", "everything else"
+GROUPS = 40  # of equal tensors in a list
 SAVED_TENSORS_READABLE = hasattr(torch._C._autograd.SavedTensor, "data")  # absent from PyTorch 2.9
 NAME = 56  # columns
 
@@ -34,7 +34,7 @@ NAME = 56  # columns
 @final
 @dataclass(frozen=True)
 class Live:
-    """One piece of memory: what it is for, and the tensor that stands in it."""
+    """A storage: its purpose and its tensor."""
 
     purpose: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Live:
 
 
 def live_tensors(model_and_optimizer: ModelAndOptimizer) -> list[Live]:
-    """Each storage once. Activations are found through the graphs that reachable tensors hang on."""
+    """Each storage once. Activations are found through the autograd graphs of reachable tensors."""
     seen: set[int] = set()
     found = list(_new(_named(model_and_optimizer), seen))
     reachable = [thing for thing in gc.get_objects() if _is_tensor(thing)]
@@ -54,14 +54,14 @@ def live_tensors(model_and_optimizer: ModelAndOptimizer) -> list[Live]:
 
 
 def _is_tensor(thing: object) -> bool:
-    """Of torch's own two types: a compiler's fake tensors hold no memory, and a half-dead proxy may not be asked."""
+    """Exactly torch's two types: fake tensors hold no memory, and dead proxies raise."""
     return type(thing) in (Tensor, nn.Parameter)
 
 
 def _named(model_and_optimizer: ModelAndOptimizer) -> Iterator[tuple[str, Tensor]]:
     parameters = list(model_and_optimizer.model.parameters())
     yield from (("weights", parameter) for parameter in parameters)
-    yield from (("weights", buffer) for buffer in model_and_optimizer.model.buffers())  # quantised ones
+    yield from (("weights", buffer) for buffer in model_and_optimizer.model.buffers())  # quantized weights
     yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
     yield from (("optimizer", tensor) for tensor in model_and_optimizer.optimizer.named_tensors().values())
 
@@ -73,7 +73,7 @@ def _new(named: Iterable[tuple[str, Tensor]], seen: set[int]) -> Iterator[Live]:
         storage = tensor.untyped_storage()
         try:
             place = storage.data_ptr()
-        except RuntimeError:  # what a compiler left of a fake tensor: it has no memory
+        except RuntimeError:  # a fake tensor
             continue
         if place and place not in seen:
             seen.add(place)
@@ -82,7 +82,7 @@ def _new(named: Iterable[tuple[str, Tensor]], seen: set[int]) -> Iterator[Live]:
 
 
 def _kept(reachable: Iterable[Tensor]) -> Iterator[Tensor]:
-    """What autograd saved in every node above these tensors; of a graph half gone backward, what is left."""
+    """The tensors that autograd saved in every node of these tensors' graphs."""
     waiting = [node for tensor in reachable if (node := tensor.grad_fn) is not None]
     visited = set(waiting)
     while waiting:
@@ -94,34 +94,34 @@ def _kept(reachable: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _saved(node: Any) -> Iterator[Tensor]:
-    """Never through the hooks that may hang on it: asking those would compute a checkpointed block again."""
+    """Without the saved-tensor hooks, which would recompute a checkpointed block."""
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
             continue
         try:
             value = getattr(node, name)
             raw = [one.data for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None]
-        except RuntimeError:  # freed by the backward that went through it
+        except RuntimeError:  # freed by backward
             continue
         yield from (one for one in raw if isinstance(one, Tensor))
 
 
-def page(found: list[Live], title: str, device: str) -> str:
-    """For people: what the memory is for, then the largest groups of equal tensors."""
-    untold = f"unknown     what is {KEPT}: this PyTorch ({torch.__version__}) does not tell"
+def page(tensors: list[Live], title: str, device: str) -> str:
+    """A table of memory by purpose, then the largest groups of equal tensors."""
+    unknown = f"unknown     tensors {KEPT}: not available in PyTorch {torch.__version__}"
     lines = [
         title,
         *_totals(device),
-        *([] if SAVED_TENSORS_READABLE else [untold]),
+        *([] if SAVED_TENSORS_READABLE else [unknown]),
         "",
-        f"{'what':<{NAME}}{'tensors':>9}{'memory':>13}",
+        f"{'purpose':<{NAME}}{'tensors':>9}{'memory':>13}",
     ]
-    purposes = list(dict.fromkeys(live.purpose for live in found))
-    for purpose in sorted(purposes, key=lambda purpose: -_bytes(found, purpose)):
-        count = sum(live.purpose == purpose for live in found)
-        lines.append(f"{purpose:<{NAME}}{count:>9,}{format_bytes(_bytes(found, purpose)):>13}")
-    lines.append(f"{'together':<{NAME}}{len(found):>9,}{format_bytes(sum(live.bytes for live in found)):>13}")
-    ordered = sorted(Counter(found).items(), key=lambda pair: -pair[0].bytes * pair[1])
+    purposes = list(dict.fromkeys(live.purpose for live in tensors))
+    for purpose in sorted(purposes, key=lambda purpose: -_bytes(tensors, purpose)):
+        count = sum(live.purpose == purpose for live in tensors)
+        lines.append(f"{purpose:<{NAME}}{count:>9,}{format_bytes(_bytes(tensors, purpose)):>13}")
+    lines.append(f"{'total':<{NAME}}{len(tensors):>9,}{format_bytes(sum(live.bytes for live in tensors)):>13}")
+    ordered = sorted(Counter(tensors).items(), key=lambda pair: -pair[0].bytes * pair[1])
     lines += ["", f"{'largest groups of equal tensors':<{NAME}}{'tensors':>9}{'each':>13}{'memory':>13}"]
     for live, count in ordered[:GROUPS]:
         name = f"{live.purpose}: {' x '.join(map(str, live.shape)) or 'scalar'} {live.dtype}"
@@ -132,49 +132,49 @@ def page(found: list[Live], title: str, device: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _bytes(found: list[Live], purpose: str) -> int:
-    return sum(live.bytes for live in found if live.purpose == purpose)
+def _bytes(tensors: list[Live], purpose: str) -> int:
+    return sum(live.bytes for live in tensors if live.purpose == purpose)
 
 
 def _totals(device: str) -> Iterator[str]:
     if device == "cuda":
-        yield f"allocated   {torch.cuda.memory_allocated() / GIB:.3f} GiB by tensors, kernels' work space among them"
+        yield f"allocated   {torch.cuda.memory_allocated() / GIB:.3f} GiB by tensors, including kernel workspaces"
         yield f"reserved    {torch.cuda.memory_reserved() / GIB:.3f} GiB by PyTorch's allocator"
-        yield f"peak        {torch.cuda.max_memory_allocated() / GIB:.3f} GiB were allocated at most so far"
+        yield f"peak        {torch.cuda.max_memory_allocated() / GIB:.3f} GiB allocated at most"
     else:
-        yield f"resident    {resident_gib():.3f} GiB of the whole process, libraries and prepared text among them"
+        yield f"resident    {resident_gib():.3f} GiB of the process, including libraries and the prepared dataset"
 
 
 def write_memory(model_and_optimizer: ModelAndOptimizer, path: Path, title: str, *, device: str) -> None:
-    """`path`.memory.txt, and on a GPU `path`.memory.json with every block of the allocator. Raises OSError."""
+    """Write `path`.memory.txt, and on a GPU `path`.memory.json with the allocator's blocks. Raises OSError."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at every object wakes deprecations of modules that nobody uses
-        found = live_tensors(model_and_optimizer)
+        warnings.simplefilter("ignore")  # inspecting every object triggers deprecation warnings
+        tensors = live_tensors(model_and_optimizer)
     path.parent.mkdir(exist_ok=True)
-    path.with_name(path.name + ".memory.txt").write_text(page(found, title, device), encoding="utf-8")
-    if device == "cuda":  # torch's own way of writing it down is a pickle
+    path.with_name(path.name + ".memory.txt").write_text(page(tensors, title, device), encoding="utf-8")
+    if device == "cuda":  # torch's own format is a pickle
         blocks = torch.cuda.memory._snapshot()
         path.with_name(path.name + ".memory.json").write_text(json.dumps(blocks, default=str), encoding="utf-8")
 
 
-MOST_LISTS = 4  # of full memory, in one process
-OPERATORS = 40  # that the table of times holds
+MOST_LISTS = 4  # memory lists per process
+OPERATORS = 40  # in the table of times
 
 
 @final
 class Recorder:
-    """Looks at a run without changing it. What cannot be written is warned of, and never ends the run."""
+    """Records profiles without changing the run. Failed writes emit warnings."""
 
     def __init__(self, run_dir: Path, model_and_optimizer: ModelAndOptimizer, emit: Emit) -> None:
         self._folder, self._request = run_dir / PROFILE, run_dir / PROFILE_ASKED
         self._model_and_optimizer, self._emit = model_and_optimizer, emit
         self._open: _Recording | None = None
         self._lists = 0
-        self._request.unlink(missing_ok=True)  # of a process that ended before it heard
+        self._request.unlink(missing_ok=True)  # a request to an earlier process
 
     @contextmanager
     def around(self, plan: RunPlan, step: int) -> Iterator[None]:
-        """Around the work of this step: recorded when the plan or somebody's request names it."""
+        """Wraps a step; records it if planned or requested."""
         planned = plan.logging.profile_steps
         if self._open is None:
             steps = asked_steps(self._request) or (planned[1] - step + 1 if planned and step >= planned[0] else 0)
@@ -187,7 +187,7 @@ class Recorder:
             self.close()
 
     def objective(self, objective: Objective) -> Objective:
-        """Of this step; while steps are recorded, one that lists memory when the first forward is through."""
+        """The objective of this step; while recording, it lists memory after the first forward."""
         recording = self._open
         if recording is None or recording.listed:
             return objective
@@ -203,16 +203,16 @@ class Recorder:
         return replace(objective, loss=loss)
 
     def record_out_of_memory(self, plan: RunPlan, step: int, where: str) -> str:
-        """Called while all that filled memory is still there; the file's name in the run's folder, "" without one."""
+        """List the tensors before they are freed; the file's name in the run folder, "" without one."""
         self._lists += 1
         if self._lists > MOST_LISTS:
             return ""
         name = f"{self._name(step)}-full-{self._lists}"
-        told = self._list(name, f"memory ran out in {where}; what was there then", plan.train.device)
-        return f"{PROFILE}/{name}.memory.txt" if told else ""
+        written = self._list(name, f"tensors in memory when {where} ran out of memory", plan.train.device)
+        return f"{PROFILE}/{name}.memory.txt" if written else ""
 
     def close(self) -> None:
-        """Ends a recording, if there is one, and writes what it has."""
+        """End and write the current recording, if any."""
         recording, self._open = self._open, None
         if recording is None:
             return
@@ -256,7 +256,7 @@ class _Recording:
         self._profile.start()
 
     def write(self, folder: Path, name: str) -> None:
-        """The trace as Chrome's and Perfetto's JSON, and a table of the operators. Raises OSError."""
+        """Write the trace (Chrome, Perfetto) and a table of operators. Raises OSError."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
@@ -266,12 +266,12 @@ class _Recording:
         folder.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
         steps = f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
-        text = table(list(self._profile.key_averages()), f"{steps}, {seconds:.2f} s with the recording", self.device)
+        text = table(list(self._profile.key_averages()), f"{steps}, {seconds:.2f} s including profiling", self.device)
         (folder / f"{name}.operators.txt").write_text(text, encoding="utf-8")
 
 
 def table(operators: list[Any], title: str, device: str) -> str:
-    """The operators by the time spent in themselves; `operators` are torch's FunctionEventAvg."""
+    """Operators by self time; `operators`: torch's FunctionEventAvg."""
 
     def own(operator: Any) -> float:
         return float(operator.self_device_time_total if device == "cuda" else operator.self_cpu_time_total) / 1e6

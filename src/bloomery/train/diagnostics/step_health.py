@@ -1,4 +1,4 @@
-"""What a step tells of a run's health: how far weights move, what stands still, whether labels follow their tokens."""
+"""Health of a step: update sizes, unchanged parameters, and whether labels are the next tokens."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from bloomery.monitor.events import StepHealth
 from bloomery.train.objectives.build import Objective
 
 SAMPLE = 4096  # elements of each tensor: its root mean square to about 1%
-POSITIONS = 8192  # of a step, whose labels and pairs are looked at
+POSITIONS = 8192  # of a step whose labels are checked
 EARLY = frozenset((1, 2, 3, 5, 10, 15, 20, 30, 40, 50, 100))
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -29,29 +29,28 @@ SCHEDULER = Path("/proc/thread-self/schedstat")
 
 @final
 class HealthCheck:
-    """Looks at a step from both sides of its update. Draws no random number and writes to no tensor of the run.
+    """Measures parameters before and after an update, without random numbers or writes to the run's tensors.
 
-    `parameters`: those that are trained. `is_adapter`: they are an adapter's, which begins at zero, so that the size
-    of its updates beside its own tells nothing.
+    `parameters`: the trainable ones. `is_adapter`: LoRA matrices start at zero, so their update ratio means nothing.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, is_adapter: bool = False) -> None:
         self._parameters, self._is_adapter = dict(parameters), is_adapter
         self._sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._all = max(1, sum(self._sizes.values()))
-        self._moved: list[tuple[float, float]] = []  # by tensor: the norm of the change, the norm before it
-        self._without: float | None = None  # share of parameters without a gradient
+        self._moved: list[tuple[float, float]] = []  # by tensor: norms of the change and of the previous value
+        self._without: float | None = None  # fraction of parameters without a gradient
         self._since, self._waited = time.monotonic(), core_wait_seconds()
 
     def due(self, step: int, every: int) -> bool:
-        """Whether the step with this number is looked at."""
+        """Whether to measure this step."""
         return step in EARLY or step % every == 0
 
     @contextmanager
     def watching(self, *, gradients: bool = True) -> Iterator[None]:
-        """Around the update of the weights, while the gradients stand; without them they are not spoken of."""
+        """Wraps the update. `gradients`: they still exist, so count those that are None or zero."""
         self._without = None
-        if gradients:  # counts tensors whose gradient is None or exactly zero
+        if gradients:
             some = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             most = list(torch._foreach_norm(list(some.values()), math.inf)) if some else []
             zero = dict(zip(some, (torch.stack(most) == 0).tolist(), strict=True)) if most else {}
@@ -63,7 +62,7 @@ class HealthCheck:
         self._moved = list(zip(*torch.stack(norms).tolist(), strict=True))
 
     def report(self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool) -> StepHealth:
-        """What was seen of a step that has learned from `batches`; without an update, of its labels alone."""
+        """The measurements of a step on `batches`; of its labels alone if no update was made."""
         ratios = [
             change / size
             for parameter, (change, size) in zip(self._parameters.values(), self._moved, strict=False)
@@ -72,7 +71,7 @@ class HealthCheck:
         still = [name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0]
         now, waited = time.monotonic(), core_wait_seconds()
         labels = label_facts(batches, objective)
-        utils = sys.modules.get("torch._dynamo.utils")  # counts what torch.compile has made so far in this process
+        utils = sys.modules.get("torch._dynamo.utils")  # counts compiled graphs
         health = StepHealth(
             step=step,
             update_ratio=median(ratios) if ratios and not self._is_adapter else None,
@@ -92,23 +91,23 @@ class HealthCheck:
 
 
 def _sampled(parameter: nn.Parameter) -> Tensor:
-    """Evenly spread elements. The odd stride visits every column of a matrix whose width is a power of two."""
+    """Evenly spaced elements. The odd stride visits every column of a matrix whose width is a power of two."""
     flat = parameter.detach().view(-1)
     return flat[:: max(1, flat.numel() // SAMPLE) | 1]
 
 
 @dataclass(frozen=True)
 class LabelFacts:
-    """Shares of the learned labels; None where no token stands at that place."""
+    """Fractions of the loss tokens; None without tokens to compare."""
 
-    own: float | None = None  # the very token that they are asked at
+    own: float | None = None  # equal to the token at their position
     next: float | None = None
-    after: float | None = None  # the token after the next
+    after: float | None = None  # equal to the token after the next
     pair_excess: float | None = None
 
 
 def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
-    """Where the labels that the loss sees stand in the text, and whether the order of the text means anything."""
+    """Whether labels are the next tokens, and whether the order of tokens is random."""
     taken = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
     heads = [head for head in map(objective.head, taken) if isinstance(head, LabelScores | Divergence)]
     if len(heads) < len(taken):  # an objective without labels
@@ -117,26 +116,26 @@ def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
     tokens: Ints = torch.cat([batch.tokens for batch in taken]).numpy()[rows]
     labels: Ints = torch.cat([head.labels_BT for head in heads]).numpy()[rows]
     documents: Ints = torch.cat([batch.documents for batch in taken]).numpy()[rows]
-    learned: Bools = torch.cat([head.loss_mask_BT != 0 for head in heads]).numpy()[rows]
+    scored: Bools = torch.cat([head.loss_mask_BT != 0 for head in heads]).numpy()[rows]
     shares: list[float | None] = []
-    for ahead in range(3):  # of labels that are the token so many positions on in their document
+    for ahead in range(3):  # fraction of labels equal to the token `ahead` positions later in the document
         end = tokens.shape[1] - ahead
-        inside = learned[:, :end] & (documents[:, :end] == documents[:, ahead:])
+        inside = scored[:, :end] & (documents[:, :end] == documents[:, ahead:])
         same = labels[:, :end] == tokens[:, ahead:]
         shares.append(float(same[inside].mean()) if inside.any() else None)
     own, following, after = shares
-    return LabelFacts(own, following, after, pair_excess(tokens[learned], labels[learned]))
+    return LabelFacts(own, following, after, pair_excess(tokens[scored], labels[scored]))
 
 
 def pair_excess(first: Ints, second: Ints) -> float | None:
-    """How many times as often two (first, second) pairs are the same as when second were drawn at random.
+    """How many times as often two (first, second) pairs coincide as for independent tokens.
 
-    The rate of coincidences among pairs over the product of the rates on both sides: 1 for shuffled text, and more
-    for every text whose order means something. None while chance alone would hardly bring one.
+    The rate of equal pairs over the product of the rates of equal firsts and seconds: 1 for shuffled text, more for
+    real text. None where chance alone gives less than one coincidence.
     """
     count = len(first)
     pairs = first.astype(np.int64) * 2**32 + second
-    # Ordered pairs of positions that hold the same value.
+    # Ordered pairs of positions with equal values.
     counts = [np.unique(values, return_counts=True)[1].astype(np.float64) for values in (pairs, first, second)]
     both, left, right = (float((n * (n - 1)).sum()) for n in counts)
     expected = left * right / max(1.0, count * (count - 1.0))
@@ -144,7 +143,7 @@ def pair_excess(first: Ints, second: Ints) -> float | None:
 
 
 def core_wait_seconds() -> float | None:
-    """How long this thread has been ready to run while other threads had the cores; None where Linux does not tell."""
+    """Seconds that this thread was runnable but waiting for a core; None where Linux does not report it."""
     try:
         return int(SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""Looking at a model in the middle of training, without leaving a trace: its loss on the validation split, samples."""
+"""Evaluation during training: validation loss and samples, without changing the training state."""
 
 import math
 import time
@@ -27,14 +27,14 @@ from bloomery.train.objectives.reference import Stopped
 from bloomery.train.recover import AllocationFailed, attempt, replan
 from bloomery.train.step import compute_loss
 
-# A guess at checkpoints, for the share of a wall-time length that they take: a hash, a copy, a disk.
+# Bytes per second of saving a checkpoint and of copying its tensors, assumed until one is measured.
 WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """`loss` is nats per scored token, or what the objective has a pair or an answer; `bytes` are those that the scored
-    tokens stand for, None where the loss is not about them.
+    """`loss`: nats per loss token, or the objective's loss per pair or response. `bytes`: text of the loss tokens; None
+    where the loss is not per token.
     """
 
     loss: float
@@ -45,18 +45,18 @@ class EvalResult:
 
     @property
     def perplexity(self) -> float | None:
-        """None of a loss that is not nats per token."""
+        """None for a loss that is not in nats per token."""
         if self.bytes is None:
             return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Nats to bits, per byte of text: what a compressor would need. None when no byte was scored."""
+        """The loss in bits per byte of text; None when no byte was scored."""
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
     def event(self, step: int) -> EvalDone:
-        """What is told of it; a loss that is not finite is None there."""
+        """The event; a non-finite loss becomes None."""
         return EvalDone(
             step=step,
             loss=_finite(self.loss),
@@ -82,9 +82,9 @@ def evaluate(
     token_bytes: np.ndarray,
     limit: int | None,
 ) -> EvalResult | None:
-    """Loss over the rows of `loader`, the validation split, in batches of one shape. None when nothing can be scored.
+    """Loss over the validation set, in batches of one shape. None without loss tokens.
 
-    `token_bytes`: int32 [vocabulary], how many bytes of text each id stands for. `limit`: rows read at most.
+    `token_bytes`: int32 [vocabulary], bytes of text per token. `limit`: sequences at most.
     """
     begun = time.perf_counter()
     device = next(model.parameters()).device
@@ -106,9 +106,9 @@ def evaluate(
 
 
 def complete_batches(model: Decoder, batches: Iterable[Batch], objective: Objective) -> Iterator[Batch]:
-    """With what the objective asks the model before it scores them; all are read at once only where all must be known.
+    """The batches with what `objective.before` adds, one at a time unless it needs all of them.
 
-    KTO alone needs that, for its drift: 4 bytes a token on the model's device.
+    Only KTO needs all, for its KL term: 4 bytes per token on the model's device.
     """
     if objective.before is None:
         yield from batches
@@ -119,51 +119,49 @@ def complete_batches(model: Decoder, batches: Iterable[Batch], objective: Object
 
 
 def evaluate_and_sample(context: RunContext) -> None:
-    """Evaluates and samples, once a step; the random numbers of training stay where they are.
+    """Evaluate and sample, once per step, without changing the RNG states of training.
 
-    Raises Stopped when the run is asked to stop meanwhile: then nothing of it counts, and a resumed run does it again.
+    Raises Stopped when the run is stopped meanwhile: the results are dropped and a resumed run repeats them.
     """
     if context.last_eval_step == context.step or context.plan.eval.every_steps is None:
         return
-    before = replace(context.state.progress, eval_due=True)
+    step, progress_before = context.step, replace(context.state.progress, eval_due=True)
 
     def draw() -> None:
-        for prompt, text in samples(
-            context.state.model_and_optimizer.model, context.tokenizer, context.prompts, plan=context.plan
-        ):
-            context.emit(Sampled(step=context.step, prompt=prompt, completion=text, chat=context.prompts.answers))
+        for prompt, text in samples(context.model, context.tokenizer, context.prompts, plan=context.plan):
+            context.emit(Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers))
 
     try:
         with interruptible(context), context.timer.aside() as seconds:
-            found = evaluate_validation(context, context.plan.eval.sequences)
-            if found is not None:
-                context.evaluated = (context.step, found.loss)
-                context.state.progress.note_evaluation(found.loss)
-                context.emit(found.event(context.step))
+            result = evaluate_validation(context, context.plan.eval.sequences)
+            if result is not None:
+                context.evaluated = (step, result.loss)
+                context.state.progress.note_evaluation(result.loss)
+                context.emit(result.event(step))
             context.timer.note_evaluation(seconds(), context.plan)
         with interruptible(context), context.timer.aside() as seconds:
-            if isinstance(drawn := attempt(draw, context.state), AllocationFailed):
+            if isinstance(full := attempt(draw, context.state), AllocationFailed):
                 context.emit(
-                    Warned(step=context.step, reason=f"not all samples were drawn after step {context.step}: {drawn}")
+                    Warned(step=step, reason=full.at(f"while sampling after step {step}; samples are missing"))
                 )
             context.timer.note_samples(seconds())
-    except NotFinite as error:  # the next steps' losses say so, too, and are skipped, rewound, or end the run
-        context.emit(Warned(step=context.step, reason=f"no samples after step {context.step}: {error.problem}"))
+    except NotFinite as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
+        context.emit(Warned(step=step, reason=f"no samples after step {step}: {error.problem}"))
     except Stopped:
-        context.state.progress, context.evaluated = before, None
+        context.state.progress, context.evaluated = progress_before, None
         raise
-    context.last_eval_step, context.state.progress.eval_due = context.step, False
+    context.last_eval_step, context.state.progress.eval_due = step, False
 
 
 @contextmanager
 def interruptible(context: RunContext) -> Iterator[None]:
-    """Inside the block a request to stop is heard before each forward: each batch, each token. Raises Stopped."""
+    """Inside the block, check for a stop before each forward: each batch, each token. Raises Stopped."""
 
     def ask(*_: object) -> None:
         if context.stop():
             raise Stopped
 
-    hook = context.state.model_and_optimizer.model.register_forward_pre_hook(ask)
+    hook = context.model.register_forward_pre_hook(ask)
     try:
         yield
     finally:
@@ -171,37 +169,36 @@ def interruptible(context: RunContext) -> Iterator[None]:
 
 
 def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | None:
-    """None when there is no validation split, nothing in it to score, or no memory for even one row of it."""
+    """Evaluate at most `limit` sequences, with smaller micro-batches when out of memory.
+
+    None without a validation set, without loss tokens in it, or when one sequence does not fit in memory.
+    """
     if context.validation is None:
         return None
-    work = partial(
-        evaluate,
-        context.state.model_and_optimizer.model,
-        context.validation,
-        token_bytes=context.tokenizer.token_bytes(),
-        limit=limit,
-    )
+    where = f"in the evaluation after step {context.step}"
     while True:
         plan = context.plan
-        evaluate_now = partial(work, context.objective, plan=plan.eval, precision=plan.train.precision)
-        where = f"the evaluation after step {context.step}"
-        found = attempt(
-            evaluate_now, context.state, partial(context.recorder.record_out_of_memory, plan, context.step, where)
-        )
-        if not isinstance(found, AllocationFailed):
-            return found
-        fallback = smaller_evaluation(plan, f"{found} in {where} with {plan.eval.micro_batch_size}")
+        work = partial(
+            evaluate, context.model, context.validation, context.objective, plan=plan.eval,
+            precision=plan.train.precision, token_bytes=context.tokenizer.token_bytes(), limit=limit,
+        )  # fmt: skip
+        listing = partial(context.recorder.record_out_of_memory, plan, context.step, where.removeprefix("in "))
+        result = attempt(work, context.state, listing)
+        if not isinstance(result, AllocationFailed):
+            return result
+        problem = result.at(where)
+        fallback = smaller_evaluation(plan, f"{problem} with {plan.eval.micro_batch_size}")
         if fallback is None:
-            reason = f"{where} was left out: {found} for a single row"
+            reason = f"{problem}, micro-batch 1: no validation loss"
             context.emit(Warned(step=context.step, reason=reason))
             return None
         replan(context, fallback.plan)
-        action = fallback.action + (f"; what filled memory is listed in {found.listed}" if found.listed else "")
-        context.emit(Recovered(step=context.step, reason=f"{found} in {where}", action=action))
+        action = fallback.action + (f"; tensors in memory: {result.listed}" if result.listed else "")
+        context.emit(Recovered(step=context.step, reason=problem, action=action))
 
 
 def keep_time(context: RunContext) -> None:
-    """Of a wall-time run: fixes the schedule of the next steps, in `plan.json` first, so that a resume repeats it."""
+    """In a wall-time run, store the schedule of the next steps in `plan.json`, so that a resume repeats it."""
     if context.plan.train.seconds is None:
         return
     known = current(context.plan, step=context.step)
@@ -210,7 +207,7 @@ def keep_time(context: RunContext) -> None:
         return
     with interruptible(context), context.timer.aside():
         if context.timer.costs is None and measured(context.plan, context.timer, step=context.step) is not None:
-            context.timer.costs = measure_costs(context)  # which may make evaluations smaller, in the plan, too
+            context.timer.costs = measure_costs(context)  # which may shrink the evaluation's micro-batch
         before, context.plan = context.plan.train.steps, with_next_block(context.plan, context.timer, step=context.step)
         write_plan(context.plan, context.run_dir / "plan.json")
     if context.plan.train.steps not in (None, before):
@@ -218,22 +215,22 @@ def keep_time(context: RunContext) -> None:
 
 
 def measure_costs(context: RunContext) -> Costs:
-    """What the run repeats, timed on small parts of it that leave no trace."""
+    """Time a small evaluation and a few sampled tokens, without changing the training state."""
     plan, clock = context.plan, context.timer.clock
-    evaluate_validation(context, plan.eval.micro_batch_size)  # the first one compiles
+    evaluate_validation(context, plan.eval.micro_batch_size)  # compiles
     begun = clock()
     evaluate_validation(context, plan.eval.micro_batch_size)
-    looked = clock()
+    evaluated = clock()
     try:
         sampled = attempt(partial(sampling_seconds, context, tokens=16), context.state)
-    except NotFinite:  # then no samples are drawn, either
+    except NotFinite:  # the run will not sample
         sampled = 0.0
-    token_seconds = 0.0 if isinstance(sampled, AllocationFailed) else sampled / 16  # then none will be drawn, either
+    token_seconds = 0.0 if isinstance(sampled, AllocationFailed) else sampled / 16  # nor here
     written = sum(tensor.nbytes for part in context.state.parts().values() for tensor in part.values())
     save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
     return Costs(
         step=0.0,
-        sequence=(looked - begun) / plan.eval.micro_batch_size,
+        sequence=(evaluated - begun) / plan.eval.micro_batch_size,
         sequences=0 if context.validation is None else context.validation.sequences,
         samples=len(plan.sample.prompts) * plan.sample.max_new_tokens * token_seconds,
         save=copy if plan.checkpoint.async_save else save,
@@ -242,14 +239,10 @@ def measure_costs(context: RunContext) -> Costs:
 
 
 def sampling_seconds(context: RunContext, *, tokens: int) -> float:
-    """Of so many tokens after the first prompt; the first call warms caches and is not counted."""
+    """Seconds to sample `tokens` after the first prompt, measured on the second call."""
     plan = context.plan.model_copy(update={"sample": context.plan.sample.model_copy(update={"max_new_tokens": tokens})})
-    draw = partial(
-        samples,
-        context.state.model_and_optimizer.model,
-        context.tokenizer,
-        replace(context.prompts, asked=context.prompts.asked[:1]),
-    )
+    prompts = replace(context.prompts, asked=context.prompts.asked[:1])
+    draw = partial(samples, context.model, context.tokenizer, prompts)
     list(draw(plan=plan))
     begun = context.timer.clock()
     list(draw(plan=plan))

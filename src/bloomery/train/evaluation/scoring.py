@@ -1,4 +1,4 @@
-"""How many nats each token of a text costs: the primitive below `eval`, the exam and the report's coloured text."""
+"""Per-token loss of documents, and rewards of pairs, for `eval` and the report."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from bloomery.train.forward import eval_mode
 from bloomery.train.objectives.losses import reward_loss
 
 _TOKENS_A_FORWARD = 8192
-_TOKENS_A_GROUP = 65_536  # looked at together, so that windows of one length share a forward
+_TOKENS_A_GROUP = 65_536  # sorted together, so that windows of one length share a forward
 _LOGITS_AT_ONCE = 2**24  # elements: 64 MiB in float32
 
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [start, end) of a document; the labels from `scored` on are the window's own, the rest is context."""
+    """Tokens [start, end) of a document; those from `scored` on are scored, the rest is context."""
 
     document: int
     start: int
@@ -29,10 +29,9 @@ class Window:
 
 
 def windows(length: int, context: int, document: int = 0) -> Iterator[Window]:
-    """Half-overlapping windows over `length` tokens that score each token but the first once.
+    """Half-overlapping windows of at most `context` tokens that score each token but the first once.
 
-    Each window has at most `context` tokens and starts half a context after the one before, so that every token of a
-    long text is seen with at least half a context before it (the sliding window of transformers' guide to perplexity).
+    Every scored token has at least half a context before it (the sliding window of transformers' guide to perplexity).
     """
     assert context >= 2, "a window of one token scores nothing"
     stride, scored = max(context // 2, 1), 1
@@ -48,10 +47,9 @@ def windows(length: int, context: int, document: int = 0) -> Iterator[Window]:
 def score_documents(
     decoder: Decoder, documents: Iterable[Sequence[int]], *, context: int | None = None
 ) -> Iterator[np.ndarray]:
-    """For each document, float32 [len - 1]: the nats of each of its tokens but the first, given those before it.
+    """For each document, float32 [len - 1]: the loss of each token but the first, in nats.
 
-    `context` (default: the model's `max_positions`) bounds what a token sees. In order, in memory bounded by the
-    longest document.
+    `context` (default: `max_positions`) limits the attention span. Memory is bounded by the longest document.
     """
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     for group in _groups(documents):
@@ -77,7 +75,7 @@ def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]
 
 
 def _batches(pieces: list[Window]) -> Iterator[list[Window]]:
-    """`pieces` come longest first; a batch is padded to its first."""
+    """`pieces`: longest first; a batch is padded to its first."""
     edges = [0]
     while edges[-1] < len(pieces):
         longest = pieces[edges[-1]]
@@ -87,7 +85,7 @@ def _batches(pieces: list[Window]) -> Iterator[list[Window]]:
 
 
 def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]) -> list[np.ndarray]:
-    """The nats of each window's own labels. Padding stands behind the text, where causal attention never looks."""
+    """The per-token loss of each window's scored tokens. Padding is at the end, outside causal attention."""
     device = next(decoder.parameters()).device
     width = batch[0].end - batch[0].start - 1
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
@@ -109,8 +107,8 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
 
 @dataclass(frozen=True)
 class PairMetrics:
-    """Means over pairs. `margin` is how much more the chosen answer is worth than the rejected one, `accuracy` the
-    share of pairs in which that is above 0, `loss` its -log sigmoid.
+    """Means over pairs. `margin`: chosen minus rejected reward; `accuracy`: pairs with a positive margin; `loss`:
+    -log sigmoid of the margin.
     """
 
     loss: float
@@ -122,7 +120,7 @@ class PairMetrics:
 
 
 def score_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> PairMetrics:
-    """Of at least one pair; texts 2i and 2i + 1 are the chosen and the rejected answer, each after its prompt."""
+    """Of at least one pair; texts 2i and 2i + 1 are prompt and chosen, prompt and rejected response."""
     values_1S = values_of(decoder, texts).double()[None]
     parts = reward_loss(values_1S, torch.arange(len(texts))[None])
     means = {name: float(some[0] / some[1]) for name, some in parts.metrics.items()}
@@ -130,12 +128,12 @@ def score_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> PairMetrics
 
 
 def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
-    """float32 [texts], on the host: the value at the last token of each, which sees all the others."""
-    found, device = torch.zeros(len(texts)), next(decoder.parameters()).device
+    """float32 [texts], on the host: the value at the last token of each."""
+    values, device = torch.zeros(len(texts)), next(decoder.parameters()).device
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
     begin = 0
     with eval_mode(decoder):
-        while begin < len(order):  # longest first; padding stands behind a text, where causal attention never looks
+        while begin < len(order):  # longest first; padding is at the end, outside causal attention
             length = len(texts[order[begin]])
             numbers = order[begin : begin + max(_TOKENS_A_FORWARD // length, 1)]
             tokens_BT = torch.zeros(len(numbers), length, dtype=torch.int64)
@@ -143,6 +141,6 @@ def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
                 tokens_BT[row, : len(texts[number])] = torch.tensor(texts[number], dtype=torch.int64)
             values_BT: Tensor = decoder(tokens_BT.to(device), head=Values())
             ends = torch.tensor([len(texts[number]) - 1 for number in numbers])
-            found[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]
+            values[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]
             begin += len(numbers)
-    return found
+    return values

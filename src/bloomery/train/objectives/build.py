@@ -1,4 +1,4 @@
-"""What training minimises: a head for the decoder to run, and how its output becomes sums."""
+"""Training objectives: the head that the decoder runs, and the loss of its output as sums."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +43,9 @@ from bloomery.train.objectives.reference import without_adapters
 
 
 def load_teacher(plan: RunPlan) -> Decoder:
-    """The teacher on the run's device, its weights kept as matrix products read them.
+    """The teacher on the run's device, in the dtype of its matmuls.
 
-    Raises UserError when it cannot be read, and when its vocabulary is another than that of the data.
+    Raises UserError when it cannot be read or its vocabulary differs from the dataset's.
     """
     assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
@@ -55,9 +55,9 @@ def load_teacher(plan: RunPlan) -> Decoder:
 
 
 def teacher_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
-    """The run's own backend where it computes what the teacher needs, else the one that can do everything.
+    """The run's attention backend if it supports the teacher, else blockwise, which supports everything.
 
-    Raises UserError when the rows are longer than the positions that the teacher has learned.
+    Raises UserError when the sequences are longer than the teacher's learned positions.
     """
     length = plan.data.sequence_length
     refuse_few_positions(config, length, where=where)
@@ -69,13 +69,13 @@ def teacher_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
     return plan.model.attention if unfit is None else "blockwise"
 
 
-@lru_cache(maxsize=1)  # a run that plans anew keeps the one that it has: two might not fit
+@lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
 def _loaded(folder: Path, dtype: torch.dtype, device: str, attention: str) -> Decoder:
     return load_decoder(folder, dtype=dtype, device=device, attention=attention).requires_grad_(False)
 
 
 def divergence_of(batch: Batch, teacher: Decoder, asked: Distill, *, chunk: int) -> Divergence:
-    """The head of one micro-batch; the teacher runs when the head does."""
+    """The head of one micro-batch; the teacher's forward runs inside it."""
 
     def hidden() -> Tensor:
         documents = None if teacher.model.backend == "sdpa" else batch.documents
@@ -86,20 +86,20 @@ def divergence_of(batch: Batch, teacher: Decoder, asked: Distill, *, chunk: int)
     return Divergence(batch.labels, batch.loss_mask, chunk, asked.temperature, taught)
 
 
-def distil_loss(found_2BT: Tensor, loss_mask_BT: Tensor, asked: Distill) -> LossParts:
-    """share * temperature^2 * KL(teacher || model) + (1 - share) * the label's nats, a learned label.
+def distil_loss(output_2BT: Tensor, loss_mask_BT: Tensor, asked: Distill) -> LossParts:
+    """share * temperature^2 * KL(teacher || model) + (1 - share) * cross-entropy, summed over the loss tokens.
 
-    Hinton et al., arXiv:1503.02531, section 2: the square keeps the gradient's size whatever the temperature.
+    arXiv:1503.02531, section 2: the square keeps the gradient's size independent of the temperature.
     """
-    scores_BT, divergence_BT = found_2BT
-    learned_BT = loss_mask_BT != 0
+    scores_BT, divergence_BT = output_2BT
+    mask_BT = loss_mask_BT != 0
     each_BT = asked.kd_ratio * asked.temperature**2 * divergence_BT - (1 - asked.kd_ratio) * scores_BT
-    metrics = {"kl": mean_of(divergence_BT, learned_BT), "nats": mean_of(-scores_BT, learned_BT)}
+    metrics = {"kl": mean_of(divergence_BT, mask_BT), "nats": mean_of(-scores_BT, mask_BT)}
     return LossParts((each_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)
 
 
 def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
-    """With what the plan's objective reads beside tokens: a row of plain text becomes two texts, with scores of 0."""
+    """A synthetic batch with what the objective needs besides tokens: two texts per sequence, log-probabilities 0."""
     if not plan.objective.spec.numbers_texts:
         return batch
     if batch.sequences is None:
@@ -113,7 +113,7 @@ def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
 
 
 def meta_teacher(plan: RunPlan) -> Decoder:
-    """The plan's teacher without its numbers, in the dtype that it is kept in."""
+    """The teacher without weight values, in its dtype."""
     assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
     config = read_config(folder)
@@ -130,18 +130,16 @@ Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
 
 def count_loss_tokens(batch: Batch) -> float:
-    """How many labels of a batch on the host are learned."""
     return float(batch.loss_mask.sum())
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`head` says what the decoder computes for a micro-batch, `loss` what that is worth.
+    """`head`: what the decoder computes for a micro-batch; `loss`: its loss as sums.
 
-    `count` is what a step divides by, of a batch on the host, so that it is known before the first backward; it equals
-    the count of `loss`. `before` completes the micro-batches of a whole step before that, on the host, too; where not
-    all of them must be known `together` any part of them may be completed by itself. `per` names what is counted; of a
-    token the loss is nats.
+    `count`: what a step divides by, known before the first backward; equals the count of `loss`. `before` completes
+    the micro-batches of a step first, all `together` or each on its own. Both take batches on the host. `per`: the
+    unit of the loss; per token it is in nats.
     """
 
     head: Callable[[Batch], Head]
@@ -154,9 +152,9 @@ class Objective:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How labels are scored: the logits of at most `chunk` rows exist at once.
+    """The head of per-token objectives; logits exist for at most `chunk` positions at once.
 
-    The output layer's gradient is added to its `.grad` by the head itself.
+    The head adds the output layer's gradient to its `.grad` itself.
     """
 
     chunk: int
@@ -167,7 +165,7 @@ class Scoring:
 
 
 def build_objective(plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher) -> Objective:
-    """What the plan says is minimised. `teacher` gives the model that is distilled, where one is."""
+    """The plan's objective. `teacher` loads the model to distill."""
     scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
     if asked.kind in ("pretrain", "sft"):
         return likelihood(scoring)
@@ -185,17 +183,17 @@ def build_objective(plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_
 
 
 def pretraining(*, score_chunk: int, compiled: bool = False) -> Objective:
-    """Every label of weight 1 is learned."""
+    """Next-token loss over the loss tokens."""
     return likelihood(Scoring(score_chunk, compiled))
 
 
 def likelihood(scoring: Scoring) -> Objective:
-    """Nats a learned label: pretraining and supervised fine-tuning differ in the weights that the data gives."""
+    """Cross-entropy per loss token; pretraining and supervised fine-tuning differ in the loss mask alone."""
     return Objective(head=scoring, loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.loss_mask))
 
 
 def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Before | None = None) -> Objective:
-    """Of two answers the chosen one is made likelier. `before`: what the reference is asked for, where none is read."""
+    """DPO, IPO, SimPO and ORPO. `before`: computes the reference log-probabilities where no file has them."""
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
         pairs = _pairs(scores_BT, batch)
@@ -212,16 +210,16 @@ def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Be
 
 
 def distillation(asked: Distill, teacher: Decoder, *, chunk: int) -> Objective:
-    """A larger model's probabilities, beside the labels."""
+    """Knowledge distillation with cross-entropy."""
     return Objective(
         head=lambda batch: divergence_of(batch, teacher, asked, chunk=chunk),
-        loss=lambda found_2BT, batch: distil_loss(found_2BT, batch.loss_mask, asked),
+        loss=lambda output_2BT, batch: distil_loss(output_2BT, batch.loss_mask, asked),
         per="label",
     )
 
 
 def rewarding() -> Objective:
-    """One number a text: higher for the chosen answer of a pair."""
+    """A reward model: the last token's value, higher for the chosen response."""
 
     def loss(values_BT: Tensor, batch: Batch) -> LossParts:
         assert batch.sequences is not None, "pairs are numbered"
@@ -231,18 +229,16 @@ def rewarding() -> Objective:
 
 
 def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | None = None) -> Objective:
-    """Of single answers, the desirable ones are made likelier and the others less likely.
+    """KTO. Its KL term is estimated over the whole step, without dropout and whatever the micro-batch size.
 
-    What both are measured from is estimated over the whole step and without dropout, so that it does not matter how
-    the step is cut: of a single micro-batch by its own forward where that drops nothing, else by one more forward of
-    each before the first.
+    A single micro-batch without dropout uses its own forward; else each micro-batch has one more forward first.
     """
 
     def kl(scores_BT: Tensor, batch: Batch) -> Tensor:
         pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
         return kto_kl(pairs.rejected, reference.rejected, pairs.there_P)
 
-    def twins(batch: Batch) -> LabelScores:  # the labels of sequences 2i + 1 alone
+    def mismatched(batch: Batch) -> LabelScores:  # scores sequences 2i + 1 only
         assert batch.sequences is not None
         return replace(scoring(batch), loss_mask_BT=batch.loss_mask * (batch.sequences % 2 == 1), into_grad=False)
 
@@ -253,12 +249,14 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
         device = next(model.parameters()).device
         with eval_mode(model):
             there = (to_device(batch, device) for batch in batches)
-            sums = [kl(forward(model, batch, twins(batch), precision=precision), batch) for batch in there]
+            sums = [kl(forward(model, batch, mismatched(batch), precision=precision), batch) for batch in there]
         baseline = _at_least_0(sum(sums[1:], start=sums[0]))
         return [replace(batch, baseline=baseline) for batch in batches]
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
-        assert batch.sequences is not None and batch.kto_labels is not None, "answers are numbered and marked"
+        assert batch.sequences is not None and batch.kto_labels is not None, (
+            "KTO batches have sequence numbers and labels"
+        )
         own = _at_least_0(kl(scores_BT, batch)) if batch.baseline is None else batch.baseline
         desirable = sequence_sums(batch.kto_labels, batch.sequences).view(-1, 2)[:, 0] > 0
         pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
@@ -269,12 +267,12 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
 
 
 def _at_least_0(kl: Tensor) -> Tensor:
-    """The mean of a sum and its count; a divergence is never negative, its estimate may be."""
+    """The mean, clamped: a KL divergence is never negative, its estimate may be."""
     return (kl[0] / kl[1].clamp(min=1)).clamp(min=0)
 
 
 def _reference(scores_BT: Tensor, batch: Batch) -> PairScores:
-    assert batch.reference is not None, "the scores of the model of the start come with the batch"
+    assert batch.reference is not None, "the batch has the log-probabilities of the reference model"
     return _pairs(batch.reference.to(scores_BT.dtype), batch)
 
 

@@ -1,7 +1,7 @@
-"""What an answer is worth: the losses of labels, of pairs of answers and of marked ones, as sums.
+"""Losses of tokens, of preference pairs and of KTO responses, as sums.
 
-Legend: B batch, T time, S places for sequences, P places for pairs. There are as many places as a micro-batch could
-hold at most, so that no shape depends on the data and the host never waits for the device.
+Legend: B batch, T time, S sequence slots, P pair slots. The number of slots is the most that a micro-batch can hold, so
+that no shape depends on the data and the host never waits for the device.
 """
 
 import math
@@ -17,11 +17,11 @@ NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class LossParts(NamedTuple):
-    """Sums, never means: whoever knows the count of the whole step divides, once."""
+    """Sums, never means: the step divides once, by its global count."""
 
-    total: Tensor  # summed over what is counted
-    count: Tensor  # type: ignore[assignment]  # how many those are: learned labels, pairs, answers; hides tuple.count
-    metrics: Mapping[str, Tensor] = NOTHING  # by name [2]: a sum, and how many it is over
+    total: Tensor
+    count: Tensor  # type: ignore[assignment]  # loss tokens, pairs or responses; hides tuple.count
+    metrics: Mapping[str, Tensor] = NOTHING  # by name [2]: sum and count
 
 
 def next_token_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
@@ -30,7 +30,7 @@ def next_token_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
 
 
 def sequence_sums(values_BT: Tensor, sequences_BT: Tensor) -> Tensor:
-    """[S], S even: the sum over each sequence's positions; 0 for a place that none has. Padding is -1."""
+    """[S], S even: the sum over each sequence's positions; 0 for an empty slot. Padding is -1."""
     numbers = sequences_BT.flatten()
     inside = torch.where(numbers >= 0, values_BT.flatten(), 0)
     sums_S = values_BT.new_zeros(len(numbers) + len(numbers) % 2)
@@ -38,23 +38,23 @@ def sequence_sums(values_BT: Tensor, sequences_BT: Tensor) -> Tensor:
 
 
 def mean_of(values: Tensor, there: Tensor) -> Tensor:
-    """[2]: the sum of those that are there, and how many; nothing flows back."""
+    """[2]: sum and count of the values where `there`, detached."""
     return torch.stack([torch.where(there, values.detach(), 0).sum(), there.sum().to(values.dtype)])
 
 
 def added(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Metrics of two micro-batches together."""
+    """Metrics summed over two micro-batches."""
     return dict(sums) | {name: sums[name] + some if name in sums else some for name, some in more.items()}
 
 
 def means(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of those that are over something. The host waits for the device."""
-    told = torch.stack([some[0] / some[1] for some in sums.values()]).tolist() if sums else []
-    return {name: value for name, value in zip(sums, told, strict=True) if math.isfinite(value)}
+    """The finite means. The host waits for the device."""
+    values = torch.stack([some[0] / some[1] for some in sums.values()]).tolist() if sums else []
+    return {name: value for name, value in zip(sums, values, strict=True) if math.isfinite(value)}
 
 
 class ResponseScores(NamedTuple):
-    """One side of each pair, [P]: the sum of its labels' scores, and how many labels those are."""
+    """One side of each pair, [P]: the log-probability of its response, and its number of loss tokens."""
 
     score_P: Tensor
     labels_P: Tensor
@@ -67,11 +67,11 @@ class ResponseScores(NamedTuple):
 class PairScores(NamedTuple):
     chosen: ResponseScores
     rejected: ResponseScores
-    there_P: Tensor  # bool: a place that holds a pair
+    there_P: Tensor  # bool: the slot holds a pair
 
 
 def pairs_of(scores_BT: Tensor, loss_mask_BT: Tensor, sequences_BT: Tensor) -> PairScores:
-    """Sequence 2i is the chosen answer of pair i, 2i + 1 the rejected one, wherever they lie."""
+    """Sequences 2i and 2i + 1 are the chosen and the rejected response of pair i, anywhere in the micro-batch."""
     scores_P2 = sequence_sums(scores_BT * loss_mask_BT, sequences_BT).view(-1, 2)
     labels_P2 = sequence_sums(loss_mask_BT.to(scores_BT.dtype), sequences_BT).view(-1, 2)
     chosen, rejected = (ResponseScores(scores_P2[:, side], labels_P2[:, side]) for side in (0, 1))
@@ -79,13 +79,13 @@ def pairs_of(scores_BT: Tensor, loss_mask_BT: Tensor, sequences_BT: Tensor) -> P
 
 
 def there_pairs(sequences_BT: Tensor) -> Tensor:
-    """bool [P]: both sequences of the pair have a position."""
+    """bool [P]: both sequences of the pair are in the micro-batch."""
     positions_S = sequence_sums(torch.ones_like(sequences_BT), sequences_BT)
     return (positions_S.view(-1, 2) > 0).all(1)
 
 
 def pair_parts(losses_P: Tensor, rewards_P: tuple[Tensor, Tensor], there_P: Tensor) -> LossParts:
-    """Sums over pairs. `rewards_P`: what the loss makes of the chosen and of the rejected answer."""
+    """Sums over pairs. `rewards_P`: of the chosen and the rejected responses."""
     chosen_P, rejected_P = rewards_P
     metrics = {
         "accuracy": mean_of((chosen_P > rejected_P).to(losses_P.dtype), there_P),
@@ -97,10 +97,10 @@ def pair_parts(losses_P: Tensor, rewards_P: tuple[Tensor, Tensor], there_P: Tens
 
 
 def dpo_loss(pairs: PairScores, reference: PairScores, *, beta: float, label_smoothing: float) -> LossParts:
-    """-log sigmoid of beta times how much further than the reference the chosen answer is ahead.
+    """-log sigmoid(beta * (log-ratio of the chosen - log-ratio of the rejected response)); arXiv:2305.18290, eq. 7.
 
-    arXiv:2305.18290, eq. 7; with `label_smoothing` e, the share of pairs that stand the wrong way round, the
-    conservative loss of Mitchell's note "cDPO" (2023): (1 - e) of it and e of the loss of the pair turned round.
+    `label_smoothing` e, the share of swapped labels: (1 - e) of it and e of the loss of the swapped pair (Mitchell,
+    "cDPO", 2023).
     """
     chosen_P = beta * (pairs.chosen.score_P - reference.chosen.score_P)
     rejected_P = beta * (pairs.rejected.score_P - reference.rejected.score_P)
@@ -110,10 +110,9 @@ def dpo_loss(pairs: PairScores, reference: PairScores, *, beta: float, label_smo
 
 
 def ipo_loss(pairs: PairScores, reference: PairScores, *, beta: float) -> LossParts:
-    """The square of how far the lead over the reference is from 1 / (2 beta). arXiv:2310.12036, eq. 17.
+    """(difference of log-ratios - 1 / (2 beta))^2; arXiv:2310.12036, eq. 17.
 
-    The lead is that of mean log-probabilities a token, as TRL has it after asking the authors: sums would ask a long
-    answer for no more than a short one.
+    Log-ratios are means per token, as in TRL, which asked the authors: a sum grows with the response's length.
     """
     chosen_P = pairs.chosen.mean_P - reference.chosen.mean_P
     rejected_P = pairs.rejected.mean_P - reference.rejected.mean_P
@@ -122,15 +121,15 @@ def ipo_loss(pairs: PairScores, reference: PairScores, *, beta: float) -> LossPa
 
 
 def simpo_loss(pairs: PairScores, *, beta: float, gamma: float) -> LossParts:
-    """-log sigmoid(beta times the chosen answer's lead in mean log-probability - gamma). arXiv:2405.14734, eq. 6."""
+    """-log sigmoid(beta * difference of mean log-probabilities - gamma); arXiv:2405.14734, eq. 6."""
     chosen_P, rejected_P = beta * pairs.chosen.mean_P, beta * pairs.rejected.mean_P
     return pair_parts(-F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.there_P)
 
 
 def orpo_loss(pairs: PairScores, *, beta: float) -> LossParts:
-    """The chosen answer's nats a token, and beta times -log sigmoid of the log odds ratio (arXiv:2403.07691, eq. 6, 7).
+    """Cross-entropy of the chosen response - beta * log sigmoid(log odds ratio); arXiv:2403.07691, eq. 6 and 7.
 
-    The probability of an answer is the geometric mean of its tokens'.
+    The probability of a response is the geometric mean of its tokens' probabilities.
     """
     chosen_P, rejected_P = (torch.where(pairs.there_P, side.mean_P, -1.0) for side in (pairs.chosen, pairs.rejected))
     odds_P = log_odds(chosen_P) - log_odds(rejected_P)
@@ -140,9 +139,9 @@ def orpo_loss(pairs: PairScores, *, beta: float) -> LossParts:
 
 
 def reward_loss(values_BT: Tensor, sequences_BT: Tensor) -> LossParts:
-    """-log sigmoid(the chosen answer's value - the rejected one's), values read at the last token of each text.
+    """-log sigmoid(value of the chosen - value of the rejected response), at the last token of each.
 
-    Bradley and Terry's model, as in arXiv:2203.02155, eq. 1, of one comparison a prompt.
+    The Bradley-Terry model as in arXiv:2203.02155, eq. 1, with one comparison per prompt.
     """
     following_BT = F.pad(sequences_BT[:, 1:], (0, 1), value=-1)
     last_BT = (sequences_BT != following_BT).to(values_BT.dtype)
@@ -179,6 +178,6 @@ def kto_loss(
 
 
 def log_odds(scores: Tensor) -> Tensor:
-    """log(p / (1 - p)) of log p; a probability within 1e-6 of 1 counts as that far from it, lest it be infinite."""
+    """log(p / (1 - p)) of log p, with p at most 1 - 1e-6 to stay finite."""
     scores = scores.clamp(max=-1e-6)
     return scores - torch.log(-torch.expm1(scores))

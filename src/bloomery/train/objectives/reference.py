@@ -1,4 +1,4 @@
-"""Scores of the model of the start: computed once before the first step, or by the base without its adapters."""
+"""Log-probabilities of the reference model: precomputed before the first step, or by the base without its adapter."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ REPORT_SECONDS = 1.0  # seconds
 
 
 class Stopped(Exception):
-    """The run was asked to stop where no step is taken: before the first, or while the model is evaluated."""
+    """The run was stopped before the first step or during an evaluation."""
 
 
 @dataclass(frozen=True)
 class ReferenceProgress:
-    """Says how many rows of all splits are done, and hears whether to go on."""
+    """Emits how many sequences of all splits are done. Raises Stopped when the run is stopped."""
 
     emit: Emit
     stop: Callable[[], bool]
-    before: int  # rows of the splits before this one
+    before: int  # sequences of the splits before this one
     total: int
 
     def __call__(self, sequences: int) -> None:
@@ -39,7 +39,7 @@ class ReferenceProgress:
 
 
 def reference_file(run_dir: Path, split: SplitName) -> Path:
-    """Beside the run: the plan, the shards and the weights that it belongs to are the run's own."""
+    """In the run folder: it belongs to the run's plan, shards and weights."""
     return run_dir / f"reference-{split}.bin"
 
 
@@ -47,9 +47,9 @@ def precompute(
     model: Decoder, loader: Loader, path: Path, *, batch_size: int, score_chunk: int, precision: str, run: str,
     progress: ReferenceProgress,
 ) -> None:  # fmt: skip
-    """Fills the file with the log-probability of every learned label of the split; what is there already stays.
+    """Write the log-probability of every loss token of the split; resumes a killed computation. Raises Stopped.
 
-    `model` is as it was before the first step. A killed computation goes on where it was. Raises Stopped.
+    `model` must be as before the first step.
     """
     device, last = next(model.parameters()).device, 0.0
     with ReferenceWriter(path, loader.tokens, run) as writer, eval_mode(model):
@@ -65,13 +65,13 @@ def precompute(
 
 
 def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str) -> Tensor:
-    """float32 [B, T]: the log-probability of each learned label, 0 elsewhere."""
+    """float32 [B, T]: the log-probability of each loss token, 0 elsewhere."""
     head = LabelScores(batch.labels, batch.loss_mask, score_chunk)
     return forward(model, batch, head, precision=precision)
 
 
 def without_adapters(model: Decoder, batches: Sequence[Batch], *, score_chunk: int, precision: str) -> list[Batch]:
-    """The same batches with the scores of the base."""
+    """The same batches with the log-probabilities of the base model."""
     device = next(model.parameters()).device
     with eval_mode(model), adapters_disabled(model):
         return [

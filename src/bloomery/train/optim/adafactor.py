@@ -1,4 +1,4 @@
-"""Adafactor (arXiv:1804.04235): second moments as rows and columns, updates clipped, no wait for the device."""
+"""Adafactor (arXiv:1804.04235): factored second moments, clipped updates, no host synchronization."""
 
 import math
 from typing import final
@@ -20,21 +20,20 @@ from bloomery.train.optim.common import (
     with_states,
 )
 
-SMALLEST_SQUARE = 1e-30  # added to squared gradients: epsilon 1 of the paper's algorithm 4
-SMALLEST_WEIGHT = 1e-3  # a tensor's root mean square counts as at least this: epsilon 2
-DECAY = -0.8  # of 1 - beta2 with the step: section 7.2
-LARGEST_UPDATE = 1.0  # root mean square of an update before it is scaled: d of section 6
+SMALLEST_SQUARE = 1e-30  # added to squared gradients: epsilon 1 of algorithm 4
+SMALLEST_WEIGHT = 1e-3  # the least root mean square of a tensor: epsilon 2
+DECAY = -0.8  # exponent of 1 - beta2 in the step: section 7.2
+LARGEST_UPDATE = 1.0  # clipping threshold of the update's root mean square: d of section 6
 
 
 @final
 class Adafactor(torch.optim.Optimizer):
-    """Equal to torch.optim.Adafactor in float32, and unlike it: matrices of a shape go in stacks, large ones in rows.
+    """Equal to torch.optim.Adafactor in float32, but in stacks of matrices of one shape and in rows of large ones.
 
-    State, whatever the weights' type: float32 `row_var` [..., R, 1] and `col_var` [..., 1, C] of a matrix, `variance`
-    of a vector; `step`. Scratch, however large a matrix is: three float32 pieces (`common.piece_size`), four
-    of bfloat16 weights. All arithmetic is float32; bfloat16 weights are rounded as `rounding`
-    says. (torch takes epsilon 1 from the weights' type: 8e-3 for bfloat16, far above the squares of usual gradients;
-    and it reads two numbers a parameter back.)
+    State: float32 `row_var` [..., R, 1] and `col_var` [..., 1, C] of a matrix, `variance` of a vector; `step`. Scratch:
+    three float32 pieces (`common.piece_size`), four for bfloat16 weights. Arithmetic is float32; `rounding` rounds
+    bfloat16 weights. (torch takes epsilon 1 from the weights' dtype, 8e-3 for bfloat16, far above usual squared
+    gradients, and reads two numbers per parameter back.)
     """
 
     def __init__(
@@ -96,10 +95,10 @@ def _fresh(parameter: nn.Parameter) -> State:
 
 @final
 class _Update:
-    """The gradients of parameters of one shape over the roots of their squares' estimates, in slices of rows.
+    """The updates of parameters of one shape, in slices of rows.
 
-    A gradient is read as it is, twice for the squares' sums and twice for the update; the gate and its factor work on
-    rows and columns, and once on the result.
+    A gradient is read four times, twice for the sums of squares and twice for the update. The gate and its factor apply
+    to rows, columns and the result.
     """
 
     def __init__(self, run: list[nn.Parameter], gate: Gate | None) -> None:
@@ -109,11 +108,11 @@ class _Update:
         self._gradient_NRC = stacked([p.grad for p in run if p.grad is not None])
         self._gate, self._one = gate, len(self.slices) == 1
         self._numel = math.prod(shape)
-        self._scales: tuple[Tensor, Tensor] | None = None  # of rows and of columns; of a vector all, and one
+        self._scales: tuple[Tensor, Tensor] | None = None  # of rows and columns; of a vector: all, and one
         self._kept: Tensor | None = None
 
     def learn(self, states: list[State], weight: float) -> None:
-        """Moves the estimates in `states` by `weight` towards this gradient's squares."""
+        """Move the second moments in `states` toward this gradient's squares by `weight`."""
         factor = torch.ones(()) if self._gate is None else self._gate.factor
         if "variance" in states[0]:
             squares = self._gradient_NRC.to(torch.float32).mul(factor).square_()
@@ -123,11 +122,11 @@ class _Update:
         row_new, col_new = self._sums([state["row_var"] for state in states], [s["col_var"] for s in states])
         row = self._moved(states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), weight)
         col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._gradient_NRC.shape[-2]), weight)
-        # The paper's R C / sum(R), a factor each: their product would leave float32 where gradients are small.
+        # The paper's R C / sum(R) as two factors: their product underflows float32 for small gradients.
         self._scales = (row / row.mean(-2, keepdim=True)).rsqrt_().mul_(factor), col.rsqrt_()
 
     def _sums(self, rows_like: list[Tensor], cols_like: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Of squares, along rows and along columns."""
+        """Sums of squares along rows and along columns."""
         row, col = torch.empty_like(stacked(rows_like)), torch.zeros_like(stacked(cols_like))
         for rows in self.slices:
             row[:, rows], of_columns = _square_sums(self._gradient_NRC[:, rows], -1, -2)
@@ -135,14 +134,14 @@ class _Update:
         return row, col
 
     def _moved(self, states: list[State], slot: str, squares: Tensor, weight: float) -> Tensor:
-        """The new estimates, in `states` too; a copy that is never zero."""
+        """The new second moments, also stored in `states`, clamped above zero."""
         old = stacked([state[slot] for state in states])
         new = _if_open(self._gate, old.lerp(squares.add_(SMALLEST_SQUARE), weight), old)
         torch._foreach_copy_([state[slot] for state in states], list(new.unbind(0)))
         return new.clamp(min=SMALLEST_SQUARE)
 
     def size_N(self) -> Tensor:
-        """Root mean square of each update."""
+        """The root mean square of each update."""
         assert self._scales is not None
         squares_N = torch.zeros(len(self._gradient_NRC), device=self._gradient_NRC.device)
         for rows in self.slices:
@@ -165,14 +164,14 @@ class _Update:
         self._scales = row * factor_N.view(-1, *[1] * (row.ndim - 1)), col
 
     def piece(self, rows: slice) -> Tensor:
-        """[N, rows, ...] float32, to be written to; asked for once."""
+        """[N, rows, ...] float32, a buffer to overwrite; call once per slice."""
         assert self._scales is not None
         by_columns, self._kept = self._by_columns(rows) if self._kept is None else self._kept, None
         return by_columns.mul_(self._scales[0][:, rows])
 
 
 def _square_sums(matrices: Tensor, *dims: int) -> list[Tensor]:
-    """Along each of these dimensions, float32."""
+    """Float32 sums of squares along each of `dims`."""
     if matrices.device.type != "cpu":
         return square_sums_unwritten(matrices, *dims)
     squares = matrices.to(torch.float32).square()
@@ -180,6 +179,6 @@ def _square_sums(matrices: Tensor, *dims: int) -> list[Tensor]:
 
 
 def square_sums_unwritten(matrices: Tensor, *dims: int) -> list[Tensor]:
-    """A GPU's norms read, convert and add in one kernel; a CPU's are slower than squares that are written down."""
+    """One fused kernel on a GPU; on a CPU slower than materialized squares."""
     norms = [torch.linalg.vector_norm(matrices, dim=dim, keepdim=True, dtype=torch.float32) for dim in dims]
     return [norm.square_() for norm in norms]

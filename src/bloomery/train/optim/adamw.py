@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) in pieces of bounded size: moments of 8 or 16 bits, in the device's memory or the host's."""
+"""AdamW (arXiv:1711.05101) in chunks of bounded size, with 8-bit or 16-bit moments, on the device or the host."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from bloomery.train.optim.common import (
 
 
 class MomentFormat(Protocol):
-    """One number for each of a parameter. A flat piece of it is read as float32 and written back."""
+    """How one moment is stored. A flat chunk of it is decoded to float32 and encoded again."""
 
     @property
     def slot(self) -> str: ...
@@ -39,24 +39,24 @@ class MomentFormat(Protocol):
     def fresh(self, parameter: Tensor) -> State: ...
 
     def raw(self, state: State, span: Span) -> list[Tensor]:
-        """Views of what is kept for a span, every tensor cut along its first dimension."""
+        """Views of the stored tensors of a span, sliced along their first dimension."""
         ...
 
     def decoded(self, raw: list[Tensor]) -> Tensor:
-        """float32, flat, of spans one behind the other; what is kept itself where that is float32."""
+        """Flat float32 of concatenated spans; the stored tensor itself if that is float32."""
         ...
 
     def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]: ...
 
     def adopted(self, exact: Tensor) -> State:
-        """What `fresh` keeps, of numbers in the parameter's shape that another way of keeping them has saved."""
+        """The state of `fresh` with the values of another format, given in the parameter's shape."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class FloatMoment:
-    """float32, or bfloat16 rounded at random: to the nearest, an average that moves by less than 1/256 never moves."""
+    """float32, or bfloat16 with stochastic rounding: round-to-nearest would lose changes below 1/256."""
 
     slot: str
     dtype: torch.dtype
@@ -88,13 +88,12 @@ class FloatMoment:
 @final
 @dataclass(frozen=True)
 class Int8Moment:
-    """A byte a number and a float32 scale a block of 256, the largest magnitude in it: 1.016 bytes.
+    """One byte per number and a float32 scale per block of 256, its largest magnitude: 1.016 bytes per number.
 
-    Level k of n stands for (k/n)^4 of the scale. From the top down the decades have 56, 31, 18, 10, 6, ... levels a
-    side; those of dynamic tree quantisation (arXiv:2110.02861, section 2.2) have 64, 32, 16, 8, 4, ..., and need a
-    search through a table, where this takes two square roots. What is written and read again is written as the same
-    levels, so a moment that does not move keeps its bits. Squares (`signed` False) have 255 levels and never fall to
-    zero beside a larger one: a moment over the root of zero would be a step without bound.
+    Level k of n is (k/n)^4 of the scale. The decades below the scale have 56, 31, 18, 10, 6, ... levels per sign, those
+    of dynamic tree quantization (arXiv:2110.02861, section 2.2) 64, 32, 16, 8, 4, ...; this needs two square roots, no
+    table search. Encoding a decoded moment gives the same levels. Squares (`signed` False) have 255 levels and never
+    round to zero in a nonzero block: the update divides by their root.
     """
 
     slot: str
@@ -121,7 +120,7 @@ class Int8Moment:
         fourth = shares.mul_(shares.abs()).mul_(square) if self.signed else square.square_()
         return fourth.mul_(scales[:, None]).view(-1)
 
-    def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]:  # noqa: ARG002 (a Moment's)
+    def encoded(self, exact: Tensor, spans: list[Span], step: int) -> list[Tensor]:  # noqa: ARG002 (of the protocol)
         blocks = exact.view(-1, BLOCK)
         scales = (blocks.abs() if self.signed else blocks).amax(1)
         shares = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
@@ -137,23 +136,23 @@ class Int8Moment:
 
 
 def moment(slot: str, parameter: nn.Parameter, states: str, rounding: Rounding) -> MomentFormat:
-    """`states`: float32, bfloat16 or int8. Of float32 a bfloat16 weight's moments are bfloat16, as torch's are."""
+    """`states`: float32, bfloat16 or int8. With float32, moments of bfloat16 weights are bfloat16, as in torch."""
     if states == "int8" and parameter.numel() >= SMALL:
         return Int8Moment(slot, signed=slot == "exp_avg")
     half = states == "bfloat16" or (states == "float32" and parameter.dtype == torch.bfloat16)
     return FloatMoment(slot, torch.bfloat16 if half else torch.float32, rounding)
 
 
-# Of a piece of an optimizer's work, by moment and by tensor of a moment: what is kept of each span.
+# Of a chunk, by moment and by tensor of a moment: the stored tensors of each span.
 Pieces = list[list[list[Tensor]]]
 
 
 @final
 class StatePlacement:
-    """Beside the weights, or with `away` in pinned memory of the host.
+    """Optimizer states on the weights' device, or with `away` in pinned host memory.
 
-    Then pieces visit the device in turn, and copies run beside the work: one is worked on, one comes, one or two go.
-    Device memory: four pieces of states at most, whatever the model's size. Of weights on the host both are the same.
+    Offloaded chunks are copied to the device in turn, and copies overlap with the update: one chunk is updated, one
+    arrives, one or two leave. Device memory: four chunks of states. No difference for weights on the host.
     """
 
     def __init__(self, *, away: bool) -> None:
@@ -163,11 +162,11 @@ class StatePlacement:
         return self._away and copies.apart(device)
 
     def place(self, fresh: Tensor) -> Tensor:
-        """A new state, or one from a checkpoint, where it is at home."""
+        """A new state, or one from a checkpoint, in its place."""
         return copies.pinned_like(fresh).copy_(fresh) if self._apart(fresh.device) else fresh
 
     def visits(self, pieces: Sequence[Pieces], device: torch.device) -> Iterator[list[list[Tensor]]]:
-        """The states of one piece after the other, on the device, spans one behind the other."""
+        """The states of each chunk in turn, on the device, spans concatenated."""
         if not self._apart(device):
             yield from ([[gathered(parts) for parts in moment] for moment in piece] for piece in pieces)
             return
@@ -195,24 +194,24 @@ class StatePlacement:
         return rooms, self._lane.after_work(device, copy)
 
     def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
-        """What became of one moment of the piece that was last brought, back home."""
+        """Copy one updated moment of the current chunk to its place."""
         apart = self._apart(values[0].device)
 
         def copy() -> None:
             for value, parts in zip(values, targets, strict=True):
-                if len(parts) > 1:  # cut where they were joined
+                if len(parts) > 1:
                     cut = value.split_with_sizes([len(part) for part in parts])
                     torch._foreach_copy_(list(parts), list(cut), non_blocking=apart)
                 elif not same_place(value, parts[0]):
                     parts[0].copy_(value, non_blocking=apart)
 
         if apart:
-            self._lane.out(values, copy, under_way=4)  # two moments a piece
+            self._lane.out(values, copy, under_way=4)  # two moments per chunk
         else:
             copy()
 
     def settle(self) -> None:
-        """Returns when the host may read every state."""
+        """Wait until the host can read every state."""
         self._lane.settle()
 
 
@@ -220,10 +219,10 @@ class StatePlacement:
 class ChunkedAdamW(torch.optim.Optimizer):
     """Equal to torch.optim.AdamW in float32. `states`: float32, bfloat16 or int8; `placement`: where they are stored.
 
-    State: `exp_avg` and `exp_avg_sq` in the parameter's shape, or as int8 and uint8 [blocks, 256] beside
-    `exp_avg_scale` and `exp_avg_sq_scale`, float32 [blocks]; `step`. Bytes of both moments a parameter: 8, 4, or
-    2 + 8/256; tensors under 4,096 numbers keep 8. Scratch, however large a matrix is: five float32 pieces
-    (`common.piece_size`), on a CPU half a piece more where something is rounded at random.
+    State: `exp_avg` and `exp_avg_sq` in the parameter's shape, or as int8 and uint8 [blocks, 256] with
+    `exp_avg_scale` and `exp_avg_sq_scale`, float32 [blocks]; `step`. Both moments take 8, 4 or 2 + 8/256 bytes per
+    parameter; tensors under 4,096 numbers keep 8. Scratch: five float32 chunks (`common.piece_size`), half a chunk more
+    for stochastic rounding on a CPU.
     """
 
     def __init__(
@@ -264,9 +263,9 @@ class ChunkedAdamW(torch.optim.Optimizer):
         return {"step": no_steps(), **placed}
 
     def adopted(self, parameter: nn.Parameter, slots: dict[str, Tensor], *, name: str) -> dict[str, Tensor]:
-        """Copies of a checkpoint's state of this parameter, where states are at home. Raises UserError.
+        """Copies of a checkpoint's state of this parameter, in their place. Raises UserError for another format.
 
-        Floating-point numbers become float32 or int8 ones, for a run that a fallback goes on with in those.
+        Floating-point states are converted to float32 or int8, for a run that a fallback continues in these.
         """
         shape = torch.empty_like(parameter, device="meta")
         for m in self._moments(parameter) if self._states != "bfloat16" else ():
@@ -278,25 +277,34 @@ class ChunkedAdamW(torch.optim.Optimizer):
         unlike = [slot for slot, value in wanted.items() if kinds.get(slot) != (value.dtype, value.shape)]
         if unlike:
             raise UserError(
-                f"the state {name}.{unlike[0]} was not saved as optimizer.state_dtype={self._states} keeps it",
-                where="the optimizer's part of the checkpoint",
+                f"the saved state {name}.{unlike[0]} does not match optimizer.state_dtype={self._states}",
+                where="optimizer.safetensors of the checkpoint",
                 fix="resume with the recipe that the run was started with",
             )
         placed = {slot: self._home.place(slots[slot].to(parameter.device, copy=True)) for slot in wanted}
         return {"step": slots["step"].clone(), **placed}
 
     def settle(self) -> None:
-        """Returns when the host may read every state."""
+        """Wait until the host can read every state."""
         self._home.settle()
 
     def _kind(self, parameter: nn.Parameter) -> object:
-        """Parameters of one kind go through one piece together."""
+        """Parameters of one kind share a chunk."""
         return parameter.dtype, float(self.state[parameter]["step"]), type(self._moments(parameter)[0])
 
     def _step(self, run: list[nn.Parameter], group: dict[str, Any], gate: Gate | None) -> None:
         moments, step = self._moments(run[0]), round(float(self.state[run[0]]["step"]))
-        pieces = [[Span(p, 0, p.numel()) for p in run]] if len(run) > 1 else _cut(run[0])
-        kept = [[_cut_out(m, self.state, spans) for m in moments] for spans in pieces]
+        size, length = run[0].numel(), piece_size(run[0].device)
+        pieces = [[Span(p, 0, p.numel()) for p in run]]
+        if len(run) == 1:
+            pieces = [[Span(run[0], start, min(start + length, size))] for start in range(0, size, length)]
+        kept: list[Pieces] = [
+            [  # by moment, by tensor of the moment, by span
+                [list(parts) for parts in zip(*(m.raw(self.state[s.parameter], s) for s in spans), strict=True)]
+                for m in moments
+            ]
+            for spans in pieces
+        ]
         for spans, homes, raws in zip(pieces, kept, self._home.visits(kept, run[0].device), strict=True):
             exact = [m.decoded(raw) for m, raw in zip(moments, raws, strict=True)]
             padding = BLOCK if isinstance(moments[0], Int8Moment) else 1
@@ -313,7 +321,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
         gate: Gate | None,
         padding: int,
     ) -> None:
-        """Moments and weights of a piece, in place."""
+        """Update the moments and weights of a chunk in place."""
         lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
         first, second = moments
         gradients = [span.of(p.grad.contiguous()) for span in spans if (p := span.parameter).grad is not None]
@@ -332,16 +340,6 @@ class ChunkedAdamW(torch.optim.Optimizer):
             start += -(-span.size // padding) * padding
 
 
-def _cut(parameter: nn.Parameter) -> list[list[Span]]:
-    size, step = parameter.numel(), piece_size(parameter.device)
-    return [[Span(parameter, start, min(start + step, size))] for start in range(0, size, step)]
-
-
-def _cut_out(m: MomentFormat, states: dict[Tensor, dict[str, Tensor]], spans: list[Span]) -> list[list[Tensor]]:
-    """What is kept of each span, by tensor."""
-    return [list(parts) for parts in zip(*(m.raw(states[span.parameter], span) for span in spans), strict=True)]
-
-
 def _padded(parts: Sequence[Tensor], multiple: int) -> Tensor:
-    """One behind the other, each of whole blocks."""
+    """Concatenated, each padded to a multiple."""
     return gathered([F.pad(part, (0, -part.numel() % multiple)) if part.numel() % multiple else part for part in parts])

@@ -1,4 +1,4 @@
-"""Optimizers whose state is named after the parameter that it belongs to."""
+"""Building the plan's optimizer; its state is named after the parameters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from functools import partial
 from typing import final
 
 import torch
-import torch._dynamo  # making any optimizer of torch's imports it: better now, with everything else
+import torch._dynamo  # imported by every torch optimizer: better now, with everything else
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
@@ -21,46 +21,45 @@ Rule = Adafactor | ChunkedAdamW
 
 @final
 class FusedBackward:
-    """One optimizer a parameter, called by autograd's hook: two gradients stand at most, or a compiled block's.
+    """One optimizer per parameter, called by autograd's hook: at most two gradients exist, or a compiled block's.
 
-    The norm over all gradients is known only afterwards, so none is clipped by it. A gradient is looked at alone: from
-    the first one of a step that is not finite on, nothing moves any more (the device decides, the host does not wait);
-    what moved before it had finite gradients. `heads`: weights whose gradient a head may add to `.grad` itself, which
-    no hook sees; each is updated when the next hook comes.
+    The global norm is known only after backward, so gradients are clipped one by one. From the first non-finite
+    gradient of a step on nothing is updated; the device decides, the host does not wait. `heads`: weights whose
+    gradient a head adds to `.grad` itself, without a hook; they are updated at the next hook.
     """
 
     def __init__(self, rules: Mapping[nn.Parameter, Rule], heads: Sequence[nn.Parameter]) -> None:
         self._rules, self._heads = dict(rules), tuple(heads)
         self._armed, self._factor, self._clip = False, 1.0, float("inf")
         self._open: Tensor | None = None
-        self._seen: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # norm, and whether its gate was open
+        self._updates: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # norm; 1 if updated
         for parameter in self._rules:
             parameter.register_post_accumulate_grad_hook(self._ready)
 
     def begin(self, *, factor: float, clip: float | None) -> None:
-        """Before a backward whose gradients are `factor` times too large; each is cut to a norm of `clip`."""
+        """Call before backward. Gradients are scaled by `factor`; each is clipped to a norm of `clip`."""
         self._armed, self._factor, self._clip = True, factor, float("inf") if clip is None else clip
-        self._open, self._seen = None, {}
+        self._open, self._updates = None, {}
 
     def finish(self) -> float:
-        """The norm over all gradients, unscaled and unclipped; not finite if one of them was not."""
+        """Call after backward: the unscaled norm over all gradients, non-finite if one is."""
         for parameter in self._rules:
             if parameter.grad is not None:
                 self._update(parameter)
         self._armed = False
-        if not self._seen:
+        if not self._updates:
             return 0.0
-        told = torch.stack([torch.stack(pair) for pair in self._seen.values()]).tolist()
-        for parameter, (_, opened) in zip(self._seen, told, strict=True):
-            if not opened:
+        pairs = torch.stack([torch.stack(pair) for pair in self._updates.values()]).tolist()
+        for parameter, (_, updated) in zip(self._updates, pairs, strict=True):
+            if not updated:
                 self._rules[parameter].state[parameter]["step"] -= 1
-        norms = {parameter: norm for parameter, (norm, _) in zip(self._seen, told, strict=True)}
-        self._open, self._seen = None, {}
+        norms = {parameter: norm for parameter, (norm, _) in zip(self._updates, pairs, strict=True)}
+        self._open, self._updates = None, {}
         return math.sqrt(sum(norms.get(parameter, 0.0) ** 2 for parameter in self._rules))
 
     def drop(self) -> None:
-        """After a backward that was cut short."""
-        self._armed, self._open, self._seen = False, None, {}
+        """Reset after an interrupted backward."""
+        self._armed, self._open, self._updates = False, None, {}
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._armed:
@@ -80,11 +79,11 @@ class FusedBackward:
         scale = (self._clip / (norm + 1e-6)).clamp(max=1.0) / self._factor  # as in torch's clip_grad_norm_
         self._rules[parameter].step(gate=Gate(self._open, scale))
         parameter.grad = None
-        self._seen[parameter] = norm, self._open
+        self._updates[parameter] = norm, self._open
 
 
 def head_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Of output layers outside the blocks, unless an embedding shares them: then its own gradient comes last."""
+    """The weights of output layers outside the blocks that are not tied to an embedding."""
     embedded = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     found = [
         module.weight
@@ -97,13 +96,13 @@ def head_weights(model: nn.Module) -> list[nn.Parameter]:
 # Quintic Newton-Schulz iteration, Keller Jordan, "Muon" (2024), the coefficients that torch.optim.Muon uses too.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
-_AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # a run whose precision has changed keeps them otherwise
+_AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # stored in the weight's dtype
 
 
 def orthogonalize(stack_NRC: Tensor) -> Tensor:
-    """Roughly the nearest matrix with orthonormal rows to each of a stack (singular values 0.7 to 1.2), in bfloat16.
+    """Approximately the nearest matrix with orthonormal rows (singular values 0.7 to 1.2) to each of a stack.
 
-    The matrices are wide or square: the product of rows is then the smaller one.
+    In bfloat16; the matrices are wide or square, so that the Gram matrix is the smaller one.
     """
     assert stack_NRC.shape[1] <= stack_NRC.shape[2]
     a, b, c = _NEWTON_SCHULZ
@@ -116,7 +115,7 @@ def orthogonalize(stack_NRC: Tensor) -> Tensor:
 
 
 def stacks(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Matrices of one shape, lying or standing, in runs that bound scratch memory; in a fixed order, for equal bits."""
+    """Matrices of one shape or its transpose, in stacks of bounded size and a fixed order."""
     by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
@@ -133,10 +132,10 @@ def _wide(matrix: Tensor) -> Tensor:
 
 @final
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised, for matrices inside blocks; equal to torch.optim.Muon with `match_rms_adamw`, in stacks.
+    """Orthogonalized momentum for matrices inside blocks; equal to torch.optim.Muon with `match_rms_adamw`, batched.
 
-    Many small products in one call take two thirds of the time on a CPU and keep a GPU busy. The update's root mean
-    square is scaled to AdamW's 0.2 (arXiv:2502.16982, section 2.2), so that both can share a learning rate.
+    Batched matmuls take two thirds of the time on a CPU and keep a GPU busy. The update's root mean square is scaled to
+    AdamW's 0.2 (arXiv:2502.16982, section 2.2), so that both can use one learning rate.
     """
 
     def __init__(self, params: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
@@ -162,7 +161,7 @@ class Muon(torch.optim.Optimizer):
 
 @final
 class OptimizersContainer:
-    """torch optimizers behind one face, one or two or one a parameter. Gradients are read from the parameters."""
+    """One or more torch optimizers with one interface, for a model's trainable parameters."""
 
     def __init__(
         self,
@@ -179,36 +178,36 @@ class OptimizersContainer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained, in the model's order."""
+        """The trainable parameters, in the model's order."""
         return list(self._names)
 
     @property
     def members(self) -> list[torch.optim.Optimizer]:
-        """torch's own behind this one, for tools that look into them."""
+        """The torch optimizers."""
         return list(self._members)
 
     @property
     def fused_backward(self) -> bool:
-        """Whether a step is `begin_step`, backward, `finish_step`, and not backward, `step`."""
+        """A step is `begin_step`, backward, `finish_step` instead of backward, `step`."""
         return self._backward is not None
 
     def step(self, lr_scale: float) -> None:
-        """One update with `lr_scale` of each peak learning rate."""
+        """One update at `lr_scale` times each peak learning rate."""
         self._set_rate(lr_scale)
         for member in self._members:
             member.step()
 
     def begin_step(self, lr_scale: float, *, factor: float, clip: float | None) -> None:
-        """The next backward updates; its gradients are `factor` times too large. AdamW clips each to a norm of `clip`.
+        """Update in the next backward, whose gradients are scaled by `factor`. AdamW clips each to a norm of `clip`.
 
-        Adafactor clips its updates, and needs no clipping of gradients.
+        Adafactor clips its updates and needs no gradient clipping.
         """
         assert self._backward is not None
         self._set_rate(lr_scale)
         self._backward.begin(factor=factor, clip=None if isinstance(self._members[0], Adafactor) else clip)
 
     def finish_step(self) -> float:
-        """After that backward: the norm over all gradients; not finite if one was not, and then not all has moved."""
+        """Call after that backward: the global norm; if non-finite, the update is incomplete."""
         assert self._backward is not None
         return self._backward.finish()
 
@@ -217,21 +216,21 @@ class OptimizersContainer:
             group["lr"] = group["peak"] * lr_scale  # type: ignore[operator]  # a group holds anything
 
     def zero_grad(self) -> None:
-        """Drops every gradient, and what a backward that was cut short has left."""
+        """Drop every gradient and the state of an interrupted backward."""
         if self._backward is not None:
             self._backward.drop()
         for parameter in self._names:
             parameter.grad = None
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """State with dimensions by "parameter.slot"; the tensors themselves, not copies."""
+        """The live state tensors with dimensions, by "parameter.slot"."""
         for member in self._members:
             if isinstance(member, ChunkedAdamW):
                 member.settle()
         return {name: value for name, value in self._slots() if value.ndim > 0}
 
     def scalars(self) -> dict[str, float]:
-        """State without dimensions (step counts) by "parameter.slot"."""
+        """State without dimensions (step counts), by "parameter.slot"."""
         return {name: value.item() for name, value in self._slots() if value.ndim == 0}
 
     def _slots(self) -> Iterable[tuple[str, Tensor]]:
@@ -242,42 +241,35 @@ class OptimizersContainer:
                     yield f"{self._names[parameter]}.{slot}", value
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> None:
-        """Replaces all state by copies of what `named_tensors` and `scalars` gave.
+        """Replace all state by copies of the values of `named_tensors` and `scalars`.
 
-        Raises UserError for state of parameters that this model does not train, or of another kind than its own.
+        Raises UserError for parameters that this model does not train, or another state dtype.
         """
         stored: dict[str, dict[str, Tensor]] = {}
         for key, value in [*tensors.items(), *((k, torch.tensor(v, dtype=torch.float32)) for k, v in scalars.items())]:
             parameter, _, slot = key.rpartition(".")
             stored.setdefault(parameter, {})[slot] = value
-        self._refuse_unknown(stored)
+        if unknown := sorted(set(stored) - set(self._names.values())):
+            raise UserError(
+                f"optimizer state for a parameter that is not trained: {unknown[0]}",
+                where=f"{len(unknown)} of {len(stored)} parameters in the checkpoint",
+                fix="resume with the recipe that the run started with",
+            )
         for member in self._members:
             member.state.clear()
             for group in member.param_groups:
                 for parameter in group["params"]:
                     slots = stored.get(self._names[parameter])
-                    if slots is not None:
-                        member.state[parameter] = self._adopted(member, parameter, slots, group)
-
-    def _adopted(
-        self, member: torch.optim.Optimizer, parameter: nn.Parameter, slots: dict[str, Tensor], group: dict[str, object]
-    ) -> dict[str, Tensor]:
-        if isinstance(member, ChunkedAdamW):
-            return member.adopted(parameter, slots, name=self._names[parameter])
-        return _placed(slots, parameter, fused=bool(group.get("fused")))
-
-    def _refuse_unknown(self, stored: Mapping[str, object]) -> None:
-        unknown = sorted(set(stored) - set(self._names.values()))
-        if unknown:
-            raise UserError(
-                f"the optimizer state holds {unknown[0]}, which this model does not train",
-                where=f"{len(unknown)} of {len(stored)} parameters in the checkpoint",
-                fix="resume with the recipe that the run was started with",
-            )
+                    if slots is None:
+                        continue
+                    if isinstance(member, ChunkedAdamW):
+                        member.state[parameter] = member.adopted(parameter, slots, name=self._names[parameter])
+                    else:
+                        member.state[parameter] = _placed(slots, parameter, fused=bool(group.get("fused")))
 
 
 def _placed(slots: Mapping[str, Tensor], parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
-    """Step counts live beside fused kernels, else on the host; moments have the weight's dtype: torch's own rules."""
+    """torch's rules: step counts on the host unless fused; moments in the weight's dtype."""
     host = torch.device("cpu")
     return {
         slot: value.to(parameter.device if fused or value.ndim else host, copy=True,
@@ -287,14 +279,14 @@ def _placed(slots: Mapping[str, Tensor], parameter: nn.Parameter, *, fused: bool
 
 
 def _decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Matrices and embeddings decay, norms and biases do not: the practice of nanoGPT's `configure_optimizers`."""
+    """Weight decay for matrices and embeddings, not for norms and biases, as in nanoGPT's `configure_optimizers`."""
     decayed = [p for p in named.values() if p.ndim >= 2]
     others = [p for p in named.values() if p.ndim < 2]
     return [{"params": p, "weight_decay": w} for p, w in ((decayed, weight_decay), (others, 0.0)) if p]
 
 
 def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> OptimizersContainer:
-    """The plan's optimizer over every parameter that takes a gradient. `seed`: of stochastic rounding.
+    """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
 
     Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
     Muon at `muon_learning_rate`, and embeddings, head, norms and biases to AdamW at `learning_rate`.

@@ -1,4 +1,4 @@
-"""What our own optimizers share: work in pieces of bounded size, weights of any type, and a gate for bad gradients."""
+"""Shared by the native optimizers: chunks of bounded size, stochastic rounding, a gate for non-finite gradients."""
 
 import hashlib
 import math
@@ -16,30 +16,29 @@ _HALF = 1 << 15
 
 
 def key_of(*parts: int | str) -> int:
-    """A seed of 63 bits for what these words and numbers name."""
+    """A 63-bit seed from words and numbers."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def random_bits(count: int, *, key: int, device: torch.device) -> Tensor:
-    """int16 [count], every pattern equally likely; the key's own stream, so no generator has a state to keep."""
+    """Uniform int16 [count] from a generator seeded with `key`, so that there is no RNG state to save."""
     generator = torch.Generator(device).manual_seed(key)
     words = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
     return words.random_(-(2**63), None, generator=generator).view(torch.int16)[:count]
 
 
 def rounded(exact: Tensor, bits: Tensor) -> Tensor:
-    """bfloat16 beside each float32 number, the nearer one the likelier: on average the number itself.
+    """Stochastic rounding to bfloat16, unbiased: a neighbor of each float32 number, the nearer one more likely.
 
-    A bfloat16 is the upper half of a float32: a random lower half is added to the whole, and the sum is cut off. What
-    is a bfloat16 already stays as it is. NaN becomes infinite: its bits could wrap round to zero. It happens in the
-    memory of `exact`, whose numbers are lost. The result is a view of the upper halves, to be copied; every machine
-    that PyTorch has GPUs on keeps the lower half first.
+    Adds a random lower half to the float32 bits and truncates to the upper half. bfloat16 values stay unchanged. NaN
+    becomes infinity: its bits could overflow to zero. Overwrites `exact` and returns a view of its upper halves, to be
+    copied; little-endian only.
     """
     infinity = float("inf")
     numbers = torch.nan_to_num_(exact, nan=infinity, posinf=infinity, neginf=-infinity)
     if bits.device.type == "cpu":
-        bits = bits.to(torch.int32)  # which the addition would do unseen
+        bits = bits.to(torch.int32)  # as the addition would
     words = numbers.view(torch.int32).add_(bits.view(exact.shape)).add_(_HALF)  # bits: -2^15 to 2^15 - 1
     return words.view(torch.int16)[..., 1::2].view(torch.bfloat16)
 
@@ -48,17 +47,17 @@ State = dict[str, Tensor]
 
 
 def piece_size(device: torch.device) -> int:
-    """Numbers whose float32 intermediates exist at once."""
+    """Numbers per chunk, whose float32 intermediates exist at once."""
     return CPU_PIECE if kind_of(device) == "cpu" else GPU_PIECE
 
 
 @final
 @dataclass(frozen=True)
 class Gate:
-    """What a gradient is multiplied with, on its device: the host does not wait. Closed, nothing changes at all.
+    """A factor for gradients on the device, without host synchronization. A closed gate leaves every bit unchanged.
 
-    A closed gate makes the gradient zero (whatever it holds) and every rate, too: weights, moments and squares keep
-    their bits. `open` and `factor` have no dimensions; `open` is 1.0 or 0.0.
+    It zeroes the gradient, even NaN, and every rate, so that weights and moments keep their values. `open` (1.0 or 0.0)
+    and `factor` are scalars.
     """
 
     open: Tensor
@@ -67,36 +66,38 @@ class Gate:
     def through(self, gradient: Tensor) -> Tensor:
         zero = torch.zeros((), device=gradient.device)
         passed = torch.where(self.open > 0, gradient, zero.to(gradient.dtype))
-        return passed.mul_(torch.where(self.open > 0, self.factor, zero))  # of a bad gradient the factor is bad, too
+        return passed.mul_(
+            torch.where(self.open > 0, self.factor, zero)
+        )  # a non-finite gradient has a non-finite factor
 
 
 def exact_gradient(gradient: Tensor, gate: Gate | None) -> Tensor:
-    """float32, through the gate; the gradient itself where that changes nothing."""
+    """float32, through the gate; the gradient itself if float32 without a gate."""
     exact = gradient.to(torch.float32)
     return exact if gate is None else gate.through(exact)
 
 
 def times(rate: float, gate: Gate | None) -> Any:
-    """A rate, zero behind a closed gate."""
+    """`rate`, zero behind a closed gate."""
     return rate if gate is None else gate.open * rate
 
 
 @final
 @dataclass(frozen=True)
 class Rounding:
-    """How bfloat16 numbers are written: to the nearest, or at random by a key of seed, parameter, step and place."""
+    """How bfloat16 numbers are written: to nearest, or stochastically, keyed by seed, parameter, step and offset."""
 
     names: Mapping[nn.Parameter, str]
     seed: int
     stochastic: bool
 
     def to_bfloat16(self, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> Tensor:
-        """At random whatever the setting says: for what must not drift. In the memory of `exact`."""
+        """Stochastic rounding, whatever the setting. Overwrites `exact`."""
         key = key_of(self.seed, self.names[parameter], *place)
         return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
 
     def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> None:
-        """In place, in the target's own type; `exact` may be lost. `place`: step and offset, of which none recurs."""
+        """Write in the target's dtype; may overwrite `exact`. `place`: step and offset, unique per write."""
         if self.stochastic and target.dtype == torch.bfloat16:
             target.copy_(self.to_bfloat16(exact.contiguous(), parameter, *place))
         elif not same_place(target, exact):
@@ -122,13 +123,13 @@ class Span:
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:
-    """Whether one is the other, so that nothing need be copied; of fake tensors, too, which have no address."""
+    """Whether both are the same memory; works for fake tensors, which have no address."""
     here, there = one.untyped_storage()._cdata, other.untyped_storage()._cdata
     return here == there and one.storage_offset() == other.storage_offset()
 
 
 def alike(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object]) -> list[list[nn.Parameter]]:
-    """Runs of parameters with equal keys, of one piece's size together, or alone when larger; in a fixed order."""
+    """Groups of parameters with equal keys, up to one chunk in size, in a fixed order."""
     waiting: dict[object, list[nn.Parameter]] = {}
     runs: list[list[nn.Parameter]] = []
     for parameter in parameters:
@@ -142,19 +143,19 @@ def alike(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], obje
 
 
 def gathered(tensors: Sequence[Tensor]) -> Tensor:
-    """One behind the other; a single one is itself, not a copy."""
+    """Concatenated; a single tensor is returned as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """A dimension before all others; a view of a single one."""
+    """Stacked; a view of a single tensor."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
 
 
 def with_states(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], fresh: Callable[[nn.Parameter], State]
 ) -> list[nn.Parameter]:
-    """The parameters of a group that have a gradient; those that had no state yet have a `fresh` one."""
+    """The parameters of a group with a gradient, their state initialized by `fresh` where missing."""
     ready = [parameter for parameter in group["params"] if parameter.grad is not None]
     for parameter in ready:
         if not optimizer.state[parameter]:
@@ -163,7 +164,7 @@ def with_states(
 
 
 def counted(state: State) -> float:
-    """Counts one step more; the count lives on the host, as in torch."""
+    """Increment the step count, which is on the host, as in torch."""
     state["step"] += 1
     return float(state["step"])
 
@@ -173,13 +174,13 @@ def no_steps() -> Tensor:
 
 
 def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Rows of a matrix that are worked on at once."""
+    """Slices of rows of about one chunk."""
     step = max(1, piece_size(device) // max(1, width))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def exact_norm(tensor: Tensor) -> Tensor:
-    """The Euclidean norm, float32; in pieces, as a CPU first makes a float32 copy of what is not."""
+    """The Euclidean norm in float32; in chunks, as a CPU converts other dtypes by a copy."""
     pieces = tensor.reshape(-1).split_with_sizes(_sizes(tensor.numel(), piece_size(tensor.device)))
     norms: list[Tensor] = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
@@ -187,7 +188,7 @@ def exact_norm(tensor: Tensor) -> Tensor:
 
 
 def root_mean_square(tensors: Sequence[Tensor]) -> Tensor:
-    """[N], float32, of tensors of one size."""
+    """Float32 [N], of tensors of one size."""
     if tensors[0].numel() <= piece_size(tensors[0].device):
         norms = list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
     else:

@@ -1,7 +1,7 @@
-"""How the learning rate moves: pure functions from a step's number to a share of the peak rate.
+"""Learning-rate schedules: pure functions from the step to a factor of the peak learning rate.
 
-A run with a known number of steps counts in steps. A wall-time run counts in the share of it that is done, which its
-schedule blocks fix ahead of each step: the number of steps may be estimated anew, and no rate jumps.
+A run with a known number of steps counts steps. A wall-time run counts the fraction of its time, which schedule blocks
+fix before each step, so that a new estimate of the number of steps never makes the learning rate jump.
 """
 
 import math
@@ -12,19 +12,17 @@ from bloomery.core.units import Duration
 from bloomery.plan.types import OptimizerPlan, RunPlan, ScheduleBlock
 
 Shape = Literal["cosine", "linear", "constant", "wsd"]
-STEEPEST = 0.1  # of the peak rate: how far a warmup whose end came nearer may rise in a step
+STEEPEST = 0.1  # of the peak learning rate: the largest rise per step of a warmup in percent
 
 
 def lr_scale_at(
     step: int, *, steps: int | None, warmup_steps: int, shape: Shape, min_lr_ratio: float = 0.0, decay_steps: int = 0
 ) -> float:
-    """The share of the peak rate with which the step after `step` finished ones is taken.
+    """The factor of the peak learning rate after `step` steps.
 
-    Warmup is linear and reaches 1 at its last step. Afterwards cosine and linear fall to `min_lr_ratio` at the end of
-    training
-    as in transformers' `get_cosine_schedule_with_warmup` and `get_linear_schedule_with_warmup`; wsd stays at 1 and
-    falls linearly over the last `decay_steps` (warmup-stable-decay, arXiv:2404.06395). `steps` None (a length that is
-    unknown) holds the peak.
+    Linear warmup reaches 1 at its last step. Then cosine and linear fall to `min_lr_ratio` at the end of training as in
+    transformers' `get_cosine_schedule_with_warmup` and `get_linear_schedule_with_warmup`; wsd stays at 1 and falls
+    linearly over the last `decay_steps` (warmup-stable-decay, arXiv:2404.06395). `steps` None (unknown length): 1.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -35,7 +33,7 @@ def lr_scale_at(
 
 
 def _fallen(progress: float, shape: Shape, min_lr_ratio: float) -> float:
-    """The share of the peak after that share of the part of a run in which the rate falls."""
+    """The factor after a fraction `progress` of the decay."""
     if shape == "constant":
         return 1.0
     progress = min(1.0, max(0.0, progress))
@@ -44,7 +42,7 @@ def _fallen(progress: float, shape: Shape, min_lr_ratio: float) -> float:
 
 
 def planned_lr_scale(step: int, plan: RunPlan) -> float:
-    """The share of the peak rate for the step after `step` finished ones, as the plan says."""
+    """The factor of the peak learning rate after `step` steps of the plan."""
     optimizer, blocks = plan.optimizer, plan.train.blocks
     shape, min_lr_ratio = _shape(optimizer)
     if not blocks:
@@ -52,7 +50,7 @@ def planned_lr_scale(step: int, plan: RunPlan) -> float:
             step, steps=plan.train.steps, warmup_steps=optimizer.warmup_steps, shape=shape, min_lr_ratio=min_lr_ratio,
             decay_steps=optimizer.decay_steps,
         )  # fmt: skip
-    assert plan.lengths is not None and plan.train.seconds is not None, "blocks are of a wall-time run"
+    assert plan.lengths is not None and plan.train.seconds is not None, "only a wall-time run has blocks"
     whole = fraction_of_run(plan.lengths.warmup, plan.train.seconds)
     if whole is None:
         warm = _at(optimizer.warmup_steps, blocks, step)
@@ -72,24 +70,24 @@ def _shape(optimizer: OptimizerPlan) -> tuple[Shape, float]:
 
 
 def fraction_of_run(length: Duration, seconds: float) -> float | None:
-    """The share of a run of so many seconds; None for a length in steps, tokens or epochs."""
+    """`length` as a fraction of a run of `seconds`; None for steps, tokens or epochs."""
     if length.unit == "percent":
         return length.amount / 100
     return length.amount / seconds if length.unit == "seconds" else None
 
 
 def block_at(step: int, blocks: Sequence[ScheduleBlock]) -> ScheduleBlock:
-    """The block that the step after `step` finished ones belongs to."""
+    """The block of the step after `step`."""
     return next((block for block in reversed(blocks) if block.step <= step), blocks[0])
 
 
 def fraction_done(step: int, blocks: Sequence[ScheduleBlock]) -> float:
-    """The share of a wall-time run that is done after `step` steps."""
+    """The fraction of a wall-time run that is done after `step` steps."""
     return _along(step, block_at(step, blocks))
 
 
 def _at(boundary: int, blocks: Sequence[ScheduleBlock], step: int) -> float:
-    """The share after `boundary` steps, as it is known when the step after `step` finished ones is taken."""
+    """The fraction done after `boundary` steps, as known after `step` steps."""
     return _along(boundary, block_at(min(boundary, step), blocks))
 
 
@@ -100,9 +98,9 @@ def _along(step: int, block: ScheduleBlock) -> float:
 
 
 def _risen(boundary: int, blocks: Sequence[ScheduleBlock], warm: float) -> float:
-    """How far a warmup over the `warm` first share of a run has risen at the end of step `boundary`.
+    """The factor after `boundary` steps of a warmup over the first fraction `warm` of a run.
 
-    It follows the share that is done, and no faster than STEEPEST a step: a warmup in % has at least ten steps.
+    Rises by at most STEEPEST per step: a warmup in percent has at least ten steps.
     """
     if warm <= 0.0:
         return 1.0
