@@ -34,9 +34,9 @@ def write(folder, *rows):
 CASES = {
     "a misspelt role": (talks(("user", "a"), ("assitant", "b")), ["messages[1].role", "did you mean assistant?"]),
     "an empty turn": (talks(("user", "a"), ("assistant", " ")), ["messages[1]", "empty turn"]),
-    "the user last": (talks(("user", "a"), ("assistant", "b"), ("user", "c")), ["ends on a turn of the user"]),
-    "no answer": (talks(("user", "a")), ["no turn of the assistant"]),
-    "no turns": ({"messages": []}, ["holds no message"]),
+    "the user last": (talks(("user", "a"), ("assistant", "b"), ("user", "c")), ["ends with a turn of the user"]),
+    "no answer": (talks(("user", "a")), ["no assistant turn"]),
+    "no turns": ({"messages": []}, ["has no messages"]),
     "two system messages": (
         talks(("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d")),
         ["second system"],
@@ -47,7 +47,7 @@ CASES = {
     "an endless argument": (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
         '"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1e400}}}]}]}',
-        ["tool_calls[0]", "has no end"],
+        ["tool_calls[0]", "NaN or infinity"],
     ),
     "NaN in a call's text": (
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[NaN]"}}]}]},
@@ -73,7 +73,7 @@ CASES = {
     "null": ("null", ["null"]),
     "a list": ("[1]", ["a list"]),
     "another column": ({"text": "hi"}, ["messages"]),
-    "50 MB": (talks(("user", "x" * 50_000_000), ("assistant", "b")), ["47.7 MiB", "2.0 MiB is the limit"]),
+    "50 MB": (talks(("user", "x" * 50_000_000), ("assistant", "b")), ["47.7 MiB", "the limit is 2.0 MiB"]),
     "chatml and tools": (
         talks(("user", "a"), ("assistant", "b"), tools=[{"type": "function", "function": {"name": "f"}}]),
         ["chatml has no form for tools"],
@@ -99,11 +99,11 @@ def test_it_is_left_out_and_counted_where_the_recipe_says_so(chats, case):
 
 
 PAIRS = {
-    "equal sides": ({**PAIR, "rejected": "hello"}, ["a.jsonl:2", "chosen and rejected are equal"]),
+    "equal sides": ({**PAIR, "rejected": "hello"}, ["a.jsonl:2", "equal chosen and rejected"]),
     "an empty side": ({**PAIR, "rejected": ""}, ["a.jsonl:2, rejected", "is empty"]),
     "a number": ({**PAIR, "rejected": 3}, ["a.jsonl:2, rejected", "is a number"]),
     "a side that is not there": ({"prompt": "hi", "chosen": "hello"}, ["a.jsonl:2", "no column 'rejected'"]),
-    "text and messages": ({**PAIR, "rejected": [ANSWER]}, ["a.jsonl:2", "one side as a text"]),
+    "text and messages": ({**PAIR, "rejected": [ANSWER]}, ["a.jsonl:2", "one side as text"]),
 }
 
 
@@ -124,9 +124,9 @@ TEMPLATES = {
     "a power of powers": ("{{ 9**(9**9) }}", ["more than 2 seconds", "bad.jinja"]),
     "ten billion letters": ("{{ 'a' * 10**10 }}", ["1 GiB", "bad.jinja"]),
     "a text in the middle": ("{{ messages[0].content.center(10**8) }}", ["characters", "bad.jinja"]),
-    "Python's insides": ("{{ ''.__class__.__mro__ }}", ["no template may", "bad.jinja"]),
-    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", ["without end", "bad.jinja"]),
-    "a missing name": ("{{ messages[0].speaker.name }}", ["not there", "bad.jinja"]),
+    "Python's insides": ("{{ ''.__class__.__mro__ }}", ["forbidden attribute", "bad.jinja"]),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", ["endless recursion", "bad.jinja"]),
+    "a missing name": ("{{ messages[0].speaker.name }}", ["undefined value", "bad.jinja"]),
     "its own refusal": (EACH + "{{ raise_exception('only on Sundays') }}", ["only on Sundays", "a.jsonl:1"]),
     "a lost answer": (EACH.replace("m.content", "m.content[:2]"), ["template", "a.jsonl:1"]),
 }

@@ -17,11 +17,11 @@ MANY = [{**MARK, "prompt": f"{n} and two?", "completion": f"{n + 2}"} for n in r
 CASES = {
     "conversations for dpo": ("dpo", [TALK], [], ["rows.jsonl:1", "conversations", "objective.kind=sft"]),
     "pairs for sft": ("sft", [PAIR], [], ["rows.jsonl:1", "preference pairs", "objective.kind=dpo"]),
-    "marks for sft": ("sft", [MARK], [], ["marked answers", "objective.kind=kto"]),
-    "text for kto": ("kto", [{"text": "words"}], [], ["plain text", "marked as desirable"]),
+    "marks for sft": ("sft", [MARK], [], ["KTO labels", "objective.kind=kto"]),
+    "text for kto": ("kto", [{"text": "words"}], [], ["plain text", "labeled desirable"]),
     "one prompt for kto": ("kto", [MARK] * 9, [], ["every row has the same prompt"]),
     "a pair after conversations": ("sft", [TALK] * 9 + [PAIR], [], ["rows.jsonl:10", "messages"]),
-    "a fixed layout for pairs": ("dpo", [PAIR], ["data.document_masking=false"], ["data.packing=true"]),
+    "a fixed layout for pairs": ("dpo", [PAIR], ["data.document_masking=false"], ["data.document_masking=true"]),
     "a role that is none": ("sft", [TALK], ["data.columns={mesages: talk}"], ["mesages", "messages"]),
     "a column that is not there": ("sft", [TALK], ["data.format=messages", "data.columns={messages: talk}"],
                                    ["has no column 'talk'", "data.columns"]),
@@ -30,7 +30,7 @@ CASES = {
                                   ["number, remark", "data.columns={messages: NAME}"]),
     "columns of other data": ("sft", [{"instruction": "a", "output": "b"}], ["data.columns={output: response}"],
                               ["instruction, output", "data.columns={}"]),
-    "answers beyond the rows": ("sft", [TALK] * 9, ["data.sequence_length=2"], ["anything to learn", "raise it"]),
+    "answers beyond the rows": ("sft", [TALK] * 9, ["data.sequence_length=2"], ["no loss tokens", "raise it"]),
     "no template": ("sft", [TALK], ["data.chat.template="], ["the tokenizer has no chat template", "chatml"]),
     "a template that fails": ("sft", [TALK] * 9, ["data.chat.template='{{ 1 / 0 }}'"], ["division by zero"]),
     "a template that fails in every process": (

@@ -46,9 +46,9 @@ GZ = gzip.compress(os.urandom(20_000).hex().encode())
 CASES = {
     "no files": (lambda folder: None, "empty"),
     "links to nowhere": (links, "text"),
-    "an empty file": (put("a.txt", ""), "no text"),
-    "an empty gz": (put("a.txt.gz", ""), "no text"),
-    "an empty table": (put("a.csv", "text\n"), "no text"),
+    "an empty file": (put("a.txt", ""), "is empty"),
+    "an empty gz": (put("a.txt.gz", ""), "is empty"),
+    "an empty table": (put("a.csv", "text\n"), "is empty"),
     "less than a sequence": (put("a.txt", "hi there"), "less than one sequence"),
     "bytes": (put("a.txt", bytes(range(256)) * 10), "a.txt"),
     "noise": (put("a.txt", os.urandom(5000).replace(b"\0", b"\xff")), "a.txt"),
@@ -76,7 +76,7 @@ CASES = {
     "half a parquet": (parquet(cut=lambda size: size // 2), "a.parquet"),
     "a parquet without its last byte": (parquet(cut=lambda size: size - 1), "a.parquet"),
     "an empty parquet file": (parquet(cut=lambda size: 0), "a.parquet"),
-    "a parquet of no rows": (parquet(columns={"text": pa.array([], pa.string())}), "no text"),
+    "a parquet of no rows": (parquet(columns={"text": pa.array([], pa.string())}), "is empty"),
     "a null in a parquet": (parquet(columns={"text": ["a", None]}), "row 2"),
     "a parquet of numbers": (parquet(columns={"x": [1, 2]}), "column"),
 }
@@ -127,7 +127,7 @@ def test_rows_that_were_all_skipped_are_told(workshop):
     for path in (workshop / "text").iterdir():
         path.write_bytes(b"\xff\xff\0")
     refused = here("prepare", "tiny.yaml", "data.on_error=skip")
-    assert_clear(refused, mentions=["30 rows were skipped", "0.txt"])
+    assert_clear(refused, mentions=["30 rows skipped", "0.txt"])
 
 
 def test_a_line_of_200_mb_is_refused_in_constant_memory(workshop):

@@ -70,7 +70,7 @@ class TestPipedPrompts:
         assert json.loads(self.asked(model, "--prompt", "a", piped="b").stdout)["results"][0]["prompt"] == "a"
 
     @pytest.mark.parametrize(
-        ("data", "said"), [(b"", "say either"), (b"\xff", "not UTF-8"), (b"a" * 5_000_000, "longer")]
+        ("data", "said"), [(b"", "expected either"), (b"\xff", "not UTF-8"), (b"a" * 5_000_000, "longer")]
     )
     def test_what_is_no_prompt_is_said(self, model, data, said, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -183,10 +183,10 @@ class TestModelAndData:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            ((), "a recipe is missing"),
-            (("--model", "x"), "--data is missing"),
-            (("--data", "qa.jsonl"), "--model is missing"),
-            (("--model", "x", "--data", "nothing.jsonl"), "there is no such file or folder"),
+            ((), "missing RECIPE"),
+            (("--model", "x"), "missing --data"),
+            (("--data", "qa.jsonl"), "missing --model"),
+            (("--model", "x", "--data", "nothing.jsonl"), "no such file or folder"),
         ],
     )
     def test_what_is_missing_is_said(self, words, said, workshop):

@@ -42,7 +42,7 @@ def test_prepare_sums_up_and_checks(workshop):
     assert "dataset too small for 50,000 tokens" in output
     assert "tokens truncated" in output
     assert "repeated   1 of" in output
-    assert "repeat an earlier one word for word" in output
+    assert "are exact duplicates" in output
     folder = next((workshop / "prepared").iterdir())
     assert folder.name.startswith("small-")
     assert str(folder.relative_to(workshop)) in output

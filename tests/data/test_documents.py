@@ -103,7 +103,7 @@ def test_folder_by_glob_is_sorted_and_survives_link_loops(tmp_path):
 def test_columns_are_found_or_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl([{"prompt": "p", "answer": "a"}]))
-    with pytest.raises(UserError, match="no column that is plainly the text; it has: prompt, answer"):
+    with pytest.raises(UserError, match="no column with a usual name for the text; it has: prompt, answer"):
         texts(path)
     assert texts(path, columns={"text": "answer"}) == ["a"]
     with pytest.raises(UserError, match="no column 'reply'"):
@@ -236,9 +236,9 @@ def test_extension_columns_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({}, "names no text"),
+        ({}, "names no dataset"),
         ({"path": "a", "builtin": "stdlib-code"}, "exclude each other"),
-        ({"path": "/does/not/exist"}, "there is no such file or folder"),
+        ({"path": "/does/not/exist"}, "no such file or folder"),
         ({"builtin": "stdlib-chat"}, "is not for pretraining"),
     ],
 )
@@ -256,7 +256,7 @@ def test_folder_without_text_says_what_lies_there(tmp_path):
     (tmp_path / "b.md").write_text("b")
     with pytest.raises(UserError, match=r"no file matches '\*.go'; most are 1 \.bin, 1 \.md") as told:
         texts(tmp_path, glob="*.go")
-    assert told.value.fix == 'data.glob="*.bin"'
+    assert told.value.fix == 'set data.glob="*.bin"'
     with pytest.raises(UserError) as missing:
         texts(tmp_path.with_name(tmp_path.name + "z"))
     assert missing.value.fix == f"did you mean data.path={tmp_path}?"
@@ -264,7 +264,7 @@ def test_folder_without_text_says_what_lies_there(tmp_path):
 
 def test_a_common_ending_makes_no_two_names_alike(tmp_path):
     (tmp_path / "trunc.jsonl").touch()
-    for name, meant in (("nosuch.jsonl", "mend data.path"), ("trnuc.json", "trunc.jsonl")):
+    for name, meant in (("nosuch.jsonl", "set data.path"), ("trnuc.json", "trunc.jsonl")):
         with pytest.raises(UserError) as missing:
             texts(tmp_path / name)
         assert meant in missing.value.fix

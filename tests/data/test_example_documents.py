@@ -94,9 +94,9 @@ def test_columns_of_other_names(tmp_path):
     assert found.example and found.example.responses == (SAID,)
     (found,) = read(path, columns={"text": "text"})
     assert (found.text, found.example) == ("no", None)
-    with pytest.raises(UserError, match="no such role: label; there are messages, tools"):
+    with pytest.raises(UserError, match="unknown role: label; the roles are messages, tools"):
         read(path, columns={"label": "x"}, format="messages")
-    with pytest.raises(UserError, match="no such role: wat"):
+    with pytest.raises(UserError, match="unknown role: wat"):
         read(path, columns={"wat": "x"})
 
 
@@ -119,11 +119,11 @@ def test_text_stays_text(tmp_path):
 @pytest.mark.parametrize(
     ("row", "required_format", "said", "fix"),
     [
-        ({"messages": TALK}, "pairs", "its rows are conversations, and the objective learns from pairs", "kind=sft"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft", "its rows are preference pairs", "kind=dpo"),
-        ({"text": "words"}, "pairs", "is plain text, and the objective learns from pairs", "kind=sft"),
-        ({"prompt": "a", "completion": "b"}, "kto", "its rows are completions", "kind=sft"),
-        ({"riddle": "a", "secret": "b"}, "sft", "no column that is plainly the text or an answer; it has: riddle",
+        ({"messages": TALK}, "pairs", "rows are conversations; the objective needs pairs", "kind=sft"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft", "rows are preference pairs", "kind=dpo"),
+        ({"text": "words"}, "pairs", "is plain text; the objective needs pairs", "kind=sft"),
+        ({"prompt": "a", "completion": "b"}, "kto", "rows are completions", "kind=sft"),
+        ({"riddle": "a", "secret": "b"}, "sft", "no column with a usual name for the text or a response",
          "data.columns={messages: NAME}"),
     ],
 )  # fmt: skip

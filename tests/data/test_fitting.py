@@ -80,7 +80,7 @@ def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
     ]
     rows = PackedSequences(write_structured(tmp_path, [texts], "chat"), sequence_length=6, layout="packed", pad_id=PAD)
     fitted = rows.packed[0]
-    assert (fitted.rows, fitted.truncated, fitted.cut, fitted.dropped, fitted.all_masked) == (1, 1, 4, 1, 2)
+    assert (fitted.sequences, fitted.truncated, fitted.cut, fitted.dropped, fitted.all_masked) == (1, 1, 4, 1, 2)
     row = rows.read(0, 0)
     assert row.tokens.tolist() == [10, 11, 12, 13, 14, 15]
     assert row.loss_mask.tolist() == [0, 0, 1, 0, 0, 0]
@@ -107,7 +107,7 @@ def test_a_pair_with_one_side_unlearned_is_dropped_whole(tmp_path):
 
 def test_pairs_are_never_cut_by_the_stream(tmp_path):
     split = write_structured(tmp_path, [[text(1, 2, loss_mask=(1,)), text(1, 3, loss_mask=(1,))]], "pairs")
-    with pytest.raises(UserError, match="a pair must stay in one row"):
+    with pytest.raises(UserError, match="a pair must stay in one sequence"):
         PackedSequences(split, sequence_length=8, layout="fixed", pad_id=PAD)
 
 

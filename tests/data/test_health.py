@@ -36,7 +36,7 @@ def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 
 
 def test_good_conversations_are_told_nothing_but_that_none_is_held_back(tmp_path):
     found = examined(tmp_path, [GOOD, text(BOS, 60, EOS)])
-    assert found.warnings == ("there is no validation text: nothing will tell learning from memorising",)
+    assert found.warnings == ("no validation set: overfitting cannot be detected",)
     assert (found.units, found.duplicates, found.double_bos, found.missing_eos) == (2, 0, 0, 0)
     assert found.lengths == ((4, 2),)
 
@@ -44,12 +44,12 @@ def test_good_conversations_are_told_nothing_but_that_none_is_held_back(tmp_path
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (text(BOS, BOS, 50, EOS), "two begin tokens (id 1) stand before 1 text:"),
-        (text(BOS, 50, 51), "1 of 2 answers teach no end"),
-        (text(BOS, 50, 51, loss_mask=0), "left out: 1 conversation with nothing to learn; see"),
-        (text(BOS, *range(50, 90), EOS), "left out: 1 conversation with nothing to learn within"),
-        (text(BOS, 50, *range(60, 99), EOS, loss_mask=40), "of the tokens are cut off: a larger data.sequence_length"),
-        (GOOD, "50% of the conversations repeat an earlier one"),
+        (text(BOS, BOS, 50, EOS), "with two BOS tokens (id 1)"),
+        (text(BOS, 50, 51), "1 of 2 responses have no end token"),
+        (text(BOS, 50, 51, loss_mask=0), "left out: 1 conversation with all labels masked; see"),
+        (text(BOS, *range(50, 90), EOS), "left out: 1 conversation with all labels within"),
+        (text(BOS, 50, *range(60, 99), EOS, loss_mask=40), "of the tokens are truncated: raise data.sequence_length"),
+        (GOOD, "50% of the conversations are exact duplicates"),
     ],
 )
 def test_each_fault_is_one_sentence(tmp_path, bad, said):
@@ -58,7 +58,7 @@ def test_each_fault_is_one_sentence(tmp_path, bad, said):
 
 
 def test_an_end_that_is_padding_too_is_mentioned(tmp_path):
-    assert any("is the padding token, too" in said for said in examined(tmp_path, [GOOD], pad_id=EOS).warnings)
+    assert any("is also the padding token" in said for said in examined(tmp_path, [GOOD], pad_id=EOS).warnings)
 
 
 def test_pairs_are_counted_as_pairs(tmp_path):
@@ -78,8 +78,8 @@ def test_markup_that_is_no_token_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("marks", "said"),
-    [([1, 1, 1, 1], "marked as desirable"), ([0, 0, 0, 0], "marked as undesirable"), ([1, 1, 0, 0], "")],
+    [([1, 1, 1, 1], "labeled desirable"), ([0, 0, 0, 0], "labeled undesirable"), ([1, 1, 0, 0], "")],
 )
 def test_answers_that_are_all_marked_alike(tmp_path, marks, said):
     found = examined(tmp_path, [GOOD, GOOD, text(BOS, 60, EOS), GOOD], "kto", marks=marks)
-    assert [said in warning for warning in found.warnings if "every answer is" in warning] == ([True] if said else [])
+    assert [said in warning for warning in found.warnings if "every response is" in warning] == ([True] if said else [])

@@ -61,7 +61,7 @@ def test_each_span_holds_its_turn_and_no_other(path):
             "type": "object", "properties": {"x": {"type": "integer", "description": "x"}}}}}]  # fmt: skip
         calls = any(turn["role"] == "tool" for turn in turns)
         try:
-            found = template.read({"messages": turns, "tools": tools if calls else [], "learn": learn})
+            found = template.read({"messages": turns, "tools": tools if calls else [], "train_on": learn})
         except (Refused, Unclear):
             return
         read.append(calls)

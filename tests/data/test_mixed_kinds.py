@@ -154,9 +154,9 @@ def test_several_processes_and_a_second_start_write_the_same_bytes(recipe, tmp_p
 
 
 def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, recipe_of):
-    with pytest.raises(UserError, match="the data is plain text, and the objective learns from pairs"):
+    with pytest.raises(UserError, match="is plain text; the objective needs pairs"):
         prepare(recipe("pairs", "texts", objective="dpo"), tmp_path / "p")
-    with pytest.raises(UserError, match="the data is plain text here, and preference pairs before it: a run learns"):
+    with pytest.raises(UserError, match="plain text here and preference pairs before: a run trains"):
         prepare(recipe("pairs", "texts", objective="pretrain"), tmp_path / "q")
     folder = tmp_path / "both"
     folder.mkdir()
@@ -164,7 +164,7 @@ def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, re
         (folder / f"{name}.jsonl").write_bytes((places / f"{name}.jsonl").read_bytes())
     loaded = recipe_of(tokenizer={"from": str(places / "t")}, objective="sft", path=str(folder), validation=0,
                        chat={"template": "chatml"})  # fmt: skip
-    with pytest.raises(UserError, match="plain text here, and conversations before it: a source holds one") as told:
+    with pytest.raises(UserError, match="plain text here and conversations before: one source has one") as told:
         prepare(loaded, tmp_path / "r")
     assert "texts.jsonl:1" in told.value.where and "data.sources" in told.value.fix
 
@@ -175,7 +175,7 @@ def test_text_does_not_stand_in_for_conversations_without_answers(recipe, places
     sources = [{"path": str(tmp_path / "none.jsonl")}, {"path": str(places / "texts.jsonl")}]
     loaded = recipe_of(tokenizer={"from": str(places / "t")}, objective="sft", sources=sources, validation=0,
                        chat={"template": "chatml"})  # fmt: skip
-    with pytest.raises(UserError, match="nothing of it is learned"):
+    with pytest.raises(UserError, match="all labels are masked"):
         prepare(loaded, tmp_path / "p")
 
 
@@ -184,8 +184,8 @@ def test_a_preview_tells_what_each_document_is(recipe, tmp_path):
     with preparation(loaded, tmp_path / "p") as work:
         seen = list(preview(work, 4, sequence_length=LENGTH, layout="packed"))
     assert [one.kind for one in seen] == ["conversation", "conversation", "text", "text"]
-    assert [one.rows for one in seen[2:]] == [-(-len(seen[2].ids) // LENGTH), 1]
-    assert seen[2].rows > 1 and seen[2].cut == 0 and seen[2].loss_mask == [True] * len(seen[2].ids)
+    assert [one.sequences for one in seen[2:]] == [-(-len(seen[2].ids) // LENGTH), 1]
+    assert seen[2].sequences > 1 and seen[2].cut == 0 and seen[2].loss_mask == [True] * len(seen[2].ids)
 
 
 def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch):
@@ -199,10 +199,10 @@ def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch)
     lines = told.splitlines()
     assert lines[0] == f"dataset    24 conversations and {len(TEXTS)} documents for training, 0 for validation"
     assert any(line.endswith("tokens") and ": 24 conversations, " in line for line in lines)
-    assert any(f": {len(TEXTS)} documents of text, " in line and "0.5 times an epoch" in line for line in lines)
-    assert any("longer than one: 1 text, 0 tokens are cut off" in line for line in lines)
+    assert any(f": {len(TEXTS)} documents of text, " in line and "0.5 times per epoch" in line for line in lines)
+    assert any("; 1 text longer, 0 tokens truncated" in line for line in lines)
     told = CliRunner().invoke(cli, ["prepare", "mix.yaml", "--preview", "2"], catch_exceptions=False).stdout
-    assert "train · conversation · " in told and "train · text · " in told and "rows of 200" in told
+    assert "train · conversation · " in told and "train · text · " in told and "of 200" in told
 
 
 def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):

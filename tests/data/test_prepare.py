@@ -197,7 +197,7 @@ def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_
     (folder / "manifest.json").write_text('{"format": 1')
     with pytest.raises(UserError, match="is damaged"):
         read_manifest(folder)
-    with pytest.raises(UserError, match="holds no prepared text"):
+    with pytest.raises(UserError, match="no prepared dataset"):
         read_manifest(tmp_path)
 
 
@@ -292,7 +292,7 @@ def test_read_only_folder_is_one_sentence(corpus, tmp_path, recipe_of, number, m
 def test_empty_and_tiny_corpora(tmp_path, recipe_of):
     text = tmp_path / "a.txt"
     text.write_text("")
-    with pytest.raises(UserError, match="there is no text in it"):
+    with pytest.raises(UserError, match="is empty"):
         prepare(recipe_of(path=str(text)), tmp_path / "empty")
     text.write_text("two words")
     with pytest.raises(UserError, match="less than one sequence of 512") as caught:

@@ -280,15 +280,15 @@ def test_sources_of_several_formats(recipe_of, tmp_path):
     manifest = prepare(mixed("a.jsonl", "b.json"), tmp_path / "p")
     assert manifest.formats == ("alpaca", "messages")
     assert [(part.documents, part.weight) for part in manifest.train.parts] == [(20, 0.5), (9, 1.5)]
-    with pytest.raises(UserError, match="its rows are preference pairs"):
+    with pytest.raises(UserError, match="rows are preference pairs"):
         prepare(mixed("a.jsonl", "c.jsonl"), tmp_path / "q")
 
 
 def test_nothing_to_learn_is_said(recipe, tmp_path):
     rows = [{"messages": [*talk(n)[:1], {**talk(n)[1], "weight": 0}]} for n in range(12)]
-    with pytest.raises(UserError, match="nothing of it is learned"):
+    with pytest.raises(UserError, match="all labels are masked"):
         prepare(recipe(rows=rows), tmp_path / "p")
-    with pytest.raises(UserError, match="no row has anything to learn among its first 8 tokens") as caught:
+    with pytest.raises(UserError, match="no loss tokens: the first 8 labels of every row are masked") as caught:
         prepare(recipe(sequence_length=8), tmp_path / "q")
     assert "sequence_length" in (caught.value.where or "")
 

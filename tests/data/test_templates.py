@@ -48,7 +48,7 @@ def test_of_several_templates_the_default_is_taken_and_others_by_name(tmp_path):
     config = folder_with(tmp_path, {"chat_template": named}).config
     assert find_template(None, config).text == "A" and find_template(None, config).tool_use == "B"
     assert find_template("rag", config).text == "C"
-    with pytest.raises(UserError, match="several chat templates and none of them is the default: rag"):
+    with pytest.raises(UserError, match="several chat templates and no default: rag"):
         find_template(None, {"chat_template": named[2:]})
 
 
@@ -76,7 +76,7 @@ def test_a_file_a_name_and_a_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "why"),
-    [(None, "has no chat template"), ("chatlm", "did you mean chatml?"), ("no/such.jinja", "no file 'no/such.jinja'")],
+    [(None, "has no chat template"), ("chatlm", "did you mean chatml?"), ("no/such.jinja", "file: 'no/such.jinja'")],
 )
 def test_a_template_that_is_not_there(asked, why):
     with pytest.raises(UserError, match=why.replace("?", r"\?")) as caught:
@@ -106,18 +106,18 @@ BAD = {
     "ten billion letters": ("{{ 'a' * 10**10 }}", "1 GiB"),
     "a text in the middle of nowhere": ("{{ messages[0].content.center(10**8) }}", "characters for one conversation"),
     "a format of any width": ("{{ '%03000000000d' % 3 }}", "1 GiB"),
-    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "endless recursion"),
     "nested brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
-    "Python's insides": ("{{ ''.__class__.__mro__ }}", "reaches for what no template may"),
+    "Python's insides": ("{{ ''.__class__.__mro__ }}", "forbidden attribute"),
     "insides of a helper": (
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-        "reaches for what no template may",
+        "forbidden attribute",
     ),
-    "insides by a filter": ("{{ (messages | attr('__class__')).__mro__ }}", "no"),
-    "insides by a format": ("{{ '{0.__class__.__mro__}'.format(messages) }}", "reaches for what no template may"),
-    "a change of the talk": ("{{ messages.append(1) }}", "reaches for what no template may"),
+    "insides by a filter": ("{{ (messages | attr('__class__')).__mro__ }}", "forbidden"),
+    "insides by a format": ("{{ '{0.__class__.__mro__}'.format(messages) }}", "forbidden attribute"),
+    "a change of the talk": ("{{ messages.append(1) }}", "forbidden attribute"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
-    "a name of nothing": ("{{ messages[0].nothing.at.all }}", "uses what is not there"),
+    "a name of nothing": ("{{ messages[0].nothing.at.all }}", "undefined value"),
     "half a character": (r"{{ '\ud800' }}", r"half of a surrogate pair, \ud800"),
     "a number and a text": ("{{ 1 + messages[0].content }}", "TypeError"),
 }
@@ -160,7 +160,7 @@ def test_a_template_that_kills_the_process_again_and_again_ends_the_run(monkeypa
     monkeypatch.setattr(template_process, "CPU_SECONDS", 0.2)
     with (
         Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer,
-        pytest.raises(UserError, match=r"cannot be used: it took more than 0\.2 seconds"),
+        pytest.raises(UserError, match=r"it took more than 0\.2 seconds"),
     ):
         renderer.encode_batch([BOOM] * 5)
 

@@ -168,14 +168,17 @@ def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -
     )
     if fill is None:
         return
-    full = fill.positions / max(1, fill.rows * data.sequence_length)
+    full = fill.positions / max(1, fill.sequences * data.sequence_length)
     units = UNITS[manifest.kind]
     lost = (
         (fill.truncated, f"truncated: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens"),
         (fill.dropped, f"left out: {counted(fill.dropped, units)}, no loss tokens after truncation"),
         (fill.all_masked, f"left out: {counted(fill.all_masked, units)}, all labels are masked"),
     )
-    parts = [f"{fill.rows:,} of {data.sequence_length:,} tokens, {full:.1%} full", *(line for n, line in lost if n)]
+    parts = [
+        f"{fill.sequences:,} of {data.sequence_length:,} tokens, {full:.1%} full",
+        *(line for n, line in lost if n),
+    ]
     echo(f"sequences  {'; '.join(parts)}")
 
 
@@ -217,13 +220,13 @@ def _counts(document: "Preview", sequence_length: int) -> str:
     from bloomery.core.units import counted
 
     cut = f" · {document.cut:,} tokens truncated" if document.cut else ""
-    sequences = f"{counted(document.rows, 'sequences')} of {sequence_length:,} tokens"
+    sequences = f"{counted(document.sequences, 'sequences')} of {sequence_length:,} tokens"
     if document.loss_mask is None:
         return f"{len(document.ids):,} tokens · {sequences}{cut}"
     tokens = f"{len(document.ids):,} tokens · loss on {sum(document.loss_mask[1:]):,}{cut}"
     if document.kind == "text":
         return f"{tokens} · {sequences}"
-    if document.rows:
+    if document.sequences:
         return tokens
     side = " on one side of the pair" if document.role in ("chosen", "rejected") else ""
     truncated = f"no loss tokens{side} after truncation to {sequence_length:,}"
@@ -289,7 +292,8 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
 def _print_health(check: "DatasetCheck") -> None:
     from bloomery.core.units import counted
 
-    echo(f"sequences  {check.rows:,}; {counted(check.longer, check.unit_name)} longer, {check.cut:,} tokens truncated")
+    longer = counted(check.longer, check.unit_name)
+    echo(f"sequences  {check.sequences:,}; {longer} longer, {check.cut:,} tokens truncated")
     echo(f"repeated   {check.duplicates:,} of {check.units:,} {check.unit_name}")
     echo(f"unknown    {check.unknown:,} of {check.tokens:,} tokens")
     if check.kind != "text":

@@ -1,4 +1,4 @@
-"""Examples to token ids, and which of them are learned; how turns are put to a model, and what ends its answers."""
+"""Examples as token ids with their loss mask; conversations as prompts of a model, and the ends of its responses."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,18 +19,18 @@ from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 TrainOn = Literal["assistant", "all", "last"]
-BATCH = 256  # conversations a round trip
+BATCH = 256  # conversations per message to the child
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
-_MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")  # what templates mean to be one token
-_FIX = "leave it out, set data.on_error to skip, or set data.chat.template to another"
-_UNCLEAR = "put {% generation %} and {% endgeneration %} around what the assistant writes, or take another template"
+_MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")  # markup that templates use as one token
+_FIX = "remove the row, set data.on_error to skip, or set data.chat.template to another"
+_UNCLEAR = "add {% generation %} and {% endgeneration %} to the template, or set data.chat.template to another"
 _TRIAL = (Message("user", "a"), Message("assistant", "b"))
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Tokens, and which of them are to be predicted; both of the same length."""
+    """Tokens and their loss mask, of the same length."""
 
     ids: list[int]
     loss_mask: list[bool]
@@ -41,20 +41,20 @@ EncodedExample = tuple[EncodedText, ...]
 
 @final
 class Renderer:
-    """Tokens of examples under one tokenizer and one template. Holds a child process: use it as a `with` block.
+    """Tokens of examples for one tokenizer and one chat template. Has a child process: use it in a `with` block.
 
-    Whole renderings are tokenised, never pieces. A token is learned when at least one of its characters is.
+    Whole renderings are tokenized, never pieces. A token is trained on when at least one of its characters is.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, template: str | None, train_on: TrainOn, verbatim: bool = False
     ) -> None:
-        """`template`: a name, a file, "none", or None, the tokenizer's own. It is looked for when a row needs it.
+        """`template`: a name, a file, "none", or None for the tokenizer's own. It is loaded when a row needs it.
 
-        Where there is a template, a prompt and an answer that are texts are a user's and the assistant's turn.
-        `verbatim`: they stay texts all the same, as pretraining reads them.
+        With a template, a prompt and a response that are texts are formatted as a user turn and an assistant turn.
+        `verbatim`: they are not, as for pretraining.
         """
-        self._tokenizer, self._asked, self._train_on = tokenizer, template, train_on
+        self._tokenizer, self._name, self._train_on = tokenizer, template, train_on
         self._formats = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
         self._processes: dict[str, TemplateProcess] = {}
@@ -74,24 +74,24 @@ class Renderer:
 
     @property
     def template(self) -> ChatTemplate:
-        """Raises UserError when there is none, or none that is known."""
-        self._template = self._template or find_template(self._asked, self._tokenizer.config)
+        """Raises UserError when there is none, or an unknown one."""
+        self._template = self._template or find_template(self._name, self._tokenizer.config)
         return self._template
 
     def missing_tokens(self) -> list[str]:
-        """Markup of the template, such as <|im_end|>, that is no token of the tokenizer but letters to it."""
-        found = dict.fromkeys(_MARKUP.findall(re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL)))
-        return [name for name in found if self._tokenizer.id_of(name) is None]
+        """Markup of the template, such as <|im_end|>, that the tokenizer splits into several tokens."""
+        names = dict.fromkeys(_MARKUP.findall(re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL)))
+        return [name for name in names if self._tokenizer.id_of(name) is None]
 
     def encode(self, example: Example) -> EncodedExample:
-        """One sequence an answer. Raises UserError that names the example's source."""
+        """One EncodedText per response. Raises UserError that names the example's source."""
         encoded = self.encode_batch([example])[0]
         if isinstance(encoded, BadRow):
             raise encoded.error()
         return encoded
 
     def encode_batch(self, examples: list[Example]) -> list[EncodedExample | BadRow]:
-        """One entry an example. Raises UserError when the template itself cannot be used."""
+        """One entry per example. Raises UserError when the template itself fails."""
         turned = [self._turned(example) for example in examples]
         encoded = dict[int, EncodedExample | BadRow]()
         for tools in (False, True):
@@ -111,41 +111,41 @@ class Renderer:
         return [encoded[index] for index in range(len(examples))]
 
     def _turned(self, example: Example) -> Example | BadRow:
-        """A prompt and answers that are texts as turns, where the template formats them."""
+        """A prompt and responses that are texts as turns, where the template formats them."""
         if not self._formats or example.implicit or not isinstance(example.prompt, str) or not example.prompt:
             return example
         if mark := next((mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None):
-            problem = f"begins with {mark}, which {self.template.origin} writes itself: the prompt is formatted already"
-            fix = f"set data.chat.template={NONE}: texts are then trained on as they are"
+            problem = f"begins with {mark}, which {self.template.origin} writes: the prompt is already formatted"
+            fix = f"set data.chat.template={NONE} to train on texts as they are"
             return BadRow(f"{example.source}, prompt", problem, fix)
         prompt = Message("user", example.prompt)
-        answers = [(Message("assistant", answer),) for answer in example.responses if isinstance(answer, str)]
+        responses = [(Message("assistant", text),) for text in example.responses if isinstance(text, str)]
         try:
-            for answer in answers:
-                check_turns((prompt, *answer), example.source)
+            for response in responses:
+                check_turns((prompt, *response), example.source)
         except RowError as refused:
             return refused.bad_row
-        return replace(example, prompt=(prompt,), responses=tuple(answers))
+        return replace(example, prompt=(prompt,), responses=tuple(responses))
 
     @cached_property
     def _marks(self) -> list[str]:
-        """What the template writes around turns and nobody begins a question with."""
+        """Markup that the template writes around turns."""
         text = self.template.text
         control = [name for name in self._tokenizer.control_tokens() if name in text]
         begin = [_name(self._tokenizer.config["bos_token"])] if self._tokenizer.bos_id is not None else []
         return list(dict.fromkeys([*control, *begin, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]))
 
     def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
-        """Ids that ask for the assistant's next turn. Raises UserError when the template refuses."""
-        job = {"messages": [as_turn(message) for message in messages], "tools": list(tools), "learn": None}
+        """The prompt for the next assistant turn as ids. Raises UserError when the template refuses."""
+        job = {"messages": [as_turn(message) for message in messages], "tools": list(tools), "train_on": None}
         answer = self._process(bool(tools)).read([{**job, "prompt": True}])[0]
         if "error" in answer:
             raise self._process(bool(tools)).error(answer["error"])
         return self._tokenizer.encode_places([answer["text"]])[0][0]
 
     def _encode_texts(self, example: Example) -> EncodedExample | BadRow:
-        """Prompt and answer in one piece, as TRL does: what the ids share with those of the prompt alone is not
-        learned; the end token is. Answers of one prompt begin to be learned at one place.
+        """Prompt and response as one text, as in TRL: ids equal to those of the prompt are masked; EOS is trained
+        on. The responses of one prompt have the same masked length.
         """
         assert isinstance(example.prompt, str)
         prompt, prefix = example.prompt, self._tokenizer.prefix
@@ -153,23 +153,23 @@ class Renderer:
         for text in texts:
             if (error := self._tokenizer.too_long(text, special=True)) is not None:
                 return BadRow(example.source, error.problem, error.fix)
-        asked, *told = self._tokenizer.encode_batch(texts, special=True)
-        prefix = [] if asked[: len(prefix)] == prefix else prefix
-        start = min(_shared(asked, ids) for ids in told)
+        prompt_ids, *wholes = self._tokenizer.encode_batch(texts, special=True)
+        prefix = [] if prompt_ids[: len(prefix)] == prefix else prefix
+        start = min(_shared(prompt_ids, ids) for ids in wholes)
         if self._train_on == "all" and example.kind == "completion":
             start = 0
         end, encoded = self._tokenizer.eos_id, []
-        for ids in told:
+        for ids in wholes:
             whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
             encoded.append(EncodedText(whole, [index >= len(prefix) + start for index in range(len(whole))]))
         return tuple(encoded)
 
     def _render(self, examples: list[Example], tools: bool) -> list[EncodedExample | BadRow]:
-        jobs = [self._job(example, answer) for example in examples for answer in example.responses]
+        jobs = [self._job(example, response) for example in examples for response in example.responses]
         answers = self._process(tools).read(jobs)
-        for answer in answers:  # a rendering that would take too much memory to encode
+        for answer in answers:  # a rendering too large to encode in memory
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
-                answer["error"] = f"that is {format_bytes(size)} of text"
+                answer["error"] = f"it writes {format_bytes(size)} of text"
         good = [answer for answer in answers if "error" not in answer]
         placed = iter(self._tokenizer.encode_places([answer["text"] for answer in good]))
         left, encoded = iter(answers), list[EncodedExample | BadRow]()
@@ -183,26 +183,30 @@ class Renderer:
                 loss_mask = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
                 sides.append(EncodedText(ids, loss_mask))
             if refused:
-                problem = f"cannot be written as {self.template.origin} asks: {refused[0]['error']}"
+                problem = f"cannot be formatted with {self.template.origin}: {refused[0]['error']}"
                 encoded.append(BadRow(example.source, problem, _UNCLEAR if refused[0].get("unclear") else _FIX))
             else:
                 encoded.append(tuple(sides))
         return encoded
 
-    def _job(self, example: Example, answer: object) -> Json:
-        """A conversation for the child: `learn` numbers the turns that are learned, None stands for all of the text."""
-        assert isinstance(answer, tuple)
+    def _job(self, example: Example, response: object) -> Json:
+        """A conversation for the child. `train_on`: the numbers of the turns to train on; None: all of the text."""
+        assert isinstance(response, tuple)
         prompt = example.prompt if isinstance(example.prompt, tuple) else ()
-        messages = (*prompt, *answer)
-        loss_mask = [
+        messages = (*prompt, *response)
+        trained = [
             index
             for index, message in enumerate(messages)
             if index >= len(prompt) and message.role == "assistant" and message.trained_on
         ]
-        alone = example.kind in ("chat", "completion")  # pairs compare answers, and only answers
-        loss_mask = loss_mask[-1:] if self._train_on == "last" and alone else loss_mask
-        learn = None if self._train_on == "all" and alone else loss_mask
-        return {"messages": [as_turn(message) for message in messages], "tools": list(example.tools), "learn": learn}
+        alone = example.kind in ("chat", "completion")  # pairs train on responses alone
+        trained = trained[-1:] if self._train_on == "last" and alone else trained
+        train_on = None if self._train_on == "all" and alone else trained
+        return {
+            "messages": [as_turn(message) for message in messages],
+            "tools": list(example.tools),
+            "train_on": train_on,
+        }
 
     def _process(self, tools: bool) -> TemplateProcess:
         text = self.template.tool_use if tools and self.template.tool_use else self.template.text
@@ -211,9 +215,11 @@ class Renderer:
             names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
             template = ChatTemplate(text, self.template.origin)
             self._processes[text] = process = TemplateProcess(template, names, tokenizer.control_tokens())
-            trial = {"messages": [as_turn(message) for message in _TRIAL], "tools": [], "learn": None}
+            trial = {"messages": [as_turn(message) for message in _TRIAL], "tools": [], "train_on": None}
             error = process.read([trial])[0].get("error", "")
-            if error and not error.startswith("it refuses"):  # what fails with a question and its answer fails always
+            if error and not error.startswith(
+                "it refuses"
+            ):  # a template that fails for one prompt and response always fails
                 raise process.error(error)
         return self._processes[text]
 
@@ -233,7 +239,7 @@ def as_turn(message: Message) -> Json:
 
 
 def _shared(one: list[int], other: list[int]) -> int:
-    """How many ids both begin with."""
+    """The length of the common beginning."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
@@ -242,13 +248,13 @@ def _name(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
-EncodeTurns = Callable[[Sequence[Message]], list[int]]  # turns as tokens, up to where the answer begins
+EncodeTurns = Callable[[Sequence[Message]], list[int]]  # turns as the prompt of a response
 
 
 @final
 @dataclass(frozen=True)
 class ChatFormat:
-    """How turns are put to a model, which tokens and texts end an answer, and a line about it."""
+    """The encoder of turns, the tokens and strings that end a response, and a line about the template."""
 
     encode: EncodeTurns
     stop_ids: tuple[int, ...]
@@ -258,35 +264,32 @@ class ChatFormat:
 
 @contextmanager
 def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
-    """By the template that is asked for or the tokenizer's own; without one the model only goes on with a text.
-
-    Raises UserError.
-    """
+    """For the named template or the tokenizer's own; without one the model continues a text. Raises UserError."""
     if template is None and not own_templates(tokenizer.config):
-        told = "no chat template: it goes on with what you write. A form of conversation is --template chatml"
-        yield ChatFormat(continuation(tokenizer), (), (), told)
+        description = "no chat template: the model continues your text. Set one with --template chatml"
+        yield ChatFormat(continuation(tokenizer), (), (), description)
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         turns = (Message("user", "a"), Message("assistant", "b"))
-        tried = [Example("the template", "chat", (), (said,)) for said in (turns, (Message("system", "c"), *turns))]
-        whole = next((found[0] for found in renderer.encode_batch(tried) if not isinstance(found, BadRow)), None)
+        tried = [Example("the template", "chat", (), (each,)) for each in (turns, (Message("system", "c"), *turns))]
+        whole = next((each[0] for each in renderer.encode_batch(tried) if not isinstance(each, BadRow)), None)
         if whole is None:
-            (whole,) = renderer.encode(tried[0])  # its error
+            (whole,) = renderer.encode(tried[0])  # raises its error
         control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
-        answer = [token for token, loss_mask in zip(whole.ids, whole.loss_mask, strict=True) if loss_mask]
-        ends = tuple(token for token in dict.fromkeys(answer) if token in control)  # what the template puts after it
+        response = [token for token, trained in zip(whole.ids, whole.loss_mask, strict=True) if trained]
+        ends = tuple(token for token in dict.fromkeys(response) if token in control)  # after the content
         stops = () if ends else tuple(renderer.missing_tokens())
         yield ChatFormat(renderer.prompt, ends, stops, renderer.template.origin)
 
 
 def continuation(tokenizer: Tokenizer) -> EncodeTurns:
-    """All that was written is one text, which the model goes on with."""
+    """The encoder without a chat template: all turns are one text, which the model continues."""
 
-    def put(turns: Sequence[Message]) -> list[int]:
+    def encode(turns: Sequence[Message]) -> list[int]:
         text = ""
         for turn in turns:
             begins = turn.role == "user" and text and not text.endswith("\n")
             text += ("\n" if begins else "") + turn.content
         return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
 
-    return put
+    return encode

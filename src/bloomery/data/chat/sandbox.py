@@ -1,4 +1,4 @@
-"""The parent's side of a process that renders chat templates: it outlives whatever a template does."""
+"""Renders chat templates in a child process. A template that fails or hangs does not affect this process."""
 
 import os
 import signal
@@ -11,17 +11,17 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.templates import ChatTemplate
 
 CPU_SECONDS = 2.0  # for one conversation
-WALL_SECONDS = 30.0  # beside the time that every conversation of a batch may take
-_PATIENCE = 3  # conversations that may kill the process, and one more for every thousand
+WALL_SECONDS = 30.0  # plus CPU_SECONDS for every conversation of a batch
+_PATIENCE = 3  # conversations that may kill the process; one more per thousand
 _KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "VIRTUAL_ENV", "TZ")
-_FIX = "mend the template, or set data.chat.template to another: chatml, llama2, llama3, qwen, mistral, gemma"
+_FIX = "correct the template, or set data.chat.template to another: chatml, llama2, llama3, qwen, mistral, gemma"
 _SOURCES = Path(__file__).parents[3]  # where the child finds this package
 Json = dict[str, Any]
 
 
 @final
 class TemplateProcess:
-    """Renders batches of conversations with one template. Starts with the first batch; a `close` ends it."""
+    """Renders batches of conversations with one template. The child starts with the first batch; `close` ends it."""
 
     def __init__(self, template: ChatTemplate, names: Mapping[str, str], enders: Sequence[str]) -> None:
         self._template, self._names, self._enders = template, dict(names), list(enders)
@@ -29,14 +29,14 @@ class TemplateProcess:
         self._deaths = self._answered = 0
 
     def read(self, jobs: Sequence[Json]) -> list[Json]:
-        """An answer a job: {"text", "spans"} or {"error"}. Raises UserError for a template that cannot be used."""
+        """One answer per job: {"text", "spans"} or {"error"}. Raises UserError for a template that always fails."""
         if not jobs:
             return []
         answers = self._ask(jobs)
         if isinstance(answers, list):
             self._answered += len(answers)
             return answers
-        if len(jobs) > 1:  # one of them killed it: one by one
+        if len(jobs) > 1:  # one of them killed the child: one by one
             return [answer for job in jobs for answer in self.read([job])]
         self._deaths += 1
         if self._deaths >= _PATIENCE + self._answered // 1000:
@@ -44,10 +44,10 @@ class TemplateProcess:
         return [{"error": answers}]
 
     def error(self, problem: str) -> UserError:
-        return UserError(f"the chat template cannot be used: {problem}", where=self._template.origin, fix=_FIX)
+        return UserError(f"the chat template failed: {problem}", where=self._template.origin, fix=_FIX)
 
     def _ask(self, jobs: Sequence[Json]) -> list[Json] | str:
-        """The answers, or what ended the process."""
+        """The answers, or the reason why the process ended."""
         child = self._child or self._start()
         answer = child.ask({"jobs": jobs}, seconds=WALL_SECONDS + CPU_SECONDS * len(jobs))
         if isinstance(answer, str):
@@ -56,12 +56,12 @@ class TemplateProcess:
         return answers
 
     def _start(self) -> Child:
-        """Nothing of this process's environment but what Python needs: no token, no key."""
+        """Start the child with only the environment variables that Python needs: no token, no key."""
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}
-        said = {"text": self._template.text, "names": self._names, "enders": self._enders, "seconds": CPU_SECONDS}
-        self._child = Child("bloomery.data.chat.sandbox_worker", said, environment=environment).start()
+        settings = {"text": self._template.text, "names": self._names, "enders": self._enders, "seconds": CPU_SECONDS}
+        self._child = Child("bloomery.data.chat.sandbox_worker", settings, environment=environment).start()
         ready = self._child.next(WALL_SECONDS + CPU_SECONDS)
         if isinstance(ready, str):
             raise self.error(self._ended(ready))
@@ -71,7 +71,7 @@ class TemplateProcess:
         return self._child
 
     def _ended(self, how: str) -> str:
-        """Why it gave no answer, in words; it is gone afterwards."""
+        """The reason why the child ended. Closes it."""
         assert self._child is not None
         code = self._child.code if how == "ended" else -signal.SIGKILL
         self.close()

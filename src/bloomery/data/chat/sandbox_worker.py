@@ -1,4 +1,4 @@
-"""A process that renders chat templates of strangers: little time, little memory, nothing to reach."""
+"""A process that renders untrusted chat templates, with limits on time and memory and without file access."""
 
 import json
 import re
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 @final
 class Generation(jinja2.ext.Extension):
-    """The tag that transformers knows: what the assistant wrote stands between `generation` and `endgeneration`."""
+    """The tag of transformers: `generation` and `endgeneration` are around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own form)
 
@@ -58,7 +58,7 @@ def _tojson(
     value: object, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """jinja's own escapes what HTML would read."""
+    """jinja's own escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -67,7 +67,7 @@ def _now(form: str) -> str:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up (utils/chat_template_utils.py): a template means the same here and there."""
+    """The environment of transformers (utils/chat_template_utils.py), so that templates render equally."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], cache_size=0
     )
@@ -80,12 +80,12 @@ def environment() -> ImmutableSandboxedEnvironment:
 @final
 @dataclass
 class Template:
-    """A compiled template and what it is given besides messages."""
+    """A compiled template and its variables besides messages."""
 
     text: str
-    names: Json  # bos_token and its like
+    names: Json  # bos_token, eos_token, ...
     enders: re.Pattern[str]
-    seconds: float = 2.0  # of the processor, for one conversation
+    seconds: float = 2.0  # CPU time of one conversation
     memory: Memory = field(default_factory=Memory)
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Template:
         self.marks_itself = bool(_GENERATION.search(self.text))
 
     def render(self, turns: Sequence[Turn], tools: list[Json] | None, *, prompt: bool = False, plane: int = 0) -> str:
-        """Raises Refused with a sentence when the template fails."""
+        """Raises Refused with the reason when the template fails."""
         vars(self._environment)["generation_marks"] = generation_marks(plane) if plane else ("", "")
         given = {
             **self.names, "messages": list(turns), "tools": tools, "documents": None, "add_generation_prompt": prompt,
@@ -103,31 +103,31 @@ class Template:
             return "".join(_limited(self._compiled.generate(**given)))
         except (Refused, Unclear):
             raise
-        except Exception as error:  # a template may raise anything, and all of it is the template's
+        except Exception as error:  # a template may raise any exception
             raise Refused(_reason(error)) from error
 
     def read(self, job: Json) -> Json:
-        """The whole text of a conversation and the characters in it that are learned."""
+        """The whole text of a conversation and the spans to train on."""
         turns, tools = job["messages"], job.get("tools") or None
-        if job["learn"] is None:
+        if job["train_on"] is None:
             return {"text": self.render(turns, tools, prompt=job.get("prompt", False))}
         if self.marks_itself:
-            return self._read_marks(turns, tools, job["learn"])
+            return self._read_marks(turns, tools, job["train_on"])
 
         def render(turns: Sequence[Turn], *, prompt: bool = False) -> str:
             return self.render(turns, tools, prompt=prompt)
 
         rendered = RenderedConversation(render, turns, tools, self.enders, self.memory)
-        return {"text": rendered.text, "spans": rendered.spans(job["learn"])}
+        return {"text": rendered.text, "spans": rendered.spans(job["train_on"])}
 
-    def _read_marks(self, turns: Sequence[Turn], tools: list[Json] | None, learn: Sequence[int]) -> Json:
+    def _read_marks(self, turns: Sequence[Turn], tools: list[Json] | None, train_on: Sequence[int]) -> Json:
         plane = free_plane(turns, tools)
         whole = unmarked(self.render(turns, tools, plane=plane), plane)
         spans = generated_spans(whole)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if list(learn) != answers:  # a turn's blocks are those that its beginning has not
-            counts = {count: self._blocks(turns[:count], tools, plane) for i in learn for count in (i, i + 1)}
-            spans = [span for i in learn for span in spans[counts[i] : counts[i + 1]]]
+        if list(train_on) != answers:  # the blocks of a turn are those that the turns before it do not have
+            counts = {count: self._blocks(turns[:count], tools, plane) for i in train_on for count in (i, i + 1)}
+            spans = [span for i in train_on for span in spans[counts[i] : counts[i + 1]]]
         return {"text": whole.text, "spans": spans}
 
     def _blocks(self, turns: Sequence[Turn], tools: list[Json] | None, plane: int) -> int:
@@ -143,54 +143,54 @@ def _limited(pieces: Iterator[str]) -> Iterator[str]:
         yield piece
 
 
-def _short(said: object) -> str:
-    """One line without its full stop, in characters that every terminal has a code for."""
-    return " ".join(str(said).split())[:240].removesuffix(".").encode(errors="backslashreplace").decode()
+def _short(message: object) -> str:
+    """One line without its full stop, in characters that every terminal can print."""
+    return " ".join(str(message).split())[:240].removesuffix(".").encode(errors="backslashreplace").decode()
 
 
 def _reason(error: Exception) -> str:
-    said = _short(error)
+    message = _short(error)
     match error:
         case jinja2.exceptions.SecurityError():
-            return f"it reaches for what no template may: {said}"
+            return f"it accesses a forbidden attribute: {message}"
         case jinja2.UndefinedError():
-            return f"it uses what is not there: {said}"
+            return f"it uses an undefined value: {message}"
         case jinja2.TemplateError():
-            return f"it refuses the conversation: {said}"
+            return f"it refuses the conversation: {message}"
         case MemoryError():
             return _MEMORY
         case RecursionError():
-            return "it calls itself without end"
-    return f"it fails with {type(error).__name__}: {said}"
+            return "it has an endless recursion"
+    return f"it fails with {type(error).__name__}: {message}"
 
 
 def _answer(template: Template, job: Json) -> Json:
-    signal.setitimer(signal.ITIMER_PROF, template.seconds)  # SIGPROF ends this process: no code here could in time
+    signal.setitimer(signal.ITIMER_PROF, template.seconds)  # SIGPROF ends this process; Python code could not in time
     try:
         answer = template.read(job)
         try:
             answer["text"].encode()
         except UnicodeEncodeError as error:
             half = f"\\u{ord(answer['text'][error.start]):04x}"
-            return {"error": f"it writes half of a surrogate pair, {half}, which is no character"}
+            return {"error": f"it writes half of a surrogate pair, {half}"}
         return answer
     except Refused as error:
         return {"error": str(error)}
     except Unclear as error:
         return {"error": str(error), "unclear": True}
     except RecursionError:
-        return {"error": "it calls itself without end"}
+        return {"error": "it has an endless recursion"}
     except MemoryError:
         return {"error": _MEMORY}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _compile(said: Json) -> Template | str:
-    signal.setitimer(signal.ITIMER_PROF, said["seconds"])
+def _compile(settings: Json) -> Template | str:
+    signal.setitimer(signal.ITIMER_PROF, settings["seconds"])
     try:
-        enders = re.compile("|".join(map(re.escape, said["enders"])) or "(?!)")
-        return Template(said["text"], said["names"], enders, said["seconds"])
+        enders = re.compile("|".join(map(re.escape, settings["enders"])) or "(?!)")
+        return Template(settings["text"], settings["names"], enders, settings["seconds"])
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno}: {_short(error.message)}"
     except MemoryError:
@@ -202,12 +202,12 @@ def _compile(said: Json) -> Template | str:
 
 
 def main() -> None:
-    """Its job is the template; then lists of conversations, each of which is answered."""
+    """Read the template, then lists of conversations; answer each list."""
     job = accept()
     for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (limit, limit))
     made = _compile(job)
-    reply(job, {"error": made} if isinstance(made, str) else {"marks": made.marks_itself})
+    reply(job, {"error": made} if isinstance(made, str) else {"ready": True})
     if isinstance(made, Template):
         for asked in requests(job):
             reply(job, {"answers": [_answer(made, each) for each in asked["jobs"]]})

@@ -1,4 +1,4 @@
-"""Which chat template a recipe means: the tokenizer's own, a file, or one that comes with Bloomery."""
+"""Chat templates: the tokenizer's own, a file, or one of Bloomery."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from bloomery.core.text import closest
 from bloomery.core.units import MIB
 
 BUILTIN = ("chatml", "llama2", "llama3", "qwen", "mistral", "gemma")
-NONE = "none"  # as data.chat.template: prompts and answers that are texts stay as they are
+NONE = "none"  # as data.chat.template: prompts and responses that are texts are not formatted
 KEY = "chat_template"  # in tokenizer_config.json
 _FOLDER = Path(__file__).parent / "templates"
 _WHERE = "data.chat.template"
@@ -20,7 +20,7 @@ _CHOICES = f"set {_WHERE} to {', '.join(BUILTIN)} or a file"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Jinja's text, and where it came from, in words. `tool_use`: the one for conversations with tools, if another."""
+    """Jinja text and its name. `tool_use`: the template for conversations with tools, if it is another one."""
 
     text: str
     origin: str
@@ -32,23 +32,23 @@ def builtin_template(name: str) -> str:
 
 
 def formats_texts(asked: str | None, config: Mapping[str, Any]) -> bool:
-    """Whether prompts and answers that are texts become turns, as Alpaca's do: where there is a template for them."""
+    """Whether prompts and responses that are texts are formatted as turns: where there is a chat template."""
     return asked != NONE and (asked is not None or bool(own_templates(config)))
 
 
 def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
-    """What `data.chat.template` means for a tokenizer of this tokenizer_config.json. Raises UserError."""
+    """The template of `data.chat.template` for a tokenizer_config.json. Raises UserError."""
     own = own_templates(config)
     if asked is None and "default" in own:
         return ChatTemplate(own["default"], "the tokenizer's own template", own.get("tool_use"))
     if asked is None and own:
-        raise UserError(f"the tokenizer has several chat templates and none of them is the default: {', '.join(own)}",
-                        where=_WHERE, fix="name one of them")  # fmt: skip
+        raise UserError(f"the tokenizer has several chat templates and no default: {', '.join(own)}",
+                        where=_WHERE, fix=f"set {_WHERE} to one of them")  # fmt: skip
     if asked is None:
         raise UserError("the tokenizer has no chat template", where=_WHERE, fix=_CHOICES)
     if asked == NONE:
-        problem = "rows of turns need a chat template, and the recipe sets none"
-        fix = f"{_CHOICES}, or leave it out: the model's own"
+        problem = "conversations need a chat template"
+        fix = f"{_CHOICES}, or remove the key for the tokenizer's own"
         raise UserError(problem, where=f"{_WHERE}={NONE}", fix=fix, code=2)
     if asked in own:
         return ChatTemplate(own[asked], f"the tokenizer's own template {asked!r}")
@@ -61,17 +61,17 @@ def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
         return ChatTemplate(_read(path), str(path))
     near = closest(asked, [*own, *BUILTIN])
     meant = f"; did you mean {near[0]}?" if near else ""
-    raise UserError(f"there is no chat template and no file {asked!r}{meant}", where=_WHERE, fix=_CHOICES)
+    raise UserError(f"no such chat template or file: {asked!r}{meant}", where=_WHERE, fix=_CHOICES)
 
 
 def own_templates(config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates that a tokenizer carries, by name; a single one is called "default"."""
-    said = config.get(KEY)
-    if isinstance(said, str):
-        return {"default": said}
-    if isinstance(said, dict):  # transformers holds named ones so
-        return {str(name): text for name, text in said.items() if isinstance(text, str)}
-    entries = said if isinstance(said, list) else []
+    """The templates of a tokenizer, by name; a single one is called "default"."""
+    value = config.get(KEY)
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):  # named templates in transformers
+        return {str(name): text for name, text in value.items() if isinstance(text, str)}
+    entries = value if isinstance(value, list) else []
     return {
         entry["name"]: entry["template"]
         for entry in entries
@@ -87,7 +87,7 @@ def _read(path: Path) -> str:
 
 
 def templates_in(folder: Path) -> dict[str, str]:
-    """Templates in files of their own in a tokenizer's folder, as transformers writes them."""
+    """Templates in separate files of a tokenizer's folder, as transformers writes them."""
     single = folder / "chat_template.jinja"
     found = {"default": _read(single)} if single.is_file() else {}
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

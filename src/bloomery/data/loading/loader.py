@@ -1,4 +1,4 @@
-"""Index arithmetic from a step's number to its batch."""
+"""Batches of a prepared dataset: index arithmetic from a step's number to its sequences."""
 
 import queue
 import threading
@@ -22,7 +22,7 @@ _MASK = 2**64 - 1
 
 
 def mix(*values: int) -> int:
-    """64 well-mixed bits of some integers: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), chained."""
+    """64 well-mixed bits of some integers: the finalizer of SplitMix64 (Steele, Lea, Flood 2014), chained."""
     state = 0
     for value in values:
         state = (state ^ (value & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -52,15 +52,14 @@ def feistel(position: int, *, size: int, key: int) -> int:
 class Batch:
     """One micro-batch; every tensor is [B, T].
 
-    `labels[b, t]` is the token after `tokens[b, t]`; `loss_mask` is 1 where that label is learned (0 over the end of a
-    document and on padding);
-    `positions` count from the start of the document, or of the row where a document goes on from the row before;
-    `documents` number the documents of a row from 0 (padding is -1).
+    `labels[b, t]` is the token after `tokens[b, t]`. `loss_mask` is 1 where you train on that label, and 0 at the end
+    of a document and on padding. `positions` count from the start of the document, or of the sequence where a document
+    continues from the sequence before. `documents` number the documents of a sequence from 0 (padding: -1).
 
-    Of text with a structure, else None: `sequences` number the texts of the micro-batch that are judged as wholes from
-    0 (padding is -1), the chosen and the rejected answer of a pair being 2i and 2i + 1; `kto_labels` are 1 for a
-    desirable answer, 0 for an undesirable one; `reference` is each label's log-probability under the reference model.
-    `baseline`, one number, is what the rewards of a whole step are measured from (kto).
+    Of conversations and pairs, else None: `sequences` number the texts of the micro-batch from 0 (padding: -1); 2i and
+    2i + 1 are the chosen and the rejected response of a pair. `kto_labels` are 1 for a desirable response, 0 for an
+    undesirable one. `reference` is each label's log-probability under the reference model. `baseline`, one number, is
+    the KL term that the rewards of a step are measured from (kto).
     """
 
     tokens: Tensor  # int64
@@ -74,27 +73,27 @@ class Batch:
     baseline: Tensor | None = None  # float32, []
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same batch with `change` made to every tensor that it has."""
-        found: dict[str, Tensor] = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
-        return Batch(**{name: change(tensor) for name, tensor in found.items()})
+        """The same batch with `change` applied to every tensor."""
+        tensors: dict[str, Tensor] = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return Batch(**{name: change(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The data state of a run: the next row is f(seed, consumed)."""
+    """The data state of a run: the next sequence is f(seed, consumed)."""
 
     seed: int
-    consumed: int  # rows
+    consumed: int  # sequences
 
 
 @final
 class Loader:
-    """Batches of a prepared folder. Row i of a run is f(seed, i): any row, at any time, on any number of ranks.
+    """Batches of a prepared folder. Sequence i of a run is f(seed, i), whatever the number of ranks.
 
-    A source of weight w comes floor(w) times in an epoch, and a share w - floor(w) of its rows once more, another share
-    in each epoch. Raises UserError as `read_manifest` does, and when the split has no row.
+    An epoch contains a source of weight w floor(w) times, and a fraction w - floor(w) of its sequences once more; the
+    fraction changes with the epoch. Raises UserError as `read_manifest` does, and when the split has no sequence.
 
-    `reference`: a file that a ReferenceWriter filled from `stored_batches` for `run`, for Batch.reference.
+    `reference`: the file for Batch.reference, which a ReferenceWriter filled from `stored_batches` for `run`.
     """
 
     def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int, split: SplitName = "train",
@@ -115,80 +114,75 @@ class Loader:
             if not self.tokens:
                 fix = "add text, or set data.validation"
                 raise UserError(f"the {split} split is empty", where=str(prepared), fix=fix)
-            problem = f"no row of the {split} split has anything to learn within its length"
-            fix = "raise data.sequence_length; bloomery prepare RECIPE --check says more"
+            problem = f"no loss tokens in the {split} split: all labels within data.sequence_length are masked"
+            fix = "raise data.sequence_length; bloomery prepare RECIPE --check prints the figures"
             raise UserError(problem, where=str(prepared), fix=fix)
 
-    def batch(self, cursor: Cursor, rows: int) -> Batch:
-        """Rows consumed .. consumed + `rows` of the run; of these, this rank's: every world-th from its own number
-        on.
-        """
-        assert rows % self._world == 0, f"{rows} rows cannot be shared by {self._world} ranks"
+    def batch(self, cursor: Cursor, size: int) -> Batch:
+        """This rank's part of the next `size` sequences: every world-th, starting with its rank."""
+        assert size % self._world == 0, f"{size} sequences cannot be divided by {self._world} ranks"
         assert cursor.seed == self._seed, "the cursor belongs to another run"
-        places = range(cursor.consumed + self._rank, cursor.consumed + rows, self._world)
+        places = range(cursor.consumed + self._rank, cursor.consumed + size, self._world)
         return self._stack([self._sequences.read(*self.place(index)) for index in places])
 
     def place(self, index: int) -> tuple[int, int]:
-        """(source, row in it) of the index-th row of the run."""
+        """(source, sequence in it) of the index-th sequence of the run."""
         epoch, position = divmod(index, self.sequences)
-        return self._visit(feistel(position, size=self.sequences, key=mix(self._seed, epoch)), epoch)
-
-    def _visit(self, number: int, epoch: int) -> tuple[int, int]:
+        number = feistel(position, size=self.sequences, key=mix(self._seed, epoch))
         part = int(np.searchsorted(self._ends, number, side="right"))
-        turn, row = divmod(number - int(self._ends[part]) + self._visits[part], self._sequences.counts[part])
-        if (turn + 1) * self._sequences.counts[part] > self._visits[part]:
-            row = feistel(row, size=self._sequences.counts[part], key=mix(self._seed, epoch, part + 1))
-        return part, row
+        count = self._sequences.counts[part]
+        turn, place = divmod(number - int(self._ends[part]) + self._visits[part], count)
+        if (turn + 1) * count > self._visits[part]:
+            place = feistel(place, size=count, key=mix(self._seed, epoch, part + 1))
+        return part, place
 
-    def validation_batches(self, rows: int, limit: int | None = None) -> Iterator[Batch]:
-        """This rank's batches of `rows` rows in the order of the text; what is missing at the end is padding of
-        weight 0.
+    def validation_batches(self, sequences: int, limit: int | None = None) -> Iterator[Batch]:
+        """This rank's batches of `sequences` sequences in the order of the split. The last one is padded, with loss
+        mask 0.
 
-        `limit`: at most so many rows of all ranks together, spread evenly over the split.
+        `limit`: the most sequences, of all ranks together, spread evenly over the split.
         """
-        wanted = min(self.sequences, limit or self.sequences)
-        for start in range(0, wanted, rows * self._world):
-            places = (start + self._rank + self._world * offset for offset in range(rows))
-            yield self._stack(
-                [
-                    self._in_order(place * self.sequences // wanted) if place < wanted else self._sequences.empty()
-                    for place in places
-                ]
-            )
+        count = min(self.sequences, limit or self.sequences)
+        for start in range(0, count, sequences * self._world):
+            places = (start + self._rank + self._world * offset for offset in range(sequences))
+            yield self._stack([
+                self._in_order(place * self.sequences // count) if place < count else self._sequences.empty()
+                for place in places
+            ])  # fmt: skip
 
     @property
     def stored_sequences(self) -> int:
-        """How many rows `stored_batches` gives, of all ranks together and without padding."""
+        """The number of sequences of `stored_batches`, of all ranks together and without padding."""
         return sum(self._sequences.counts)
 
-    def stored_batches(self, rows: int) -> Iterator[tuple[Batch, Tensor]]:
-        """Every row of the split once, in order, this rank's share; and int64 [B, T], which of the split's tokens each
-        label is (-1: none). What is missing at the end is padding.
+    def stored_batches(self, sequences: int) -> Iterator[tuple[Batch, Tensor]]:
+        """This rank's part of all sequences of the split, once and in order. The int64 [B, T] is the place of each
+        label among the split's tokens (-1: none). The last batch is padded.
         """
         counts = np.cumsum(self._sequences.counts)
-        for start in range(0, int(counts[-1]), rows * self._world):
-            found = []
-            for place in (start + self._rank + self._world * offset for offset in range(rows)):
+        for start in range(0, int(counts[-1]), sequences * self._world):
+            read = list[PackedSequence]()
+            for place in (start + self._rank + self._world * offset for offset in range(sequences)):
                 part = int(np.searchsorted(counts, place, side="right"))
                 index = place - int(counts[part - 1] if part else 0)
-                found.append(self._sequences.read(part, index) if part < len(counts) else self._sequences.empty())
-            yield self._stack(found), torch.from_numpy(np.stack([row.stored for row in found]))
+                read.append(self._sequences.read(part, index) if part < len(counts) else self._sequences.empty())
+            yield self._stack(read), torch.from_numpy(np.stack([sequence.stored for sequence in read]))
 
-    def _stack(self, rows: list[PackedSequence]) -> Batch:
+    def _stack(self, sequences: list[PackedSequence]) -> Batch:
         def stacked(arrays: list[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
             return torch.from_numpy(np.stack(arrays))
 
         reference = None
         if self._reference is not None:
-            reference = stacked([self._reference.of(row.stored, row.loss_mask) for row in rows])
-        kto_labels = [row.kto_labels for row in rows if row.kto_labels is not None]
+            reference = stacked([self._reference.of(row.stored, row.loss_mask) for row in sequences])
+        kto_labels = [row.kto_labels for row in sequences if row.kto_labels is not None]
         return Batch(
-            tokens=stacked([row.tokens for row in rows]),
-            labels=stacked([row.labels for row in rows]),
-            loss_mask=stacked([row.loss_mask for row in rows]),
-            positions=stacked([row.positions for row in rows]),
-            documents=stacked([row.documents for row in rows]),
-            sequences=stacked(_numbered(rows)) if self._sequences.packed else None,
+            tokens=stacked([row.tokens for row in sequences]),
+            labels=stacked([row.labels for row in sequences]),
+            loss_mask=stacked([row.loss_mask for row in sequences]),
+            positions=stacked([row.positions for row in sequences]),
+            documents=stacked([row.documents for row in sequences]),
+            sequences=stacked(_numbered(sequences)) if self._sequences.packed else None,
             kto_labels=stacked(kto_labels) if self.kind == "kto" else None,
             reference=reference,
         )
@@ -200,18 +194,16 @@ class Loader:
         )
 
 
-def _numbered(rows: list[PackedSequence]) -> list[np.ndarray[Any, np.dtype[Any]]]:
-    """The documents of all rows counted on from row to row; padding stays -1."""
-    ends = np.cumsum([int(row.documents.max()) + 1 for row in rows])
-    begins = [0, *ends[:-1].tolist()]
-    return [np.where(row.documents < 0, -1, row.documents + begin) for row, begin in zip(rows, begins, strict=True)]
+def _numbered(sequences: list[PackedSequence]) -> list[np.ndarray[Any, np.dtype[Any]]]:
+    """Documents numbered across all sequences of the batch; padding stays -1."""
+    numbers = [sequence.documents for sequence in sequences]
+    begins = np.cumsum([0, *(int(each.max()) + 1 for each in numbers[:-1])])
+    return [np.where(each < 0, -1, each + begin) for each, begin in zip(numbers, begins.tolist(), strict=True)]
 
 
 @final
 class Prefetcher:
-    """Reads ahead in a thread: `next()` gives the batches from `cursor` on, in order. An error of the thread is
-    raised by `next`.
-    """
+    """Reads ahead in a thread. `next()` returns the batches from `cursor` on and raises the thread's error."""
 
     def __init__(
         self, loader: Loader, cursor: Cursor, *, sequences: int, depth: int = 2, pin_memory: bool = False
@@ -231,7 +223,7 @@ class Prefetcher:
     ) -> None:
         self._closed.set()
         while self._thread.is_alive():
-            with suppress(queue.Empty):  # so that a thread that waits for room goes on
+            with suppress(queue.Empty):  # frees a thread that waits for room
                 while True:
                     self._queue.get_nowait()
             self._thread.join(0.05)
@@ -240,11 +232,11 @@ class Prefetcher:
         """The next batch; blocks while it is read."""
         if self._failed is not None:
             raise self._failed
-        found = self._queue.get()
-        if isinstance(found, BaseException):
-            self._failed = found
-            raise found
-        return found
+        batch = self._queue.get()
+        if isinstance(batch, BaseException):
+            self._failed = batch
+            raise batch
+        return batch
 
     def _run(self) -> None:
         consumed = self._cursor.consumed
@@ -253,13 +245,13 @@ class Prefetcher:
                 batch = self._loader.batch(Cursor(self._cursor.seed, consumed), self._size)
                 self._put(batch.each(Tensor.pin_memory) if self._pin else batch)
                 consumed += self._size
-        except BaseException as error:  # handed to the thread that asks
+        except BaseException as error:  # raised by `next`
             self._put(error)
 
-    def _put(self, found: Batch | BaseException) -> None:
+    def _put(self, item: Batch | BaseException) -> None:
         while not self._closed.is_set():
             try:
-                self._queue.put(found, timeout=0.1)
+                self._queue.put(item, timeout=0.1)
                 return
             except queue.Full:
                 continue

@@ -1,4 +1,4 @@
-"""What the model of the start says of each stored token: float32 log-probabilities beside the shards."""
+"""Log-probabilities of each stored token under the reference model: float32 files next to the shards."""
 
 from pathlib import Path
 from types import TracebackType
@@ -16,16 +16,16 @@ Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def seal_of(path: Path) -> Path:
-    """Where the digests of a file of values are."""
+    """The file with the digests of a file of values."""
     return path.with_suffix(".json")
 
 
 @final
 class ReferenceWriter:
-    """A file of one value a token of a split; what nobody adds is NaN. It appears whole, when the block ends well, and
-    its seal before it: `run` is whose it is.
+    """Writes a file of one value per token of a split; values not added are NaN. The file appears complete, when the
+    block ends without error, after its digests. `run`: the run that it belongs to.
 
-    A block that ended otherwise, or a kill, leaves a draft, and the next block goes on with it.
+    An error or a kill leaves a draft, with which the next block continues.
     """
 
     def __init__(self, path: Path, tokens: int, run: str = "") -> None:
@@ -38,7 +38,7 @@ class ReferenceWriter:
         self._values = np.memmap(self._draft, np.float32, "r+" if begun else "w+", shape=(self._tokens,))
         if not begun:
             self._values[:] = np.nan
-            self._values.flush()  # after a power cut, what was not computed must not read as 0
+            self._values.flush()  # after a power loss, values not computed must not read as 0
         return self
 
     def has(self, stored: Places) -> bool:
@@ -46,7 +46,7 @@ class ReferenceWriter:
         return not np.isnan(self._values[stored[stored >= 0]]).any()
 
     def add(self, stored: Places, values: Values) -> None:
-        """The log-probability `values` of the tokens at `stored` (-1: of none), given their pasts."""
+        """Store the log-probabilities `values` of the tokens at `stored` (-1: none), given the tokens before them."""
         known = stored >= 0
         self._values[stored[known]] = values[known]
 
@@ -64,11 +64,11 @@ class ReferenceWriter:
 
 @final
 class Reference:
-    """The values of a split, a block of which is checked when it is first read."""
+    """The values of a split. Each block is checked when it is first read."""
 
     def __init__(self, path: Path, tokens: int, run: str = "") -> None:
-        """Raises UserError when the file or its seal is missing, damaged, or of other shards or another run."""
-        self._path, self._fix = path, f"delete it ({path}), and training computes it again"
+        """Raises UserError when the file or its digests are missing, damaged, or of other shards or another run."""
+        self._path, self._fix = path, f"delete {path}; training computes it again"
         size = path.stat().st_size if path.is_file() else -1
         if size != 4 * tokens:
             problem = f"has {size:,} bytes where the shards' {tokens:,} tokens take 4 each"
@@ -76,20 +76,20 @@ class Reference:
         try:
             seal = unstamped(seal_of(path))
         except (FileNotFoundError, ValueError) as error:
-            raise UserError("its seal is missing or damaged", where=str(seal_of(path)), fix=self._fix) from error
+            raise UserError("its digests are missing or damaged", where=str(seal_of(path)), fix=self._fix) from error
         if seal.get("run") != run:
             raise UserError("belongs to another run", where=str(path), fix=self._fix)
         self._values = np.memmap(path, np.float32, "r")
         self._blocks = Blocks(self._values.data, tuple(seal["blocks"]), path, fix=self._fix)
 
     def of(self, stored: Places, loss_mask: Values) -> Values:
-        """The values of a row's labels, 0 where nothing is learned. Raises UserError for one that was never computed,
-        and for a damaged one.
+        """The values of the labels of a sequence, 0 where the label is masked. Raises UserError for a value that was
+        never computed, and for a damaged one.
         """
         places = np.maximum(stored, 0)
         self._blocks.check_blocks(np.unique(4 * places // seals.BLOCK).tolist())
-        found: Values = np.where(loss_mask > 0, self._values[places], np.float32(0))
-        if not np.isfinite(found).all():
-            problem = "has no value for a token that is learned: it was computed for another layout or length"
+        values: Values = np.where(loss_mask > 0, self._values[places], np.float32(0))
+        if not np.isfinite(values).all():
+            problem = "has no value for a loss token: it was computed for another data.packing or data.sequence_length"
             raise UserError(problem, where=str(self._path), fix=self._fix)
-        return found
+        return values

@@ -1,4 +1,4 @@
-"""What documents are: which kinds go together, what decides how examples become tokens, and twins for KTO."""
+"""Kinds of documents: which kinds a run can mix, how examples are tokenized, and the KL pairs of KTO."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,8 +18,13 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.recipe.schema import Chat, Recipe
 
 KINDS: dict[str, ShardKind] = {"chat": "chat", "completion": "chat", "pair": "pairs", "kto": "kto"}
-_MIXED: tuple[ShardKind, ShardKind] = ("text", "chat")  # the kinds that may stand beside each other
-_NAMES = {"text": "plain text", "chat": "conversations", "pairs": "preference pairs", "kto": "marked answers"}
+_MIXED: tuple[ShardKind, ShardKind] = ("text", "chat")  # the kinds that one dataset may mix
+_NAMES = {
+    "text": "plain text",
+    "chat": "conversations",
+    "pairs": "preference pairs",
+    "kto": "responses with KTO labels",
+}
 
 
 def kind_of(document: Document) -> ShardKind:
@@ -29,8 +34,8 @@ def kind_of(document: Document) -> ShardKind:
 
 
 class Kinds(NamedTuple):
-    """`whole`: what the shards hold; `sources`: what each source does; `turns`: whether any of them holds turns;
-    `texts`: whether any of them holds answers that are texts, which a template formats where they have a prompt.
+    """`whole`: the kind of the shards; `sources`: of each source; `turns`: whether a source has messages; `texts`:
+    whether a source has responses that are texts. The chat template formats those with a prompt.
     """
 
     whole: ShardKind
@@ -39,18 +44,18 @@ class Kinds(NamedTuple):
     texts: Texts
 
     def formatted(self, asked: str | None, config: Mapping[str, Any], *, verbatim: bool) -> bool:
-        """Whether a chat template writes any of it. `verbatim`: texts stay as they are."""
+        """Whether any of it is formatted with the chat template. `verbatim`: texts are not."""
         return self.turns or (self.texts == "prompts" and not verbatim and formats_texts(asked, config))
 
     @property
     def plain(self) -> frozenset[int]:
-        """Numbers of the sources that are text beside conversations."""
+        """Numbers of the sources that are plain text next to conversations."""
         return frozenset(number for number, kind in enumerate(self.sources) if kind != self.whole)
 
 
 def kinds_of(datasets: list[Dataset], *, on_error: str) -> Kinds:
-    """By the first document of each source. Text may stand beside conversations; raises UserError for what else
-    differs.
+    """Kinds by the first document of each source. Raises UserError for a mixture other than plain text with
+    conversations.
     """
     return kinds_among(
         [next(read_documents(dataset, on_error=on_error, stats=ReadStats()), None) for dataset in datasets]
@@ -59,12 +64,12 @@ def kinds_of(datasets: list[Dataset], *, on_error: str) -> Kinds:
 
 def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
     """`kinds_of` from those first documents. Raises UserError."""
-    found = [document for document in firsts if document is not None]
-    mixed = {kind_of(document) for document in found} == set(_MIXED)
-    whole: ShardKind = "chat" if mixed else kind_of(found[0]) if found else "text"
-    for document in () if mixed else found:
+    present = [document for document in firsts if document is not None]
+    mixed = {kind_of(document) for document in present} == set(_MIXED)
+    whole: ShardKind = "chat" if mixed else kind_of(present[0]) if present else "text"
+    for document in () if mixed else present:
         refuse_mixture(document, whole)
-    examples = [document.example for document in found if document.example is not None]
+    examples = [document.example for document in present if document.example is not None]
     turns = any(not isinstance(example.responses[0], str) for example in examples)
     spelt = [example for example in examples if isinstance(example.responses[0], str)]
     prompted = any(not example.implicit for example in spelt)
@@ -78,20 +83,20 @@ def refuse_mixture(document: Document, kind: ShardKind) -> None:
     if own == kind:
         return
     if {own, kind} == set(_MIXED):
-        rule, fix = "a source holds one kind", "make each of them a source of its own: data.sources"
+        rule, fix = "one source has one kind", "list them as separate sources in data.sources"
     else:
-        rule, fix = "a run learns from one of them", "leave one of them out, or say what its rows are: data.format"
-    problem = f"the data is {_NAMES[own]} here, and {_NAMES[kind]} before it: {rule}"
+        rule, fix = "a run trains on one kind", "remove one of them, or set data.format"
+    problem = f"the dataset has {_NAMES[own]} here and {_NAMES[kind]} before: {rule}"
     raise UserError(problem, where=document.source, fix=fix)
 
 
 def train_on(recipe: Recipe) -> Literal["assistant", "all", "last"]:
-    """Pretraining learns every token, of conversations, too."""
+    """Pretraining trains on every token, also of conversations."""
     return "all" if recipe.objective.spec.reads_text else recipe.data.chat.train_on
 
 
 def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
-    """Markup of the chat template that the tokenizer has no token for. Completions of plain texts need no template."""
+    """Markup of the chat template without a token of its own in the tokenizer."""
     if not formats_texts(asked, tokenizer.config):
         return []
     with Renderer(tokenizer, template=asked, train_on="assistant") as renderer:
@@ -100,21 +105,20 @@ def missing_markup(tokenizer: Tokenizer, asked: str | None) -> list[str]:
 
 @final
 class KtoPairCheck:
-    """For KTO: each example with the answer of another one beside its own, from which its drift is estimated
-    (arXiv:2402.01306, section 4): the answer of the nearest example of its split before it that has another prompt.
-    Those that have none take it from the first example of the source with another prompt than theirs, of their own
-    split where that has two prompts.
+    """For KTO: each example with a second response, of another prompt, from which the KL term is estimated
+    (arXiv:2402.01306, section 4). The response is that of the nearest earlier example of the split with another prompt;
+    without one, of the first example of the source with another prompt, in the same split where there is one.
 
-    Raises UserError when all prompts of a source are one.
+    Raises UserError when a source has only one prompt.
     """
 
     def __init__(self, dataset: Dataset, split_of: Callable[[Document], str], *, on_error: str) -> None:
         self._dataset, self._split_of, self._on_error = dataset, split_of, on_error
         self._last: dict[str, Example] = {}  # of each split
-        self._other: dict[str, Example] = {}  # the latest one whose prompt is not that of `_last`
+        self._other: dict[str, Example] = {}  # the latest example with another prompt than `_last`
 
     def of(self, document: Document, split: str) -> Document:
-        """The document with both answers; its place in the order counts."""
+        """The document with both responses. Call in the order of the documents."""
         example = document.example
         assert example is not None
         last, self._last[split] = self._last.get(split), example
@@ -123,7 +127,7 @@ class KtoPairCheck:
         if split not in self._other:
             self._other[split] = self._first_other(example, split)
         own, response = example.responses[0], self._other[split].responses[0]
-        if isinstance(own, str) and not isinstance(response, str):  # in the form that its own answer has
+        if isinstance(own, str) and not isinstance(response, str):  # in the form of its own response
             response = "\n".join(turn.content for turn in response)
         elif isinstance(response, str) and not isinstance(own, str):
             response = (replace(own[-1], content=response, calls=(), thinking=None),)
@@ -132,33 +136,33 @@ class KtoPairCheck:
     def _first_other(self, example: Example, split: str) -> Example:
         elsewhere: Example | None = None
         for document in read_documents(self._dataset, on_error=self._on_error, stats=ReadStats()):
-            found = document.example
-            if found is None or found.prompt == example.prompt:
+            other = document.example
+            if other is None or other.prompt == example.prompt:
                 continue
             if self._split_of(document) == split:
-                return found
-            elsewhere = elsewhere or found
+                return other
+            elsewhere = elsewhere or other
         if elsewhere is not None:
             return elsewhere
         raise UserError(
-            "every row has the same prompt, and kto compares an answer with answers to other prompts",
+            "every row has the same prompt, and KTO needs responses to other prompts for its KL term",
             where=self._dataset.path,
             fix="add rows with other prompts, or set objective.kind=sft",
         )
 
 
 def checked_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray[Any, np.dtype[Any]]:
-    """Tokens that somebody else made. Raises UserError for one that the tokenizer does not have."""
+    """The tokens of a pre-tokenized document. Raises UserError for an id that the tokenizer does not have."""
     tokens = np.array(document.tokens, np.uint32)
     if int(tokens.max()) >= tokenizer.vocab_size:
-        problem = f"token id {tokens.max():,} is not below the tokenizer's {tokenizer.vocab_size:,}"
-        fix = "name the tokenizer that made these tokens: tokenizer.from"
+        problem = f"token id {tokens.max():,} is outside the tokenizer's vocabulary of {tokenizer.vocab_size:,}"
+        fix = "set tokenizer.from to the tokenizer that made these tokens"
         raise UserError(problem, where=document.source, fix=fix)
     return tokens
 
 
 def template_identity(asked: str | None) -> str | None:
-    """What decides the template: its text, or that it is the tokenizer's own."""
+    """The text of the template; None for the tokenizer's own."""
     if asked is None:
         return None
     if asked in BUILTIN:
@@ -171,7 +175,7 @@ def template_identity(asked: str | None) -> str | None:
 
 
 def learns_examples(recipe: Recipe) -> bool:
-    """Whether chat settings can decide the tokens."""
+    """Whether the keys of data.chat can change the tokens."""
     data = recipe.data
     formats = {data.format, *(source.format for source in data.sources)}
     if recipe.objective.spec.reads_text:
@@ -181,5 +185,5 @@ def learns_examples(recipe: Recipe) -> bool:
 
 
 def verbatim(recipe: Recipe) -> bool:
-    """Whether prompts and answers that are texts stay so whatever the chat template: pretraining reads text."""
+    """Whether prompts and responses that are texts are not formatted with the chat template: pretraining reads text."""
     return recipe.objective.spec.reads_text

@@ -1,7 +1,7 @@
-"""The work of `prepare`, from where its journal stands to the manifest.
+"""The steps of `prepare`, from its journal to the manifest.
 
-Order of the folder's life: preparing.json (the journal: whose folder this is, and how far it is), the tokenizer,
-shards that grow, sources.jsonl, manifest.json. Where the manifest is, all is there.
+Files appear in this order: preparing.json (the journal: recipe and progress), the tokenizer, shards that grow,
+sources.jsonl, manifest.json. A folder with a manifest is complete.
 """
 
 import hashlib
@@ -46,14 +46,14 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_to
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
 
-FINGERPRINT = "sources.jsonl"  # what the source files were when they were read
+FINGERPRINT = "sources.jsonl"  # sizes and checksums of the source files
 SPLITS: tuple[SplitName, SplitName] = ("train", "validation")
 Report = Callable[[str, float, float], None]  # phase, done, total (0: unknown)
 
 
 @dataclass(frozen=True)
 class FileState:
-    """One source file as it was read. A touched file has another time and the same sha256 ("" until it is known)."""
+    """One source file as it was read. A touched file has another time and the same sha256 ("" until computed)."""
 
     source: int
     name: str
@@ -64,7 +64,7 @@ class FileState:
 
 def file_states(datasets: list[Dataset]) -> list[FileState]:
     """Every file of every source, by its size and time alone."""
-    found = []
+    states = list[FileState]()
     for source, dataset in enumerate(datasets):
         for file in dataset.files:
             try:
@@ -72,8 +72,8 @@ def file_states(datasets: list[Dataset]) -> list[FileState]:
             except OSError as error:
                 fix = "check its owner, its permissions and the disk"
                 raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=fix) from error
-            found.append(FileState(source, file.name, status.st_size, status.st_mtime_ns))
-    return found
+            states.append(FileState(source, file.name, status.st_size, status.st_mtime_ns))
+    return states
 
 
 def _digest(states: list[FileState]) -> str:
@@ -88,9 +88,7 @@ def _sha256(file: SourceFile) -> str:
 def record_sources(
     datasets: list[Dataset], before: list[FileState], folder: Path, report: Callable[[float, float], None]
 ) -> tuple[SourceRecord, ...]:
-    """Reads every file once more for its checksum, writes FINGERPRINT, and raises UserError when a file changed since
-    `before`.
-    """
+    """Write the checksum of every file to FINGERPRINT. Raises UserError when a file changed since `before`."""
     files = [file for dataset in datasets for file in dataset.files]
     total, done, sums = sum(state.bytes for state in before), 0, []
     with ThreadPoolExecutor(4) as threads:
@@ -102,8 +100,8 @@ def record_sources(
     if _digest(now) != _digest(before):
         changed = sorted({state.name for state in set(before) ^ set(now)})
         raise UserError(
-            "the text changed while it was read", where=changed[0] if changed else "data",
-            fix="run the same command again once nothing writes there",
+            "the dataset changed while it was read", where=changed[0] if changed else "data",
+            fix="wait until nothing writes there, then run the same command again",
         )  # fmt: skip
     write_durably(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums))
     records = []
@@ -117,8 +115,8 @@ def record_sources(
 
 
 def stale(folder: Path, datasets: list[Dataset]) -> str | None:
-    """The first file that is not what the shards were made of, None when all are. A file with another time is read
-    for its checksum.
+    """The first file that changed after the shards were made; None without any. A file with another time is read for
+    its checksum.
     """
     try:
         lines = (folder / FINGERPRINT).read_text(encoding="utf-8").splitlines()
@@ -136,7 +134,7 @@ def stale(folder: Path, datasets: list[Dataset]) -> str | None:
 
 
 class PrepareJournal(BaseModel):
-    """How far an unfinished `prepare` is: `read` documents of source `source` went into the splits."""
+    """The progress of an unfinished `prepare`: `read` documents of source `source` are in the splits."""
 
     identity: str
     sources: str
@@ -144,15 +142,15 @@ class PrepareJournal(BaseModel):
     read: int = 0
     empty: int = 0
     held_back: int = 0
-    failed: int = 0  # examples that could not be rendered
+    failed: int = 0  # examples that the chat template refused
     first_failed: str = ""
     train: SplitProgress = SplitProgress()
     validation: SplitProgress = SplitProgress()
 
 
 def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal:
-    """The journal that stands there when it is about the same recipe and files, else a fresh one in a cleared
-    folder. A finished folder has none and gets none. Raises UserError for a folder that holds something else.
+    """The folder's journal when it belongs to the same recipe and files, else a new one in a cleared folder. A finished
+    folder has none and gets none. Raises UserError for a folder with other files.
     """
     fresh, path = PrepareJournal(identity=identity, sources=sources), folder / JOURNAL
     if (folder / MANIFEST).is_file():
@@ -164,14 +162,14 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
             found = None
         if found and (found.identity, found.sources) == (fresh.identity, fresh.sources):
             return found
-        # an unfinished attempt goes; the journal last, as it says whose files these are
+        # remove an unfinished attempt; the journal last, as it names the recipe of these files
         written = ("train-*.bin", "validation-*.bin", "tokenizer*", FINGERPRINT, "special_tokens_map.json", JOURNAL)
         for old in [old for pattern in written for old in sorted(folder.glob(pattern))]:
             old.unlink()
-    foreign = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    if foreign:
+    others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    if others:
         raise UserError(
-            f"holds files that no `prepare` wrote, such as {foreign[0]}", where=str(folder),
+            f"the folder has files that `prepare` did not write: {others[0]}", where=str(folder),
             fix="set data.prepared to an empty or a new folder",
         )  # fmt: skip
     write_durably(path, fresh.model_dump_json())
@@ -180,7 +178,7 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes that tests make small."""
+    """Sizes and times of the work. Tests set small ones."""
 
     shard_tokens: int = 100_000_000
     batch_bytes: int = MIB
@@ -189,14 +187,14 @@ class Limits:
 
 
 def streams(recipe: Recipe) -> list[Dataset]:
-    """The sources, and behind them those of validation where it has its own."""
+    """The sources, followed by those of data.validation."""
     required_format = required_format_of(recipe)
     return open_datasets(recipe.data, required_format) + validation_datasets(recipe.data, required_format)
 
 
 @dataclass
 class EncodeTask:
-    """A batch on its way to the shards, and the journal's counters behind it."""
+    """A batch to encode, and the journal's counters after it."""
 
     documents: list[tuple[SplitName, Document]]
     source: int
@@ -206,24 +204,24 @@ class EncodeTask:
 
 
 def untokenised() -> UserError:
-    """For ids of a tokenizer that the recipe does not name."""
+    """The error for token ids without a tokenizer in the recipe."""
     return UserError(
-        "the text is token ids already, and no tokenizer is named", where="tokenizer.from",
-        fix="set it to the folder of the tokenizer that made them",
+        "the dataset has token ids, and the recipe names no tokenizer", where="tokenizer.from",
+        fix="set tokenizer.from to the folder of the tokenizer that made them",
     )  # fmt: skip
 
 
 def no_documents(datasets: list[Dataset], skipped: int, first: str) -> UserError:
-    told = f"; {skipped} rows were skipped, the first: {first}" if skipped else ""
+    rows = f"; {skipped} rows skipped, the first: {first}" if skipped else ""
     return UserError(
-        f"there is no text in it{told}", where=f"data: {', '.join(dataset.path for dataset in datasets)}",
-        fix="put text there, or mend data.path and data.glob",
+        f"the dataset is empty{rows}", where=f"data: {', '.join(dataset.path for dataset in datasets)}",
+        fix="add text, or set data.path and data.glob",
     )  # fmt: skip
 
 
 @final
 class Preparation:
-    """One `prepare` from where the journal stands to the manifest."""
+    """One `prepare`, from its journal to the manifest."""
 
     def __init__(self, recipe: Recipe, name: str, identity: str, folder: Path, report: Report, limits: Limits) -> None:
         self._recipe, self._name, self._identity = recipe, name, identity
@@ -241,8 +239,8 @@ class Preparation:
         self._bytes = sum(state.bytes for state in self._states)
 
     def begin(self) -> tuple[Splitter, Tokenizer]:
-        """What comes before the shards: how documents are split, and the tokenizer, which is kept in the folder with
-        the chat template that is used, so that whoever opens it writes conversations alike.
+        """The validation split and the tokenizer. The tokenizer is saved to the folder with the chat template in use,
+        so that other programs format conversations alike.
         """
         splitter = make_splitter(self._datasets[: self._num_train], self._data, self._required_format)
         tokenizer = self._tokenizer(splitter)
@@ -258,14 +256,14 @@ class Preparation:
 
     @property
     def rendering(self) -> Rendering | None:
-        """How examples become tokens; None for plain text."""
+        """How examples are tokenized; None for plain text."""
         if self.kind == "text":
             return None
         template = self._data.chat.template
         return Rendering(template, train_on(self._recipe), DOCUMENTS_PER_UNIT[self.kind], verbatim(self._recipe))
 
     def first_documents(self, splitter: Splitter, count: int) -> Iterator[tuple[SplitName, Document]]:
-        """The first of each source that is trained on, `count` in all as far as there are so many."""
+        """The first documents of each train source, at most `count` in total."""
         for source in range(self._num_train):
             share = count // self._num_train + (source < count % self._num_train)
             start = PrepareJournal(identity="", sources="")
@@ -276,7 +274,7 @@ class Preparation:
         splitter, tokenizer = self.begin()
         try:
             writers = self._writers(tokenizer)
-        except Lost:  # the disk forgot what was written: begin the shards again
+        except Lost:  # the disk lost writes: begin the shards again
             self._journal = PrepareJournal(identity=self._journal.identity, sources=self._journal.sources)
             self._failed, self._first_failed = 0, ""
             writers = self._writers(tokenizer)
@@ -291,7 +289,7 @@ class Preparation:
                 self._write_all(encode_in_order(tasks, using), writers, tokenizer)
             return self._finish(writers, tokenizer)
         except BaseException:
-            for name, writer in writers.items():  # nothing half-written stays; what the journal vouches for does
+            for name, writer in writers.items():  # keep exactly what is in the journal
                 writer.cut_back(getattr(self._journal, name))
             raise
 
@@ -303,7 +301,7 @@ class Preparation:
         }
 
     def _tokenizer(self, splitter: Splitter) -> Tokenizer:
-        """The one that is there; else the recipe's own; else one trained on the train documents."""
+        """The one in the folder; else the recipe's; else a new one, trained on the train documents."""
         if any((self._folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             return load_tokenizer(self._folder)
         found = find_tokenizer(self._recipe)
@@ -314,7 +312,7 @@ class Preparation:
         return train_tokenizer(self._train_texts(splitter), found, self._folder, partial(self._report, "tokenizer"))
 
     def _train_texts(self, splitter: Splitter) -> Iterator[str]:
-        """Texts of the train split, up to a sample that no vocabulary outgrows."""
+        """Texts of the train split, up to `tokenizer_bytes`."""
         taken, any_tokens, stats = 0, False, ReadStats()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
         for dataset in self._datasets[: self._num_train]:
@@ -336,8 +334,8 @@ class Preparation:
         return no_documents(self._datasets, stats.skipped + self._failed, stats.first_skipped or self._first_failed)
 
     def _tasks(self, splitter: Splitter, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
-        """Batches of some batch_bytes from where the journal stands; a source ends its batch. Documents before that
-        are read and passed over. `only`: of one source.
+        """Batches of about batch_bytes, after the documents in the journal `start`. The end of a source ends its batch.
+        `only`: of one source.
         """
         empty, held_back = start.empty, start.held_back
         for source in range(len(self._datasets)) if only is None else (only,):
@@ -356,7 +354,7 @@ class Preparation:
                     continue
                 name = split_of(whole) if document.tokens != () else "empty"
                 if name in SPLITS and document.example is None and (error := self._too_long(document.text)) is not None:
-                    bad_row, name = BadRow(document.source, error.problem, error.fix), "flawed"
+                    bad_row, name = BadRow(document.source, error.problem, error.fix), "bad"
                     if self._on_error != "skip":
                         raise bad_row.error()
                     self._summary.skip(bad_row)
@@ -416,7 +414,7 @@ class Preparation:
         write_durably(self._folder / JOURNAL, self._journal.model_dump_json())
 
     def _finish(self, writers: dict[SplitName, SplitWriter], tokenizer: Tokenizer) -> Manifest:
-        """Checksums, sources.jsonl, the manifest; then the journal is not needed."""
+        """Write checksums, sources.jsonl and the manifest; remove the journal."""
         if not any(writer.progress.documents for writer in writers.values()):
             raise self._empty(self._summary)
         self._commit(self._last, writers)
@@ -448,8 +446,8 @@ def _add(
     tokenizer: Tokenizer,
     kind: ShardKind,
 ) -> None:
-    """Each document of a batch into its split, in order: of an example its answers, of a flawed one nothing; tokens
-    of others are taken as they are.
+    """Append the documents of a batch to their splits, in order. An example has one document per response, a refused
+    one none. Pre-tokenized documents keep their tokens.
     """
     made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {name: [] for name in SPLITS}
     responses, ends = DOCUMENTS_PER_UNIT[kind], [0, *np.cumsum(encoded.lengths).tolist()]

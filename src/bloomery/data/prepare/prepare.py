@@ -1,4 +1,4 @@
-"""Text to shards: resumable after a kill at any moment, and equal to the undisturbed result byte for byte."""
+"""Prepare a dataset: text to shards of tokens. A killed `prepare` resumes, and its result is bitwise identical."""
 
 import errno
 import hashlib
@@ -38,10 +38,10 @@ _NOT_TOKENS = {
 
 
 def identity(loaded: LoadedRecipe) -> str:
-    """sha256 of what decides the tokens: sources, split and tokenizer; not how they are later cut into rows."""
+    """sha256 of the keys that decide the tokens: sources, split and tokenizer, but not packing."""
     recipe = loaded.recipe
     data = recipe.data.model_dump(mode="json", exclude=_NOT_TOKENS)
-    if data["validation"] == AUTO:  # what it means is seen in the files, which are compared, and may be gone
+    if data["validation"] == AUTO:  # resolved from the files, which are compared and may be gone
         data["validation"] = "1%"
     parts: dict[str, Any] = {"format": FORMAT, "data": data, "tokenizer": tokenizer_spec(recipe)}
     if recipe.data.builtin:
@@ -61,14 +61,14 @@ def prepared_folder(loaded: LoadedRecipe, root: Path) -> Path:
 
 
 def silent(phase: str, done: float, total: float) -> None:
-    """A report that nobody reads."""
+    """A report that prints nothing."""
 
 
 def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT) -> Manifest:
-    """Make `folder` hold the recipe's text as tokens; what is there already is checked and kept.
+    """Write the recipe's dataset to `folder` as tokens. A finished folder is checked and kept.
 
-    Raises UserError for text that cannot be read, a folder that holds something else, a second `prepare` in it, a
-    full disk.
+    Raises UserError for a dataset that cannot be read, a folder of something else, a second `prepare` in it, a full
+    disk.
     """
     refuse_layout(loaded.recipe)
     manifest = finished(loaded, folder)
@@ -85,27 +85,27 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
 def preparation(
     loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT
 ) -> Iterator[Preparation]:
-    """The work on a folder, made and locked. Raises UserError as `prepare` does."""
+    """The folder, created and locked, with its Preparation. Raises UserError as `prepare` does."""
     if not (folder / MANIFEST).is_file():
-        streams(loaded.recipe)  # raises for a missing path before the folder is made
+        streams(loaded.recipe)  # raises for a missing path before the folder exists
     with writing(folder), locked(folder):
         yield Preparation(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
 
 
 def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
-    """The manifest when `folder` is ready for this recipe, None when it is not begun or not done. Raises UserError
-    when it is another's, stale, or less than one sequence.
+    """The manifest when `folder` is ready for this recipe; None when it is unfinished. Raises UserError when it belongs
+    to another recipe, is stale, or has less than one sequence.
 
-    Sources that are gone altogether are not missed: tokens may travel without their text.
+    Sources that no longer exist are no error: you can copy tokens without their text.
     """
     if not (folder / MANIFEST).is_file():
         return None
     manifest = read_manifest(folder)
     if manifest.identity != identity(loaded):
-        problem = f"was prepared for other settings of data or tokenizer (recipe {manifest.recipe})"
+        problem = f"the folder was prepared for other data or tokenizer settings (recipe {manifest.recipe})"
         raise UserError(problem, where=str(folder), fix="set data.prepared to another folder, or delete this one")
     if manifest.padding is None and (not manifest.train.bytes or any("tokens" in kind for kind in manifest.formats)):
-        problem = "was prepared from token ids by an earlier version, which trained on their padding"
+        problem = "an earlier version prepared these token ids with their padding"
         raise UserError(problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}")
     data = loaded.recipe.data
     paths = [data.path] if data.path else [source.path for source in data.sources]
@@ -114,65 +114,65 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
             check_record(folder, manifest.snapshot)
         changed = stale(folder, streams(loaded.recipe))
         if changed is not None:
-            problem = f"was prepared from text that has changed since: {changed}"
+            problem = f"the dataset changed after it was prepared: {changed}"
             raise UserError(problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}")
     check_sequences(manifest, data, folder)
     return manifest
 
 
 def refuse_layout(recipe: Recipe) -> None:
-    """Raises UserError before anything is read for what Rows would refuse after."""
+    """Raises UserError for pairs without document masking, before any file is read."""
     if recipe.data.layout == "fixed" and required_format_of(recipe) in ("pairs", "kto"):
         raise pairs_need_packing()
 
 
 def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
-    """Raises UserError when no source fills one sequence, or nothing of structured text is learned."""
+    """Raises UserError when no source fills one sequence, or all labels of conversations and pairs are masked."""
     parts, length = manifest.train.parts, data.sequence_length
     if manifest.kind == "text":
         longest = max((part.tokens for part in parts), default=0)
         if data.layout == "padded" or longest > length:
             return
-        problem = f"all text together is {manifest.train.tokens:,} tokens, less than one sequence of {length:,}"
+        problem = f"the dataset has {manifest.train.tokens:,} tokens, less than one sequence of {length:,}"
         raise UserError(problem, where="data.sequence_length", fix=f"set it below {longest:,}, or add text")
-    rows = count_sequences(folder, manifest, sequence_length=length, layout=data.layout)
-    structured = any(part.documents for part in parts if not part.plain)  # its text cannot stand in for it
-    if any(count for count, part in zip(rows.counts, parts, strict=True) if not (structured and part.plain)):
+    found = count_sequences(folder, manifest, sequence_length=length, layout=data.layout)
+    structured = any(part.documents for part in parts if not part.plain)  # plain text does not replace it
+    if any(count for count, part in zip(found.counts, parts, strict=True) if not (structured and part.plain)):
         return
-    if not any(packed.dropped for packed in rows.packed):
+    if not any(packed.dropped for packed in found.packed):
         raise UserError(
-            "nothing of it is learned: no row has an answer of the assistant that the template marks",
+            "all labels are masked: no row has an assistant turn to train on",
             where="data.chat.train_on",
-            fix="set data.chat.train_on=all, or see what is learned: bloomery prepare RECIPE --preview 3",
+            fix="set data.chat.train_on=all, or print the loss mask: bloomery prepare RECIPE --preview 3",
         )
     raise UserError(
-        f"no row has anything to learn among its first {length:,} tokens", where="data.sequence_length",
-        fix="raise it; bloomery prepare RECIPE --preview 3 shows what is learned",
+        f"no loss tokens: the first {length:,} labels of every row are masked", where="data.sequence_length",
+        fix="raise it, or print the loss mask: bloomery prepare RECIPE --preview 3",
     )  # fmt: skip
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Makes the folder; a full disk or a forbidden folder becomes a UserError."""
+    """Create the folder. A full disk or a folder without write permission is a UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fix = "free some space and run the same command again: it goes on where it stopped"
+            fix = "free some space and run the same command again; it resumes"
             raise UserError("the disk is full", where=str(folder), fix=fix) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            problem, where = f"cannot be written: {error.strerror}", str(error.filename or folder)
-            fix = "set data.prepared to a folder that you may write"
+            problem, where = f"cannot write: {error.strerror}", str(error.filename or folder)
+            fix = "set data.prepared to a folder with write permission"
             raise UserError(problem, where=where, fix=fix) from error
         raise
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One `prepare` a folder; the lock ends with its process, however that ends."""
+    """One `prepare` per folder. The lock ends with its process."""
     with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
         if not try_lock(file.fileno()):
-            problem, fix = "another process is preparing it right now", "wait for that one, then run again"
+            problem, fix = "another process is preparing this folder", "wait until it ends, then run again"
             raise UserError(problem, where=str(folder), fix=fix)
         yield

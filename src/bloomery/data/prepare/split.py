@@ -1,4 +1,4 @@
-"""Which documents are kept for validation: decided by their content, so that copies of one stay together."""
+"""The validation set: chosen by a hash of the content, so that copies of a document stay in one split."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from bloomery.recipe.schema import Data, Source
 
 _SALT = b"exam"
 AUTO = "auto"
-_USUAL_SHARE = 0.01  # where a data set has no split of its own
+_USUAL_SHARE = 0.01  # where a dataset has no validation split
 
 
 def content_key(document: Document) -> int:
-    """64 bits of the content; of a marked answer those of its question, so that both answers to one stay together."""
+    """64 bits of the content. For KTO of the prompt, so that all responses to a prompt stay in one split."""
     example = document.example
     if example is not None and example.kind == "kto" and example.prompt:
         content = repr(example.prompt).encode()
@@ -31,7 +31,7 @@ def content_key(document: Document) -> int:
 
 @dataclass(frozen=True)
 class Splitter:
-    """A document whose key is below `threshold` is kept for validation; train documents among `held` are left out."""
+    """Documents with a key below `threshold` are the validation set. Train documents in `held` are left out."""
 
     threshold: int
     held: frozenset[int] = frozenset()
@@ -41,9 +41,7 @@ class Splitter:
 
 
 def validation_share(data: Data, required_format: RequiredFormat = "text") -> float | None:
-    """The share that `data.validation` asks for, None when it is a path or a split. Raises UserError when it is no
-    share.
-    """
+    """The share in `data.validation`; None for a path or a split. Raises UserError for a share outside 0 to 1."""
     said = data.validation
     if said == AUTO:
         return None if _own_splits(data, required_format) else _USUAL_SHARE
@@ -53,14 +51,14 @@ def validation_share(data: Data, required_format: RequiredFormat = "text") -> fl
     except ValueError:
         return None
     if not 0 <= share < 1:
-        fix = "write 5%, 0, the path of a file or folder, or the name of a split of the data set"
-        raise UserError(f"{said} is no share of the corpus", where="data.validation", fix=fix)
+        fix = "set a share such as 5%, 0, a path, or the name of a split of the dataset"
+        raise UserError(f"{said} is not a share of the dataset", where="data.validation", fix=fix)
     return share
 
 
 def validation_datasets(data: Data, required_format: RequiredFormat = "text") -> list[Dataset]:
-    """What `data.validation` names, none when it is a share: a path; a split of the sources that have it; for auto,
-    the split of each source that is meant for validation.
+    """The datasets in `data.validation`, none when it is a share: a path, a split of the sources that have it, or with
+    auto the validation split of each source.
     """
     if validation_share(data, required_format) is not None:
         return []
@@ -81,14 +79,14 @@ def validation_datasets(data: Data, required_format: RequiredFormat = "text") ->
             }
         )
         others = f"one of its splits: {', '.join(splits)}" if splits else "the path of a file or folder"
-        problem, where = "is neither a file or folder nor a split of the data set", f"data.validation: {name}"
-        raise UserError(problem, where=where, fix=f"write a share such as 1%, or {others}")
+        problem, where = "no such file, folder or split of the dataset", f"data.validation: {name}"
+        raise UserError(problem, where=where, fix=f"set a share such as 1%, or {others}")
     source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
     return [open_dataset(source, required_format)]
 
 
 def _own_splits(data: Data, required_format: RequiredFormat) -> list[tuple[Source, str]]:
-    """The sources whose data set has a split for validation, each with its name."""
+    """The sources with a validation split, and its name."""
     found = [
         (source, validation_split(other_splits(source, rows=required_format in ROW_FORMATS)))
         for source in sources_of(data)
@@ -97,10 +95,9 @@ def _own_splits(data: Data, required_format: RequiredFormat) -> list[tuple[Sourc
 
 
 def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: RequiredFormat = "text") -> Splitter:
-    """Reads until both sides have a document, which takes some 1 / share of them; only a tiny corpus is read whole.
+    """Reads until both splits have a document, about 1 / share documents; a tiny dataset is read whole.
 
-    With two different documents or more neither side stays empty: the lowest key is always kept for validation, the
-    highest never.
+    From two different documents on, neither split is empty: the lowest key is always validation, the highest never.
     """
     held = validation_datasets(data, required_format)
     if held:
@@ -119,26 +116,28 @@ def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: Requ
 
 
 def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:
-    """Raises UserError when there is nothing in it: then nothing would tell learning from memorising."""
+    """Raises UserError for an empty validation set."""
     stats = ReadStats()
     documents = read_documents(held, on_error=on_error, stats=stats)
     keys = frozenset(content_key(document) for document in documents if document.content or document.tokens)
     if not keys:
-        told = f": {counted(stats.skipped, 'rows')} skipped, the first: {stats.first_skipped}" if stats.skipped else ""
-        fix = "name another file, or a share of the text: data.validation=1%; 0 keeps none for validation"
-        raise UserError(f"there is no text in it{told}", where=f"data.validation: {held.path}", fix=fix)
+        skipped = f": {counted(stats.skipped, 'rows')} skipped, the first: {stats.first_skipped}"
+        fix = "set data.validation to another file, to a share such as 1%, or to 0 for no validation set"
+        raise UserError(
+            f"the validation set is empty{skipped if stats.skipped else ''}",
+            where=f"data.validation: {held.path}",
+            fix=fix,
+        )
     return keys
 
 
 def repeated_lines(validation: Iterable[str], train: Iterable[str]) -> float:
-    """The share of held-out lines (blank ones apart, as they stand) that also occur in train. Memory: the held-out
-    lines' hashes.
-    """
+    """The share of validation lines, without blank ones, that also occur in train. Keeps their hashes in memory."""
     lines = [_line_key(line) for text in validation for line in text.splitlines() if line.strip()]
-    wanted, seen = set(lines), set[int]()
+    keys, repeated = set(lines), set[int]()
     for text in train:
-        seen.update(key for line in text.splitlines() if (key := _line_key(line)) in wanted)
-    return sum(line in seen for line in lines) / len(lines) if lines else 0.0
+        repeated.update(key for line in text.splitlines() if (key := _line_key(line)) in keys)
+    return sum(line in repeated for line in lines) / len(lines) if lines else 0.0
 
 
 def _line_key(line: str) -> int:

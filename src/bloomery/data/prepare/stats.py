@@ -1,4 +1,4 @@
-"""What training will see of prepared text: single documents as tokens, and the health of all of it."""
+"""Statistics of a prepared dataset (`prepare --check`), and documents with their loss mask (`prepare --preview`)."""
 
 from array import array
 from collections.abc import Iterator
@@ -20,18 +20,18 @@ from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 2**20  # of a split: the entropy of 50,000 tokens to about 0.02 nats
-STRETCHES = 64  # that the sample is taken in, evenly over the split
-SAMPLE_DOCUMENTS = 20_000  # in order: repeats of a file usually lie near each other or everywhere
+STRETCHES = 64  # of the sample, evenly over the split
+SAMPLE_DOCUMENTS = 20_000  # the first ones: repeats are usually near each other or everywhere
 
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """`unigram_nats`: the loss of a model that knows how often each token occurs, and nothing else."""
+    """`unigram_nats`: the loss of a model that predicts each token by its frequency alone."""
 
     tokens: int
     unigram_nats: float
-    bytes_per_token: float | None  # None: the text came as token ids
-    duplicates: float  # share of the sampled documents that an earlier one repeats
+    bytes_per_token: float | None  # None: pre-tokenized
+    duplicates: float  # share of the sampled documents that repeat an earlier one
 
 
 def read_stats(prepared: Path) -> DatasetStats:
@@ -43,9 +43,7 @@ def read_stats(prepared: Path) -> DatasetStats:
 
 
 def unigram_nats(split: Split) -> float:
-    """Shannon's entropy of the learned tokens, with Miller's (1955) correction of (kinds - 1) / 2N for the sample's
-    size.
-    """
+    """Shannon entropy of the loss tokens, with Miller's (1955) correction of (kinds - 1) / 2N for the sample size."""
     total = len(split.tokens)
     each = min(total, SAMPLE_TOKENS) // STRETCHES or total
     ids = [np.zeros(0, np.int64)]
@@ -66,22 +64,22 @@ def duplicates(split: Split) -> float:
 
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
-_CHUNK = 2**20  # tokens looked at together
+_CHUNK = 2**20  # tokens read at once
 UNITS: dict[ShardKind, str] = {
-    "text": "documents", "chat": "conversations", "pairs": "pairs", "kto": "marked answers",
+    "text": "documents", "chat": "conversations", "pairs": "pairs", "kto": "labeled responses",
 }  # fmt: skip
 
 
 def unit_name(manifest: Manifest) -> str:
-    """What one calls the units of all sources together."""
+    """The name of the units of all sources together."""
     return "texts" if manifest.mixed else UNITS[manifest.kind]
 
 
 @dataclass(frozen=True)
 class PackingStats:
-    """How structured text is laid into rows: rows, positions that hold tokens, and what was cut or left out."""
+    """Packing of conversations or pairs: sequences, positions with tokens, and the units cut or left out."""
 
-    rows: int
+    sequences: int
     positions: int
     truncated: int
     cut: int
@@ -91,8 +89,8 @@ class PackingStats:
 
 @dataclass(frozen=True)
 class DatasetCheck:
-    """The train split in figures; `lengths` are (tokens, up to and including; units), shortest first. A unit is a
-    document, a conversation, or a pair.
+    """Statistics of the train split. A unit is a document, a conversation or a pair. `lengths`: pairs (most tokens,
+    units), shortest first.
     """
 
     kind: ShardKind
@@ -101,26 +99,26 @@ class DatasetCheck:
     skipped: int
     held_back: int
     duplicates: int  # units equal to an earlier one of their split
-    unknown: int  # tokens that stand for what the tokenizer does not know
+    unknown: int  # unknown tokens
     tokens: int
-    rows: int
-    longer: int  # units longer than a row
-    cut: int  # tokens that no row holds
-    double_bos: int  # texts that begin with two
-    missing_eos: int  # texts of which no token that could end them is learned
-    other_eos: int  # texts that end in another token than the tokenizer's end token
+    sequences: int
+    longer: int  # units longer than a sequence
+    cut: int  # tokens in no sequence
+    double_bos: int  # texts that begin with two BOS tokens
+    missing_eos: int  # texts whose end token is not trained on
+    other_eos: int  # texts that end in another token than the EOS token
     lengths: tuple[tuple[int, int], ...]
-    packing: PackingStats | None = None  # of structured text
+    packing: PackingStats | None = None  # of conversations and pairs
     unit_name: str = "documents"
     warnings: tuple[str, ...] = field(default=())
 
 
 def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> PackingStats | None:
-    """None for plain text, and for the stream of the layout fixed."""
-    rows = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
-    if not rows.packed:
+    """None for plain text, and without document masking."""
+    found = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
+    if not found.packed:
         return None
-    plain = list[Lengths]()  # of each text of a source: the tokens after its first
+    plain = list[Lengths]()  # per text of a source: the number of labels
     for part, (_, begin), (_, end) in zip(split.record.parts, split.part_starts, split.part_starts[1:], strict=False):
         if part.plain:
             bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
@@ -129,12 +127,12 @@ def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> Pack
     cut = sum(int(more.sum()) for more in longer)
     texts = sum(int(labels.sum()) if layout == "padded" else max(int((labels + 1).sum()) - 1, 0) for labels in plain)
     return PackingStats(
-        rows=sum(rows.counts),
-        positions=sum(int(packed.lengths[packed.units].sum()) for packed in rows.packed) + texts - cut,
-        truncated=sum(packed.truncated for packed in rows.packed) + sum(int((more > 0).sum()) for more in longer),
-        cut=sum(packed.cut for packed in rows.packed) + cut,
-        dropped=sum(packed.dropped for packed in rows.packed),
-        all_masked=sum(packed.all_masked for packed in rows.packed),
+        sequences=sum(found.counts),
+        positions=sum(int(packed.lengths[packed.units].sum()) for packed in found.packed) + texts - cut,
+        truncated=sum(packed.truncated for packed in found.packed) + sum(int((more > 0).sum()) for more in longer),
+        cut=sum(packed.cut for packed in found.packed) + cut,
+        dropped=sum(packed.dropped for packed in found.packed),
+        all_masked=sum(packed.all_masked for packed in found.packed),
     )
 
 
@@ -147,13 +145,13 @@ def check_dataset(
     layout: Layout,
     missing: list[str] | None = None,
 ) -> DatasetCheck:
-    """Reads the shards of the train split once. `missing`: markup of the chat template that is no token."""
+    """Read the shards of the train split once. `missing`: markup of the chat template that is no token."""
     split = Split(folder, manifest, "train")
     bounds: Lengths = np.asarray(split.bounds).astype(np.int64)[:: DOCUMENTS_PER_UNIT[split.kind]]
     lengths: Lengths = bounds[1:] - bounds[:-1]
-    rows = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
+    sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
     packing = packing_stats(split, sequence_length=sequence_length, layout=layout)
-    longest = sequence_length if packing else sequence_length + 1  # of plain text the last token is a label alone
+    longest = sequence_length if packing else sequence_length + 1  # the last token of plain text is only a label
     longer = lengths[lengths > longest]
     lost = int((longer - longest).sum()) if layout == "padded" else 0
     ends = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
@@ -168,7 +166,8 @@ def check_dataset(
     found = DatasetCheck(
         kind=split.kind, units=len(lengths), empty=manifest.empty, skipped=manifest.skipped,
         held_back=manifest.held_back, duplicates=duplicates, unknown=unknown,
-        tokens=manifest.train.tokens, rows=sum(rows.counts), longer=len(longer), cut=packing.cut if packing else lost,
+        tokens=manifest.train.tokens, sequences=sum(sequences.counts), longer=len(longer),
+        cut=packing.cut if packing else lost,
         double_bos=double_bos, missing_eos=missing_eos, other_eos=other_eos, lengths=histogram, packing=packing,
         unit_name=unit_name(manifest),
     )  # fmt: skip
@@ -178,23 +177,23 @@ def check_dataset(
         else set(np.asarray(split.kto_labels)[:: DOCUMENTS_PER_UNIT[split.kind]].tolist())
     )
     one_sided = {
-        (1,): "desirable: nothing tells kto what to avoid, and sft learns them with less work",
-        (0,): "undesirable: there is nothing to learn instead; are the labels turned round?",
+        (1,): "desirable: KTO needs undesirable ones too; objective.kind=sft trains on desirable ones in less time",
+        (0,): "undesirable: KTO needs desirable ones too; are the labels inverted?",
     }.get(tuple(kto_labels))
     warnings = (
         *_warnings(found, manifest, sequence_length),
         *_chat_warnings(found, manifest, tokenizer, missing or []),
-        *([f"every answer is marked as {one_sided}"] if one_sided else []),
+        *([f"every response is labeled {one_sided}"] if one_sided else []),
     )
     return replace(found, warnings=warnings)
 
 
 def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, int, int]:
-    """Units that repeat an earlier one; texts that begin with two begin tokens; texts without a learned end; texts
-    that end in another of `ends` than the tokenizer's. Of text beside conversations the ends are not looked at.
+    """Units that repeat an earlier one; texts that begin with two BOS tokens; texts whose end is not trained on; texts
+    that end in another of `ends` than the EOS token. The ends of plain text next to conversations are not checked.
     """
     keys, together = array("Q"), DOCUMENTS_PER_UNIT[split.kind]
-    double, endless, foreign = 0, 0, 0
+    double, missing, other = 0, 0, 0
     for unit in range(len(split) // together):
         digest = blake2b(digest_size=8)
         for index in range(unit * together, (unit + 1) * together):
@@ -203,7 +202,7 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
             double += manifest.bos_id is not None and ids[:2].tolist() == [manifest.bos_id] * 2
             if split.is_plain(index):
                 continue
-            if split.loss_mask is None:  # where begin and end are one token it stands first
+            if split.loss_mask is None:  # BOS and EOS may be one token
                 loss_mask = {int(ids[0]), int(ids[-1])} if len(ids) else set()
             else:
                 flags = split.loss_mask[int(split.bounds[index]) : int(split.bounds[index + 1])] > 0
@@ -211,77 +210,80 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
             if manifest.eos_id in loss_mask or not loss_mask or (manifest.kind == "kto" and index % 2):
                 continue
             ended = bool(ends & loss_mask)
-            foreign, endless = foreign + ended, endless + (not ended)
+            other, missing = other + ended, missing + (not ended)
         keys.append(int.from_bytes(digest.digest(), "big"))
     repeated = len(keys) - len(np.unique(np.frombuffer(keys, np.uint64))) if keys else 0
-    return repeated, double, endless, foreign
+    return repeated, double, missing, other
 
 
-def _warnings(found: DatasetCheck, manifest: Manifest, sequence_length: int) -> Iterator[str]:
-    units = found.unit_name
-    if found.duplicates > 0.01 * found.units:
-        yield f"{found.duplicates / found.units:.0%} of the {units} repeat an earlier one word for word"
-    if found.unknown > 0.001 * found.tokens:
-        yield f"{found.unknown / found.tokens:.1%} of the tokens are unknown to the tokenizer, made for other text"
-    if found.cut > 0.01 * found.tokens:
-        fix = "packed would keep them" if found.kind == "text" else "a larger data.sequence_length would keep them"
-        yield f"{found.cut / found.tokens:.0%} of the tokens are cut off: {fix}"
-    if found.skipped:
-        yield f"{counted(found.skipped, 'rows')} skipped, the first: {manifest.first_skipped}"
+def _warnings(check: DatasetCheck, manifest: Manifest, sequence_length: int) -> Iterator[str]:
+    units = check.unit_name
+    if check.duplicates > 0.01 * check.units:
+        yield f"{check.duplicates / check.units:.0%} of the {units} are exact duplicates of an earlier one"
+    if check.unknown > 0.001 * check.tokens:
+        yield f"{check.unknown / check.tokens:.1%} of the tokens are unknown tokens: use a tokenizer for this text"
+    if check.cut > 0.01 * check.tokens:
+        fix = "set data.packing=true" if check.kind == "text" else "raise data.sequence_length"
+        yield f"{check.cut / check.tokens:.0%} of the tokens are truncated: {fix}"
+    if check.skipped:
+        yield f"{counted(check.skipped, 'rows')} skipped, the first: {manifest.first_skipped}"
     if 0 < manifest.validation.tokens < sequence_length:
-        yield f"validation is {manifest.validation.tokens:,} tokens, less than one sequence: its loss will be noise"
+        yield f"the validation set has {manifest.validation.tokens:,} tokens, less than one sequence: its loss is noisy"
     if not manifest.validation.tokens:
-        yield "there is no validation text: nothing will tell learning from memorising"
-    if found.double_bos:
-        texts = counted(found.double_bos, "texts")
-        yield f"two begin tokens (id {manifest.bos_id}) stand before {texts}: no model was trained so"
+        yield "no validation set: overfitting cannot be detected"
+    if check.double_bos:
+        texts = counted(check.double_bos, "texts")
+        yield f"{texts} begin with two BOS tokens (id {manifest.bos_id}); models are trained with one"
 
 
-def _chat_warnings(found: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]) -> Iterator[str]:
+def _chat_warnings(check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]) -> Iterator[str]:
     asked = sum(part.documents for part in manifest.train.parts if not part.plain)
-    texts, units = asked // (2 if found.kind == "kto" else 1), UNITS[found.kind]  # a marked answer's twin is none
+    texts, units = (
+        asked // (2 if check.kind == "kto" else 1),
+        UNITS[check.kind],
+    )  # the response for the KL term does not count
     end = "(the tokenizer has none)" if manifest.eos_id is None else tokenizer.decode([manifest.eos_id])
-    if found.kind == "text" and manifest.eos_id is not None and (found.missing_eos or found.other_eos):
-        yield f"{found.missing_eos + found.other_eos:,} of {texts:,} texts do not end in the end token {end}"
-    if found.kind != "text" and found.missing_eos:
+    if check.kind == "text" and manifest.eos_id is not None and (check.missing_eos or check.other_eos):
+        yield f"{check.missing_eos + check.other_eos:,} of {texts:,} texts do not end with the EOS token {end}"
+    if check.kind != "text" and check.missing_eos:
         yield (
-            f"{found.missing_eos:,} of {texts:,} answers teach no end, so the model will not know when to stop: "
-            f"the chat template must end a turn with the end token {end} or another special one"
+            f"{check.missing_eos:,} of {texts:,} responses have no end token to train on, so the model will not stop: "
+            f"the chat template must end a turn with the EOS token {end} or another special token"
         )
-    if found.kind != "text" and found.other_eos:
+    if check.kind != "text" and check.other_eos:
         yield (
-            f"{found.other_eos:,} of {texts:,} answers end in the template's own token and not in the end token "
+            f"{check.other_eos:,} of {texts:,} responses end with the template's own token, not with the EOS token "
             f"{end}: bloomery chat stops there, other programs if eos_token in tokenizer_config.json names it"
         )
-    if found.packing and found.packing.all_masked:
-        yield f"left out: {counted(found.packing.all_masked, units)} with nothing to learn; see data.chat.train_on"
-    if found.packing and found.packing.dropped:
-        yield f"left out: {counted(found.packing.dropped, units)} with nothing to learn within data.sequence_length"
+    if check.packing and check.packing.all_masked:
+        yield f"left out: {counted(check.packing.all_masked, units)} with all labels masked; see data.chat.train_on"
+    if check.packing and check.packing.dropped:
+        yield f"left out: {counted(check.packing.dropped, units)} with all labels within data.sequence_length masked"
     if missing:
         yield (
-            f"the chat template writes {', '.join(missing)}, which the tokenizer does not know as single tokens: "
+            f"the chat template writes {', '.join(missing)}, which the tokenizer splits into several tokens: "
             "add them with tokenizer.additional_special_tokens, or set data.chat.template to one that fits"
         )
     if manifest.eos_id is not None and manifest.eos_id == manifest.pad_id:
         yield (
-            f"the end token {end} is the padding token, too: harmless here, where padding is never learned; programs "
-            "that mask padding by its id would never teach a model to stop"
+            f"the EOS token {end} is also the padding token. Bloomery masks padding by position; programs that mask "
+            "it by its id never train on EOS, and their models do not stop"
         )
 
 
 @dataclass(frozen=True)
 class Preview:
-    """A document as training sees it. `pieces` are its tokens as text, `ids` the same as numbers, and `loss_mask` says
-    which of them are learned (None: all). `role`: what an answer is in its pair. `bad_row`: why there are none. `kind`:
-    what it is, where a run learns from several.
+    """A document as training reads it. `pieces`: its tokens as text, `ids` as numbers; `loss_mask`: those trained on
+    (None: all). `role`: chosen, rejected, desirable or undesirable. `bad_row`: why it has no tokens. `kind`: text or
+    conversation, where a run has both.
     """
 
     source: str
     split: str
     ids: list[int]
     pieces: list[str]
-    rows: int  # how many rows it touches at least; 0: it is left out
-    cut: int  # tokens that no row holds
+    sequences: int  # the fewest that hold it; 0: it is left out
+    cut: int  # tokens in no sequence
     loss_mask: list[bool] | None = None
     role: str = ""
     bad_row: str = ""
@@ -289,8 +291,8 @@ class Preview:
 
 
 def preview(work: Preparation, count: int, *, sequence_length: int, layout: Layout) -> Iterator[Preview]:
-    """The first `count` documents, of several sources some of each. The tokenizer is trained and kept when it is not
-    there yet; nothing else is written.
+    """The first `count` documents, some of each source. Trains and saves the tokenizer when it does not exist yet;
+    writes nothing else.
     """
     splitter, tokenizer = work.begin()
     documents = work.first_documents(splitter, count)
@@ -301,11 +303,11 @@ def preview(work: Preparation, count: int, *, sequence_length: int, layout: Layo
     with work.rendering.renderer(tokenizer) as renderer:
         for name, document in documents:
             if kind_of(document) == "text":
-                seen = _plain(name, document, tokenizer, sequence_length, layout)
-                yield replace(seen, loss_mask=[True] * len(seen.ids), kind="text")
+                text = _plain(name, document, tokenizer, sequence_length, layout)
+                yield replace(text, loss_mask=[True] * len(text.ids), kind="text")
             else:
-                found = _structured(name, document, renderer, tokenizer, sequence_length)
-                yield from (replace(seen, kind="conversation" if mixed else "") for seen in found)
+                sides = _structured(name, document, renderer, tokenizer, sequence_length)
+                yield from (replace(side, kind="conversation" if mixed else "") for side in sides)
 
 
 def _plain(name: str, document: Document, tokenizer: Tokenizer, sequence_length: int, layout: Layout) -> Preview:
@@ -316,15 +318,15 @@ def _plain(name: str, document: Document, tokenizer: Tokenizer, sequence_length:
         end = [] if tokenizer.eos_id in (None, tokenizer.bos_id) else [tokenizer.eos_id]
         ids = [*begin, *tokenizer.encode(document.text), *[index for index in end if index is not None]]
     cut = max(len(ids) - 1 - sequence_length, 0) if layout == "padded" else 0
-    rows = 1 if layout == "padded" else -(-len(ids) // sequence_length)
-    return Preview(document.source, name, ids, pieces(ids, tokenizer), rows, cut)
+    sequences = 1 if layout == "padded" else -(-len(ids) // sequence_length)
+    return Preview(document.source, name, ids, pieces(ids, tokenizer), sequences, cut)
 
 
 def _structured(
     name: str, document: Document, renderer: Renderer, tokenizer: Tokenizer, sequence_length: int
 ) -> Iterator[Preview]:
-    """Both answers of a pair; of a marked answer its own alone, as its twin is never learned. Of an example, or of
-    tokens whose maker has said which are learned.
+    """Both responses of a pair; for KTO only the example's own, as the response for the KL term is not trained on. Also
+    for pre-tokenized documents with a loss mask.
     """
     example, roles = document.example, [""]
     if example is None:
@@ -348,7 +350,7 @@ def _structured(
 
 
 def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:
-    """Each id as text; a character that several tokens share shows in the last of them."""
+    """Each id as text. A character of several tokens is at the last of them."""
     shown, start = [], 0
     for stop in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:stop])

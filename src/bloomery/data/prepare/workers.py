@@ -1,4 +1,4 @@
-"""Documents to ids on all cores, examples rendered where they are encoded, so that templates use all cores, too."""
+"""Encode documents in worker processes. They also format examples with the chat template."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -19,16 +19,16 @@ from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_HOURS = 1e6  # seconds: a batch takes as long as it takes, and a child that dies is noticed
+_HOURS = 1e6  # seconds: no time limit; a child that dies is noticed
 _Tag = TypeVar("_Tag")
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Ids of documents one after the other, and how many each has.
+    """Ids of documents, one after the other, and the length of each.
 
-    Of examples: an example has as many documents as answers, all of length 0 where `bad_rows` says, by the example's
-    number, why it has none; `loss_mask` is a byte a token.
+    An example has one document per response, of length 0 where `bad_rows`, by the example's number, has the reason.
+    `loss_mask`: one byte per token.
     """
 
     ids: Array
@@ -43,12 +43,12 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Rendering:
-    """How examples become tokens: the recipe's data.chat, and how many answers each has."""
+    """How examples are tokenized: the recipe's data.chat, and the responses per example."""
 
     template: str | None
     train_on: Literal["assistant", "all", "last"]
     responses: int
-    verbatim: bool = False  # of pretraining: texts stay texts
+    verbatim: bool = False  # for pretraining: texts are not formatted
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
         return Renderer(tokenizer, template=self.template, train_on=self.train_on, verbatim=self.verbatim)
@@ -56,8 +56,8 @@ class Rendering:
 
 @final
 class LocalEncoder:
-    """Encodes in this process. A text is [bos] + ids + [eos], eos left out where it is the bos; all of one among
-    examples is learned. To what a template writes nothing is added.
+    """Encodes in this process. A text is [bos] + ids + [eos], without eos where it equals bos; next to examples all of
+    it is trained on. Nothing is added to text that a template formatted.
     """
 
     def __init__(self, tokenizer: Tokenizer, rendering: Rendering | None) -> None:
@@ -111,8 +111,8 @@ class _ChildEncoder:
         asked = {"sizes": [len(part) for part in parts], "sources": sources}
         response = self._child.ask(asked, b"".join(parts), seconds=_HOURS)
         if isinstance(response, str):
-            raise UserError(f"a process that made tokens died (code {self._child.code})", where="prepare",
-                            fix="if memory ran out, set data.num_proc to a smaller number")  # fmt: skip
+            raise UserError(f"a tokenizing process died (code {self._child.code})", where="prepare",
+                            fix="if it was out of memory, set data.num_proc to a smaller number")  # fmt: skip
         if "refused" in response:
             problem, where, fix = response["refused"]
             raise UserError(problem, where=where or "prepare", fix=fix or "use another tokenizer file")
@@ -132,8 +132,8 @@ class _ChildEncoder:
 def encoders(
     folder: Path, tokenizer: Tokenizer, workers: int, rendering: Rendering | None = None
 ) -> Iterator[list[Encoder]]:
-    """`workers` processes that encode with the tokenizer in `folder`, or this process alone for 0 and 1; texts, or
-    with `rendering` examples.
+    """`workers` processes that encode with the tokenizer in `folder`; for 0 and 1 this process alone. `rendering`: for
+    examples.
     """
     with ExitStack() as stack:
         if workers <= 1:
@@ -146,7 +146,7 @@ def encoders(
 def encode_in_order(
     jobs: Iterable[tuple[_Tag, list[Document]]], using: list[Encoder]
 ) -> Iterator[tuple[_Tag, EncodedBatch]]:
-    """Every job's ids in the order of the jobs, whoever finishes first. At most two jobs an encoder are in flight."""
+    """The ids of every job, in the order of the jobs. At most two jobs per encoder are in flight."""
     if len(using) == 1:
         yield from ((tag, using[0].encode(documents)) for tag, documents in jobs)
         return
@@ -166,27 +166,27 @@ def encode_in_order(
 
 
 def count_workers(asked: int | str, bytes_of_text: float, *, rendered: bool = False) -> int:
-    """Processes for so much text, never more than there are cores: starting one costs as much as encoding some 10 MB,
-    or rendering 1 MB.
+    """Processes for a dataset of this size, at most one per core. Starting one costs as much as encoding about 10 MB or
+    rendering 1 MB.
     """
     each = 1_000_000 if rendered else 10_000_000
     return min(asked if isinstance(asked, int) else max(1, int(bytes_of_text) // each), cores())
 
 
 def cores() -> int:
-    """Of this machine, for this process."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def fewer_workers(asked: int | str) -> str | None:
-    """What to say of a recipe that asks for more processes than the machine has cores."""
+    """The warning for a recipe with more processes than the machine has cores."""
     if isinstance(asked, int) and asked > cores():
         return f"data.num_proc={asked:,} starts {cores():,} processes, as many as this machine has cores"
     return None
 
 
 def main() -> None:
-    """A child: documents in, ids out."""
+    """The worker process: reads documents, writes ids."""
     job = accept()
     rendering = None if job["rendering"] is None else Rendering(**job["rendering"])
     encoder = LocalEncoder(load_tokenizer(Path(job["folder"])), rendering)

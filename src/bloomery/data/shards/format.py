@@ -1,4 +1,4 @@
-"""Tokens on disk: a manifest, and memory-mapped files of ids that read as one array."""
+"""A prepared dataset on disk: a manifest and memory-mapped token files that read as one array."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -24,16 +24,16 @@ from bloomery.core.seals import (
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it beside the manifest
+JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it next to the manifest
 SplitName = Literal["train", "validation"]
 ShardKind = Literal["text", "chat", "pairs", "kto"]
-Texts = Literal["none", "prompts", "whole"]  # what texts rows hold: a prompt's and an answer's, or whole ones of pairs
+Texts = Literal["none", "prompts", "whole"]  # the rows have texts: prompt and response, or whole texts of pairs
 DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {
     "text": 1,
     "chat": 1,
     "pairs": 2,
     "kto": 2,
-}  # documents that belong together
+}  # a pair is two
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -50,19 +50,19 @@ class FileRecord(ManifestRecord):
 
 
 class SplitPart(ManifestRecord):
-    """What one source gave to a split; parts follow each other in the order of the recipe's sources."""
+    """The tokens of one source in a split. Parts are in the order of the recipe's sources."""
 
     tokens: int
     documents: int
     weight: float = 1.0
-    plain: bool = False  # text beside conversations: every token of it is learned
+    plain: bool = False  # plain text next to conversations: every token is trained on
 
 
 class SplitRecord(ManifestRecord):
-    """`bytes` counts the text (UTF-8); pre-tokenised documents have none.
+    """`bytes`: UTF-8 bytes of the text; 0 for pre-tokenized documents.
 
-    Of structured text also: `loss_mask`, a byte a token, in shards as the tokens; `first`, uint32 a document, the place
-    of its first learned token (its length: none is); `kto_labels`, a byte a document, of kto alone.
+    Conversations and pairs also have `loss_mask`, one byte per token, in shards like the tokens; `first`, a uint32 per
+    document, the place of its first loss token (its length: none); for kto `kto_labels`, one byte per document.
     """
 
     tokens: int
@@ -82,7 +82,7 @@ class SplitRecord(ManifestRecord):
 
 
 class SourceRecord(ManifestRecord):
-    """A source as it was read: `sha256` covers names, sizes and contents of its files."""
+    """A source at the time it was read. `sha256` covers names, sizes and contents of its files."""
 
     path: str
     files: int
@@ -91,10 +91,10 @@ class SourceRecord(ManifestRecord):
 
 
 class Manifest(ManifestRecord):
-    """What `prepare` made, written last. `identity` is the hash of the recipe's part that decides the tokens.
+    """The contents of a prepared folder, written last. `identity`: the hash of the recipe keys that decide the tokens.
 
-    `kind` pairs: documents 2i and 2i + 1 are the chosen and the rejected answer. kto: document 2i is the example and
-    2i + 1 the same prompt with the answer of another example.
+    `kind` pairs: documents 2i and 2i + 1 are the chosen and the rejected response. kto: document 2i is the example,
+    2i + 1 the same prompt with the response of another example, for the KL term.
     """
 
     format: int = FORMAT
@@ -114,14 +114,14 @@ class Manifest(ManifestRecord):
     skipped: int = 0
     first_skipped: str = ""
     empty: int = 0
-    held_back: int = 0  # train documents left out because the validation source holds them too
+    held_back: int = 0  # train documents left out, as they are also in the validation set
     kind: ShardKind = "text"
-    formats: tuple[str, ...] = ()  # of structured text: what its rows were read as
-    padding: int | None = None  # tokens of others that were padding and left out; None: an older version kept them
-    turns: bool = False  # a chat template wrote it, from turns; else it is text as it stands
-    template: str = ""  # that template, in words
+    formats: tuple[str, ...] = ()  # of the rows of conversations and pairs
+    padding: int | None = None  # padding left out of pre-tokenized documents; None: an older version kept it
+    turns: bool = False  # formatted with a chat template
+    template: str = ""  # the name of that template
     texts: Texts = "none"
-    snapshot: FileRecord | None = None  # what the sources were, for the next `prepare`
+    snapshot: FileRecord | None = None  # sizes and checksums of the source files, for the next `prepare`
     files: tuple[FileRecord, ...] = ()  # every other file: the tokenizer's
     sha256: str = ""  # of this manifest
 
@@ -133,25 +133,25 @@ class Manifest(ManifestRecord):
 
     @property
     def tokens_digest(self) -> str:
-        """Of all that training reads, whenever and from whichever place the text was read."""
+        """The digest of all that training reads. The date and the place of the source files do not change it."""
         records = [record for split in (self.train, self.validation) for record in split.files] + [*self.files]
         return digest_of("".join(record.model_dump_json() for record in records).encode())
 
     @property
     def mixed(self) -> bool:
-        """Whether text stands beside conversations."""
+        """Whether plain text is next to conversations."""
         return any(part.plain for part in self.train.parts)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Seals the folder: files that it holds now are listed, and one that is added later is refused."""
+    """List every file of the folder. `read_manifest` refuses a file that is added later."""
     listed = {record.name for split in (manifest.train, manifest.validation) for record in split.files}
     listed |= {MANIFEST, JOURNAL, *([manifest.snapshot.name] if manifest.snapshot else [])}
-    found = []
+    files = list[FileRecord]()
     while (path := added_to(folder, listed)) is not None:
-        found.append(file_record(path))
+        files.append(file_record(path))
         listed.add(path.name)
-    manifest = manifest.model_copy(update={"files": tuple(found)})
+    manifest = manifest.model_copy(update={"files": tuple(files)})
     body = manifest.model_dump(mode="json", exclude={"sha256"})
     write_durably(folder / MANIFEST, stamped(body))
     return manifest.model_copy(update={"sha256": stamp_of(body)})
@@ -163,11 +163,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise UserError("holds no prepared text", where=str(folder), fix="run: bloomery prepare RECIPE")
+        raise UserError("the folder has no prepared dataset", where=str(folder), fix="run: bloomery prepare RECIPE")
     try:
         manifest = Manifest.model_validate(unstamped(path))
     except (OSError, ValueError) as error:
-        problem = "is damaged, or was written by another version"
+        problem = "the manifest is damaged, or another version wrote it"
         raise UserError(problem, where=str(path), fix=prepare_again(folder)) from error
     records = [record for split in (manifest.train, manifest.validation) for record in split.files]
     listed = [*records, *manifest.files, *([manifest.snapshot] if manifest.snapshot else [])]
@@ -178,12 +178,12 @@ def read_manifest(folder: Path) -> Manifest:
     stray = added_to(folder, {MANIFEST, JOURNAL, *(record.name for record in listed)})
     if stray is not None:
         fix = f"move it elsewhere, or {prepare_again(folder)}"
-        raise UserError("the file was added to a prepared folder, and might be read", where=str(stray), fix=fix)
+        raise UserError("the file was added to a prepared folder", where=str(stray), fix=fix)
     return manifest
 
 
 def prepare_again(folder: Path) -> str:
-    """The remedy for prepared text that is not as it was written."""
+    """The fix for a prepared dataset that changed after it was written."""
     return f"delete {folder} and prepare again"
 
 
@@ -193,12 +193,12 @@ def file_record(path: Path) -> FileRecord:
 
 
 def check_record(folder: Path, record: FileRecord) -> None:
-    """Raises UserError when a file is not as it was written."""
+    """Raises UserError when a file changed after it was written."""
     check_file(folder / record.name, record.bytes, record.blocks, fix=prepare_again(folder))
 
 
 def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, float], None]) -> None:
-    """All of what is else checked as it is read. `report`: bytes done and in all. Raises UserError."""
+    """Check all shards at once, which reading checks block by block. `report`: bytes done, total. Raises UserError."""
     records = [record for split in (manifest.train, manifest.validation) for record in split.files]
     total, done = sum(record.bytes for record in records), 0
 
@@ -216,13 +216,13 @@ def _check_size(folder: Path, record: FileRecord) -> None:
     path = folder / record.name
     size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
     if size != record.bytes:
-        problem = "is missing" if size < 0 else f"has {size:,} bytes where the manifest says {record.bytes:,}"
+        problem = "is missing" if size < 0 else f"has {size:,} bytes instead of the {record.bytes:,} in the manifest"
         raise UserError(problem, where=str(path), fix=prepare_again(folder))
 
 
 @final
 class Tokens:
-    """The ids of a split as one array, read by slice; nothing but the slice is held in memory.
+    """The ids of a split as one array, read by slice. Only the slice is in memory.
 
     Raises UserError for a slice of a damaged block.
     """
@@ -253,7 +253,7 @@ class Tokens:
 
 
 def _column(folder: Path, file: FileRecord, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """A file that is small beside the shards, checked whole. An empty one cannot be mapped."""
+    """A file that is small compared with the shards, checked whole. An empty one cannot be memory-mapped."""
     check_record(folder, file)
     path = folder / file.name
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
@@ -261,9 +261,9 @@ def _column(folder: Path, file: FileRecord, dtype: str) -> np.ndarray[Any, np.dt
 
 @final
 class Split:
-    """Documents of a split. `bounds` is uint64 [documents + 1]: where each begins, and where the last ends.
+    """Documents of a split. `bounds`, uint64 [documents + 1]: where each begins, and where the last ends.
 
-    `loss_mask`, `first` and `kto_labels` are those of SplitRecord, None where it has none.
+    `loss_mask`, `first` and `kto_labels`: see SplitRecord; None where it has none.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, name: SplitName) -> None:
@@ -293,12 +293,12 @@ class Split:
         return starts
 
     def is_plain(self, index: int) -> bool:
-        """Whether a document is text beside conversations."""
+        """Whether a document is plain text next to conversations."""
         return any(first <= index < last for first, last in self._plain)
 
     @cached_property
     def _plain(self) -> list[tuple[int, int]]:
-        """Documents [first, last) of each source that is."""
+        """Documents [first, last) of each such source."""
         ends = zip(self.record.parts, self.part_starts, self.part_starts[1:], strict=False)
         return [(first, last) for part, (_, first), (_, last) in ends if part.plain]
 

@@ -1,4 +1,4 @@
-"""Writes a split's shards so that they can be cut back to what the journal vouches for."""
+"""Writes the shards of a split. After a kill they are cut back to the state in the journal."""
 
 import os
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from bloomery.data.shards.format import FileRecord, ShardKind, SplitName, SplitP
 
 
 class SplitProgress(BaseModel):
-    """What of a split is safely on disk; `parts` are (tokens, documents) of each source begun so far."""
+    """The part of a split that is safely on disk. `parts`: (tokens, documents) of each source begun so far."""
 
     bytes: int = 0
     loss_tokens: int = 0
@@ -31,16 +31,17 @@ class SplitProgress(BaseModel):
 
 @dataclass(frozen=True)
 class Structure:
-    """What stands beside the tokens of structured text: see SplitRecord. `kto_labels` are of kto alone."""
+    """Loss mask and labels of conversations and pairs, next to their tokens: see SplitRecord."""
 
-    loss_mask: np.ndarray[Any, np.dtype[np.uint8]]  # a token
-    kto_labels: np.ndarray[Any, np.dtype[np.uint8]]  # a document
+    loss_mask: np.ndarray[Any, np.dtype[np.uint8]]  # one per token
+    kto_labels: np.ndarray[Any, np.dtype[np.uint8]]  # one per document, for kto
 
 
 @final
 class SplitWriter:
     """Appends documents to `<name>-00000.bin`, ... and their starts to `<name>-documents.bin`. Every shard but the
-    last is full. Structured text has `<name>-loss-mask-00000.bin`, ..., `<name>-first.bin`, `<name>-kto-labels.bin`.
+    last is full. Conversations and pairs also have `<name>-loss-mask-00000.bin`, ..., `<name>-first.bin` and, for kto,
+    `<name>-kto-labels.bin`.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class SplitWriter:
         return self._folder / f"{self._name}-{column}.bin"
 
     def cut_back(self, progress: SplitProgress) -> None:
-        """Forgets what was written after `progress`. Raises Lost when the disk holds less than that."""
+        """Remove all that was written after `progress`. Raises Lost when the disk has less than that."""
         self.close()
         self.progress = progress.model_copy(deep=True)
         self._tokens, self._documents = progress.tokens, progress.documents
@@ -89,7 +90,7 @@ class SplitWriter:
             number += 1
 
     def begin_part(self) -> None:
-        """What follows comes from the next source."""
+        """Begin the next source."""
         self.progress.parts.append((0, 0))
 
     def add(
@@ -99,7 +100,7 @@ class SplitWriter:
         text_bytes: int,
         structure: Structure | None = None,
     ) -> None:
-        """Documents one after the other in `ids`."""
+        """Append documents, whose tokens follow each other in `ids`."""
         starts = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
         columns = {"documents": starts + np.uint64(self._tokens)}
         if structure is not None:
@@ -133,7 +134,7 @@ class SplitWriter:
             left = left[self._files[path].write(left) :]
 
     def sync(self) -> SplitProgress:
-        """Everything added so far is on disk afterwards."""
+        """Flush everything added so far to disk."""
         for file in self._files.values():
             os.fsync(file.fileno())
         full = self._tokens // self._shard_tokens
@@ -143,18 +144,19 @@ class SplitWriter:
         return self.progress.model_copy(deep=True)
 
     def close(self) -> None:
-        """Closes without a promise that what was added is on disk."""
+        """Close without flushing to disk."""
         while self._files:
             self._files.popitem()[1].close()
 
     def finish(self, weights: list[float], plain: Collection[int] = ()) -> SplitRecord:
-        """Writes where the last document ends, and returns the split's record with the checksum of every file.
-        `plain`: numbers of the sources that are text beside conversations.
+        """Write where the last document ends; return the split's record with the checksum of every file. `plain`:
+        numbers of the sources that are plain text next to conversations.
         """
         self._write(self._column_path("documents"), np.uint64(self._tokens).tobytes())
         self.sync()
         self.close()
-        columns = {name: file_record(self._column_path(name)) for name in self._columns if self._made(name)}
+        paths = {name: self._column_path(name) for name in self._columns}  # a column of no document has no file
+        columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
         shards = {what: self._finish_shards(what) for what in self._sharded}
         begun = enumerate(zip(self.progress.parts, weights, strict=True))
         parts = [SplitPart(tokens=t, documents=d, weight=w, plain=number in plain) for number, ((t, d), w) in begun]
@@ -171,10 +173,6 @@ class SplitWriter:
             kto_labels=columns.get("kto-labels"),
         )
 
-    def _made(self, column: str) -> bool:
-        """A column of no document has no file."""
-        return self._column_path(column).exists()
-
     def _finish_shards(self, what: str) -> tuple[FileRecord, ...]:
         paths = [self._shard_path(number, what) for number in range(-(-self._tokens // self._shard_tokens))]
         spare = self._shard_path(len(paths), what)
@@ -188,31 +186,31 @@ def first_loss_tokens(
     starts: np.ndarray[Any, np.dtype[np.uint64]],
     lengths: np.ndarray[Any, np.dtype[np.uint64]],
 ) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Place in each document of its first learned token, its length where there is none. The token that begins a
-    document is no label of anything.
+    """The place in each document of its first loss token; the document's length where it has none. The first token of a
+    document is not a label.
     """
     places = np.flatnonzero(loss_mask).astype(np.int64)
     begins, sizes = starts.astype(np.int64), lengths.astype(np.int64)
     index = np.searchsorted(places, begins + 1)
-    found = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins
-    first: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(found, sizes).astype(np.uint32)
+    after = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins
+    first: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(after, sizes).astype(np.uint32)
     return first
 
 
 def open_to_append(path: Path) -> FileIO:
-    """Unbuffered: what `write` returned from is with the kernel, and closing after a full disk has nothing to write."""
+    """Unbuffered: after `write` the kernel has the bytes, and closing after a full disk has nothing left to write."""
     return path.open("ab", buffering=0)
 
 
 class Lost(Exception):
-    """A file is shorter than the journal says."""
+    """A file is shorter than in the journal."""
 
 
 def _cut(path: Path, size: int) -> None:
-    found = path.stat().st_size if path.exists() else 0
-    if found < size:
+    present = path.stat().st_size if path.exists() else 0
+    if present < size:
         raise Lost(path)
     if size == 0:
         path.unlink(missing_ok=True)
-    elif found > size:
+    elif present > size:
         os.truncate(path, size)

@@ -1,4 +1,4 @@
-"""Questions and answers mined from the standard library: what a docstring promises, and the source that keeps it."""
+"""Prompts and responses from Python's standard library: a docstring's first sentence, and the function's source."""
 
 import ast
 import functools
@@ -47,27 +47,29 @@ _PHRASES = (
 
 @dataclass(frozen=True)
 class StdlibFunction:
-    """A function of the library: where it stands, what is asked for it, and its source without the docstring."""
+    """A function of the library: its place, the prompt for it, and its source without the docstring."""
 
     source: str
-    asked: tuple[Message, ...]
+    prompt: tuple[Message, ...]
     response: str
 
 
 def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
-    """One question and its answer each."""
+    """One prompt and response per function."""
     for function in _functions(files):
-        yield Example(function.source, "chat", (), (function.asked + _response(function.response),))
+        yield Example(function.source, "chat", (), (function.prompt + _response(function.response),))
 
 
 def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
-    """Each question with its own answer and, as the rejected one, the same lines from the last to the first where
-    Python cannot read that: as long, of the same words, and wrong. Small models learn to tell them apart.
+    """Each prompt with its response and, as the rejected one, the same lines in reverse order where that is no valid
+    Python: as long, of the same words, and wrong. Small models can be trained to distinguish them.
     """
     for function in _functions(files):
         backwards = "\n".join(reversed(function.response.splitlines()))
         if not _is_python(backwards):
-            yield Example(function.source, "pair", function.asked, (_response(function.response), _response(backwards)))
+            yield Example(
+                function.source, "pair", function.prompt, (_response(function.response), _response(backwards))
+            )
 
 
 def _response(response: str) -> tuple[Message, ...]:
@@ -76,10 +78,10 @@ def _response(response: str) -> tuple[Message, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _functions(files: tuple[SourceFile, ...]) -> list[StdlibFunction]:
-    """Functions in the order of the files; a question or an answer that came before is left out. A file that is no
-    Python of this version has none.
+    """Functions in the order of the files, without repeated prompts and responses. A file that is no valid Python of
+    this version has none.
     """
-    asked, answered, found = set[str](), set[str](), list[StdlibFunction]()
+    prompts, responses, found = set[str](), set[str](), list[StdlibFunction]()
     for file in files:
         try:
             text = file.path.read_bytes().decode("utf-8")
@@ -91,9 +93,9 @@ def _functions(files: tuple[SourceFile, ...]) -> list[StdlibFunction]:
         for node in sorted(functions, key=lambda node: node.lineno):
             does = _summary(ast.get_docstring(node) or "")
             response = _response_of(node, lines) if does else None
-            if does and response and does.lower() not in asked and response not in answered:
-                asked.add(does.lower())
-                answered.add(response)
+            if does and response and does.lower() not in prompts and response not in responses:
+                prompts.add(does.lower())
+                responses.add(response)
                 found.append(
                     StdlibFunction(f"{file.name}:{node.lineno}", (Message("user", _prompt(node, does)),), response)
                 )
@@ -119,7 +121,7 @@ def _third_person(verb: str) -> str:
 
 
 def _response_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
-    """Its source without the docstring, at the left margin; None when little or too much is left."""
+    """The source without the docstring, dedented; None when it is empty or too long."""
     docstring, *body = node.body
     begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     if not body or docstring.end_lineno is None or node.end_lineno is None or body[0].lineno <= docstring.end_lineno:
@@ -128,7 +130,7 @@ def _response_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str])
     response = textwrap.dedent("".join(kept)).strip()
     if docstring.lineno == node.lineno or len(response) > MAX_ANSWER or not response.isascii():
         return None
-    return response if _is_python(response) else None  # a text inside it may have begun left of its code
+    return response if _is_python(response) else None  # dedenting may have changed a string in it
 
 
 def _is_python(text: str) -> bool:
@@ -151,7 +153,7 @@ _LEFT_OUT = {"encodings", "pydoc_data", "test", "tests", "idle_test", "site-pack
 
 
 def stdlib_files() -> list[SourceFile]:
-    """The standard library's .py files, sorted. Raises UserError on an interpreter that ships none (a frozen one)."""
+    """The standard library's .py files, sorted. Raises UserError for an interpreter without them (a frozen one)."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, folders, files in os.walk(root):
@@ -160,11 +162,13 @@ def stdlib_files() -> list[SourceFile]:
     names = sorted(path.relative_to(root).as_posix() for path in found)
     if not names:
         raise UserError(
-            "this Python ships no source of its library", where=str(root), fix="set data.path to text of your own"
+            "this Python has no source files of its standard library",
+            where=str(root),
+            fix="set data.path to your own dataset",
         )
     return [SourceFile(root / name, name, "code") for name in names]
 
 
 def identity() -> str:
-    """What decides the text: another Python, another corpus."""
+    """Implementation, version and folder of this Python, which decide the dataset."""
     return f"{platform.python_implementation()} {platform.python_version()} in {sysconfig.get_paths()['stdlib']}"

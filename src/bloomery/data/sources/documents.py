@@ -1,4 +1,4 @@
-"""Files of many formats to a stream of documents, in constant memory."""
+"""Read files of all formats as a stream of documents, in constant memory."""
 
 import gzip
 import zlib
@@ -15,7 +15,7 @@ from bloomery.data.chat.formats import (
     ROW_FORMATS,
     RequiredFormat,
     columns_of_examples,
-    documents_wanted,
+    documents_of,
     format_of_row,
     refuse_text,
     refuse_unknown_roles,
@@ -27,20 +27,20 @@ from bloomery.data.sources.readers import JSON_KINDS, READERS, BadRow, Value, co
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
-_IGNORED = -100  # torch's and transformers' label that is not learned
+_IGNORED = -100  # the label that torch and transformers mask
 _AGAIN = "copy or download it again"
 _REACH = "check its owner, its permissions and the disk"
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
-MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # labels are -100 where nothing is learned
+MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # a label of -100 is masked
 ATTENTION = "attention_mask"  # 0 for padding
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text or example, or tokens that somebody else made, and where it stood ("file.jsonl:17").
+    """A text, an example or pre-tokenized tokens, and its place ("file.jsonl:17").
 
-    `loss_mask` says which of the tokens are, where their maker has said so. `padding`: how many more tokens there were
-    that its attention mask leaves out; None without one.
+    `loss_mask`: the tokens to train on, where the row has a mask. `padding`: the number of tokens removed by its
+    attention mask; None without one.
     """
 
     source: str
@@ -59,19 +59,19 @@ class Document:
 
     @cached_property
     def wire(self) -> bytes:
-        """The content as it is hashed, and as it travels to the process that encodes it."""
+        """The content as bytes, for the hash and the worker process."""
         return (self.content if isinstance(self.content, str) else to_wire(self.content)).encode()
 
 
 @dataclass
 class ReadStats:
-    """What a reader has met so far."""
+    """Counters of a reader."""
 
     skipped: int = 0
     first_skipped: str = ""
-    bytes_read: int = 0  # sizes of the files that are behind it
-    formats: set[str] = field(default_factory=set)  # of structured rows
-    padding: int = 0  # tokens that were left out
+    bytes_read: int = 0  # sizes of the files that are read
+    formats: set[str] = field(default_factory=set)  # of conversations and pairs
+    padding: int = 0  # padding tokens left out
 
     def skip(self, bad_row: BadRow) -> None:
         self.skipped += 1
@@ -80,20 +80,20 @@ class ReadStats:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The files of one source and how its rows are read."""
+    """The files of one source and the format of its rows."""
 
     path: str
     files: tuple[SourceFile, ...]
     columns: dict[str, str] = field(default_factory=dict)
     weight: float = 1.0
-    format: str = "auto"  # what the recipe says
+    format: str = "auto"  # the recipe's data.format
     required_format: RequiredFormat = "text"
     builtin: str | None = None
-    split: str | None = None  # of a data set, other than train
+    split: str | None = None  # a split other than train
 
     @property
     def tokens(self) -> bool:
-        """Whether the recipe says that it holds tokens."""
+        """Whether the recipe sets format: tokens."""
         return self.format == "tokens"
 
     @property
@@ -102,17 +102,17 @@ class Dataset:
 
     @property
     def text_bytes(self) -> float:
-        """About what of the files is learned."""
+        """The approximate bytes of the files that become documents."""
         return self.bytes * builtin.SHARES.get(self.builtin or "", 1.0)
 
 
 def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[Dataset]:
-    """What the data section means on this machine, read for what an objective wants. Raises UserError when it names
-    nothing, too much, or files that are not there.
+    """The datasets of the data section, for an objective's required format. Raises UserError when it names none, too
+    many, or missing files.
     """
     given = [name for name in ("path", "builtin", "sources") if getattr(data, name)]
     if len(given) != 1:
-        problem = "names no text" if not given else f"names {' and '.join(given)}, which exclude each other"
+        problem = "names no dataset" if not given else f"names {' and '.join(given)}, which exclude each other"
         fix = "set one of data.path, data.sources and data.builtin"
         raise UserError(f"the recipe {problem}", where="data", fix=fix)
     if data.builtin:
@@ -125,16 +125,16 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
 
 
 def sources_of(data: Data) -> list[Source]:
-    """The recipe's sources; the one of data.path is as they are."""
+    """The recipe's sources; data.path is one source."""
     whole = Source(path=data.path or "", glob=data.glob, format=data.format, columns=data.columns)
     return [] if data.builtin else data.sources or [whole]
 
 
 def open_dataset(source: Source, required_format: RequiredFormat = "text", *, split: str | None = None) -> Dataset:
-    """Raises UserError as `open_datasets` does. `split`: one of its data set's other splits than train."""
+    """Raises UserError as `open_datasets` does. `split`: a split other than train."""
     if source.format in FORMATS and required_format == "text":
-        problem = f"rows of format {source.format} are no plain text"
-        raise UserError(problem, where="data.format", fix="use text, code, jsonl, ...")
+        problem = f"format {source.format} is not plain text"
+        raise UserError(problem, where="data.format", fix="set data.format to text, code, jsonl, ...")
     refuse_unknown_roles(source)
     rows = required_format in ROW_FORMATS
     files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
@@ -143,26 +143,26 @@ def open_dataset(source: Source, required_format: RequiredFormat = "text", *, sp
 
 
 def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iterator[Document]:
-    """Every document in the order of the files. A row that cannot be read raises UserError, or is counted in `stats`
-    with on_error "skip".
+    """Every document in the order of the files. Raises UserError for a row that cannot be read; with on_error "skip"
+    counts it in `stats`.
     """
     if dataset.builtin in ("stdlib-chat", "stdlib-pairs"):
         stats.formats.add(dataset.path)
         for example in (builtin.pairs if dataset.builtin == "stdlib-pairs" else builtin.conversations)(dataset.files):
-            for wanted in documents_wanted(example, dataset.required_format):
-                yield Document(wanted.source, wanted)
+            for one in documents_of(example, dataset.required_format):
+                yield Document(one.source, one)
         stats.bytes_read += dataset.bytes
         return
     for file in dataset.files:
-        for found in _read_file(file, dataset, stats):
-            if isinstance(found, Document):
-                if found.example is None and dataset.required_format in ("pairs", "kto"):
-                    raise refuse_text(dataset.required_format, found.source)
-                yield found
+        for document in _read_file(file, dataset, stats):
+            if isinstance(document, Document):
+                if document.example is None and dataset.required_format in ("pairs", "kto"):
+                    raise refuse_text(dataset.required_format, document.source)
+                yield document
             elif on_error == "skip":
-                stats.skip(found)
+                stats.skip(document)
             else:
-                raise found.error()
+                raise document.error()
         stats.bytes_read += file.path.stat().st_size
 
 
@@ -199,7 +199,7 @@ _Read = Callable[[Value | BadRow], Iterator[Document | BadRow]]
 def _typed_reader(
     file: SourceFile, dataset: Dataset, types: dict[str, str], stats: ReadStats
 ) -> tuple[_Read, list[str] | None]:
-    """How rows of the file are read, and the columns that this takes."""
+    """The reader of the file's rows, and the columns that it needs."""
     columns = None if dataset.required_format == "text" else columns_of_examples(dataset.columns, types)
     first = next(READERS[file.format](file.path, file.shown, columns), None) if columns else None
     found = _format_of(first, dataset, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
@@ -237,7 +237,7 @@ def _reader(first: Value | BadRow, dataset: Dataset, stats: ReadStats) -> _Read:
 
 
 def _has_text(row: object) -> bool:
-    """Whether it has a column that is usually the text."""
+    """Whether it has a usual text column."""
     return isinstance(row, dict) and any(isinstance(row.get(name), str) for name in TEXT_COLUMNS)
 
 
@@ -258,16 +258,14 @@ def _examples(format: str, columns: dict[str, str], dataset: Dataset, stats: Rea
         if isinstance(found, BadRow):
             yield found
             return
-        for example in documents_wanted(found, dataset.required_format):
+        for example in documents_of(found, dataset.required_format):
             yield Document(example.source, example)
 
     return read
 
 
 def _mask_columns(role: str, types: dict[str, str], dataset: Dataset, stats: ReadStats) -> list[str]:
-    """Of tokens: the column that says which are padding, and the one that says which are trained on, where answers
-    are. Pretraining trains on all of them.
-    """
+    """The columns of the attention mask and, for fine-tuning, the loss mask of pre-tokenized rows."""
     if role != "tokens":
         return []
     flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]]
@@ -279,7 +277,7 @@ def _mask_columns(role: str, types: dict[str, str], dataset: Dataset, stats: Rea
 
 
 def _choose(kinds: dict[str, str], present: Collection[str], dataset: Dataset, where: str) -> tuple[str, str]:
-    """Role and name of the column that is learned: what the recipe says, else a usual name, else the only text."""
+    """Role and name of the column to train on: the recipe's, else a usual name, else the only text."""
     for role, column in ((role, name) for role, name in dataset.columns.items() if role in ("text", "tokens")):
         if column not in present:
             raise _no_column(f"has no column {column!r}", present, where)
@@ -294,12 +292,12 @@ def _choose(kinds: dict[str, str], present: Collection[str], dataset: Dataset, w
     if len(names["text"]) == 1 and not dataset.tokens:
         return "text", names["text"][0]
     meant = (
-        "tokens" if dataset.tokens else "text" if dataset.required_format in ("text", "any") else "text or an answer"
+        "tokens" if dataset.tokens else "text" if dataset.required_format in ("text", "any") else "text or a response"
     )
     column = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(dataset.required_format, "text")
-    refused = _no_column(f"has no column that is plainly the {meant}", present, where, column)
+    refused = _no_column(f"has no column with a usual name for the {meant}", present, where, column)
     if any(name not in present for name in dataset.columns.values()):
-        fix = "set data.columns={}: it maps other data"
+        fix = "set data.columns={}: it maps another dataset"
         raise UserError(refused.problem, where=refused.where, fix=fix)
     raise refused
 
@@ -332,7 +330,7 @@ def _document(value: Value | BadRow, role: str, column: str, masks: Sequence[str
             size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
             return BadRow(where, f"has {size} where {column} has {len(ids):,} tokens")
         if not all(isinstance(flag, int) for flag in flags):
-            return BadRow(where, "holds what is neither a number nor true or false")
+            return BadRow(where, "has entries that are neither a number nor true or false")
         if mask == ATTENTION:
             attended = [bool(flag) for flag in flags]
         else:
@@ -342,7 +340,7 @@ def _document(value: Value | BadRow, role: str, column: str, masks: Sequence[str
 
 
 def _kept(document: Document, flags: Sequence[bool]) -> Document:
-    """Without the tokens whose flag is false, and knowing how many those were."""
+    """The document without the tokens whose flag is false."""
     assert document.tokens is not None
     tokens, loss_mask = tuple(compress(document.tokens, flags)), document.loss_mask
     flagged = None if loss_mask is None else tuple(compress(loss_mask, flags))
@@ -350,8 +348,8 @@ def _kept(document: Document, flags: Sequence[bool]) -> Document:
 
 
 def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | None]) -> Document:
-    """A document of tokens without padding: what its attention mask leaves out, and without a mask the runs of the
-    padding token at either end. Of a padding token that also begins or ends texts (`ends`) one stays in each run.
+    """A pre-tokenized document without padding. Without an attention mask, runs of the padding token at both ends are
+    removed; of a padding token that is also BOS or EOS (`ends`) one stays in each run.
     """
     tokens = document.tokens
     if tokens is None or document.padding is not None or pad_id is None or pad_id not in (tokens[:1] + tokens[-1:]):
@@ -364,8 +362,8 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
 
 
 def peek(source: Source) -> tuple[str, dict[str, str]] | None:
-    """The format of a source's first row and its columns, where examples are wanted; None: it is text or tokens, or
-    cannot be read, of which who reads it tells more. Raises UserError where there are no files.
+    """The format and columns of a source's first row; None for text, tokens and rows that cannot be read. Raises
+    UserError without files.
     """
     import pyarrow as pa
 
@@ -381,15 +379,13 @@ def peek(source: Source) -> tuple[str, dict[str, str]] | None:
 
 
 def describe_columns(columns: dict[str, str]) -> str:
-    """ "question is the instruction, answer the output"."""
+    """ "a is the instruction, b the output"."""
     first, *rest = (f"{name} is the {role}" for role, name in columns.items())
     return ", ".join([first, *(words.replace(" is the ", " the ") for words in rest)])
 
 
 def read_file(path: Path) -> str:
-    """One whole text file, for prompts and examinations. Raises UserError when it is no UTF-8 text of a size that
-    fits.
-    """
+    """One whole text file, for prompts and evaluation. Raises UserError when it is not UTF-8 or too large."""
     file = SourceFile(path, path.name, "code")
     with open_bytes(path):
         pass

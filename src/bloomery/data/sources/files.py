@@ -1,4 +1,4 @@
-"""Which files a source means, in an order that no file system decides, and what format each has."""
+"""The files of a source, sorted by name on every file system, and the format of each."""
 
 import fnmatch
 import json
@@ -19,14 +19,14 @@ from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 
 DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}  # data or configuration: it depends on what lies beside them
+TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}  # data or configuration, depending on the other files
 TEXT = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text"}
 CODE_SUFFIXES = """
 asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h hip hpp hs html java jl js jsx kt lisp
 lua m ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql sv swift tf ts tsx v vhd vue zig zsh
 """
 CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
-_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how the Hub's data sets number the files of a split
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how datasets of the Hub number the files of a split
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")  # splits to evaluate on while training, the likeliest first
 _EVALUATION = {*_VALIDATION, "test"}
 _DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
@@ -34,29 +34,29 @@ _DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file of a source. `name`: its path below the source's own; `found`: from the working folder, or of a data set
-    of the Hub, where a person finds it.
+    """One file of a source. `name`: its path below the source; `shown_path`: its path below the working folder, or its
+    Hub id.
     """
 
     path: Path
     name: str
     format: str
-    found: str | None = None
+    shown_path: str | None = None
 
     @property
     def shown(self) -> str:
-        """What messages call it: one line of plain text, whatever its name is made of."""
-        return one_line(self.found or self.name)
+        """The name in messages: one line of printable text."""
+        return one_line(self.shown_path or self.name)
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that tells the format, without a compression's."""
+    """The suffix of the format, without that of the compression."""
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
 
 
 def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
-    """Sorted by name. Raises UserError when there are none, naming what lies there instead, and for what may not be
-    read. `rows`: conversations and pairs are looked for, so that tables come before texts that only describe them.
+    """Sorted by name. Raises UserError without files, naming the files of other formats, and for unreadable ones.
+    `rows`: for conversations and pairs; tables come before texts that describe them.
     """
     try:
         return _listed(source, rows=rows)
@@ -64,25 +64,25 @@ def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
         problem, fix = f"cannot be read: {error.strerror}", "check its owner, its permissions and the disk"
         raise UserError(problem, where=str(error.filename or source.path), fix=fix) from error
     except UnicodeEncodeError as error:
-        problem, fix = "this locale has no bytes for the letters of the name", "set LANG=C.UTF-8"
+        problem, fix = "the locale cannot encode this name", "set LANG=C.UTF-8"
         raise UserError(problem, where=f"data.path: {source.path}", fix=fix) from error
 
 
 def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     root = data_place(source.path)
     if not root.exists() and source.path.startswith(PREFIX):
-        fix = f"`bloomery download {source.path.removeprefix(PREFIX)} --dataset` fetches it"
-        raise UserError("the data set has not been downloaded", where=f"data.path: {source.path}", fix=fix)
+        fix = f"bloomery download {source.path.removeprefix(PREFIX)} --dataset"
+        raise UserError("the dataset is not downloaded", where=f"data.path: {source.path}", fix=fix)
     if not root.exists():
-        raise UserError("there is no such file or folder", where=f"data.path: {source.path}", fix=_near(root))
+        raise UserError("no such file or folder", where=f"data.path: {source.path}", fix=_near(root))
     if not root.is_file() and not root.is_dir():
-        fix = "name a file or a folder of files"
+        fix = "set data.path to a file or a folder of files"
         raise UserError("is neither a file nor a folder", where=f"data.path: {source.path}", fix=fix)
     shown = _shown(source.path, root)
     if root.is_file():
         return [SourceFile(root, root.name, _format(root, source.format), str(shown))]
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
-        return [replace(file, found=str(shown / file.path.relative_to(root))) for file in _saved_dataset(root)]
+        return [replace(file, shown_path=str(shown / file.path.relative_to(root))) for file in _saved_dataset(root)]
     found = sorted(_walk(root, source.glob))
     chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
     if not chosen:
@@ -91,35 +91,35 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     return [SourceFile(root / name, name, _format(root / name, source.format), str(shown / name)) for name in chosen]
 
 
-def _shown(said: str, root: Path) -> Path:
-    """A source as a person finds it: below the working folder without that folder."""
-    if said.startswith(PREFIX):
-        return Path(said)
-    here = Path.cwd()
-    return root.relative_to(here) if root.is_relative_to(here) else root
+def _shown(name: str, root: Path) -> Path:
+    """The path of a source in messages: relative to the working folder."""
+    if name.startswith(PREFIX):
+        return Path(name)
+    local = Path.cwd()
+    return root.relative_to(local) if root.is_relative_to(local) else root
 
 
 def _near(root: Path) -> str:
-    """What to do about a path that does not exist: the name beside it that was probably meant."""
-    beside = list(root.parent.iterdir()) if root.parent.is_dir() else []
-    names = {path.stem: path for path in sorted(beside, key=lambda path: (path.suffix == root.suffix, path.name))}
-    near = closest(root.stem, names)  # that both end in .jsonl makes no two names alike
-    return f"did you mean data.path={shlex.quote(str(names[near[0]]))}?" if near else "mend data.path"
+    """The fix for a path that does not exist: the closest name in its folder."""
+    others = list(root.parent.iterdir()) if root.parent.is_dir() else []
+    names = {path.stem: path for path in sorted(others, key=lambda path: (path.suffix == root.suffix, path.name))}
+    near = closest(root.stem, names)  # without the suffix, which would make names similar
+    return f"did you mean data.path={shlex.quote(str(names[near[0]]))}?" if near else "set data.path"
 
 
 def _walk(root: Path, glob: str | None) -> Iterator[str]:
-    """Names below `root`. Links are followed, each real folder is entered once, hidden ones never."""
-    seen: set[tuple[int, int]] = set()
+    """Names below `root`. Follows links, reads each real folder once and no hidden one."""
+    entered: set[tuple[int, int]] = set()
 
     def refuse(error: OSError) -> None:
         raise error
 
     for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
         status = Path(folder).stat()
-        if (status.st_dev, status.st_ino) in seen:
+        if (status.st_dev, status.st_ino) in entered:
             folders.clear()
             continue
-        seen.add((status.st_dev, status.st_ino))
+        entered.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         for name in files:
             below = os.path.relpath(Path(folder, name), root)
@@ -129,8 +129,8 @@ def _walk(root: Path, glob: str | None) -> Iterator[str]:
 
 
 def _recognized(names: list[str], *, rows: bool) -> list[str]:
-    """Of a folder without a glob: its data files; without any, its texts and code; without any, its tables. With
-    `rows` tables come first where all else is a description.
+    """The files to read of a folder without a glob: data files, else texts and code, else tables. With `rows`, tables
+    come first where all texts are descriptions.
     """
     suffixes = {name: suffix_of(Path(name)) for name in names}
     data = [name for name in names if suffixes[name] in DATA]
@@ -141,8 +141,8 @@ def _recognized(names: list[str], *, rows: bool) -> list[str]:
 
 
 def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[SourceFile]]:
-    """The splits of a data set that `list_files` leaves aside, by their names: of a folder of datasets' save_to_disk,
-    or of data files that are named after splits. None of a single file or where a glob chooses.
+    """The splits of a dataset that `list_files` does not read, by name: of a folder of datasets' save_to_disk, or of
+    data files named after splits. Empty for a single file and with a glob.
     """
     root = data_place(source.path)
     if source.glob or not root.is_dir() or (root / "state.json").is_file():
@@ -151,7 +151,7 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
     if (root / "dataset_dict.json").is_file():
         for split in _names_of_splits(root):
             files = _saved_dataset(root / split) if split != "train" else []
-            splits[split] = [replace(file, found=str(shown / split / file.name)) for file in files]
+            splits[split] = [replace(file, shown_path=str(shown / split / file.name)) for file in files]
         return {split: files for split, files in splits.items() if files}
     found = _recognized(sorted(_walk(root, None)), rows=rows or source.format in FORMATS)
     kept = set(train_files(found, str(root)))
@@ -164,7 +164,7 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
 
 
 def validation_split(splits: Collection[str]) -> str | None:
-    """Of the names of a data set's splits the one that is evaluated while training; what is called test is not."""
+    """The name of the validation split among a dataset's splits; "test" is not one."""
     begins = {split: re.split(r"[_.-]", split)[0] for split in sorted(splits)}
     ranked = [split for usual in _VALIDATION for split in (usual, *begins) if begins.get(split) == usual]
     return ranked[0] if ranked else None
@@ -174,8 +174,8 @@ _SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", 
 
 
 def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=") -> str | None:
-    """What of a folder may be data and is left aside by `list_files`, being of another kind than the files that it
-    takes, and the glob that takes it; `key`: what the glob is written after. None where nothing is.
+    """The warning about files of a folder that may be data, but of another format than those that `list_files` reads,
+    and the glob that reads them. `key`: the option before the glob. None without such files.
     """
     root = data_place(source.path)
     if source.glob or not root.is_dir() or (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
@@ -186,16 +186,16 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
     if not aside:
         return None
     such = f"is not read: {aside[0]}" if len(aside) == 1 else f"are not read, such as {aside[0]}"
-    told = f"{counted(len(aside), 'files')} that may be data {such}"
-    wanted = {*train_files(taken, str(root)), *aside}
+    warning = f"{counted(len(aside), 'files')} that may be data {such}"
+    all_files = {*train_files(taken, str(root)), *aside}
     for glob in ("*.json*", "*"):
-        if {name for name in found if fnmatch.fnmatch(Path(name).name, glob)} == wanted:
-            return f'{told}; {key}"{glob}" reads all'
-    return f'{told}; {key}"*{suffix_of(Path(aside[0]))}*" reads such files instead'
+        if {name for name in found if fnmatch.fnmatch(Path(name).name, glob)} == all_files:
+            return f'{warning}; {key}"{glob}" reads all'
+    return f'{warning}; {key}"*{suffix_of(Path(aside[0]))}*" reads such files instead'
 
 
 def _may_be_data(name: str, taken: list[str], *, rows: bool) -> bool:
-    """Of a file beside those that are taken. Tables beside code are mostly settings; texts hold no rows."""
+    """Whether a file that is not `taken` may be data. Tables next to code are mostly settings; texts have no rows."""
     if not taken or Path(name).name.lower().startswith((*_DESCRIPTIONS, *_SETTINGS)):
         return False
     if re.split(r"[_.-]", _split_of(name) or "")[0] in _EVALUATION:
@@ -205,24 +205,26 @@ def _may_be_data(name: str, taken: list[str], *, rows: bool) -> bool:
 
 
 def train_files(names: list[str], where: str) -> list[str]:
-    """Of data files that are named after splits, as the Hub's data sets are, those of train. Raises UserError where
-    there are splits to examine with and none is called train.
+    """The train files of data files named after splits, as in datasets of the Hub. Raises UserError for validation or
+    test splits without a split called train.
     """
     splits = {name: split for name in names if (split := _split_of(name))}
-    examined = {split for split in splits.values() if re.split(r"[_.-]", split)[0] in _EVALUATION}
+    evaluated = {split for split in splits.values() if re.split(r"[_.-]", split)[0] in _EVALUATION}
     if "train" in splits.values():
         sharded = {name for name in splits if _SHARD.search(Path(name).name)}
-        others = {name for name, split in splits.items() if split != "train" and (name in sharded or split in examined)}
+        others = {
+            name for name, split in splits.items() if split != "train" and (name in sharded or split in evaluated)
+        }
         return [name for name in names if name not in others]
-    other = sorted(set(splits.values()) - examined)
-    if examined and other and all(_SHARD.search(Path(name).name) for name in splits):
+    other = sorted(set(splits.values()) - evaluated)
+    if evaluated and other and all(_SHARD.search(Path(name).name) for name in splits):
         problem = f"none of its splits is called train: {', '.join(sorted(set(splits.values())))}"
         raise UserError(problem, where=f"data.path: {where}", fix=f'name one: data.glob="{other[0]}-*"')
     return names
 
 
 def _split_of(name: str) -> str | None:
-    """What a data file's name says of its split: train-00000-of-00002.parquet and train.jsonl are of train."""
+    """The split in a data file's name: "train" of train-00000-of-00002.parquet and train.jsonl."""
     if suffix_of(Path(name)) not in DATA and suffix_of(Path(name)) not in TABLES:
         return None
     return _SHARD.sub("", Path(name).name).partition(".")[0]
@@ -236,27 +238,27 @@ def _format(path: Path, asked: str) -> str:
     suffix = suffix_of(path)
     known = DATA.get(suffix) or TABLES.get(suffix) or TEXT.get(suffix) or "code"
     if path.suffix in COMPRESSED and known in ("parquet", "arrow"):
-        problem = f"a {known} file inside {path.suffix} is not read"
-        raise UserError(problem, where=str(path), fix="decompress it: it is compressed inside")
+        problem = f"a {known} file compressed as {path.suffix} is not supported"
+        raise UserError(problem, where=str(path), fix="decompress it")
     return known
 
 
-def _nothing(root: Path, glob: str | None, found: list[str]) -> UserError:
+def _nothing(root: Path, glob: str | None, names: list[str]) -> UserError:
     if glob:
-        found = sorted(_walk(root, None))
-    if not found:
-        return UserError("the folder is empty", where=f"data.path: {root}", fix="put text there, or mend the path")
-    suffixes = Counter(suffix_of(Path(name)) for name in found).most_common(3)
+        names = sorted(_walk(root, None))
+    if not names:
+        return UserError("the folder is empty", where=f"data.path: {root}", fix="add files, or set data.path")
+    suffixes = Counter(suffix_of(Path(name)) for name in names).most_common(3)
     kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
     if glob:
-        meant = next((f'data.glob="*{suffix}"' for suffix, _ in suffixes if suffix), "mend data.glob")
+        meant = next((f'set data.glob="*{suffix}"' for suffix, _ in suffixes if suffix), "set data.glob")
         return UserError(f"no file matches {glob!r}; most are {kinds}", where=f"data.path: {root}", fix=meant)
-    problem = f"no file of a known format lies here; most are {kinds}"
-    return UserError(problem, where=f"data.path: {root}", fix='name them: data.glob="*.xyz"')
+    problem = f"no file of a known format; most are {kinds}"
+    return UserError(problem, where=f"data.path: {root}", fix='set data.glob="*.xyz"')
 
 
 def _saved_dataset(root: Path) -> list[SourceFile]:
-    """A folder that datasets' save_to_disk wrote; of a dictionary of splits, the one called train."""
+    """The files of a folder that datasets' save_to_disk wrote; of several splits, of train."""
     if (root / "dataset_dict.json").is_file():
         splits = _names_of_splits(root)
         if "train" not in splits:
@@ -267,7 +269,7 @@ def _saved_dataset(root: Path) -> list[SourceFile]:
         state = json.loads((root / "state.json").read_text(encoding="utf-8"))
         names = [str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem, fix = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
+        problem, fix = "not a folder of datasets' save_to_disk, or damaged", "save the dataset again"
         raise UserError(problem, where=str(root / "state.json"), fix=fix) from error
     missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
     if missing:
@@ -276,7 +278,7 @@ def _saved_dataset(root: Path) -> list[SourceFile]:
 
 
 def _names_of_splits(root: Path) -> list[str]:
-    """Of a dictionary of splits that datasets' save_to_disk wrote. Raises UserError when it is damaged."""
+    """The splits that datasets' save_to_disk wrote. Raises UserError when the file is damaged."""
     path = root / "dataset_dict.json"
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["splits"]
@@ -284,6 +286,6 @@ def _names_of_splits(root: Path) -> list[str]:
         if not isinstance(names, list) or not all(plain):
             raise TypeError("splits is no list of names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        problem, fix = "is no folder of datasets' save_to_disk, or a damaged one", "save the dataset again"
+        problem, fix = "not a folder of datasets' save_to_disk, or damaged", "save the dataset again"
         raise UserError(problem, where=str(path), fix=fix) from error
     return names

@@ -1,4 +1,4 @@
-"""One reader a file format: a path to a stream of values, in constant memory."""
+"""One reader per file format: a path to a stream of values, in constant memory."""
 
 import codecs
 import csv
@@ -16,7 +16,7 @@ from bloomery.core.files import open_input
 from bloomery.core.units import MIB, format_bytes
 
 MAX_BYTES = 64 * MIB  # of one document, line or field
-BLANK = MIB  # of white space in one run: what a file of some kilobytes may expand to for hours
+BLANK = MIB  # of white space in one run: a compressed file of some kilobytes may expand to hours of it
 COMPRESSED = (".gz", ".zst")
 JSON_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object",
               "list": "a list", "str": "a text"}  # fmt: skip
@@ -25,11 +25,11 @@ _CHUNK = 1024  # compressed bytes at a time: zstd expands one to at most some 30
 
 @dataclass(frozen=True)
 class BadRow:
-    """Why a document cannot be read: an error when the recipe says stop, counted when it says skip."""
+    """Why a document cannot be read: an error with data.on_error stop, a count with skip."""
 
     where: str
     problem: str
-    fix: str = "mend it, or set data.on_error to skip"
+    fix: str = "correct it, or set data.on_error to skip"
 
     def error(self) -> UserError:
         return UserError(self.problem, where=self.where, fix=self.fix)
@@ -40,8 +40,8 @@ class Damaged(EOFError):
 
 
 class _Zstd(io.RawIOBase):
-    """A zstd file as a raw stream. The library's own reader says nothing when the last frame is cut short; this one
-    raises Damaged.
+    """A zstd file as a raw stream. The library's own reader does not report a truncated last frame; this one raises
+    Damaged.
     """
 
     def __init__(self, source: BinaryIO) -> None:
@@ -96,9 +96,8 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
 
 
 def lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Numbered lines; one longer than MAX_BYTES comes as a Flaw and is passed over piece by piece. Nothing is read
-    behind a run of white space longer than BLANK.
-    """
+    """Numbered lines; one longer than MAX_BYTES is a BadRow. Reading ends after a
+    run of white space longer than BLANK."""
     number = run = 0
     while line := stream.readline(MAX_BYTES + 1):
         number += 1
@@ -115,8 +114,8 @@ def lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes | BadRow]]:
 
 
 def blank(where: str) -> BadRow:
-    problem = f"more than {format_bytes(BLANK)} of white space follow each other"
-    return BadRow(where, problem, "remove it; what follows is not read")
+    problem = f"more than {format_bytes(BLANK)} of white space in a row"
+    return BadRow(where, problem, "remove it; text after it is not read")
 
 
 def too_long(where: str, what: str) -> BadRow:
@@ -146,7 +145,7 @@ def decode(data: bytes, where: str) -> str | BadRow:
 
 
 def text_of(value: str, where: str) -> str | BadRow:
-    """A decoded string, or a Flaw when UTF-8 cannot hold it: JSON may escape half of a surrogate pair."""
+    """A decoded string, or a BadRow when UTF-8 cannot encode it: JSON may escape half of a surrogate pair."""
     if value.isascii():
         return value if len(value) <= MAX_BYTES else too_long(where, "the text")
     try:
@@ -156,20 +155,18 @@ def text_of(value: str, where: str) -> str | BadRow:
     return value if size <= MAX_BYTES else too_long(where, "the text")
 
 
-WHOLE = 4 * MIB  # of a text that is one document: no tokenizer needs more memory than a machine has for it
+WHOLE = 4 * MIB  # of a text that is one document, which every tokenizer can encode in memory
 
 
 @dataclass(frozen=True)
 class Value:
-    """A row or a whole text, and where it stood."""
+    """A row or a whole text, and its place."""
 
     where: str
     content: Any
 
 
-Reader = Callable[
-    [Path, str, list[str] | None], Iterator[Value | BadRow]
-]  # path, its name in messages, columns that are needed
+Reader = Callable[[Path, str, list[str] | None], Iterator[Value | BadRow]]  # path, name in messages, columns
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -184,7 +181,7 @@ def _reason(error: ValueError | RecursionError) -> str:
         return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}"
-    return f"is not JSON: {error}".partition(";")[0]  # Python's advice on long numbers is not for our reader
+    return f"is not JSON: {error}".partition(";")[0]  # without Python's advice on long numbers
 
 
 def read_text(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
@@ -228,7 +225,7 @@ def read_code(path: Path, name: str, columns: list[str] | None) -> Iterator[Valu
 
 
 def read_jsonl(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
-    """One value a line; blank lines are passed over."""
+    """One value a line; blank lines are skipped."""
     del columns
     with open_bytes(path) as stream:
         for number, line in lines(stream, name):
@@ -251,7 +248,7 @@ def _parse(line: bytes, where: str) -> Value | BadRow:
 def read_json(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
     """A list of rows, rows one after the other, or one object that holds a list of rows under some key.
 
-    Rows of a list are parsed one by one. What follows a row that cannot be parsed is lost, as its end is unknown.
+    Rows of a list are parsed one by one. Text after a row that cannot be parsed is not read, as its end is unknown.
     """
     del columns
     with open_bytes(path) as stream:
@@ -263,7 +260,7 @@ def read_json(path: Path, name: str, columns: list[str] | None) -> Iterator[Valu
 
 
 def _only_list(content: object) -> list[Any] | None:
-    """Rows under some key; turns of a conversation are none."""
+    """The rows under some key. Turns of a conversation are not rows."""
     if not isinstance(content, dict) or any(isinstance(value, str) for value in content.values()):
         return None
     lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -311,7 +308,7 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
 
 
 def read_csv(path: Path, name: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
-    """Rows of a comma-separated file with a header (tab-separated when its name says .tsv)."""
+    """Rows of a comma-separated file with a header (tab-separated for .tsv)."""
     del columns
     csv.field_size_limit(MAX_BYTES)
     delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
@@ -332,7 +329,7 @@ def read_csv(path: Path, name: str, columns: list[str] | None) -> Iterator[Value
 
 
 class _Unreadable(Exception):
-    """Carries a Flaw through the csv module."""
+    """Carries a BadRow through the csv module."""
 
     def __init__(self, bad_row: BadRow) -> None:
         super().__init__(bad_row)
@@ -376,7 +373,7 @@ def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] 
         field = schema.field(column)
         if b"ARROW:extension:name" in (field.metadata or {}) or hasattr(field.type, "extension_name"):
             raise UserError(
-                f"is of an extension type, {field.type}, which is not read",
+                f"has the extension type {field.type}, which is not supported",
                 where=f"{name}, column {column}",
                 fix="name another column: data.columns={text: NAME}",
             )
@@ -386,7 +383,7 @@ def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] 
             part = batch.slice(start, 64)
             try:
                 contents = part.to_pylist()
-            except UnicodeDecodeError:  # nothing checks the bytes of a column of text before
+            except UnicodeDecodeError:  # pyarrow does not check the bytes of text columns before
                 contents = [_row(part, index, f"{name}, row {row + index + 1}") for index in range(part.num_rows)]
             for content in contents:
                 row += 1

@@ -1,9 +1,8 @@
-"""Byte-level BPE, remembered word by word: text repeats itself, so most words of it were merged before.
+"""Byte-level BPE with a cache of words: most words of a text were merged before.
 
-The library cuts a text into words with a regular expression and merges each word alone; the expression is the greater
-part of its time. For ASCII the same expression runs in Python's own engine, and a dictionary answers for the words. Ids
-are the library's to the last one; what this cannot prove to be the same (other alphabets, other pipelines) goes to the
-library whole.
+The library splits a text into words with a regular expression and merges each word; the expression takes most of
+the time. For ASCII the same expression runs in Python's engine, and a dictionary has the ids of words. All ids are
+identical to the library's. Text without this guarantee (other alphabets, other pipelines) is encoded by the library.
 """
 
 import re
@@ -17,22 +16,22 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import MIB, format_bytes
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# What Llama 3, Qwen 2 and later, and GPT-4 cut words with: they differ in how many digits a word has.
+# The expressions of Llama 3, Qwen 2 and later, and GPT-4, which differ in the digits per word.
 _LATER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DARK = r"[^\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u206f\u3000\ufeff]"  # white space by no definition
-# Where a word ends for certain, whatever stands before and behind.
+_DARK = r"[^\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u206f\u3000\ufeff]"  # no white space by any definition
+# Places where a word always ends, whatever the text around them.
 _ENDS = {GPT2_PATTERN: re.compile(rf"(?<={_DARK})(?=\n| {_DARK})")} | dict.fromkeys(
     (_LATER % "", _LATER % "{1,3}"), re.compile(r"(?<=[A-Za-z0-9])(?=\n| [A-Za-z])")
 )
 PIECE = MIB // 4  # characters of a longer text that are encoded together
-LONGEST_PIECE = 4 * MIB  # bytes: the library holds some 150 for each
-LONGEST_PLACED = 3 * MIB  # bytes: 270 for each where it also says which characters a token stands for
-_MAX_WORDS = 500_000  # some 75 MB; later words are merged each time they come
-_LINE = re.compile(r"(?<=[!-~])(?=\n)")  # where a word of GPT2_PATTERN ends for certain
-# Byte-level BPE spells a byte as a letter: a visible one as itself, the others as 256, 257, ... in their order (GPT-2).
+LONGEST_PIECE = 4 * MIB  # bytes: the library needs about 150 for each
+LONGEST_PLACED = 3 * MIB  # bytes: 270 for each with the characters of each token
+_MAX_WORDS = 500_000  # about 75 MB; later words are merged every time
+_LINE = re.compile(r"(?<=[!-~])(?=\n)")  # where a word of GPT2_PATTERN always ends
+# Byte-level BPE writes a byte as a character: a printable one as itself, the others as 256, 257, ... in order (GPT-2).
 _SPELLING = {byte: 256 + order for order, byte in enumerate([*range(33), 127])}
 
 Ids = np.ndarray[Any, np.dtype[Any]]
@@ -55,7 +54,7 @@ class _Merged(dict[str, bytes]):
 
 @final
 class WordEncoder:
-    """Encodes ASCII by `pattern`, its words (in byte-level spelling) by `merge`, and all else by `whole`."""
+    """Encodes ASCII with `pattern` and its words (byte-level) with `merge`; other text with `whole`."""
 
     def __init__(self, pattern: str, added: list[str], whole: Encode, merge: Encode, dtype: str) -> None:
         expression = re.compile(ascii_pattern(pattern), re.ASCII)
@@ -77,7 +76,7 @@ class WordEncoder:
             return self._ascii(text)
         if not self._lines:
             return self._library(text)
-        runs = groupby(_LINE.split(text), str.isascii)  # of ASCII lines and of others, each as a whole
+        runs = groupby(_LINE.split(text), str.isascii)  # of ASCII lines and of others
         return b"".join((self._ascii if plain else self._library)("".join(lines)) for plain, lines in runs)
 
     def _ascii(self, text: str) -> bytes:
@@ -85,7 +84,7 @@ class WordEncoder:
             words: list[str] = self._words(text)
             complete = sum(map(len, words)) == len(text)
             return b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
-        parts, at, size = list[bytes](), 0, 0  # word by word: the list of all of them would be ten times the text
+        parts, at, size = list[bytes](), 0, 0  # word by word: a list of all words would take ten times the memory
         for match in self._each(text):
             if match.start() != at:
                 return self._library(text)
@@ -104,7 +103,7 @@ class WordEncoder:
 
 
 def refuse_long(size: int, most: int | None = None) -> None:
-    """Raises UserError for a piece of text that cannot be cut, and is more than memory should be spent on."""
+    """Raises UserError for a piece of text that cannot be split and is above the size limit."""
     most = LONGEST_PIECE if most is None else most
     if size > most:
         raise UserError(
@@ -115,8 +114,8 @@ def refuse_long(size: int, most: int | None = None) -> None:
 
 
 def pieces(text: str, ends: re.Pattern[str] | None) -> Iterator[str]:
-    """Parts of a long text of about PIECE characters whose ids one after the other are those of the whole; the text
-    itself where `ends` knows no place to cut it.
+    """Parts of about PIECE characters of a long text, whose joined ids are those of the whole; the text itself where
+    `ends` matches nowhere.
     """
     start = 0
     while ends is not None and len(text) - start > PIECE:
@@ -132,7 +131,7 @@ def pieces(text: str, ends: re.Pattern[str] | None) -> Iterator[str]:
 
 
 def _breaks(text: str, start: int, stop: int) -> Iterator[int]:
-    """Places of newlines and spaces from the last one on."""
+    """Places of newlines and spaces, last first."""
     for sign in "\n ":
         at = text.rfind(sign, start + 1, stop)
         while at > start:
@@ -141,7 +140,7 @@ def _breaks(text: str, start: int, stop: int) -> Iterator[int]:
 
 
 def word_ends(description: dict[str, Any]) -> re.Pattern[str] | None:
-    """What finds places at which a text may be cut without a change of its ids; None where none is known."""
+    """The expression for places where a text can be split without changing its ids; None for unknown patterns."""
     pattern = _pattern(description)
     added = [token["content"] for token in description.get("added_tokens") or []]
     broken = any("\n" in token or " " in token for token in added)
@@ -158,15 +157,13 @@ def ascii_pattern(pattern: str) -> str:
 
 
 def word_pattern(description: dict[str, Any]) -> str | None:
-    """The expression that cuts words in a tokenizer.json, when all that it does is cut, map bytes and merge; else
-    None.
-    """
+    """The expression that splits words in a tokenizer.json that only splits, maps bytes and merges; else None."""
     model = description["model"]
     return None if model.get("type") != "BPE" or model.get("dropout") else _pattern(description)
 
 
 def _pattern(description: dict[str, Any]) -> str | None:
-    """The expression that cuts words, whatever is then done to them."""
+    """The expression that splits words, whatever the next steps."""
     normalizer, cut = description.get("normalizer"), description.get("pre_tokenizer") or {}
     if normalizer and normalizer.get("type") not in ("NFC", "NFKC"):
         return None
@@ -185,7 +182,7 @@ def _pattern(description: dict[str, Any]) -> str | None:
 
 
 def plain_added(description: dict[str, Any]) -> bool:
-    """Whether added tokens match as they stand, wherever they stand."""
+    """Whether added tokens match their exact text anywhere."""
     return not any(
         token.get(key) for token in description.get("added_tokens", []) for key in ("single_word", "lstrip", "rstrip")
     )

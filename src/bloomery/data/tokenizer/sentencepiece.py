@@ -1,4 +1,4 @@
-"""A SentencePiece model described as a tokenizer.json, so that programs without SentencePiece cut text as it does."""
+"""SentencePiece models, and their conversion to a tokenizer.json for programs without SentencePiece."""
 
 import base64
 import hashlib
@@ -25,10 +25,10 @@ _SPACE = "▁"
 
 
 def describe(model: bytes) -> Json | None:
-    """The tokenizer.json of a unigram or BPE model; None for another kind, and for spaces that end words."""
+    """The tokenizer.json of a unigram or BPE model; None for other types, and when spaces end words."""
     from sentencepiece import sentencepiece_model_pb2
 
-    messages: Any = sentencepiece_model_pb2  # its names are made when it is imported
+    messages: Any = sentencepiece_model_pb2  # protobuf defines its names at import
     proto = messages.ModelProto.FromString(model)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
@@ -63,7 +63,7 @@ def describe(model: bytes) -> Json | None:
 
 
 def _unigram(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
-    """SentencePiece never matches control, byte and unused pieces in a text; the library would, so they are dear."""
+    """SentencePiece never matches control, byte and unused pieces. The library would, so their score is low."""
     costly = min((score for _, score, kind in pieces if kind == NORMAL), default=0.0) - 100
     vocab = [[text, score if kind in (NORMAL, USER_DEFINED) else costly] for text, score, kind in pieces]
     unknown = next(index for index, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN)
@@ -71,7 +71,7 @@ def _unigram(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
 
 
 def _bpe(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
-    """Merges from scores: a piece may come from any two pieces that it can be cut into, the better piece first."""
+    """Merges from scores: all splits of a piece into two pieces, in the order of their scores."""
     ids = {text: index for index, (text, _, kind) in enumerate(pieces)}
     whole = {text for text, _, kind in pieces if kind in (NORMAL, USER_DEFINED)}
     ranked = sorted(((score, text) for text, score, kind in pieces if kind == NORMAL), key=lambda entry: -entry[0])
@@ -87,9 +87,9 @@ def _bpe(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
     }  # fmt: skip
 
 
-MAX_FILE = 512 * MIB  # of a tokenizer; a larger one is refused unread
+MAX_FILE = 512 * MIB  # bytes; a larger tokenizer is refused without reading it
 MODEL_FILE = "tokenizer.model"
-MADE_BY = "made_from"  # tokenizer_config.json: where it says MODEL_FILE, tokenizer.json is a translation of that
+MADE_BY = "made_from"  # key of tokenizer_config.json: with MODEL_FILE, tokenizer.json is converted from that
 
 
 @final
@@ -100,7 +100,7 @@ class SentencePiece:
         try:
             import sentencepiece
         except ImportError as error:
-            problem, fix = "a SentencePiece .model needs its library", "pip install 'bloomery[sentencepiece]'"
+            problem, fix = "the sentencepiece package is not installed", "pip install 'bloomery[sentencepiece]'"
             raise UserError(problem, where=str(path), fix=fix) from error
         self.description: dict[str, Any] = {}
         self.growth = 1.0
@@ -109,35 +109,35 @@ class SentencePiece:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._content)
             size = int(self._processor.get_piece_size())
         except (RuntimeError, ValueError) as error:
-            problem = "is no SentencePiece model, or a damaged one"
+            problem = "not a SentencePiece model, or damaged"
             raise UserError(problem, where=str(path), fix="copy or download it again") from error
         self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
         if len(self._ids) != size:
-            raise UserError("holds a piece twice", where=str(path), fix="copy or download it again")
+            raise UserError("has a duplicate piece", where=str(path), fix="copy or download it again")
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        """`special` changes nothing: SentencePiece never reads control tokens out of a text."""
+        """`special` has no effect: SentencePiece never matches control tokens in a text."""
         del special
         ids: list[list[int]] = self._processor.encode(texts)
         return ids
 
     def encode_places(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Through the tokenizer.json that the model translates to: SentencePiece reads no control tokens. Raises
-        UserError where it does not translate.
+        """With the converted tokenizer.json, as SentencePiece matches no control tokens. Raises UserError when it
+        cannot be converted.
         """
         if self._translated is None:
-            raise UserError("this SentencePiece model has no tokenizer.json that cuts text alike, which chats need",
-                            where=MODEL_FILE, fix="save a tokenizer.json beside it with transformers")  # fmt: skip
+            problem = "this SentencePiece model has no equal tokenizer.json, which chat templates need"
+            raise UserError(problem, where=MODEL_FILE, fix="save a tokenizer.json next to it with transformers")
         encodings = self._translated.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     @cached_property
     def _translated(self) -> Any:
-        """Judged by probes that spell no piece: here <s> is a token, and not letters as in other texts."""
+        """Checked with probes without markup: here <s> is a token, in other texts characters."""
         return self._library(special=False)
 
     def _library(self, *, special: bool) -> Any:
-        """The model in the tokenizers library where that cuts the probes alike, else None."""
+        """The model in the tokenizers library, if it gives the same ids for the probes; else None."""
         from tokenizers import Tokenizer as Library
 
         described = describe(self._content)
@@ -150,14 +150,14 @@ class SentencePiece:
         return library if cut == self.encode_batch(probes, special=False) else None
 
     def begins_with(self, token: int) -> bool:
-        """Llama's tokenizers put the begin token before every text; where not, tokenizer_config.json says so."""
+        """Llama's tokenizers add BOS before every text; tokenizer_config.json can disable it."""
         return bool(token == self._processor.bos_id())
 
     def special(self) -> list[str]:
         return [piece for piece, index in self._ids.items() if self._processor.is_control(index)]
 
     def merge(self, word: str) -> list[int]:
-        """Ids of one word; SentencePiece has no words of its own."""
+        """Ids of one word; SentencePiece has no words."""
         return self.encode_batch([word], special=False)[0]
 
     def decode(self, ids: list[int]) -> str:
@@ -175,7 +175,7 @@ class SentencePiece:
         return self._ids.get(token)
 
     def roles(self) -> dict[str, str]:
-        """The tokens that the model itself names."""
+        """The special tokens of the model."""
         ids = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id(),
                "pad_token": self._processor.pad_id(), "unk_token": self._processor.unk_id()}  # fmt: skip
         return {role: self._processor.id_to_piece(index) for role, index in ids.items() if index >= 0}
@@ -184,7 +184,7 @@ class SentencePiece:
         return hashlib.sha256(self._content).hexdigest()
 
     def files(self) -> dict[str, bytes]:
-        """The model, and a tokenizer.json for programs without SentencePiece where that cuts the probes alike."""
+        """The model, and a tokenizer.json for other programs if it gives the same ids for the probes."""
         described = describe(self._content) if self._library(special=True) is not None else None
         written = {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()} if described else {}
         return {**written, MODEL_FILE: self._content}

@@ -1,4 +1,4 @@
-"""Text to token ids and back, whoever made the tokenizer."""
+"""Tokenizers: text to token ids and back, for tokenizer.json and SentencePiece files."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from bloomery.data.tokenizer.sentencepiece import MADE_BY, MAX_FILE, MODEL_FILE,
 from bloomery.hub import cached_model, fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer
 
-MOST_GROWTH = 64.0  # of Llama, Gemma, T5 and all others that we know: 2 or less
+MOST_GROWTH = 64.0  # Llama, Gemma, T5 and other published tokenizers: 2 or less
 _MOST_PREPENDED = 16.0  # letters
 _ANOTHER = "download or save the tokenizer again"
 _ROLES = {
@@ -32,37 +32,35 @@ Json = dict[str, Any]
 
 
 def read_json(path: Path) -> Json:
-    """An object from a file that somebody else wrote. Raises UserError when it is none."""
+    """The JSON object in an untrusted file. Raises UserError when it has none."""
     try:
         value = json.loads(read_input(path, MAX_FILE).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError("is not JSON, or is cut short", where=str(path), fix="copy or download it again") from error
+        raise UserError("is not JSON, or is truncated", where=str(path), fix="copy or download it again") from error
     if not isinstance(value, dict):
-        raise UserError("holds no JSON object", where=str(path), fix=_ANOTHER)
+        raise UserError("is not a JSON object", where=str(path), fix=_ANOTHER)
     return value
 
 
 def canonical(description: Json) -> str:
-    """One spelling for one tokenizer, without padding and truncation, which are a user's wish and not the
-    tokenizer's.
-    """
+    """The JSON of a tokenizer with sorted keys, without padding and truncation, which are settings of its use."""
     kept = {key: value for key, value in description.items() if key not in ("padding", "truncation")}
     return json.dumps({**kept, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True)
 
 
 def check_ids(description: Json, where: str) -> None:
-    """Ids and tokens must be one to one and dense enough for an embedding. Raises UserError."""
+    """Raises UserError unless ids and tokens are one to one, and ids dense enough for an embedding."""
     model = description.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise UserError("describes no tokenizer: model.vocab is missing", where=where, fix=_ANOTHER)
+        raise UserError("is not a valid tokenizer: model.vocab is missing", where=where, fix=_ANOTHER)
     vocab = model["vocab"]
     if not vocab:
-        raise UserError("describes no tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
+        raise UserError("is not a valid tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
     try:
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
     except (TypeError, KeyError, IndexError) as error:
-        problem = "describes no tokenizer: the vocabulary is malformed"
+        problem = "is not a valid tokenizer: the vocabulary is malformed"
         raise UserError(problem, where=where, fix=_ANOTHER) from error
     if isinstance(vocab, list) and len(ids) != len(vocab):
         raise UserError("the vocabulary holds a token twice", where=where, fix=_ANOTHER)
@@ -73,7 +71,7 @@ def check_ids(description: Json, where: str) -> None:
     owners: dict[int, str] = {}
     for token, index in ids.items():
         if type(index) is not int or not 0 <= index <= 2 * len(ids) + 1024:
-            problem = f"token {token!r} has the impossible id {index!r} among {len(ids):,} tokens"
+            problem = f"token {token!r} has the invalid id {index!r} among {len(ids):,} tokens"
             raise UserError(problem, where=where, fix=_ANOTHER)
         if owners.setdefault(index, token) is not token:
             problem = f"id {index} belongs to two tokens, {owners[index]!r} and {token!r}"
@@ -81,19 +79,19 @@ def check_ids(description: Json, where: str) -> None:
 
 
 def check_growth(description: Json, where: str) -> float:
-    """How many times as many letters a text may have behind the normalizer as before. Raises UserError for one, or a
-    decoder, that makes texts so much longer that no memory holds them.
+    """The most characters of normalized text per character of text. Raises UserError when the normalizer or the decoder
+    makes texts longer than memory.
     """
     grown = {part: _growth(description.get(part)) for part in ("normalizer", "decoder")}
     for part, factor in grown.items():
         if factor > MOST_GROWTH:
-            told = f"{factor:,.0f}" if factor < 1e15 else "endlessly many"
-            raise UserError(f"its {part} makes a text up to {told} times as long", where=where, fix=_ANOTHER)
+            times = f"{factor:,.0f}" if factor < 1e15 else "more than 10^15"
+            raise UserError(f"the {part} makes a text up to {times} times as long", where=where, fix=_ANOTHER)
     return grown["normalizer"]
 
 
 def _growth(step: object) -> float:
-    """Of Replace and Prepend, which write what the file says; of other steps the growth is Unicode's."""
+    """The factor of Replace and Prepend, which write text of the file; other steps normalize Unicode."""
     if not isinstance(step, dict):
         return 1.0
     nested = (step.get(key) for key in ("normalizers", "decoders"))
@@ -114,7 +112,7 @@ def _growth(step: object) -> float:
 
 
 def _matches_nothing(pattern: object) -> float:
-    """1 when an expression may match between two letters, where what it writes is added and replaces nothing."""
+    """1 when an expression may match between two characters, where its text is added without replacing any."""
     expression = pattern.get("Regex") if isinstance(pattern, dict) else None
     if not isinstance(expression, str) or re.search(r"\(\?|\\[bBAzZG]|[\^$|]", expression):
         return 1.0
@@ -125,32 +123,28 @@ def _matches_nothing(pattern: object) -> float:
 
 
 def added_token(token: str, index: int) -> Json:
-    """An entry of added_tokens: found in a text as it is spelt, whatever stands beside it."""
+    """An entry of added_tokens that matches its exact text anywhere."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {"id": index, "content": token, **flags}
 
 
 def roles(description: Json, config: Json) -> dict[str, str | None]:
-    """Which tokens begin and end a document, pad and stand for the unknown: what the configuration says, else the
-    usual names.
-    """
+    """The BOS, EOS, padding and unknown tokens: those of the configuration, else the usual names."""
     added = description.get("added_tokens") or []
-    named = added if isinstance(added, list) else []  # check_ids refuses what is malformed
-    present = {str(entry.get("content")) for entry in named if isinstance(entry, dict)}
-    found: dict[str, str | None] = {}
+    entries = added if isinstance(added, list) else []  # check_ids refuses malformed entries
+    present = {str(entry.get("content")) for entry in entries if isinstance(entry, dict)}
+    named: dict[str, str | None] = {}
     for role, usual in _ROLES.items():
-        said = config.get(role)
-        said = said.get("content") if isinstance(said, dict) else said
-        if role in config:
-            found[role] = said if isinstance(said, str) else None
-        else:
-            found[role] = next((name for name in usual if name in present), None)
-    return found
+        token = config.get(role)
+        token = token.get("content") if isinstance(token, dict) else token
+        default = next((name for name in usual if name in present), None)
+        named[role] = (token if isinstance(token, str) else None) if role in config else default
+    return named
 
 
 def configuration(folder: Path) -> Json:
-    """tokenizer_config.json with what older folders keep in special_tokens_map.json and with chat templates in files
-    of their own; empty without any.
+    """tokenizer_config.json, merged with special_tokens_map.json of older folders and with chat templates in separate
+    files; empty without any.
     """
     merged: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -160,7 +154,7 @@ def configuration(folder: Path) -> Json:
             }
     files = templates.templates_in(folder)
     own = {**templates.own_templates(merged), **files}
-    if files:  # they come before what the configuration holds, as in transformers
+    if files:  # they take precedence over the configuration, as in transformers
         merged[templates.KEY] = (
             own["default"] if list(own) == ["default"] else [{"name": name, "template": own[name]} for name in own]
         )
@@ -171,14 +165,14 @@ SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
 CONFIG = "tokenizer_config.json"
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>")
 _Result = TypeVar("_Result")
-Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and which characters of the text each stands for
+Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters of the text of each
 
 
 class TokenizerBackend(Protocol):
-    """What encodes. `description` is what tokenizer.json says, empty for other kinds of file."""
+    """Encoder and decoder of a file. `description`: the content of tokenizer.json, empty for other files."""
 
     description: Json
-    growth: float  # how many times as many letters a text may have once it is normalised
+    growth: float  # the most characters of normalized text per character of text
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
     def encode_places(self, texts: list[str]) -> list[Placed]: ...
@@ -193,9 +187,7 @@ class TokenizerBackend(Protocol):
 
 
 def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
-    """Runs a call into the tokenizers library. It raises plain Exception, and PanicException, which derives from
-    BaseException alone.
-    """
+    """Call the tokenizers library, which raises Exception, and PanicException, a direct subclass of BaseException."""
     try:
         return call()
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, UserError):
@@ -206,13 +198,13 @@ def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
 
 
 def refuse_unknown_ids(ids: Iterable[int], vocab_size: int) -> None:
-    """Raises UserError for an id that a model of `vocab_size` embeddings does not know."""
+    """Raises UserError for an id outside a model's `vocab_size`."""
     largest = max(ids, default=-1)
     if largest >= vocab_size:
         raise UserError(
-            f"the text holds token {largest:,}, and the model knows {vocab_size:,}: they do not belong together",
+            f"token id {largest:,} is outside the model's vocabulary of {vocab_size:,}",
             where="tokenizer.json",
-            fix="put the tokenizer there that the model was trained with",
+            fix="use the tokenizer that the model was trained with",
         )
 
 
@@ -226,7 +218,7 @@ class JsonBackend:
         self.growth = check_growth(description, where)
         self._text = canonical(description)
         added = description.get("added_tokens") or []
-        # begin, end, padding and unknown are never read out of a text; every other added token is, special or not
+        # BOS, EOS, padding and unknown are never matched in a text; every other added token is, special or not
         demoted = [{**entry, "special": entry["content"] in control} for entry in added]
         plain = {**description, "added_tokens": demoted}
         text = canonical(plain) if plain != description else self._text
@@ -236,16 +228,16 @@ class JsonBackend:
     def _loaded(self, text: str) -> Any:
         from tokenizers import Tokenizer as Library
 
-        return guarded(lambda: Library.from_str(text), "is no tokenizer that can be read", self._where)
+        return guarded(lambda: Library.from_str(text), "is not a valid tokenizer", self._where)
 
     @cached_property
     def _library(self) -> Any:
-        """As the file says; `_plain` differs in what it reads out of a text."""
+        """The tokenizer as in the file; `_plain` matches fewer tokens in a text."""
         return self._loaded(self._text)
 
     @cached_property
     def _placing(self) -> Any:
-        """As `_library`, and the space that a token begins with belongs to the token."""
+        """As `_library`, with the leading space of a token as part of the token."""
         return self._loaded(self._text.replace('"trim_offsets": true', '"trim_offsets": false'))
 
     def encode_places(self, texts: list[str]) -> list[Placed]:
@@ -257,7 +249,7 @@ class JsonBackend:
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
     def begins_with(self, token: int) -> bool:
-        """Whether the file's own rule puts this token before every text."""
+        """Whether the file's own rule adds this token before every text."""
         return bool(self._library.encode("a", add_special_tokens=True).ids[0] == token)
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
@@ -269,7 +261,7 @@ class JsonBackend:
         return [encoding.ids for encoding in encodings]
 
     def merge(self, word: str) -> list[int]:
-        """Ids of one word in the model's own spelling: neither normalised nor cut."""
+        """Ids of one word, without normalizing or splitting it."""
         return [token.id for token in self._plain.model.tokenize(word)]
 
     def decode(self, ids: list[int]) -> str:
@@ -298,7 +290,7 @@ class JsonBackend:
         return index
 
     def special(self) -> list[str]:
-        """Also those that only look it: a recipe's own tokens are part of a text, and still may end a turn."""
+        """Special tokens, and those with their markup: a recipe's own tokens are part of texts, but may end a turn."""
         added = self.description.get("added_tokens") or []
         return [entry["content"] for entry in added if entry.get("special") or _MARKUP.fullmatch(entry["content"])]
 
@@ -311,7 +303,7 @@ class JsonBackend:
 
 @final
 class Tokenizer:
-    """Ids from text without adding any, and text from ids without losing any."""
+    """Encodes text without adding ids, and decodes ids without dropping any."""
 
     def __init__(self, backend: TokenizerBackend, config: Json) -> None:
         self._backend, self._config = backend, config
@@ -330,12 +322,12 @@ class Tokenizer:
 
     @property
     def dtype(self) -> str:
-        """What a shard stores an id in."""
+        """The dtype of an id in shards."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of a text. A text that spells "<s>" or "</s>" holds letters, no control tokens, unless `special`; other
-        added tokens always count.
+        """Ids of a text. "<s>" or "</s>" in a text are characters, and control tokens only with `special`; other added
+        tokens always match.
         """
         if self._short(text):
             return self._backend.encode_batch([text], special=special)[0]
@@ -354,7 +346,7 @@ class Tokenizer:
         return len(text) * self._backend.growth <= words.PIECE
 
     def _size(self, text: str) -> int:
-        """Bytes, normalised."""
+        """The most bytes of the normalized text."""
         return round(len(text.encode()) * self._backend.growth)
 
     @cached_property
@@ -362,8 +354,8 @@ class Tokenizer:
         return words.word_ends(self._backend.description) if self._backend.description else None
 
     def too_long(self, text: str, *, special: bool = False) -> UserError | None:
-        """Why `encode_array`, or `encode` with `special`, cannot encode a text in little memory; None where it can."""
-        if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:  # of four bytes a letter
+        """The error when `encode_array`, or `encode` with `special`, needs too much memory for a text; else None."""
+        if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:  # of four bytes per character
             return None
         try:
             for piece in words.pieces(text, self._ends):
@@ -375,18 +367,18 @@ class Tokenizer:
         return None
 
     def encode_places(self, texts: list[str]) -> list[Placed]:
-        """Ids of texts with control tokens read out of them, and the characters that each id stands for."""
+        """Ids of texts, with control tokens, and the characters of each id."""
         for text in texts:
             words.refuse_long(self._size(text), words.LONGEST_PLACED)
         return self._backend.encode_places(texts)
 
     @cached_property
     def prefix(self) -> list[int]:
-        """What transformers puts before a plain text: the begin token, or nothing."""
+        """The ids that transformers adds before a plain text: BOS or none."""
         if self.bos_id is None:
             return []
-        said = self._config.get("add_bos_token")
-        adds = said if isinstance(said, bool) else self._backend.begins_with(self.bos_id)
+        setting = self._config.get("add_bos_token")
+        adds = setting if isinstance(setting, bool) else self._backend.begins_with(self.bos_id)
         return [self.bos_id] if adds else []
 
     def id_of(self, token: str) -> int | None:
@@ -425,18 +417,18 @@ class Tokenizer:
         return self._backend.decode(ids)
 
     def token_bytes(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """int32 [vocab_size]: how many bytes of text each id stands for; 0 for special tokens."""
+        """int32 [vocab_size]: the bytes of text of each id; 0 for special tokens."""
         return self._token_bytes
 
     def with_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
-        """This tokenizer and special tokens that it lacks, with the ids that follow. Raises UserError."""
+        """This tokenizer with the missing special tokens added, whose ids follow. Raises UserError."""
         new = [token for token in dict.fromkeys(tokens) if self._backend.id_of(token) is None]
         if not new:
             return self
         if not self._backend.description:
             raise UserError(
-                "a SentencePiece .model takes no further tokens", where="tokenizer.additional_special_tokens",
-                fix="save it as tokenizer.json with transformers, and name that in tokenizer.from",
+                "tokens cannot be added to a SentencePiece .model", where="tokenizer.additional_special_tokens",
+                fix="save it as tokenizer.json with transformers, and set tokenizer.from to that",
             )  # fmt: skip
         entries = [added_token(token, self.vocab_size + n) for n, token in enumerate(new)]
         description = self._backend.description
@@ -449,8 +441,8 @@ class Tokenizer:
         return Tokenizer(JsonBackend(description, "tokenizer.additional_special_tokens", control), config)
 
     def save(self, folder: Path) -> None:
-        """Files that transformers' AutoTokenizer opens. The tokenizer itself appears last and by rename: where it is,
-        all of it is.
+        """Write files that transformers' AutoTokenizer opens. The tokenizer appears last, by rename: with it the folder
+        is complete.
         """
         config = {"clean_up_tokenization_spaces": False, **self.config, "tokenizer_class": "PreTrainedTokenizerFast"}
         config.pop("auto_map", None)  # names remote code
@@ -461,9 +453,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when there is none, or none that
-    can be trusted.
-    """
+    """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when it is missing or invalid."""
     config = configuration(path if path.is_dir() else path.parent)
     if path.is_dir():
         names = ["tokenizer.json", MODEL_FILE, "spiece.model"]
@@ -471,9 +461,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         files = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.model"))
         if not files:
             raise UserError(
-                "holds neither tokenizer.json nor a SentencePiece .model",
+                "no tokenizer.json or SentencePiece .model in it",
                 where=str(path),
-                fix="name the file or another folder",
+                fix="set tokenizer.from to the file or another folder",
             )
         path = files[0]
     if path.suffix == ".model":
@@ -488,35 +478,33 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
-    """What decides the tokenizer: a name to load from, or how to train one (the default where there is no model to
-    take it from).
-    """
-    said = recipe.tokenizer
-    if said.from_ and said.train:
-        problem = "the recipe both names a tokenizer and trains one"
+    """The tokenizer's settings: a name to load, or how to train one (the default without model.from)."""
+    section = recipe.tokenizer
+    if section.from_ and section.train:
+        problem = "the recipe has both tokenizer.from and tokenizer.train"
         raise UserError(problem, where="tokenizer", fix="remove tokenizer.from or tokenizer.train")
-    name = said.from_ or (None if said.train else "same" if recipe.model.from_ else None)
+    name = section.from_ or (None if section.train else "same" if recipe.model.from_ else None)
     if name == "same":
         if not recipe.model.from_:
-            problem = "there is no model to take the tokenizer from"
+            problem = "tokenizer.from=same needs model.from"
             raise UserError(problem, where="tokenizer.from", fix="set model.from, or tokenizer.train")
         name = recipe.model.from_
     if name:
         return (
-            {"from": name, "additional_special_tokens": said.additional_special_tokens}
-            if said.additional_special_tokens
+            {"from": name, "additional_special_tokens": section.additional_special_tokens}
+            if section.additional_special_tokens
             else {"from": name}
         )
-    train = said.train or TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
+    train = section.train or TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
     own = [
         *train.special_tokens,
-        *(token for token in said.additional_special_tokens if token not in train.special_tokens),
+        *(token for token in section.additional_special_tokens if token not in train.special_tokens),
     ]
     return {"train": train.model_copy(update={"special_tokens": own}).model_dump(mode="json")}
 
 
 def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
-    """The tokenizer that the recipe names, from disk or the Hub, or how to train one. Raises UserError."""
+    """The recipe's tokenizer, from disk or the Hub, or how to train one. Raises UserError."""
     spec = tokenizer_spec(recipe)
     if "train" in spec:
         return TrainTokenizer.model_validate(spec["train"])
@@ -537,7 +525,7 @@ def new_ids(recipe: Recipe) -> tuple[int, ...]:
 
 
 def _grown(recipe: Recipe) -> Tokenizer | None:
-    """The tokenizer that tokens are added to, where there are any and it is on this disk."""
+    """The tokenizer that tokens are added to, if there are any and it is on this disk."""
     spec = tokenizer_spec(recipe)
     folder = cached_model(spec["from"]) if spec.get("additional_special_tokens") and "from" in spec else None
     if folder is None or (folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES)):

@@ -1,4 +1,4 @@
-"""Training a tokenizer: words bounded in length, much text in a child process, so that signals are heard."""
+"""Train a tokenizer. Words are bounded in length; large datasets use a child process, for signals."""
 
 import json
 import os
@@ -14,28 +14,28 @@ from bloomery.core.units import MIB
 from bloomery.data.tokenizer.tokenizer import SPECIAL, JsonBackend, Tokenizer, guarded
 from bloomery.recipe.schema import TrainTokenizer
 
-LONGEST_WORD = 1024  # characters: what counting and merging cost grows with the square of the longest word
-_SEGMENT = MIB  # characters that are looked at together where a text may hold a longer one
+LONGEST_WORD = 1024  # characters: training time grows with the square of the longest word
+_SEGMENT = MIB  # characters split at once in a text with a longer word
 _BLANK, _SOLID = re.compile(rf"\s{{{LONGEST_WORD},}}"), re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}")
 _WORD_ENDS = re.compile(r"(?<=[!-~])(?=\n)")
-_AT_ONCE = {"bpe": MIB // 2, "unigram": MIB // 16}  # bytes of text that this process trains on itself: a second or two
-_HOURS = 1e6  # seconds: it takes as long as it takes, and a child that dies is noticed
+_AT_ONCE = {"bpe": MIB // 2, "unigram": MIB // 16}  # bytes of text trained on in this process, in a second or two
+_HOURS = 1e6  # seconds: no time limit; a child that dies is noticed
 Progress = Callable[[float, float], None]
 
 
 def refuse_few_tokens(spec: TrainTokenizer) -> None:
-    """Raises UserError for a vocabulary without room for bytes and special tokens."""
+    """Raises UserError for a vocabulary smaller than all bytes and special tokens."""
     smallest = len({*SPECIAL, *spec.special_tokens}) + 256
     if spec.vocab_size < smallest:
-        raise UserError(f"{spec.vocab_size} tokens are fewer than the {smallest} that bytes and special tokens take",
-                        where="tokenizer.train.vocab_size", fix=f"set it to {smallest} or more")  # fmt: skip
+        problem = f"vocab_size {spec.vocab_size} is below {smallest}, the number of bytes and special tokens"
+        raise UserError(problem, where="tokenizer.train.vocab_size", fix=f"set it to {smallest} or more")
 
 
 def train_tokenizer(
     texts: Iterator[str], spec: TrainTokenizer, folder: Path, progress: Progress = lambda *_: None
 ) -> Tokenizer:
-    """Trains on `texts`, which are read once, and commits the result to `folder`. Ids 0 to 3 are SPECIAL, then the
-    recipe's own tokens. `progress` is called a few times a second while it works.
+    """Train on `texts`, read once, and save the tokenizer to `folder`. Ids 0 to 3 are SPECIAL, followed by the recipe's
+    own tokens. `progress` is called a few times per second.
     """
     refuse_few_tokens(spec)
     pieces = chain.from_iterable(bounded(text) for text in texts)
@@ -48,7 +48,7 @@ def train_tokenizer(
     config: dict[str, Any] = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
     config["add_bos_token"] = True
     description = json.loads(text)
-    for entry in description["added_tokens"]:  # training knows special tokens only; the user's own are part of the text
+    for entry in description["added_tokens"]:  # the recipe's own tokens are part of the text, not special
         entry["special"] = entry["content"] in SPECIAL
     tokenizer = Tokenizer(JsonBackend(description, "the trained tokenizer", set(SPECIAL)), config)
     tokenizer.save(folder)
@@ -56,17 +56,17 @@ def train_tokenizer(
 
 
 def bounded(text: str) -> Iterator[str]:
-    """The text whole when no word of it is longer than LONGEST_WORD; else texts that together have its words, the long
-    ones in pieces of that length.
+    """The text itself when no word of it is longer than LONGEST_WORD; else its words in several texts, long ones in
+    pieces of that length.
     """
     if not _maybe_long(text):
         yield text
         return
     from tokenizers import pre_tokenizers
 
-    words, kept = pre_tokenizers.ByteLevel(add_prefix_space=False), list[str]()  # ordinary text since the last long one
+    words, kept = pre_tokenizers.ByteLevel(add_prefix_space=False), list[str]()  # text since the last long word
     start = 0
-    while start < len(text):  # segments end where a word does for certain, or where there is no such place
+    while start < len(text):  # a segment ends where a word always ends, if there is such a place
         stop = start + _SEGMENT
         if stop < len(text):
             ends = [match.start() for match in _WORD_ENDS.finditer(text, start + 1, stop)]
@@ -84,17 +84,17 @@ def bounded(text: str) -> Iterator[str]:
 
 
 def _maybe_long(text: str) -> bool:
-    """Whether a word of it may be longer than LONGEST_WORD: no word holds white space and letters but for one space."""
+    """Whether a word may be longer than LONGEST_WORD. A word is white space, or text after one space."""
     lines = max(map(len, text.split("\n"))) >= LONGEST_WORD  # ten times as fast as the expression
     return (lines and _SOLID.search(text) is not None) or _BLANK.search(text) is not None
 
 
-def _trained(texts: Iterator[str], spec: TrainTokenizer, *, told: bool = False) -> str:
-    """tokenizer.json. `told`: the library writes its progress to stderr, as JSON where it knows how to."""
+def _trained(texts: Iterator[str], spec: TrainTokenizer, *, show_progress: bool = False) -> str:
+    """tokenizer.json. `show_progress`: the library writes its progress to stderr, as JSON where it can."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
     from tokenizers import Tokenizer as Library
 
-    # Both kinds work on bytes written as 256 letters: nothing is unknown and nothing, not even a space, is lost.
+    # Both kinds work on bytes written as 256 characters: no token is unknown, and no space is lost.
     library = Library(models.BPE() if spec.kind == "bpe" else models.Unigram())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -109,11 +109,9 @@ def _trained(texts: Iterator[str], spec: TrainTokenizer, *, told: bool = False) 
         trainer: Any = trainers.UnigramTrainer(**options, unk_token=SPECIAL[0])
     else:
         trainer = trainers.BpeTrainer(**options)
-        if told and hasattr(trainer, "progress_format"):
+        if show_progress and hasattr(trainer, "progress_format"):
             trainer = trainers.BpeTrainer(**{**options, "show_progress": True, "progress_format": "json"})
-    guarded(
-        lambda: library.train_from_iterator(texts, trainer), "the tokenizer could not be trained", "tokenizer.train"
-    )
+    guarded(lambda: library.train_from_iterator(texts, trainer), "tokenizer training failed", "tokenizer.train")
     library.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
@@ -122,29 +120,29 @@ def _trained(texts: Iterator[str], spec: TrainTokenizer, *, told: bool = False) 
 
 
 def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Progress) -> str:
-    """As `_trained`, by a process that is gone afterwards: the library makes the one that it is in deaf to signals."""
+    """As `_trained`, in a child process, as the library blocks signals in its process."""
     with Child("bloomery.data.tokenizer.training", {"spec": spec.model_dump_json()}, environment=os.environ) as child:
         for text in texts:
             child.send({}, text.encode(), seconds=_HOURS)
         child.send({"end": True}, seconds=_HOURS)
-        while (told := child.next(0.25)) == "silent":
+        while (message := child.next(0.25)) == "silent":
             progress(*_progress_of(child.tail))
-        if isinstance(told, str):
-            code, said = child.code, last_words(child.tail)
+        if isinstance(message, str):
+            code, last = child.code, last_words(child.tail)
             raise UserError(
-                f"the process that trained the tokenizer died (code {code}){': ' if said else ''}{said}",
+                f"the process that trained the tokenizer died (code {code}){': ' if last else ''}{last}",
                 where="tokenizer.train",
-                fix="if memory ran out, set tokenizer.train.vocab_size to a smaller number, or name fewer files",
+                fix="if it was out of memory, set tokenizer.train.vocab_size to a smaller number, or use fewer files",
             )  # fmt: skip
-    if "refused" in told:
-        problem, where, fix = told["refused"]
+    if "refused" in message:
+        problem, where, fix = message["refused"]
         raise UserError(problem, where=where, fix=fix)
-    made: bytes = told["content"]
+    made: bytes = message["content"]
     return made.decode()
 
 
 def _progress_of(lines: list[str]) -> tuple[float, float]:
-    """Done and total by the last line of progress that the library wrote."""
+    """Done and total of the last progress line of the library."""
     for line in reversed(lines):
         try:
             entry = json.loads(line)
@@ -155,7 +153,7 @@ def _progress_of(lines: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """A child: texts in, tokenizer.json out; the library's progress is what it prints."""
+    """The child process: reads texts, writes tokenizer.json; prints the library's progress."""
     job = accept()
 
     def received() -> Iterator[str]:
@@ -166,7 +164,7 @@ def main() -> None:
         os._exit(1)  # the parent is gone
 
     try:
-        made = _trained(received(), TrainTokenizer.model_validate_json(job["spec"]), told=True)
+        made = _trained(received(), TrainTokenizer.model_validate_json(job["spec"]), show_progress=True)
     except UserError as error:
         reply(job, {"refused": [error.problem, error.where, error.fix]})
     else:
