@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+from pydantic import BaseModel
+
 from bloomery.core.choice import Choice
 from bloomery.core.units import GIB, MIB, Duration
 from bloomery.hardware.profile import Profile
@@ -321,25 +323,20 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
 def _optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> OptimizerPlan:
     asked = recipe.optimizer
     decay = _decay(asked.schedule)
-    return OptimizerPlan(
-        kind=asked.kind,
-        learning_rate=asked.learning_rate,
-        muon_learning_rate=asked.muon_learning_rate or asked.learning_rate,
-        momentum=asked.momentum,
-        betas=asked.betas,
-        eps=asked.eps,
-        weight_decay=asked.weight_decay,
-        fused=_fused(recipe, profile).value,
-        schedule=Wsd() if asked.schedule == "wsd" else asked.schedule,
-        min_lr_ratio=asked.min_lr_ratio,
-        warmup_steps=lengths.steps_of(asked.warmup, scale, key="optimizer.warmup"),
-        decay_steps=0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
-        state_dtype=asked.state_dtype,
-        paged=asked.paged,
-        offload=asked.offload,
-        fused_backward=asked.fused_backward,
-        stochastic_rounding=asked.stochastic_rounding,
-    )
+    values = _shared(asked, OptimizerPlan) | {
+        "muon_learning_rate": asked.muon_learning_rate or asked.learning_rate,
+        "fused": _fused(recipe, profile).value,
+        "schedule": Wsd() if asked.schedule == "wsd" else asked.schedule,
+        "warmup_steps": lengths.steps_of(asked.warmup, scale, key="optimizer.warmup"),
+        "decay_steps": 0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
+    }
+    return OptimizerPlan(**values)
+
+
+def _shared(section: BaseModel, plan: type[BaseModel]) -> dict[str, Any]:
+    """The values of the section whose names are fields of its plan."""
+    names = type(section).model_fields.keys() & plan.model_fields.keys()
+    return {name: getattr(section, name) for name in names}
 
 
 def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:

@@ -23,21 +23,10 @@ EDIT = 40  # columns of a suggestion
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
 FAMILY_NAMES = {"gpt2": "GPT-2"}  # of families whose name is more than a capital letter
 SETTINGS = (  # shown where a plan has them
-    "model.implementation",
-    "objective.reference",
-    "objective.teacher",
-    "data.chat.train_on",
-    "adapter.kind",
-    "model.from",
-    "model.load_with",
-    "model.vocab_size",
-    "quantize.kind",
-    "optimizer.state_dtype",
-    "optimizer.fused_backward",
-    "optimizer.stochastic_rounding",
-    "optimizer.offload",
-    "train.offload_activations",
-)
+    "model.implementation", "objective.reference", "objective.teacher", "data.chat.train_on", "adapter.kind",
+    "model.from", "model.load_with", "model.vocab_size", "quantize.kind", "optimizer.state_dtype",
+    "optimizer.fused_backward", "optimizer.stochastic_rounding", "optimizer.offload", "train.offload_activations",
+)  # fmt: skip
 
 
 def page(
