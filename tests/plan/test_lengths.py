@@ -129,7 +129,7 @@ def test_an_evaluation_reads_as_many_tokens_as_the_recipe_asks_for(length):
 
 @pytest.mark.parametrize("length", ["1.5 steps", "1.5", 1.5, "0.5 steps", "0.0011k steps"])
 def test_a_part_of_a_step_is_refused(length):
-    with pytest.raises(ValueError, match="no whole number of steps; write 1"):
+    with pytest.raises(ValueError, match="not a whole number of steps; write 1"):
         parse_duration(length)
 
 
@@ -139,3 +139,13 @@ def test_evaluation_turned_off_stays_off(length):
     done = plan if plan.train.steps else complete(plan, steps=400, step_seconds=0.2)
     assert (done.eval.every_steps, done.eval.sequences, done.lengths.evaluation) == (None, None, None)
     assert not due("evaluation", done, step=100)
+
+
+def test_a_wall_time_run_takes_at_least_its_steps():
+    """The whole run takes the larger of max_time and min_steps; below one step the plan warns."""
+    long = planned(loaded(train={"max_time": "1s", "min_steps": 1_000_000}), machine())
+    assert long.seconds.value == pytest.approx(1_000_000 * long.step_seconds.value) and long.seconds.value > 1
+    short = reported(loaded(train={"max_time": "0.001s"}), machine())
+    assert short.plan.seconds.value == short.plan.step_seconds.value > 0.001
+    assert any("train.max_time" in text and "1 step" in text for text in short.warnings)
+    assert not any("train.max_time" in text for text in reported(loaded(train={"max_time": "1h"}), machine()).warnings)
