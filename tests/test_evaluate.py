@@ -170,7 +170,7 @@ def test_of_conversations_the_answers_are_scored(decoder, tokenizer, tmp_path):
     assert (result.tokens, result.bytes) == (tokens, size)
     assert math.isclose(result.loss, nats / tokens, rel_tol=1e-5)
     assert math.isclose(result.bits_per_byte, nats / math.log(2) / size, rel_tol=1e-5)
-    assert f"of 2 conversations what the assistant wrote is scored: {tokens} of " in notes[0]
+    assert f"assistant tokens of 2 conversations, {tokens} of " in notes[0]
 
 
 def test_of_pairs_the_chosen_answers_are_scored_and_of_marked_ones_the_desirable(decoder, tokenizer, tmp_path):
@@ -181,11 +181,11 @@ def test_of_pairs_the_chosen_answers_are_scored_and_of_marked_ones_the_desirable
     asked, answer = tokenizer.encode("the dog\n"), [*tokenizer.encode("jumps"), tokenizer.eos_id]
     start = [tokenizer.bos_id, *asked]
     nats = nats_by_hand(decoder, start + answer) - nats_by_hand(decoder, start)
-    told = {pairs: "of 1 pair the chosen side is scored",
-            kto: "of marked answers the desirable ones are scored, 1 of them"}  # fmt: skip
+    told = {pairs: "the chosen response of 1 pair",
+            kto: "1 desirable response"}  # fmt: skip
     for path, said in told.items():
         result, notes = evaluate(decoder, tokenizer, path)
-        assert notes[0].startswith(f"{said}: {len(answer)} of ")
+        assert notes[0].startswith(f"scored: {said}, {len(answer)} of ")
         assert result.tokens == len(answer) and math.isclose(result.loss, nats / len(answer), rel_tol=1e-5)
 
 

@@ -105,7 +105,7 @@ def test_two_at_once_and_a_moved_folder_with_an_odd_name(stopped):
         try:
             wait_for(lambda: (odd / "lock").stat().st_size > 0 or first.poll() is not None)
             assert_clear(here("resume", str(odd)), mentions=["in use", str(first.pid)], lines=5)
-            assert_clear(here("train", "tiny.yaml", "--run-dir", str(odd)), mentions=["already holds a run"], lines=6)
+            assert_clear(here("train", "tiny.yaml", "--run-dir", str(odd)), mentions=["already has a run"], lines=6)
             wait_for(lambda: b'"Resumed"' in (odd / "events.jsonl").read_bytes() or first.poll() is not None)
             first.send_signal(signal.SIGTERM)
             _, err = first.communicate(timeout=PATIENCE_SECONDS)

@@ -160,7 +160,7 @@ def test_a_run_is_examined_as_a_model_when_something_is_asked_of_it(here):
 
 
 @pytest.mark.parametrize(("words", "problem", "code"), [
-    (["no-such"], "there is no run 'no-such'", 2),
+    (["no-such"], "no run 'no-such'", 2),
     (["pickled"], "pytorch_model.bin is a pickle", 1),
     (["empty"], "neither a model nor a run", 1),
     (["base", "--data", "nothing.txt"], "there is no token to score", 1),

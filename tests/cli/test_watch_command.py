@@ -149,7 +149,7 @@ def test_a_folder_that_is_no_run(tmp_path):
     (tmp_path / "runs/other").mkdir(parents=True)
     done = watched(tmp_path / "runs/other")
     assert isinstance(done.exception, UserError) and done.exception.code == 2 and not done.stdout
-    assert "there is no run" in done.exception.problem
+    assert "no run" in done.exception.problem
 
 
 class Terminal:

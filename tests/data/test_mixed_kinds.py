@@ -212,7 +212,7 @@ def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
     assert chats and plain
     tokenizer: Tokenizer = load_tokenizer(tmp_path / "p")
     texts = list(texts_of(tmp_path / "p", tokenizer))
-    assert [text.learned is None for text in texts] == [False] * chats + [True] * plain
+    assert [text.loss_mask is None for text in texts] == [False] * chats + [True] * plain
     assert len(validation_prompts(tmp_path / "p", 99)) == chats
     manifest_read = read_manifest(tmp_path / "p")
     found = check_dataset(tmp_path / "p", manifest_read, tokenizer, sequence_length=LENGTH, layout="packed")

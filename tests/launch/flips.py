@@ -25,7 +25,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.runs import lifecycle as local
 from bloomery.runs import worker
 from bloomery.runs.evaluate import evaluate, load_to_evaluate
-from bloomery.runs.supervisor import Ending
+from bloomery.runs.supervisor import StageResult
 from bloomery.train.model_folder import find_model
 
 RECIPE = """
@@ -54,7 +54,7 @@ torch.set_num_threads(1)
 UNREAD = ("lock", "log.txt", "metrics.json", "events.jsonl", ".lock")
 
 
-def in_process(stage, folder, *, words, environment, inherited, requests, on_event, on_line) -> Ending:
+def in_process(stage, folder, *, words, environment, inherited, requests, on_event, on_line) -> StageResult:
     """`run_stage` without a child."""
     with EventLog(folder.events) as log:
 
@@ -67,12 +67,12 @@ def in_process(stage, folder, *, words, environment, inherited, requests, on_eve
                 code = worker._prepare(folder, Path(words[1]), emit)
             else:
                 flag = worker.StopFlag()
-                with requests.heard_by(lambda: setattr(flag, "asked", True)):
+                with requests.handled_by(lambda: setattr(flag, "asked", True)):
                     code = worker._train(folder, emit, flag, resumed="--resumed" in words)
         except UserError as error:
             report = {"problem": error.problem, "where": error.where, "fix": error.fix, "code": error.code}
-            return Ending(stage, worker.FAILED, report, ())
-    return Ending(stage, code, None, ())
+            return StageResult(stage, worker.FAILED, report, ())
+    return StageResult(stage, code, None, ())
 
 
 @contextmanager

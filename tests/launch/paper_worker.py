@@ -13,7 +13,7 @@ from bloomery.plan.store import read_plan
 from bloomery.runs import worker
 from bloomery.runs.folder import RunFolder
 
-REPORTED = {"memory": worker.MEMORY_FULL, "NaN": worker.DIVERGED}
+REPORTED = {"memory": worker.OUT_OF_MEMORY, "NaN": worker.DIVERGED}
 
 
 def facts_of(plan):

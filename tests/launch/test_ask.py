@@ -41,7 +41,7 @@ def test_a_run_saves_is_recorded_and_stops_when_asked(bloomery: Bloomery) -> Non
     ended = bloomery.events()[-1]
     assert isinstance(ended, RunEnded)
     assert ended.status == "stopped"
-    assert f"after step {ended.step:,}" in stopped.stdout
+    assert f"at step {ended.step:,}" in stopped.stdout
     assert "bloomery resume one" in stopped.stdout
     assert saved_steps(bloomery.run_dir / "checkpoints")[-1] == ended.step
 
@@ -54,7 +54,7 @@ def test_a_run_saves_is_recorded_and_stops_when_asked(bloomery: Bloomery) -> Non
     for words in (("stop", "one"), ("save", "one", "--profile", "2")):
         late = bloomery.here(*words)
         assert late.returncode == 1
-        assert "no process is working on this run" in late.stderr
+        assert "no process is training this run" in late.stderr
         assert "bloomery resume one" in late.stderr
     assert bloomery.here("save", "one", "--profile", "0").returncode == 2
 
@@ -73,7 +73,7 @@ def test_wishes_to_save_before_training_and_between_steps_change_nothing(bloomer
 
 
 def write_lock(folder: Path, pid: int, **changes) -> RunFolder:
-    entry = {"pid": pid, "started": start_mark(pid), "host": host_name(), "hears": True} | changes
+    entry = {"pid": pid, "started": start_mark(pid), "host": host_name(), "receives_signals": True} | changes
     (folder / "lock").write_text(json.dumps(entry))
     (folder / "recipe.yaml").touch()
     return RunFolder(folder)
@@ -86,7 +86,7 @@ def sleeper():
         process.kill()
 
 
-@pytest.mark.parametrize("change", [{"started": "another boot 1"}, {"host": "node17"}, {"hears": False}])
+@pytest.mark.parametrize("change", [{"started": "another boot 1"}, {"host": "node17"}, {"receives_signals": False}])
 def test_a_process_that_is_not_the_runs_own_is_never_signalled(tmp_path: Path, sleeper, change) -> None:
     folder = write_lock(tmp_path, sleeper.pid, **change)
     with pytest.raises(UserError) as caught:
@@ -100,7 +100,7 @@ def test_a_number_that_passed_to_another_process_is_not_signalled(tmp_path: Path
     folder = write_lock(tmp_path, sleeper.pid)
     runner = runner_of(folder)
     runner.entry["started"] = "earlier"
-    with pytest.raises(UserError, match="no process is working"):
+    with pytest.raises(UserError, match="no process is training"):
         runner.send(signal.SIGTERM)
     assert sleeper.poll() is None
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_about_to_leave_has_answered_before_it_is_asked(tmp_path: 
 def test_without_a_holder_nothing_runs(tmp_path: Path, lock) -> None:
     if lock is not None:
         (tmp_path / "lock").write_text(lock)
-    with pytest.raises(UserError, match="no process is working on this run"):
+    with pytest.raises(UserError, match="no process is training this run"):
         runner_of(RunFolder(tmp_path))
 
 
@@ -151,7 +151,7 @@ def test_a_save_that_fails_is_said(tmp_path: Path, deaf) -> None:
         answered(tmp_path, deaf, Warned(step=3, reason=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full"))
     deaf.kill()
     deaf.wait()
-    with pytest.raises(UserError, match="no process is working"):
+    with pytest.raises(UserError, match="no process is training"):
         save_run(runner_of(RunFolder(tmp_path)), on_event=lambda _: None)
 
 

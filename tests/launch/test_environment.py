@@ -51,7 +51,7 @@ def test_the_users_own_setting_stays_and_is_warned_of(rx_6700_xt: Machine, tmp_p
     environment, told = given(machine, tmp_path)
     assert environment[NAME] == "expandable_segments:True"
     (said,) = told
-    assert said.startswith(f"your setting {NAME}=expandable_segments:True stays; this machine would get ")
+    assert said.startswith(f"{NAME}=expandable_segments:True is set; Bloomery would set ")
 
 
 def two_unlike(machine: Machine) -> Machine:

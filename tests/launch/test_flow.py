@@ -84,11 +84,11 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     before = (bloomery.run_dir / "events.jsonl").read_bytes()
     again = bloomery.here(*RESUME)
     assert again.returncode == 0
-    assert "is done" in again.stdout
+    assert "nothing left to train" in again.stdout
     assert "train.length" in again.stdout
     refused = bloomery.here(*TRAIN)
     assert refused.returncode == 1
-    assert "already holds a run" in refused.stderr
+    assert "already has a run" in refused.stderr
     assert "bloomery resume one" in refused.stderr
     other = bloomery.here(*RESUME, "optimizer.learning_rate=1")
     assert other.returncode == 2
@@ -106,12 +106,12 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert last(bloomery, Resumed).step == 2
     assert len(losses(bloomery.run_dir)) == 6
     assert list((bloomery.run_dir / "checkpoints").glob("before-*/step-00000004"))
-    assert any("is made again" in event.reason for event in bloomery.events() if isinstance(event, Warned))
+    assert any("preparing it again" in event.reason for event in bloomery.events() if isinstance(event, Warned))
     shutil.rmtree(bloomery.folder / "prepared")
     (bloomery.folder / "text/0.txt").write_text("another text " * 50)
     other_text = bloomery.here(*RESUME, "train.max_steps=8")
     assert other_text.returncode == 1
-    assert "made again from other sources" in " ".join(other_text.stderr.split())
+    assert "prepared dataset has changed" in " ".join(other_text.stderr.split())
     missing = bloomery.here(*RESUME, "--from", "3")
     assert missing.returncode == 1
     assert "checkpoints: " in missing.stderr
@@ -197,7 +197,7 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
 def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloomery: Bloomery) -> None:
     misspelt = ("adapter.kind=lora", "adapter.target_modules=[q_porj]")
     for words, said in (
-        (("-d", "7"), "no device '7'"), (("train.micro_batch_size=3",), "micro-batches of 3"), (misspelt, "q_proj"),
+        (("-d", "7"), "device: '7'"), (("train.micro_batch_size=3",), "micro-batches of 3"), (misspelt, "q_proj"),
     ):  # fmt: skip
         refused = bloomery.here(*TRAIN, *words)
         assert refused.returncode == 2 and said in refused.stderr
@@ -242,5 +242,5 @@ def test_text_that_is_not_there_is_refused_before_there_is_a_folder(bloomery: Bl
 def test_a_place_that_cannot_be_written_is_one_sentence(bloomery: Bloomery) -> None:
     refused = bloomery.here("train", "tiny.yaml", "--run-dir", "text/0.txt/run")
     assert refused.returncode == 1
-    assert "cannot be written" in refused.stderr
+    assert "cannot write the run folder" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -91,7 +91,7 @@ def test_two_stops_and_a_save_at_once_are_all_answered(bloomery: Bloomery) -> No
     saved = [event.step for event in events if isinstance(event, Saved)]
     for each, (out, err) in zip(asked, told, strict=True):
         answers = saved if each is asked[2] else saved[-1:]  # a save may have been answered before the stops are
-        late = "no process is working on this run" in flat(err) or "the run ended before" in flat(err)
+        late = "no process is training this run" in flat(err) or "the run ended before" in flat(err)
         assert (each.returncode == 0 and any(f"step {step:,}" in out for step in answers)) or (
             each.returncode == 1 and late
         ), (out, err)

@@ -1,12 +1,12 @@
 """Preparing tells of its progress at a pace that people can read."""
 
 from bloomery.monitor.events import Event, Phase
-from bloomery.runs.worker import paced
+from bloomery.runs.worker import throttle
 
 
 def test_a_thousand_files_are_not_a_thousand_events() -> None:
     told: list[Event] = []
-    report = paced(told.append, seconds=3600)
+    report = throttle(told.append, seconds=3600)
     for done in range(1001):
         report("checksums", done, 1000)
     report("tokens", 0, 0)

@@ -13,9 +13,9 @@ from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.lifecycle import FallbackAfter, keep, next_fallback, resume, start, take_kept
-from bloomery.runs.supervisor import Ending
-from bloomery.runs.worker import DIVERGED, FAILED, MEMORY_FULL, UNSOUND
+from bloomery.runs.lifecycle import FallbackAfter, next_fallback, resume, start, store_fallback, take_fallback
+from bloomery.runs.supervisor import StageResult
+from bloomery.runs.worker import DIVERGED, FAILED, OUT_OF_MEMORY, UNSOUND
 
 SEGV, ABRT, KILL = signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL
 HALVED = "micro-batch 4 -> 2, gradient accumulation 1 -> 2; tokens per step unchanged"
@@ -64,7 +64,7 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(pap
     reason = {decision.key: decision.reason for decision in plan.choices}
     assert "SIGSEGV" in reason["train.attention"]
     assert len(losses(paper_workshop / "runs/one")) == 16
-    assert not (paper_workshop / "runs/one/safer.json").exists()
+    assert not (paper_workshop / "runs/one/fallback.json").exists()
     assert of(paper_workshop, RunEnded)[-1].status == "done"
 
 
@@ -74,14 +74,14 @@ def test_after_three_restarts_it_stops_and_says_how_to_go_on(paper_workshop: Pat
     )
     assert isinstance(error, UserError)
     assert len(of(paper_workshop, Recovered)) == 3
-    assert "(3 restarts did not help)" in error.problem
-    assert str(error).splitlines()[-1].strip().startswith("`bloomery resume one --recover` goes on: ")
+    assert "(after 3 restarts)" in error.problem
+    assert str(error).splitlines()[-1].strip().startswith("`bloomery resume one --recover` restarts with: ")
 
 
 def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the_rung(paper_workshop: Path) -> None:
     error = run_with(paper_workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
     last = str(error).splitlines()[-1].strip()
-    assert last == "`bloomery resume one --recover` goes on: attention mask -> blockwise"
+    assert last == "`bloomery resume one --recover` restarts with: attention mask -> blockwise"
     assert of(paper_workshop, Recovered) == []
     assert read_plan(paper_workshop / "runs/one/plan.json").model.attention == "mask"
 
@@ -97,7 +97,7 @@ def test_a_resume_without_the_flag_changes_nothing(dying_workshop: Path, undistu
     assert resume(dying_workshop / "runs/one", quiet=True).code == 0
     assert of(dying_workshop, Recovered) == []
     assert_bitwise_equal(dying_workshop / "runs/one", undisturbed.run_dir)
-    assert not (dying_workshop / "runs/one/safer.json").exists()
+    assert not (dying_workshop / "runs/one/fallback.json").exists()
 
 
 def test_a_mistake_is_not_answered_by_restarts(paper_workshop: Path) -> None:
@@ -107,8 +107,9 @@ def test_a_mistake_is_not_answered_by_restarts(paper_workshop: Path) -> None:
     assert "--recover" not in error.fix
 
 
-def ending(code: int, *tail: str, problem: str = "") -> Ending:
-    return Ending("train", code, {"problem": problem, "where": "", "fix": "", "code": 1} if problem else None, tail)
+def ending(code: int, *tail: str, problem: str = "") -> StageResult:
+    report = {"problem": problem, "where": "", "fix": "", "code": 1} if problem else None
+    return StageResult("train", code, report, tail)
 
 
 @pytest.mark.parametrize(
@@ -123,15 +124,15 @@ def ending(code: int, *tail: str, problem: str = "") -> Ending:
         ),
         (ending(UNSOUND, problem="flex attention computes wrong numbers"), "attention flex -> blockwise"),
         (ending(-KILL), HALVED),
-        (ending(MEMORY_FULL, problem="memory ran out"), HALVED),
+        (ending(OUT_OF_MEMORY, problem="memory ran out"), HALVED),
         (ending(FAILED, "KeyError: 'x'"), None),
         (ending(FAILED, problem="the recipe is wrong"), None),
         (ending(DIVERGED, problem="the loss is not a finite number"), f"learning rate 0.01 -> 0.005{INSTEAD}"),
         (ending(-signal.SIGTERM), None),
-        (Ending("prepare", -SEGV, None, ()), None),
+        (StageResult("prepare", -SEGV, None, ()), None),
     ],
 )  # fmt: skip
-def test_the_first_rung_follows_the_death(died: Ending, action: str | None) -> None:
+def test_the_first_rung_follows_the_death(died: StageResult, action: str | None) -> None:
     plan = plan_of(compile=True, attention="flex", micro_batch_size=4, accumulation=1)
     fallback_after = next_fallback(plan, died)
     assert (fallback_after.fallback.action if fallback_after else None) == action
@@ -161,7 +162,7 @@ def test_the_ladder_has_an_end() -> None:
     assert next_fallback(last.fallback.plan, ending(-KILL)) is None
 
 
-def climbed(plan, died: Ending, **known: bool) -> list[tuple[str, bool]]:
+def climbed(plan, died: StageResult, **known: bool) -> list[tuple[str, bool]]:
     """Each rung to the end of the ladder: the choices that changed, and whether it is taken unasked."""
     taken = []
     while (fallback_after := next_fallback(plan, died, **known)) is not None:
@@ -177,7 +178,7 @@ def climbed(plan, died: Ending, **known: bool) -> list[tuple[str, bool]]:
 
 def test_a_full_gpu_gives_time_before_it_gives_numbers() -> None:
     plan = plan_of(micro_batch_size=2, accumulation=2, device="cuda")
-    assert climbed(plan, ending(MEMORY_FULL, problem="memory ran out")) == [
+    assert climbed(plan, ending(OUT_OF_MEMORY, problem="memory ran out")) == [
         ("train.micro_batch_size=1", True),
         ("train.activation_checkpointing=full", True),
         ("train.offload_activations=True", True),
@@ -213,17 +214,17 @@ def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_ti
 def test_numbers_change_only_when_asked(paper_workshop: Path) -> None:
     """States in 8 bits are offered without the flag, taken with it, and kept by a resume."""
     error = run_with(paper_workshop, [{"state_dtype": "float32"}, 8, "memory"], recover=False)
-    assert "`bloomery resume one --recover` goes on: optimizer states float32 -> int8" in str(error)
+    assert "`bloomery resume one --recover` restarts with: optimizer states float32 -> int8" in str(error)
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     assert read_plan(paper_workshop / "runs/one/plan.json").optimizer.state_dtype == "int8"
-    assert of(paper_workshop, Recovered)[-1].action.startswith("restarted: optimizer states in int8")
+    assert of(paper_workshop, Recovered)[-1].action.startswith("restarted: optimizer states float32 -> int8")
     assert len(losses(paper_workshop / "runs/one")) == 16
 
 
 def test_losses_that_are_not_finite_lower_the_rate_when_asked(paper_workshop: Path) -> None:
     fast = ("optimizer.kind=adamw", "optimizer.learning_rate=0.02")
     error = run_with(paper_workshop, [{"rate": 0.02}, 5, "NaN"], recover=False, overrides=fast)
-    assert "`bloomery resume one --recover` goes on: learning rate 0.02 -> 0.01" in str(error)
+    assert "`bloomery resume one --recover` restarts with: learning rate 0.02 -> 0.01" in str(error)
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     plan = read_plan(paper_workshop / "runs/one/plan.json")
     assert (plan.optimizer.learning_rate, plan.recovered) == (0.01, ("optimizer.learning_rate",))
@@ -232,11 +233,11 @@ def test_losses_that_are_not_finite_lower_the_rate_when_asked(paper_workshop: Pa
 
 def test_a_kept_rung_is_taken_once_and_a_torn_one_not_at_all(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert take_kept(folder) is None
+    assert take_fallback(folder) is None
     fallback_after = next_fallback(plan_of(compile=True), ending(-SEGV))
     assert isinstance(fallback_after, FallbackAfter)
-    keep(folder, fallback_after)
-    assert take_kept(folder) == fallback_after
-    assert take_kept(folder) is None
+    store_fallback(folder, fallback_after)
+    assert take_fallback(folder) == fallback_after
+    assert take_fallback(folder) is None
     folder.fallback.write_text('{"because": "x", "pl')
-    assert take_kept(folder) is None
+    assert take_fallback(folder) is None

@@ -60,7 +60,7 @@ def test_anything_else_is_refused_by_name(word: str) -> None:
 def test_a_misspelt_key_is_no_key_that_cannot_be_changed() -> None:
     with pytest.raises(UserError, match="no such key") as caught:
         refuse_overrides(["train.max_step=60"])
-    assert caught.value.fix == "did you mean train.max_steps?"
+    assert "train.max_steps" in caught.value.fix
 
 
 def test_the_same_machine_has_no_differences() -> None:
@@ -70,8 +70,8 @@ def test_the_same_machine_has_no_differences() -> None:
 
 def test_differences_are_told_in_words() -> None:
     newer = CPU.model_copy(update={"software": CPU.software.model_copy(update={"torch": "2.14.0"})})
-    assert differences(CPU, newer) == ["PyTorch: 2.14.0 instead of 2.13.0"]
-    assert differences(CPU, GPU)[0] == "devices: AMD Instinct MI300X (gfx942) instead of no GPU"
+    assert differences(CPU, newer) == ["PyTorch changed: 2.13.0 -> 2.14.0"]
+    assert differences(CPU, GPU)[0] == "devices changed: no GPU -> AMD Instinct MI300X (gfx942)"
 
 
 def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(plan) -> None:
@@ -83,10 +83,10 @@ def test_moving_to_a_gpu_changes_machine_dependent_choices_only_and_names_each(p
     assert rows == before
     assert now.optimizer.learning_rate == stored.optimizer.learning_rate
     assert now.train.seed == stored.train.seed
-    assert any(line.startswith("train.device is cuda here instead of cpu") for line in told)
-    assert "no longer to the last bit" in told[-1]
+    assert any(line.startswith("train.device: cpu -> cuda") for line in told)
+    assert "not bitwise identical" in told[-1]
     reason = next(choice.reason for choice in fresh.choices if choice.key == "train.attention")
-    kept = f"model.attention is {fresh.model.attention} here instead of {stored.model.attention}: {reason}"
+    kept = f"model.attention: {stored.model.attention} -> {fresh.model.attention}: {reason}"
     assert kept in told
 
 
@@ -124,7 +124,7 @@ def test_devices_are_named_one_at_a_time() -> None:
     for words in ("1", "cuda:1", "hip:1"):
         assert narrowed(two, words).accelerators == (second.model_copy(update={"number": 1}),)
     assert narrowed(two, "cpu").accelerators == ()
-    for words, said in (("0,1", "this version uses one device, not 2"), ("7", "there is no device '7'")):
+    for words, said in (("0,1", "training on 2 devices"), ("7", "no such device: '7'")):
         with pytest.raises(UserError, match=said):
             narrowed(two, words)
 

@@ -74,7 +74,7 @@ def test_a_folder_that_holds_a_run_is_refused_naming_resume(tmp_path: Path, load
     with new_run(loaded, tmp_path / "run") as (folder, _):
         folder.plan.write_text("{}")
     before = (tmp_path / "run/recipe.yaml").read_text()
-    with pytest.raises(UserError, match="already holds a run") as caught, new_run(loaded, tmp_path / "run"):
+    with pytest.raises(UserError, match="already has a run") as caught, new_run(loaded, tmp_path / "run"):
         pass
     assert "bloomery resume" in caught.value.fix
     assert (tmp_path / "run/recipe.yaml").read_text() == before
@@ -125,7 +125,7 @@ def test_any_name_that_the_file_system_takes_will_do(tmp_path: Path, loaded, nam
 @pytest.mark.parametrize("place", ["file/run", "x" * 300])
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, loaded, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written") as caught, new_run(loaded, tmp_path / place):
+    with pytest.raises(UserError, match="cannot write the run folder") as caught, new_run(loaded, tmp_path / place):
         pass
     assert "--run-dir" in caught.value.fix
 

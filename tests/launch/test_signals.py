@@ -21,7 +21,7 @@ def test_one_signal_asks_and_tells_the_listener_once(number: int) -> None:
     before = signal.getsignal(number)
     with stop_requests() as requests:
         assert not requests.asked
-        with requests.heard_by(lambda: heard.append(1)):
+        with requests.handled_by(lambda: heard.append(1)):
             send(number)
             send(signal.SIGTERM)
         assert requests.asked
@@ -64,7 +64,7 @@ def test_who_listens_late_hears_of_it_all_the_same() -> None:
     heard: list[int] = []
     with stop_requests() as requests:
         send(signal.SIGINT)
-        with requests.heard_by(lambda: heard.append(1)):
+        with requests.handled_by(lambda: heard.append(1)):
             pass
     assert heard == [1]
 

@@ -31,7 +31,7 @@ def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]
     with event_hub(folder, quiet=True) as hub:
         hub.hooks = asked
         with hub.shown(plan, "run"):
-            hub.tell(RunEnded(status="stopped"))
+            hub.show(RunEnded(status="stopped"))
     return [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
 
 

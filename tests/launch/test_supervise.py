@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.supervisor import Ending, failure
+from bloomery.runs.supervisor import StageResult, failure
 
 FOLDER = RunFolder(Path("/somewhere/runs/one"))
 
 
 def told(code: int, *tail: str, report: dict | None = None, stage: str = "train") -> str:
-    return str(failure(Ending(stage, code, report, tail), FOLDER, step=7))
+    return str(failure(StageResult(stage, code, report, tail), FOLDER, step=7))
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
     [
         (-signal.SIGKILL, "killed from outside after step 7 (SIGKILL)"),
-        (-signal.SIGSEGV, "died after step 7 of SIGSEGV, inside a library or a driver"),
+        (-signal.SIGSEGV, "killed after step 7 by SIGSEGV, in a library or a driver"),
         (-signal.SIGABRT, "SIGABRT"),
         (-63, "signal 63"),
     ],
@@ -43,7 +43,7 @@ def test_of_a_traceback_the_exception_is_told() -> None:
 
 
 def test_without_a_word_it_says_so() -> None:
-    assert "nothing was said" in told(3)
+    assert "no output" in told(3)
 
 
 def test_a_reported_error_is_passed_on_as_it_is() -> None:
@@ -55,20 +55,17 @@ def test_a_known_death_ends_in_cause_and_remedy() -> None:
     """The last lines that a person sees are why, and what to type."""
     fault = "Memory access fault by GPU node-1 (Agent handle: 0x1f8) on address 0x7a. Reason: Page not present"
     said = told(-signal.SIGABRT, "some warning", fault, "Fatal Python error: Aborted").splitlines()
-    assert said[0] == (
-        "error: training died after step 7 of SIGABRT: "
-        "the GPU touched memory that is not mapped, and the process was ended"
-    )
-    assert said[1].startswith("why:   a kernel faulted: a wrong HSA_OVERRIDE_GFX_VERSION")
+    assert said[0].startswith("error: training killed after step 7 by SIGABRT: ") and "memory" in said[0]
+    assert said[1].startswith("why:   ") and "HSA_OVERRIDE_GFX_VERSION" in said[1]
     assert said[2] == f"where: {fault}"
     assert said[4] == "fix:   unset HSA_OVERRIDE_GFX_VERSION  # if it is set"
     assert "bloomery train /somewhere/runs/one/recipe.yaml train.compile=false" in said[5]
-    assert said[-1] == "       `bloomery resume /somewhere/runs/one` goes on from what was saved"
+    assert said[-1] == "       bloomery resume /somewhere/runs/one"
 
 
 def test_a_known_exception_is_explained_and_a_note_is_not() -> None:
     tail = ("Traceback (most recent call last):", "RuntimeError: No HIP GPUs are available")
-    assert "PyTorch's ROCm build sees no GPU" in told(1, *tail)
+    assert "ROCm build" in told(1, *tail)
     assert "sudo usermod -a -G render,video" in told(1, *tail)
     note = "UserWarning: Attempting to use hipBLASLt on an unsupported architecture! Overriding blas backend to hipblas"
     assert "training failed after step 7: RuntimeError: no such op" in told(1, note, "RuntimeError: no such op")
@@ -77,13 +74,13 @@ def test_a_known_exception_is_explained_and_a_note_is_not() -> None:
 def test_the_exception_counts_more_than_what_was_said_before() -> None:
     earlier = "[rank0]: Watchdog caught collective operation timeout"
     said = told(1, earlier, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
-    assert "the NVIDIA GPU's memory is full" in said
+    assert "NVIDIA GPU out of memory" in said
 
 
 def test_the_machine_of_the_run_decides(tmp_path: Path) -> None:
     machine = Path(__file__).parent.parent / "machines/h200.json"
     (tmp_path / "machine.json").write_bytes(machine.read_bytes())
-    ending = Ending("train", 1, None, ("RuntimeError: HIP error: invalid device function",))
+    ending = StageResult("train", 1, None, ("RuntimeError: HIP error: invalid device function",))
     assert "HIP error: invalid device function" in str(failure(ending, RunFolder(tmp_path), step=0))
     assert "why:" not in str(failure(ending, RunFolder(tmp_path), step=0))
 
@@ -92,5 +89,5 @@ def test_a_real_child_that_aborts(tmp_path: Path) -> None:
     """What a driver does: a line on stderr, then SIGABRT."""
     script = "import os, sys; print('Memory access fault by GPU node-1', file=sys.stderr, flush=True); os.abort()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    said = str(failure(Ending("train", done.returncode, None, tuple(done.stderr.splitlines())), FOLDER, step=3))
-    assert "after step 3 of SIGABRT: the GPU touched memory" in said
+    said = str(failure(StageResult("train", done.returncode, None, tuple(done.stderr.splitlines())), FOLDER, step=3))
+    assert "after step 3 by SIGABRT: memory access fault" in said

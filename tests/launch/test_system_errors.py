@@ -62,5 +62,5 @@ def test_a_plan_with_a_senseless_number_is_one_sentence(change, tmp_path: Path) 
 def test_a_safer_plan_that_is_none_is_passed_over_once(content: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     write_durably(folder.fallback, content)
-    assert fallbacks.take_kept(folder) is None
+    assert fallbacks.take_fallback(folder) is None
     assert not folder.fallback.exists()

@@ -44,7 +44,7 @@ def until(moment, seconds: float = 10.0) -> None:
 
 
 def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_takes_it_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(telemetry, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.05)
     hot, cool = (
         [SensorReading(device=0, temperature=108.0, critical=110.0)],
         [SensorReading(device=0, temperature=80.0, critical=110.0)],
@@ -54,14 +54,14 @@ def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_take
     watcher = Watcher(Script(hot, hot, hot, hot, cool), Guard("auto"), told.append, pause)
     watcher.begin()
     until(lambda: any("paused" in event.reason for event in told if isinstance(event, Warned)))
-    until(lambda: any("goes on after" in event.reason for event in told if isinstance(event, Warned)))
+    until(lambda: any("resumed after" in event.reason for event in told if isinstance(event, Warned)))
     assert not pause.exists()
     watcher.end()
     assert max(event.temperature for event in told if isinstance(event, DeviceStats)) == 108.0
 
 
 def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
-    monkeypatch.setattr(telemetry, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.05)
     pause = tmp_path / "pause"
     watcher = Watcher(
         Script([SensorReading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), lambda event: None, pause
@@ -77,7 +77,7 @@ def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
 )
 def test_when_it_can_tell_nothing_any_more_it_holds_nobody(tmp_path, monkeypatch, error):
     """The disk is full at the very moment in which the run was paused."""
-    monkeypatch.setattr(telemetry, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.05)
     pause, seen = tmp_path / "pause", []
 
     def emit(event):

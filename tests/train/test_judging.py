@@ -20,7 +20,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Reward
-from bloomery.runs.evaluate import evaluate, judge, load_to_evaluate
+from bloomery.runs.evaluate import evaluate, evaluate_pairs, load_to_evaluate
 from bloomery.train.model_folder import find_model
 
 PAIRS = [("def f(", "x): return x", "y) = 3"), ("a = ", "1", "a = = a = = 2 + 2 + 2 + 2"), ("value", " + 2", " - 1")]
@@ -55,7 +55,7 @@ def test_without_data_it_says_what_the_run_said_of_its_last_step(trained):
     assert found.pop("loss") == pytest.approx(last.loss, abs=1e-6)
     assert found.pop("pairs") == 8
     assert found == pytest.approx(last.metrics, abs=1e-6)
-    assert "of 8 pairs are longer than there is room" in notes
+    assert "of 8 pairs are truncated" in notes
 
 
 def test_it_says_what_transformers_says(trained, tmp_path):
@@ -97,10 +97,10 @@ def test_what_is_no_pair_is_refused_and_a_reward_model_prices_no_text(trained, p
     for kind, row in rows.items():
         path = tmp_path / "rows.jsonl"
         path.write_text(json.dumps(row))
-        with pytest.raises(UserError, match=f"judges pairs of a chosen and a rejected answer, and these are {kind}"):
-            judge(decoder, tokenizer, path)
-    with pytest.raises(UserError, match="these are plain text"):
-        judge(decoder, tokenizer, prepared)
+        with pytest.raises(UserError, match=f"requires pairs of a chosen and a rejected response; this data is {kind}"):
+            evaluate_pairs(decoder, tokenizer, path)
+    with pytest.raises(UserError, match="this data is plain text"):
+        evaluate_pairs(decoder, tokenizer, prepared)
     with pytest.raises(UserError, match="gives values and no text"):
         evaluate(decoder, tokenizer, prepared)
 
@@ -111,4 +111,4 @@ def test_diverged_weights_are_no_number(trained):
     with torch.no_grad():
         decoder.score.weight.fill_(math.nan)
     with pytest.raises(UserError, match="not finite numbers"):
-        judge(decoder, tokenizer, run.folder.parent / "pairs")
+        evaluate_pairs(decoder, tokenizer, run.folder.parent / "pairs")

@@ -120,7 +120,7 @@ def _prompts(tokenizer: "Tokenizer", facts: "ModelFacts", arguments: Arguments, 
     passage: Excerpt = ([], [])
     if data is not None:
         texts = texts_of(data, tokenizer, template=arguments.template)
-        masked = ((t.tokens, [True] * len(t.tokens) if t.learned is None else t.learned.tolist()) for t in texts)
+        masked = ((t.tokens, [True] * len(t.tokens) if t.loss_mask is None else t.loss_mask.tolist()) for t in texts)
         passage = excerpt(masked, tokenizer)
     if not arguments.prompts:
         return _Prompts((), "", (), (), passage)

@@ -1,4 +1,4 @@
-"""Asking a run that another process works on to stop or to save, and waiting until it has. No torch."""
+"""Stop, save or profile a run of another process: send the request, wait for the result. No torch."""
 
 import math
 import os
@@ -24,7 +24,7 @@ from bloomery.train.sealed import NOT_SAVED
 @final
 @dataclass(frozen=True)
 class Runner:
-    """The process that works on a run, as its lock tells: never a later one of the same number."""
+    """The process that runs a training, identified by the lock; a later process with the same pid is not it."""
 
     folder: RunFolder
     entry: dict[str, Any]
@@ -35,14 +35,14 @@ class Runner:
 
     @property
     def working(self) -> bool:
-        """Whether it still holds the run; its process may live on when the run was a part of a larger program."""
+        """Whether it still holds the lock; the process itself may outlive the run."""
         return holder_of(self.folder.lock) == self.entry and alive(self.entry)
 
     def send(self, number: int) -> None:
-        """Raises UserError when it has ended meanwhile, or belongs to somebody else."""
+        """Raises UserError when the process has ended, or belongs to another user."""
         try:
             with ExitStack() as stack:
-                # What is opened first keeps its number from passing to another process between look and signal.
+                # An open handle prevents that the pid is reused between check and signal.
                 handle = os.pidfd_open(self.pid) if hasattr(os, "pidfd_open") else None
                 if handle is not None:
                     stack.callback(os.close, handle)
@@ -56,48 +56,48 @@ class Runner:
             raise _idle(self.folder) from error
         except PermissionError as error:
             raise UserError(
-                f"process {self.pid} belongs to another user, who alone may stop it or let it save",
+                f"permission denied: process {self.pid} belongs to another user",
                 where=str(self.folder.path),
-                fix="ask that user, or use their account",
+                fix="run this command as that user",
             ) from error
 
 
 def runner_of(folder: RunFolder) -> Runner:
-    """Who works on the run, on this host and listening. Raises UserError when nobody is, or nobody who could hear."""
+    """The process of the run, on this host. Raises UserError when there is none, or it cannot receive signals."""
     entry = holder_of(folder.lock) if folder.lock.exists() else {}
     elsewhere = bool(entry) and entry["host"] != host_name()
     if elsewhere and beats(folder.lock):
         raise UserError(
-            f"this run goes on on another machine: process {entry['pid']} on {entry['host']}",
+            f"the run is on another machine: process {entry['pid']} on {entry['host']}",
             where=str(folder.path),
             fix=f"run the same command on {entry['host']}",
         )
     if elsewhere or not alive(entry):
         raise _idle(folder)
-    if not entry.get("hears", False):
+    if not entry.get("receives_signals", False):
         raise UserError(
-            f"process {entry['pid']} runs this training outside its main thread, where Python hears no signals",
+            f"process {entry['pid']} trains outside its main thread, where Python receives no signals",
             where=str(folder.path),
-            fix="stop it from inside that program",
+            fix="stop it in that program",
         )
     return Runner(folder, entry)
 
 
 def _idle(folder: RunFolder) -> UserError:
     return UserError(
-        "no process is working on this run",
+        "no process is training this run",
         where=str(folder.path),
-        fix=f"`bloomery resume {folder.name}` goes on with it; `bloomery runs` says how each run ended",
+        fix=f"bloomery resume {folder.name}",
     )
 
 
 def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:
-    """Asks it to save and stop; returns when it has ended, with how. None when it died without a word."""
+    """Requests a save and a stop; returns the final event. None when the process exited without one."""
     ended = None
-    for event in _heard(runner, partial(runner.send, signal.SIGTERM)):
+    for event in _events_after(runner, partial(runner.send, signal.SIGTERM)):
         on_event(event)
         ended = event if isinstance(event, RunEnded) else ended
-    if ended is None:  # a run that was about to leave when it was asked had already told how it ends
+    if ended is None:  # a run that was about to end had already written its final event
         for event in deque(read_events(runner.folder.events), maxlen=1):
             mine = event.time >= runner.entry.get("since", math.inf)
             ended = event if mine and isinstance(event, RunEnded) else None
@@ -105,15 +105,15 @@ def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded |
 
 
 def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
-    """Asks for a checkpoint after the step that it is taking; returns when it stands.
+    """Requests a checkpoint after the current step; returns when it is saved.
 
-    An older one, which was still being written when this was asked, is no answer. Raises UserError when it could not
-    be written, or the run ended before.
+    Ignores an older checkpoint that was still being written. Raises UserError when the checkpoint cannot be written,
+    or the run ends before.
     """
     step = last_step(runner.folder)
-    for event in _heard(runner, partial(runner.send, SAVE_SIGNAL)):
+    for event in _events_after(runner, partial(runner.send, SAVE_SIGNAL)):
         on_event(event)
-        if isinstance(event, Recovered):  # it may have gone back
+        if isinstance(event, Recovered):  # maybe at an earlier step
             step = min(step, event.step)
         if isinstance(event, Saved) and event.step >= step:
             return event
@@ -121,19 +121,19 @@ def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
             raise UserError(
                 event.reason,
                 where=str(runner.folder.checkpoints),
-                fix="make room on the disk or mend the folder's permissions, then ask again",
+                fix="free disk space or correct the folder's permissions, then run this again",
             )
     raise _ended_before(runner)
 
 
 def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]) -> Path:
-    """Asks for the next steps to be recorded; returns the files' path without their endings when they stand.
+    """Requests a profile of the next steps; returns the path of its files without their suffixes.
 
-    Raises UserError when they could not be written, or the run ended before.
+    Raises UserError when they cannot be written, or the run ends before.
     """
     asked = runner.folder.path / PROFILE_ASKED
     try:
-        for event in _heard(runner, lambda: write_durably(asked, str(steps))):
+        for event in _events_after(runner, lambda: write_durably(asked, str(steps))):
             on_event(event)
             if isinstance(event, Phase) and event.name == PROFILE and event.total and event.done >= event.total:
                 return runner.folder.path / PROFILE / f"step-{event.step - int(event.total) + 1:08d}"
@@ -141,31 +141,31 @@ def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]
                 raise UserError(
                     event.reason,
                     where=str(runner.folder.path),
-                    fix="make room there or mend its permissions, then ask again",
+                    fix="free disk space or correct the folder's permissions, then run this again",
                 )
     except OSError as error:
         raise UserError(
-            f"a wish cannot be left in the run's folder: {error.strerror}",
+            f"cannot write the request file to the run folder: {error.strerror}",
             where=str(runner.folder.path),
-            fix="mend its permissions or make room on its disk, then ask again",
+            fix="correct its permissions or free disk space, then run this again",
         ) from error
     finally:
-        with suppress(OSError):  # nobody waits for it any more
+        with suppress(OSError):
             asked.unlink(missing_ok=True)
     raise _ended_before(runner)
 
 
 def _ended_before(runner: Runner) -> UserError:
     return UserError(
-        "the run ended before it took another step",
+        "the run ended before its next step",
         where=str(runner.folder.path),
-        fix=f"`bloomery resume {runner.folder.name}` goes on with it; `bloomery runs` says how it ended",
+        fix=f"`bloomery resume {runner.folder.name}`; `bloomery runs` lists how each run ended",
     )
 
 
-def _heard(runner: Runner, ask: Callable[[], None]) -> Iterator[Event]:
-    """What the run tells from the request on, until nobody works on it any more."""
+def _events_after(runner: Runner, ask: Callable[[], None]) -> Iterator[Event]:
+    """Sends the request by `ask`; yields the events after it until the process ends."""
     events = runner.folder.events
-    seen = events.stat().st_size if events.exists() else 0
+    size = events.stat().st_size if events.exists() else 0
     ask()
-    yield from follow(events, lambda: not runner.working, start=seen)
+    yield from follow(events, lambda: not runner.working, start=size)

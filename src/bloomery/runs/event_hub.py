@@ -1,4 +1,4 @@
-"""What the parent process writes down of a run and shows of it. No torch."""
+"""The parent process writes the events of a run and shows them: terminal, log.txt, trackers. No torch."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ def commands_of(recipe: Recipe) -> frozenset[str]:
 
 
 def remember(run_dir: Path, commands: Iterable[str]) -> None:
-    """Notes in your home folder that you asked for these hooks. Raises OSError when that cannot be written."""
+    """Stores in your home folder that you requested these hooks. Raises OSError when that cannot be written."""
     for command in commands:
         note = _note(run_dir, command)
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def remember(run_dir: Path, commands: Iterable[str]) -> None:
 
 
 def remembered(run_dir: Path, commands: Iterable[str]) -> frozenset[str]:
-    """Those of them that `remember` has noted: a folder that came from elsewhere has none, whatever its files say."""
+    """Those that `remember` stored: a run folder copied from elsewhere has none, so its hooks do not run."""
     return frozenset(command for command in commands if _note(run_dir, command).exists())
 
 
@@ -49,10 +49,8 @@ def _note(run_dir: Path, command: str) -> Path:
 
 
 @final
-class Patient:
-    """A terminal or pipe that may go away while training goes on: what can no longer be shown is dropped, as log.txt
-    holds it, too.
-    """
+class ClosableStream:
+    """A terminal or pipe that may close while training continues: later output is dropped; log.txt also has it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -81,35 +79,35 @@ class Patient:
 
 @final
 class EventHub:
-    """`emit` writes an event of the parent's own and shows it; `tell` shows one that a child has written."""
+    """`emit` writes an event of the parent and shows it; `show` shows one that a child has written."""
 
     def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool) -> None:
         self._folder, self._write, self._quiet = folder, write, quiet
         self._sinks: list[Sink] = []
-        self._untold: list[Event] = []  # said while nobody was shown anything
+        self._pending: list[Event] = []  # written before the view opened
         self._log = LogFile(folder.log)
-        self._followed = False  # whether somebody reads events.jsonl and tells what is written there
+        self._followed = False  # whether events.jsonl is read and its events are shown
         self._diagnosis: Diagnoser | None = None
         self.ended = False  # whether RunEnded is written
         self.began = False  # whether a child was started
-        self.hooks = frozenset[str]()  # commands that this user asked for; others are shown, not run
+        self.hooks = frozenset[str]()  # commands that the user requested; others are shown, not run
 
     def emit(self, event: Event) -> None:
         self.ended = self.ended or isinstance(event, RunEnded)
         self._write(event)
         if not self._sinks:
             self._log.write(event)
-            self._untold.append(event)
-        self.tell(event)
+            self._pending.append(event)
+        self.show(event)
 
-    def tell(self, event: Event) -> None:
+    def show(self, event: Event) -> None:
         for sink in self._sinks:
             sink.write(event)
         for warning in self._diagnosis.check(event) if self._followed and self._diagnosis else ():
-            self._write(warning)  # and comes back as what is followed
+            self._write(warning)  # read back from events.jsonl and shown then
 
     def line(self, text: str) -> None:
-        """One line that a child printed: kept in log.txt."""
+        """Writes one line of a child's output to log.txt."""
         self._log.text(text)
 
     @contextmanager
@@ -120,11 +118,11 @@ class EventHub:
             if not self._quiet:
                 facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())
                 before = read_events(self._folder.events) if plan is not None else ()
-                console = Console(file=cast("IO[str]", Patient(sys.stdout)))
+                console = Console(file=cast("IO[str]", ClosableStream(sys.stdout)))
                 self._sinks.append(stack.enter_context(showing(facts, console, before)))
             self._sinks += self._opened(plan, stack)
-            untold, self._untold = self._untold, []
-            for event in untold if not self._quiet else ():
+            pending, self._pending = self._pending, []
+            for event in pending if not self._quiet else ():
                 self._sinks[0].write(event)
             if plan is not None:
                 facts_of = partial(diagnosis_facts, plan, self._machine())
@@ -145,8 +143,8 @@ class EventHub:
         hooks = self.hooks | remembered(self._folder.path, plan.logging.commands)
         for command in plan.logging.commands:
             if command not in hooks:
-                again = f"`bloomery resume {self._folder.name} 'logging.trackers=[{{command: ...}}]'` runs it"
-                self._warn(f"a hook that you did not ask for in this folder was not started: {command}; {again}")
+                fix = f"to run it: bloomery resume {self._folder.name} 'logging.trackers=[{{command: ...}}]'"
+                self._warn(f"hook not started, because you did not request it for this folder: {command}; {fix}")
         sinks = open_sinks(
             self._folder.path,
             plan.logging.trackers,
@@ -160,13 +158,13 @@ class EventHub:
         return sinks
 
     def _warn(self, reason: str) -> None:
-        """Of a sink. While a stage is followed, what is written is told by who follows, not by the failing sink."""
+        """Warns about a sink. While a stage is followed, its reader shows the warning, not the failing sink."""
         warning = Warned(reason=reason)
         if self._followed:
             self._write(warning)
             return
         self.emit(warning)
-        if not (self._sinks or self._quiet):  # at its end, after the view
+        if not (self._sinks or self._quiet):  # after the view has closed
             print(f"warning    {harmless(redact_secrets(reason))}", file=sys.stderr)
 
     def close(self) -> None:
@@ -185,5 +183,5 @@ def event_hub(folder: RunFolder, *, quiet: bool) -> Iterator[EventHub]:
 
 
 def last_step(folder: RunFolder) -> int:
-    """The last step that the events tell of."""
+    """The last step with an event."""
     return summary_of(read_events(folder.events)).step

@@ -1,4 +1,4 @@
-"""The folder of a run: how it is made, and who may write in it. No torch."""
+"""The run folder: its files, how it is created, and its lock. No torch."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from bloomery.core.files import abandoned, irregular, open_regular, read_whole, 
 from bloomery.core.text import expanded
 from bloomery.plan.store import RUN_FILE, begin
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
-from bloomery.runs.signals import can_hear
+from bloomery.runs.signals import receives_signals
 from bloomery.train.run import name_of
 
 
@@ -28,10 +28,10 @@ def host_name() -> str:
 
 
 def start_mark(pid: int) -> str | None:
-    """A text that tells this process from any later one of the same number; None when it is dead."""
+    """A text that distinguishes this process from any later one with the same pid; None when it is dead."""
     if not sys.platform.startswith("linux"):
-        told = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-        return told.stdout.strip() or None
+        listed = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        return listed.stdout.strip() or None
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -41,17 +41,17 @@ def start_mark(pid: int) -> str | None:
     return None if state in "ZX" else f"{boot} {started}"
 
 
-BEAT_SECONDS = 20.0  # how often the holder of a lock shows that it lives
-DEAD_SECONDS = 120.0  # a lock of another host that has been silent for so long is taken over
+BEAT_SECONDS = 20.0  # the holder of a lock updates its time this often
+DEAD_SECONDS = 120.0  # a lock of another host without an update for this time is taken over
 PATIENCE_SECONDS = 5.0  # for the ranks of a run that was just killed
 _FIRST_DRAFTS = re.compile(r"\.tmp-(run\.json|recipe\.yaml|machine\.json|metrics\.json|lock|clock)-\d+")
-_BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")  # what a run has written by then
+_BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")  # files of a run without a plan
 
 
 @final
 @dataclass(frozen=True)
 class RunFolder:
-    """Where everything of a run lies."""
+    """The paths of a run."""
 
     path: Path
 
@@ -81,8 +81,8 @@ class RunFolder:
 
     @property
     def fallback(self) -> Path:
-        """After a death that a safer plan may prevent: that plan."""
-        return self.path / "safer.json"
+        """The fallback plan for `bloomery resume --recover`, after a crash."""
+        return self.path / "fallback.json"
 
     @property
     def lock(self) -> Path:
@@ -90,12 +90,12 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """What a person types after `bloomery resume`."""
+        """The argument for `bloomery resume`."""
         return name_of(self.path)
 
 
 def propose_folder(recipe_name: str) -> Path:
-    """`runs/<recipe>-<date>-<time>` below the working folder, made unique by a number when it is taken."""
+    """`runs/<recipe>-<date>-<time>` in the working folder, with a number where that exists."""
     name = re.sub(r"[^\w.-]+", "-", recipe_name)[:80].strip("-.") or "run"
     base = Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (base.with_name(f"{base.name}-{number}") if number else base for number in range(1000))
@@ -104,10 +104,10 @@ def propose_folder(recipe_name: str) -> Path:
 
 @contextmanager
 def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple[int, ...]]]:
-    """Makes the folder with its lock and its recipe; yields it and the lock's descriptors, held inside the block.
+    """Creates the folder with its lock and its recipe; yields it and the lock's descriptors, held inside the block.
 
-    A run that ended before it had a plan is taken over. Raises UserError when the folder holds another run or anything
-    else, is in use, or cannot be made.
+    Takes over a run that ended before it had a plan. Raises UserError when the folder has another run or any other
+    file, is in use, or cannot be created.
     """
     folder = RunFolder(expanded(path).absolute())
     with _explained(folder.path):
@@ -115,7 +115,7 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple
         folder.path.mkdir(parents=True, exist_ok=True)
     with locked(folder) as lock:
         with _explained(folder.path):
-            _refuse_occupied(folder)  # somebody else may have been as quick
+            _refuse_occupied(folder)  # again: another process may have created a run meanwhile
             for name in _BEFORE_A_PLAN:
                 (folder.path / name).unlink(missing_ok=True)
             begin(folder.path, {folder.recipe.name: dump_recipe(loaded)})
@@ -123,23 +123,23 @@ def new_run(loaded: LoadedRecipe, path: Path) -> Iterator[tuple[RunFolder, tuple
 
 
 def _refuse_occupied(folder: RunFolder) -> None:
-    # Less the drafts that a kill in its first moments leaves.
+    # Without the temporary files of an early kill.
     entries = folder.path.iterdir() if folder.path.is_dir() else ()
     names = {entry.name for entry in entries if not _FIRST_DRAFTS.fullmatch(entry.name)}
     own = {folder.lock.name, folder.recipe.name}
-    if own <= names <= {*own, RUN_FILE, *_BEFORE_A_PLAN}:  # a log beside a lock alone is another program's
-        return  # a run ended here before it had a plan: nothing was computed yet, and nothing else lies here
+    if own <= names <= {*own, RUN_FILE, *_BEFORE_A_PLAN}:  # a log with a lock but no recipe is another program's
+        return  # only a run that ended before it had a plan: nothing is lost
     if folder.recipe.exists():
         raise UserError(
-            "this folder already holds a run, and nothing of it is overwritten",
+            "the run folder already has a run; nothing was overwritten",
             where=str(folder.path),
-            fix=f"`bloomery resume {folder.name}` goes on with it; another --run-dir starts a new one",
+            fix=f"`bloomery resume {folder.name}` continues it; another --run-dir starts a new run",
         )
     if names - {folder.lock.name, RUN_FILE}:
         raise UserError(
-            "the run folder is not empty, and nothing in it is overwritten",
+            "the run folder is not empty; nothing was overwritten",
             where=str(folder.path),
-            fix="name a folder that does not exist yet with --run-dir",
+            fix="set --run-dir to a new folder",
         )
 
 
@@ -149,20 +149,20 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"the run folder cannot be written: {error.strerror}",
+            f"cannot write the run folder: {error.strerror}",
             where=str(error.filename or path),
-            fix="mend the permissions or the disk; for a new run --run-dir names another place",
+            fix="correct the permissions or free disk space; for a new run, use another --run-dir",
         ) from error
 
 
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
-    """Only one process at a time trains in a folder; yields the lock's descriptors, which ranks inherit.
+    """Locks the folder for one training process; yields the lock's descriptors, which ranks inherit.
 
-    The kernel's lock dies with its holders; it is on the folder, too, as people delete files. The text in the file
-    (process, start time, host) says who they are, and guards against other hosts where file locks do not reach them: a
-    lock whose process is dead is taken over, one of another host when it has been silent for two minutes. Raises
-    UserError when the run is in use, and when a link leads out of its folder.
+    The kernel releases its lock when the holders exit; it covers the folder too, since the file may be deleted. The
+    text of the file (pid, start time, host) identifies the holder on other hosts, where file locks may not work. A lock
+    of a dead process is taken over; one of another host, after two minutes without an update. Raises UserError when the
+    run is in use, and for a link in the folder.
     """
     with ExitStack() as stack:
         with _explained(folder.path):
@@ -174,20 +174,20 @@ def locked(folder: RunFolder) -> Iterator[tuple[int, ...]]:
         try:
             with _explained(folder.path):
                 for path in folder.path.iterdir():
-                    if abandoned(path):  # what killed processes were writing
+                    if abandoned(path):  # temporary files of killed processes
                         remove(path)
-                    elif path.is_symlink():  # nothing is written through one
+                    elif path.is_symlink():  # never write through a link
                         raise irregular(path)
             with _beating(folder.lock, descriptor, text):
                 yield place, descriptor
         finally:
             os.ftruncate(descriptor, 0)
-            if holder_of(folder.lock) == json.loads(text):  # it was deleted, and stands again
+            if holder_of(folder.lock) == json.loads(text):  # the file was deleted and written again
                 os.truncate(folder.lock, 0)
 
 
 def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
-    """The text that the lock holds from here on."""
+    """Writes the lock; returns its text."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (try_lock(place) and try_lock(descriptor)):
         holder = holder_of(folder.lock)
@@ -198,7 +198,7 @@ def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
     if holder and (alive(holder) if holder["host"] == host_name() else beats(folder.lock)):
         raise _in_use(folder, holder)
     who: dict[str, Any] = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()}
-    who |= {"hears": can_hear(), "since": time.time()}  # events of before are another process's
+    who |= {"receives_signals": receives_signals(), "since": time.time()}  # earlier events are another process's
     text = json.dumps(who)
     with _explained(folder.path):
         os.ftruncate(descriptor, 0)
@@ -208,7 +208,7 @@ def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
 
 
 def holder_of(lock: Path) -> dict[str, Any]:
-    """Who wrote the lock; empty when nobody holds it or the text was cut short."""
+    """The text of the lock; empty when it is free or truncated."""
     try:
         entry: Any = json.loads(read_whole(lock, most=10_000))
     except (ValueError, OSError, RecursionError, UserError):
@@ -218,12 +218,12 @@ def holder_of(lock: Path) -> dict[str, Any]:
 
 
 def alive(holder: dict[str, Any]) -> bool:
-    """Whether that very process lives, on this host: a later one of the same number is another."""
+    """Whether that process is alive on this host; a later one with the same pid is not it."""
     return bool(holder) and holder["host"] == host_name() and start_mark(int(holder["pid"])) == holder["started"]
 
 
 def worked_on(folder: Path) -> bool:
-    """Whether a process works on the run: here, or on another machine whose lock shows a sign of life."""
+    """Whether the run is running, here or on another machine that updates the lock."""
     lock = folder / "lock"
     try:
         descriptor = os.open(lock, os.O_RDONLY)
@@ -235,19 +235,19 @@ def worked_on(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     try:
-        if not lock.stat().st_size:  # who ends empties it
+        if not lock.stat().st_size:  # emptied at the end of the run
             return False
         holder = holder_of(lock)
-        silent = abs(time.time() - lock.stat().st_mtime)  # a time far ahead is no sign of life
+        silent = abs(time.time() - lock.stat().st_mtime)  # a time far in the future is not an update
     except OSError:
         return False
     return bool(holder) and (alive(holder) if holder["host"] == host_name() else silent < DEAD_SECONDS)
 
 
 def beats(lock: Path) -> bool:
-    """Whether the holder on another host shows that it lives, by the file server's clock.
+    """Whether the holder on another host still updates the lock, by the file server's clock.
 
-    A time far ahead is no beat: it would lock the run until then.
+    A time far in the future is not an update: it would lock the run until then.
     """
     probe = lock.with_name(f".tmp-clock-{os.getpid()}")
     probe.unlink(missing_ok=True)
@@ -269,13 +269,9 @@ def _in_place(lock: Path, descriptor: int) -> bool:
 def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
     who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
     there = f" (on {holder['host']})" if holder and holder["host"] != host_name() else ""
-    stop = f"`bloomery stop {folder.name}`{there} saves and stops it" if holder else "wait until that one has ended"
-    stop += f"; if that machine is gone, delete {folder.lock}" if there else ""
-    return UserError(
-        f"this run is in use: {who} is working on it",
-        where=str(folder.path),
-        fix=f"{stop}; or train into another --run-dir",
-    )
+    stop = f"`bloomery stop {folder.name}`{there}" if holder else "wait until that process has ended"
+    stop += f"; if that machine no longer exists, delete {folder.lock}" if there else ""
+    return UserError(f"the run is in use by {who}", where=str(folder.path), fix=f"{stop}; or use another --run-dir")
 
 
 @contextmanager
@@ -285,9 +281,9 @@ def _beating(lock: Path, descriptor: int, text: str) -> Iterator[None]:
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
             os.utime(descriptor)
-            with suppress(OSError, UserError):  # no room, or the run's folder is gone: its events say so
+            with suppress(OSError, UserError):  # a full disk or a deleted folder: writing events reports that
                 if not _in_place(lock, descriptor) and holder_of(lock) in ({}, json.loads(text)):
-                    write_durably(lock, text)  # somebody deleted it; who asks who works here finds out again
+                    write_durably(lock, text)  # the file was deleted
 
     thread = threading.Thread(target=beat, name="lock", daemon=True)
     thread.start()

@@ -1,6 +1,6 @@
-"""A run on this machine: prepare, plan, train in a child, end in a sentence. `start` and `resume` are all there is.
+"""The life of a run: prepare, plan, train in a child, end with an event. The entry points are `start` and `resume`.
 
-This process never imports torch: it stays quick to answer Ctrl+C, and survives whatever a driver does to its child.
+The parent never imports torch: it handles Ctrl+C at once, and survives a crash of a driver in its child.
 """
 
 import json
@@ -50,9 +50,9 @@ from bloomery.runs.resume_plan import (
     same_devices,
 )
 from bloomery.runs.signals import StopRequests, stop_requests
-from bloomery.runs.supervisor import Ending, Stage, existing, failure, run_stage
+from bloomery.runs.supervisor import Stage, StageResult, existing, failure, run_stage
 from bloomery.runs.telemetry import sensing
-from bloomery.runs.worker import DIVERGED, DONE, FAILED, MEMORY_FULL, STOPPED, UNSOUND
+from bloomery.runs.worker import DIVERGED, DONE, FAILED, OUT_OF_MEMORY, STOPPED, UNSOUND
 from bloomery.train.run import is_done, name_of, read_history
 from bloomery.train.sealed import damage, saved_steps, step_folder
 
@@ -63,7 +63,7 @@ INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 MOST_RESTARTS = 3
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-# What a GPU's runtime, its libraries or the compiler say when a kernel fails, as opposed to a mistake of ours.
+# Errors of a GPU runtime, its libraries or the compiler when a kernel fails.
 KERNEL = re.compile(
     r"(HIP|CUDA) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|no kernel image|"
     r"\b(CUBLAS|HIPBLAS|ROCBLAS|CUDNN|MIOPEN)_STATUS_(?!ALLOC)|miopenStatus|"
@@ -74,32 +74,32 @@ KERNEL = re.compile(
 @final
 @dataclass(frozen=True)
 class FallbackAfter:
-    """A rung and why it is taken. `unasked`: training found its own memory full, and the rung costs only time."""
+    """A fallback and its reason. `unasked`: without --recover; training ran out of memory, and only time is lost."""
 
     fallback: Fallback
     reason: str
     unasked: bool = False
 
 
-def next_fallback(plan: RunPlan, ending: Ending, *, bfloat16: bool = False) -> FallbackAfter | None:
-    """None where a safer plan would not help: a mistake in the recipe, a full disk, text that is gone.
+def next_fallback(plan: RunPlan, ending: StageResult, *, bfloat16: bool = False) -> FallbackAfter | None:
+    """The fallback after a failed stage; None where none helps: a recipe error, a full disk, a missing dataset.
 
-    `bfloat16`: whether the device multiplies it.
+    `bfloat16`: whether the device has bf16 matmuls.
     """
     if ending.stage != "train":
         return None
     reason = None
     if ending.code == -signal.SIGKILL:
-        reason = "the system killed the training process (SIGKILL), as it does when memory runs out"
+        reason = "training process killed (SIGKILL), probably out of host memory"
     elif -ending.code in CRASHES:
-        reason = f"the training process died of {signal.Signals(-ending.code).name}"
-    elif ending.report is not None and ending.code in (MEMORY_FULL, UNSOUND, DIVERGED):
+        reason = f"training process killed by {signal.Signals(-ending.code).name}"
+    elif ending.report is not None and ending.code in (OUT_OF_MEMORY, UNSOUND, DIVERGED):
         reason = str(ending.report["problem"])
     elif ending.report is None and ending.code == FAILED:
         reason = next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
     if reason is None:
         return None
-    if ending.code in (-signal.SIGKILL, MEMORY_FULL):
+    if ending.code in (-signal.SIGKILL, OUT_OF_MEMORY):
         fallback = roomier(plan, reason)
     elif ending.code == DIVERGED:
         fallback = steadier(plan, reason, bfloat16=bfloat16)
@@ -108,29 +108,30 @@ def next_fallback(plan: RunPlan, ending: Ending, *, bfloat16: bool = False) -> F
     return (
         None
         if fallback is None
-        else FallbackAfter(fallback, reason, unasked=ending.code == MEMORY_FULL and fallback.only_time)
+        else FallbackAfter(fallback, reason, unasked=ending.code == OUT_OF_MEMORY and fallback.only_time)
     )
 
 
-def keep(folder: RunFolder, fallback_after: FallbackAfter) -> None:
-    """For `bloomery resume RUN --recover`, which takes this rung before its first step."""
-    kept = {
+def store_fallback(folder: RunFolder, fallback_after: FallbackAfter) -> None:
+    """Stores the fallback for `bloomery resume RUN --recover`, which applies it before its first step."""
+    stored = {
         "reason": fallback_after.reason,
         "action": fallback_after.fallback.action,
         "plan": fallback_after.fallback.plan.model_dump_json(),
     }
-    write_sealed(folder.path, {folder.fallback.name: json.dumps(kept)})
+    write_sealed(folder.path, {folder.fallback.name: json.dumps(stored)})
 
 
-def take_kept(folder: RunFolder) -> FallbackAfter | None:
-    """The rung that the last attempt left, once; None when there is none, or it is not one of this version."""
+def take_fallback(folder: RunFolder) -> FallbackAfter | None:
+    """Removes and returns the stored fallback; None when there is none, or it is from another version."""
     try:
-        kept = json.loads(read_sealed(folder.fallback, fix="delete it, and resume without --recover"))
-        found = FallbackAfter(Fallback(RunPlan.model_validate_json(kept["plan"]), kept["action"]), kept["reason"])
+        stored = json.loads(read_sealed(folder.fallback, fix="delete it, and resume without --recover"))
+        plan = RunPlan.model_validate_json(stored["plan"])
+        fallback = FallbackAfter(Fallback(plan, stored["action"]), stored["reason"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
-        found = None
+        fallback = None
     folder.fallback.unlink(missing_ok=True)
-    return found
+    return fallback
 
 
 @final
@@ -173,18 +174,18 @@ class Run:
         return resume(self.folder, step=step, overrides=overrides, quiet=quiet)
 
 
-class _Stopped(Exception):
-    """Somebody asked to stop, and everything worth keeping is kept."""
+class _StopRequested(Exception):
+    """A stop was requested, and everything is saved."""
 
 
-Edit = Callable[[RunPlan], RunPlan]  # of a plan that was just made
-Watch = Callable[[Event, StopRequests], None]  # hears every event; may ask to stop or to save, or raise
+Edit = Callable[[RunPlan], RunPlan]  # of a new plan
+Watch = Callable[[Event, StopRequests], None]  # gets every event; may request a stop or a save, or raise
 
 
 @final
 @dataclass(frozen=True)
 class _Flow:
-    """What every stage needs."""
+    """State that the stages share."""
 
     folder: RunFolder
     lock: tuple[int, ...]
@@ -195,16 +196,18 @@ class _Flow:
     edit: Edit | None = None
     watch: Watch | None = None
 
-    def stage(self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: RunPlan | None) -> Ending:
-        """One child from start to end. What follows training is told while its view still stands."""
+    def stage(
+        self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: RunPlan | None
+    ) -> StageResult:
+        """One child from start to end. The final events are shown before the view closes."""
         self.check()
         with self.hub.shown(plan, self.name):
-            with sensing(self.folder, plan) if plan else nullcontext() as saw:
+            with sensing(self.folder, plan) if plan else nullcontext() as sense:
 
-                def told(event: Event) -> None:
-                    self.hub.tell(event)
-                    if saw is not None:
-                        saw(event)
+                def on_event(event: Event) -> None:
+                    self.hub.show(event)
+                    if sense is not None:
+                        sense(event)
                     if self.watch is not None:
                         self.watch(event, self.requests)
 
@@ -215,7 +218,7 @@ class _Flow:
                     environment=environment,
                     inherited=self.lock,
                     requests=self.requests,
-                    on_event=told,
+                    on_event=on_event,
                     on_line=self.hub.line,
                 )
             if stage == "train" and ending.code in (DONE, STOPPED):
@@ -225,16 +228,16 @@ class _Flow:
 
     def check(self) -> None:
         if self.requests.asked:
-            raise _Stopped
+            raise _StopRequested
 
     def end(self, status: str, error: str = "") -> None:
-        """Write RunEnded, once, and metrics.json, which can be had from the events again and is not worth a failure."""
+        """Write RunEnded, once, and metrics.json. A failure of the latter is only logged: the events have it all."""
         if not self.hub.ended:
             self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
             try:
                 write_metrics(self.folder.path, self._planned())
             except OSError as error:
-                self.hub.line(f"metrics.json could not be written: {error.strerror}")
+                self.hub.line(f"cannot write metrics.json: {error.strerror}")
 
     def _planned(self) -> dict[str, float | None]:
         """The plan's figures by the keys of metrics.json."""
@@ -264,19 +267,19 @@ def start(
 ) -> Run:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
-    `planned` gets a first plan and may measure the machine for it: the run's own plan is made after it.
-    `recover`: after a crash of a kernel, a driver or for want of memory, restart one rung safer, three times at most.
-    What `watch` raises ends the training child by SIGKILL and passes through.
+    `planned` gets a first plan and may measure the machine for it; the run's own plan comes after that.
+    `recover`: after a kernel or driver crash or out of memory, restart with safer settings, at most 3 times.
+    An exception of `watch` kills the training child (SIGKILL) and passes through.
     """
     require(loaded.recipe.logging.libraries)
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     fetch(loaded.recipe, weights=True)
-    # What `bloomery plan` would refuse, and text that is not here: for such a run none is prepared, and no folder made.
-    machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workshop(path))
+    # Before anything is prepared or created: errors that `bloomery plan` reports, and missing data.
+    machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workspace(path))
     if machine.software.torch is None:
         raise torch_missing(machine)
     if finished(loaded, data) is None:
-        streams(loaded.recipe)  # the files are there
+        streams(loaded.recipe)  # raises for missing files
     refuse_several_devices(loaded.recipe)
     plan = resolve(loaded, gather(loaded, machine, prepared=data))
     if planned is not None:
@@ -288,7 +291,7 @@ def start(
     ):
         flow = _Flow(folder, lock, hub, requests, loaded.name, recover, edit, watch)
         _allow_hooks(flow, loaded)
-        return _concluded(flow, lambda: _from_the_beginning(flow, loaded, devices, resumed=False))
+        return _ended(flow, lambda: _started(flow, loaded, devices, resumed=False))
 
 
 def resume(
@@ -301,10 +304,10 @@ def resume(
     quiet: bool = False,
     watch: Watch | None = None,
 ) -> Run:
-    """Go on with the run in `path` from its newest undamaged checkpoint, or from that of `step`.
+    """Resume the run in `path` from its newest valid checkpoint, or from that of `step`.
 
-    `overrides` may name the length, eval.*, sample.*, checkpoint.* and logging.*; `recover` is `start`'s, and begins
-    one rung safer when the run died of what that may prevent. Raises UserError.
+    `overrides`: the length, eval.*, sample.*, checkpoint.* and logging.*. `recover`: as in `start`; applies the
+    fallback that the last crash stored. Raises UserError.
     """
     refuse_overrides(overrides)
     folder = existing(path)
@@ -313,8 +316,8 @@ def resume(
         read_sealed(folder.recipe)
         loaded = load_recipe(folder.recipe, overrides)
         history = read_history(folder.path)
-        told_done = history.ended is not None and history.ended.status == "done"
-        done = told_done and is_done(folder.path)
+        reported_done = history.ended is not None and history.ended.status == "done"
+        done = reported_done and is_done(folder.path)
         if step is None and not overrides and done:
             return Run(folder.path, DONE, again=True)
         require(loaded.recipe.logging.libraries)
@@ -322,34 +325,34 @@ def resume(
             flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch)
             if any(word.startswith("logging.trackers") for word in overrides):
                 _allow_hooks(flow, loaded)
-            if step is None and told_done and not done:
-                reason = "events.jsonl says that this run is done, and its checkpoints do not: training continues"
+            if step is None and reported_done and not done:
+                reason = "events.jsonl ends with status done, but the last checkpoint is missing: training continues"
                 hub.emit(Warned(step=history.last_step, reason=reason))
             if history.problem is not None:
                 hub.emit(Warned(step=history.last_step, reason=history.problem))
-            return _concluded(flow, lambda: _onward(flow, loaded, step, overrides, devices))
+            return _ended(flow, lambda: _resumed(flow, loaded, step, overrides, devices))
 
 
 def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
-    """Those of a recipe that was just named, now and whenever the run resumes."""
+    """Allows the hooks of the recipe that the user named, now and in later resumes."""
     flow.hub.hooks = commands_of(loaded.recipe)
     try:
         remember(flow.folder.path, flow.hub.hooks)
     except OSError as error:
-        reason = f"the hooks of this run will not start when it resumes: they cannot be noted in {error.filename}"
+        reason = f"the hooks of this run will not start after a resume: cannot write {error.filename}"
         flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
 
 
-def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
-    """Every way out ends in RunEnded."""
+def _ended(flow: _Flow, work: Callable[[], int]) -> Run:
+    """Runs `work`; writes RunEnded in every case."""
     try:
         code = work()
-    except _Stopped:
+    except _StopRequested:
         code = STOPPED
     except KeyboardInterrupt:
         code = INTERRUPTED
     except UserError as error:
-        if flow.hub.began or not flow.folder.events.exists():  # a refused word leaves a run as it ended
+        if flow.hub.began or not flow.folder.events.exists():  # after a usage error, the last RunEnded stays
             flow.end("failed", error.problem)
         raise
     except BaseException as error:
@@ -360,8 +363,8 @@ def _concluded(flow: _Flow, work: Callable[[], int]) -> Run:
     return Run(flow.folder.path, code)
 
 
-def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
-    data = prepared_folder(loaded, _workshop(flow.folder.path))
+def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:
+    data = prepared_folder(loaded, _workspace(flow.folder.path))
     if finished(loaded, data) is None:
         _prepare(flow, data)
     flow.check()
@@ -370,7 +373,7 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
     report = advise(loaded, resolve(loaded, facts), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
     memory = plan.memory
-    tight = f"the plan needs {format_bytes(memory.total)} of {format_bytes(memory.limit)} memory: it may not fit"
+    tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
     for reason in (*report.warnings, *([] if memory.fits else [tight]), *left_aside(loaded.recipe)):
         flow.hub.emit(Warned(reason=reason))
     _write(flow.folder, plan, machine)
@@ -380,13 +383,13 @@ def _from_the_beginning(flow: _Flow, loaded: LoadedRecipe, devices: str | None, 
 def _write(
     folder: RunFolder, plan: RunPlan, machine: Machine, others: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """What a run is trained by, in files that are replaced together."""
+    """Writes plan and machine, replaced together with `others`."""
     files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
     write_sealed(folder.path, {**others, **files})
 
 
-def _workshop(run: Path) -> Path:
-    """Where `prepared/` lies: beside `runs/`; for a run that lies elsewhere, in the working folder."""
+def _workspace(run: Path) -> Path:
+    """The folder of `prepared/`: next to `runs/`; for a run in another place, the working folder."""
     return run.parent.parent if run.parent.name == "runs" else Path.cwd()
 
 
@@ -397,47 +400,47 @@ def _prepare(flow: _Flow, data: Path) -> None:
         raise failure(ending, flow.folder, step=0)
 
 
-def _onward(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
+def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
     folder = flow.folder
     if step is not None:
         _go_back(flow, step)
     gone = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
     if gone:
         if saved_steps(folder.checkpoints):
-            flow.hub.emit(Warned(reason=f"{' and '.join(gone)} missing: planned again from recipe.yaml"))
+            flow.hub.emit(Warned(reason=f"missing {' and '.join(gone)}: planned again from recipe.yaml"))
         write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded)})
-        return _from_the_beginning(flow, loaded, devices, resumed=True)
-    fallback_after = take_kept(folder)
-    plan = _descend(flow, fallback_after) if fallback_after is not None and flow.recover else read_plan(folder.plan)
+        return _started(flow, loaded, devices, resumed=True)
+    fallback_after = take_fallback(folder)
+    plan = _fall_back(flow, fallback_after) if fallback_after is not None and flow.recover else read_plan(folder.plan)
     if not (plan.data.prepared / MANIFEST).is_file():
-        flow.hub.emit(Warned(reason=f"the prepared text is gone from {plan.data.prepared}: it is made again"))
+        flow.hub.emit(Warned(reason=f"prepared dataset missing: {plan.data.prepared}; preparing it again"))
         _prepare(flow, plan.data.prepared)
-    _refuse_other_text(flow, loaded, plan)
-    read_sealed(folder.machine, fix="delete it: resuming then plans again for the machine at hand")
+    _refuse_other_dataset(flow, loaded, plan)
+    read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
     before = read_machine(folder.machine)
     machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
     changes = differences(before, machine)
     if changes or overrides:
         fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared))
         if changes:
-            plan, told = moved(plan, fresh)
-            rounding = () if UP_TO_ROUNDING in told else (f"another machine may round differently: {UP_TO_ROUNDING}",)
-            for reason in (*changes, *told, *rounding):
+            plan, choices = moved(plan, fresh)
+            rounding = () if UP_TO_ROUNDING in choices else (f"rounding may differ on this machine: {UP_TO_ROUNDING}",)
+            for reason in (*changes, *choices, *rounding):
                 flow.hub.emit(Warned(step=last_step(folder), reason=reason))
         plan = prolonged(plan, fresh, overrides) if overrides else plan
         steps = saved_steps(folder.checkpoints)
         if steps and plan.train.steps is not None and plan.train.steps < steps[-1]:
             raise UserError(
-                f"the new length is {plan.train.steps:,} steps, and the run has already taken {steps[-1]:,}",
+                f"the new length of {plan.train.steps:,} steps is less than the {steps[-1]:,} steps already trained",
                 where=f"train.{loaded.recipe.train.length_key}",
-                fix="give a longer one, or go back first with --from STEP",
+                fix="set a longer one, or resume from an earlier checkpoint with --from STEP",
             )
         _write(folder, plan, machine, {folder.recipe.name: dump_recipe(loaded)})
     return _train(flow, plan, machine, resumed=True)
 
 
-def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None:
-    """Raises UserError when the prepared text is not what the run has learned from, or has another tokenizer."""
+def _refuse_other_dataset(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None:
+    """Raises UserError when the prepared dataset or its tokenizer is not the one of the run."""
     data, checkpoints = plan.data.prepared, flow.folder.checkpoints
     same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.dataset
     saved = [step_folder(checkpoints, step) / name for step in saved_steps(checkpoints) for name in TOKENIZERS]
@@ -446,15 +449,15 @@ def _refuse_other_text(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None
     same_tokenizer = not used or any(path.read_bytes() == here.get(path.name) for path in used)
     if not (same_text and same_tokenizer):
         raise UserError(
-            "the prepared text is not the one that the run has learned from: it was made again from other sources",
+            "the prepared dataset has changed since the run started",
             where=str(data),
-            fix="bring that folder back, or start a new run with `bloomery train`",
+            fix="restore that folder, or start a new run with `bloomery train`",
         )
 
 
 def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> int:
-    """Trains until the run ends; on a safer rung after each death that one may prevent, where it only costs time, and
-    with `recover` where it changes numbers.
+    """Trains until the run ends. After a crash, restarts with a fallback: always where it only costs time, with
+    `recover` also where it changes the training.
     """
     environment = _environment(flow, plan, machine)
     bfloat16, restarts = build_profile(machine).dtype.value == "bfloat16", 0
@@ -463,27 +466,27 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
         ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
         if ending.code in (DONE, STOPPED):
             return ending.code
-        if flow.requests.asked and ending.code == -signal.SIGTERM:  # before it could listen: nothing was to save
-            raise _Stopped
-        # Training may have changed its plan.
+        if flow.requests.asked and ending.code == -signal.SIGTERM:  # before its signal handler: nothing to save
+            raise _StopRequested
+        # Read again: training may have changed its plan.
         fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
         if fallback_after is None or flow.requests.asked:
             break
         if not fallback_after.unasked and (not flow.recover or restarts == MOST_RESTARTS):
             break
         restarts += not fallback_after.unasked
-        plan, resumed = _descend(flow, fallback_after), True
-    died = failure(ending, flow.folder, step=last_step(flow.folder))
+        plan, resumed = _fall_back(flow, fallback_after), True
+    error = failure(ending, flow.folder, step=last_step(flow.folder))
     if fallback_after is None:
-        raise died
-    keep(flow.folder, fallback_after)  # the last line is the command that goes on one rung safer
-    tried = f" ({restarts} restarts did not help)" if restarts else ""
-    command = f"`bloomery resume {flow.folder.name} --recover` goes on: {fallback_after.fallback.action}"
-    fix = f"{died.fix}\n       {command}" if died.fix else command
-    raise UserError(died.problem + tried, where=died.where, fix=fix, code=died.code)
+        raise error
+    store_fallback(flow.folder, fallback_after)  # for the command in the last line
+    tried = f" (after {restarts} restarts)" if restarts else ""
+    command = f"`bloomery resume {flow.folder.name} --recover` restarts with: {fallback_after.fallback.action}"
+    fix = f"{error.fix}\n       {command}" if error.fix else command
+    raise UserError(error.problem + tried, where=error.where, fix=fix, code=error.code)
 
 
-def _descend(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
+def _fall_back(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
     write_plan(fallback_after.fallback.plan, flow.folder.plan)
     step = last_step(flow.folder)
     flow.hub.emit(
@@ -493,32 +496,29 @@ def _descend(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
 
 
 def _environment(flow: _Flow, plan: RunPlan, machine: Machine) -> dict[str, str]:
-    """What must be set before torch is imported. What the user has set stays, and another value is warned of."""
+    """Variables to set before torch is imported. The user's own values stay; warns where they differ."""
     profile = build_profile(machine)
-    plan = plan.model_copy(update={"environment": profile.environment.value})  # of what the user has set today
+    plan = plan.model_copy(update={"environment": profile.environment.value})  # the user's values may have changed
     environment = child_environment(plan, os.environ)
     conflicts = {name: (ours, reason) for name, (_, ours, reason) in profile.overridden.items()}
     fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
-    conflicts |= {name: (value, "train.deterministic needs it") for name, value in fixed.items()}
-    place = "GPU" if profile.accelerator else "processor"
-    flow.hub.line(f"training runs on the {place}: {profile.device.reason}")
-    for name, (ours, reason) in conflicts.items():
-        if os.environ.get(name, ours) != ours:
-            said = f"your setting {name}={os.environ[name]} stays; this machine would get {ours}: {reason}"
-            flow.hub.emit(Warned(step=last_step(flow.folder), reason=said))
+    conflicts |= {name: (value, "required by train.deterministic") for name, value in fixed.items()}
+    flow.hub.line(f"training on the {'GPU' if profile.accelerator else 'CPU'}: {profile.device.reason}")
+    for name, (default, reason) in conflicts.items():
+        if os.environ.get(name, default) != default:
+            warning = f"{name}={os.environ[name]} is set; Bloomery would set {default}: {reason}"
+            flow.hub.emit(Warned(step=last_step(flow.folder), reason=warning))
     return environment
 
 
 def _go_back(flow: _Flow, step: int) -> None:
-    """Newer checkpoints move into a folder of their own, so that the run cannot fall into its former future."""
+    """Moves newer checkpoints into a separate folder, so that the run continues from `step`."""
     folder = flow.folder.checkpoints
     steps = saved_steps(folder)
-    wrong = damage(step_folder(folder, step)) if step in steps else "there is none"
+    wrong = damage(step_folder(folder, step)) if step in steps else "it does not exist"
     if wrong is not None:
-        kept = ", ".join(map(str, steps)) or "none"
-        raise UserError(
-            f"the checkpoint of step {step} cannot be used: {wrong}", where=str(folder), fix=f"checkpoints: {kept}"
-        )
+        fix = f"use one of these steps: {', '.join(map(str, steps)) or 'none'}"
+        raise UserError(f"cannot use the checkpoint of step {step}: {wrong}", where=str(folder), fix=fix)
     newer = [later for later in steps if later > step]
     if newer:
         aside = folder / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -526,4 +526,4 @@ def _go_back(flow: _Flow, step: int) -> None:
         for later in newer:
             step_folder(folder, later).rename(step_folder(aside, later))
         (folder / "best.json").unlink(missing_ok=True)
-        flow.hub.emit(Warned(step=step, reason=f"the checkpoints after step {step} were moved to {aside}"))
+        flow.hub.emit(Warned(step=step, reason=f"checkpoints after step {step} moved to {aside}"))

@@ -1,4 +1,4 @@
-"""What a person means by the name of a run, of a model or of a device. No torch."""
+"""Find the run, model or device that a command-line argument names. No torch."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,21 +11,19 @@ if TYPE_CHECKING:
 
 
 def is_run(folder: Path) -> bool:
-    """A run folder holds its recipe from its first moment on."""
+    """A run folder has its recipe from the start."""
     return (folder / "recipe.yaml").is_file()
 
 
 def all_runs(root: Path | None = None) -> list[Path]:
-    """The run folders under `root` (default `runs/`), newest last."""
+    """The run folders in `root` (default `runs/`), newest last."""
     root = Path("runs") if root is None else root
     found = [folder for folder in root.iterdir() if is_run(folder)] if root.is_dir() else []
     return sorted(found, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name))
 
 
 def find_run(name: str) -> Path:
-    """The run folder that a person means: a path, a name under `runs/`, the beginning of one that no other run shares,
-    or `last`. Raises UserError (code 2).
-    """
+    """The run folder: a path, a name under `runs/`, a unique prefix of one, or `last`. Raises UserError (code 2)."""
     runs = all_runs()
     if name == "last" and runs:
         return runs[-1]
@@ -38,20 +36,20 @@ def find_run(name: str) -> Path:
     if len(alike) == 1:
         return alike[0]
     if alike:
-        fix = "name one of them: " + ", ".join(folder.name for folder in alike[-8:])
-        raise UserError(f"{len(alike)} runs begin with {name!r}", where=where, fix=fix, code=2)
+        fix = "use one of " + ", ".join(folder.name for folder in alike[-8:])
+        raise UserError(f"{len(alike)} runs start with {name!r}", where=where, fix=fix, code=2)
     if not runs:
-        fix = "`bloomery demo` or `bloomery train RECIPE` makes one; or go to the folder that holds runs/"
-        raise UserError(f"there is no run {name!r}, and no other run either", where=where, fix=fix, code=2)
+        fix = "start one with `bloomery demo` or `bloomery train RECIPE`, or cd to the folder with runs/"
+        raise UserError(f"no run {name!r}: there are no runs", where=where, fix=fix, code=2)
     names = [folder.name for folder in runs]
     near = closest(name, ["last", *names], count=3, cutoff=0.4) or names[-3:]
-    raise UserError(f"there is no run {name!r}", where=where, fix="runs near that name: " + ", ".join(near), code=2)
+    raise UserError(f"no run {name!r}", where=where, fix="similar names: " + ", ".join(near), code=2)
 
 
 def model_path(name: str) -> Path:
-    """The folder that MODEL means: a model's, an adapter's, or a run's; a Hub id is fetched. Raises UserError.
+    """The folder of MODEL: a model, an adapter or a run; downloads a Hub id. Raises UserError.
 
-    BASE+ADAPTER stays one path, both parts found; `train.model_folder.find_model` takes it apart.
+    BASE+ADAPTER stays one path; `train.model_folder.find_model` splits it.
     """
     folder = expanded(name)
     if name and any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
@@ -69,9 +67,9 @@ def model_path(name: str) -> Path:
 
 
 def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":
-    """Where and how a model is used; sets what the machine wants, so that torch must not be imported yet.
+    """The device and quantization of a model. Sets environment variables, so torch must not be imported yet.
 
-    Raises UserError for a device that is not here or that this PyTorch cannot use.
+    Raises UserError for a device that does not exist or that this PyTorch cannot use.
     """
     from bloomery.hardware.detect.detect import detect
     from bloomery.hardware.profile import apply_environment, build_profile

@@ -1,4 +1,4 @@
-"""What a resumed run may change of its plan: what the user names, and what another machine forces. No torch."""
+"""The plan of a resumed run: overrides of the user, and choices that another machine changes. No torch."""
 
 import re
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "eval": ("micro_batch_size",),
 }  # fmt: skip
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
-UP_TO_ROUNDING = "from here on the run equals the undisturbed one up to rounding, no longer to the last bit"
+UP_TO_ROUNDING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
 
 
 def refuse_overrides(words: Sequence[str]) -> None:
-    """Raises UserError (code 2) for the first override that would make the resumed run another run."""
+    """Raises UserError (code 2) for the first override that a resumed run does not accept."""
     for word in words:
         key, _, value = word.partition("=")
         if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
@@ -40,16 +40,16 @@ def refuse_overrides(words: Sequence[str]) -> None:
                 fix = str(alias) if alias else "`bloomery recipes show everything` shows every key"
                 raise UserError(f"no such key: {key}", where="bloomery resume", fix=fix, code=2)
             raise UserError(
-                f"{key} cannot be changed in a run that has begun",
+                f"cannot change {key} in a resumed run",
                 where="bloomery resume",
-                fix="the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.* and logging.* can; "
-                "`bloomery train` starts another run",
+                fix="change only the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.* and "
+                "logging.*, or start a new run with `bloomery train`",
                 code=2,
             )
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:
-    """The machine with only the asked-for device: "cpu", its number, or "cuda:" and that, also on AMD's. "auto" is all.
+    """The machine with only the given device: "cpu", a GPU number, or "cuda:" and that (AMD too). "auto": all devices.
 
     Raises UserError.
     """
@@ -59,34 +59,34 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
         return with_cached_probes(machine.model_copy(update={"accelerators": ()}))
     if "," in devices:
         raise UserError(
-            f"this version uses one device, not {len(devices.split(','))}", where="--devices", code=2,
-            fix="name one of them, for example --devices " + devices.partition(",")[0],
+            f"not supported yet: training on {len(devices.split(','))} devices", where="--devices", code=2,
+            fix="use one device, for example --devices " + devices.partition(",")[0],
         )  # fmt: skip
     number = re.sub(r"^(cuda|hip|rocm):", "", devices)
     chosen = next((device for device in machine.accelerators if str(device.index) == number), None)
     if chosen is None:
-        here = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
-        fix = f"devices here: {here}; or cpu"
-        raise UserError(f"there is no device {devices!r}", where="--devices", fix=fix, code=2)
+        known = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
+        fix = f"use cpu or one of these GPUs: {known}"
+        raise UserError(f"no such device: {devices!r}", where="--devices", fix=fix, code=2)
     return _alone(machine, chosen)
 
 
 def _alone(machine: Machine, chosen: Accelerator) -> Machine:
-    """The machine with one device. Raises UserError where a mask of the user's own lets PyTorch take another."""
+    """The machine with one device. Raises UserError where the user's visibility mask selects another one."""
     mask = mask_of(machine, chosen.vendor)
     shown = [device for device in visible_devices(machine) if device.vendor == chosen.vendor]
     if mask and chosen not in shown[:1]:
         named = shown[0].name if shown else "no GPU"
         value = machine.software.environment[mask]
         raise UserError(
-            f"training cannot use device {chosen.index} ({chosen.name}) while {mask}={value} shows {named} first",
-            where="--devices", fix=f"unset {mask}, and Bloomery shows PyTorch that device alone", code=2,
+            f"cannot use device {chosen.index} ({chosen.name}): {mask}={value} selects {named}",
+            where="--devices", fix=f"unset {mask}", code=2,
         )  # fmt: skip
     return with_cached_probes(only(machine, {chosen.index}))
 
 
 def same_devices(machine: Machine, before: Machine) -> Machine:
-    """The machine with only those devices that the run knew, where they are still here: `--devices` outlives a stop."""
+    """The machine with only the devices of the run, where they still exist: `--devices` stays after a resume."""
     known = {(device.index, device.arch) for device in before.accelerators}
     kept = [device for device in machine.accelerators if (device.index, device.arch) in known]
     if len(kept) == 1 and len(machine.accelerators) > 1:
@@ -96,16 +96,16 @@ def same_devices(machine: Machine, before: Machine) -> Machine:
 
 
 def differences(before: Machine, now: Machine) -> list[str]:
-    """What of the machine is no longer as it was and can change a result, each as a short text."""
+    """Changes of the machine that can change a result, one short text each."""
     pairs = (
         ("devices", _devices(before), _devices(now)),
-        ("processor", before.host.cpu_name, now.host.cpu_name),
-        ("processor cores", before.host.cpu_cores, now.host.cpu_cores),
+        ("CPU", before.host.cpu_name, now.host.cpu_name),
+        ("CPU cores", before.host.cpu_cores, now.host.cpu_cores),
         ("C++ compiler", before.host.compiler or "none", now.host.compiler or "none"),
         ("PyTorch", before.software.torch, now.software.torch),
         ("PyTorch build", before.software.build, now.software.build),
     )
-    return [f"{what}: {new} instead of {old}" for what, old, new in pairs if old != new]
+    return [f"{what} changed: {old} -> {new}" for what, old, new in pairs if old != new]
 
 
 def _devices(machine: Machine) -> str:
@@ -115,7 +115,7 @@ def _devices(machine: Machine) -> str:
 def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
     """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
     sections: dict[str, BaseModel] = {}
-    told: list[str] = []
+    changes: list[str] = []
     reasons = {decision.key: decision.reason for decision in fresh.choices}
     reasons["model.attention"] = reasons["train.attention"]  # the recipe's key for it
     exact = True
@@ -127,12 +127,12 @@ def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
         for field, value in changed.items():
             key = f"{section}.{field}"
             reason = f": {reasons[key]}" if key in reasons else ""
-            told.append(f"{key} is {value} here instead of {getattr(old, field)}{reason}")
+            changes.append(f"{key}: {getattr(old, field)} -> {value}{reason}")
         exact = exact and not (changed and section in BITWISE)
     if not exact:
-        told.append(UP_TO_ROUNDING)
+        changes.append(UP_TO_ROUNDING)
     facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "choices")}
-    return stored.model_copy(update=sections | facts), told
+    return stored.model_copy(update=sections | facts), changes
 
 
 def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:

@@ -1,4 +1,4 @@
-"""Requests to a run: SIGTERM, SIGUSR1, SIGHUP, Ctrl+C save and stop, a second Ctrl+C ends, SIGUSR2 saves. No torch."""
+"""Requests to a run: SIGTERM, SIGUSR1, SIGHUP, Ctrl+C save and stop, a second Ctrl+C exits, SIGUSR2 saves. No torch."""
 
 import signal
 import threading
@@ -13,20 +13,20 @@ SAVE_SIGNAL = signal.SIGUSR2
 
 @final
 class StopRequests:
-    """Whether somebody asked to stop, and who has to hear of it: `listener` is called at the first request.
+    """Whether a stop was requested. Calls `listener` at the first stop request, and `saver` at each save request.
 
-    `saver` hears each request for a checkpoint; one that comes while nobody could save is kept for who can.
+    A save request without a saver is stored for the next one.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        self.over = False  # all is kept: another Ctrl+C ends nothing
+        self.over = False  # everything is saved: another Ctrl+C has no effect
         self.listener: Callable[[], None] | None = None
         self.saver: Callable[[], None] | None = None
         self.save_asked = False
 
     def ask(self, number: int) -> None:
-        """Raises KeyboardInterrupt when Ctrl+C follows an earlier request, unless all is over by then."""
+        """Raises KeyboardInterrupt for a Ctrl+C after an earlier request, unless the run is over."""
         if self.asked and not self.over and number == signal.SIGINT:
             raise KeyboardInterrupt
         first, self.asked = not self.asked, True
@@ -40,8 +40,8 @@ class StopRequests:
             self.save_asked = True
 
     @contextmanager
-    def heard_by(self, listener: Callable[[], None], saver: Callable[[], None] | None = None) -> Iterator[None]:
-        """Inside the block `listener` hears the first request, also one that came just before; `saver` likewise."""
+    def handled_by(self, listener: Callable[[], None], saver: Callable[[], None] | None = None) -> Iterator[None]:
+        """Inside the block `listener` gets the first stop request, also an earlier one; `saver` likewise."""
         self.listener, self.saver = listener, saver
         try:
             if self.asked:
@@ -54,14 +54,14 @@ class StopRequests:
             self.listener = self.saver = None
 
 
-def can_hear() -> bool:
-    """Whether signals reach this thread: Python hands them to the main one alone."""
+def receives_signals() -> bool:
+    """Whether this thread receives signals: only Python's main thread does."""
     return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def held_back(number: int) -> Iterator[None]:
-    """Children started inside the block inherit the signal blocked: it waits until they have a handler for it."""
+    """Blocks the signal for children started inside the block, until they install a handler."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -71,7 +71,7 @@ def held_back(number: int) -> Iterator[None]:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequests]:
-    """Inside the block these signals become requests. Outside the main thread no signal can be caught: none is."""
+    """Inside the block these signals become requests, except outside the main thread."""
     requests = StopRequests()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -81,7 +81,7 @@ def stop_requests() -> Iterator[StopRequests]:
         else:
             requests.ask(number)
 
-    if not can_hear():
+    if not receives_signals():
         yield requests
         return
     before = {number: signal.signal(number, handle) for number in (*STOP_SIGNALS, SAVE_SIGNAL)}

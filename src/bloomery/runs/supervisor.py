@@ -1,4 +1,4 @@
-"""One child process of a run: started, watched through the events it writes, and explained when it dies. No torch."""
+"""One child process of a run: start it, follow its events, explain its failure. No torch."""
 
 import json
 import os
@@ -24,15 +24,15 @@ from bloomery.runs.folder import RunFolder
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
 
 Stage = Literal["prepare", "train"]
-TAIL_LINES = 200  # of what a child said last
+TAIL_LINES = 200  # kept of a child's output
 KILL_WAIT_SECONDS = 10.0
-LONGEST_LINE = 300  # of what is shown of a log
+LONGEST_LINE = 300  # characters shown of a log line
 WORKER = "bloomery.runs.worker"
 
 
 @final
 @dataclass(frozen=True)
-class Ending:
+class StageResult:
     """How a child ended: its exit code (negative: the signal), what it reported, and its last lines."""
 
     stage: Stage
@@ -51,13 +51,13 @@ def run_stage(
     requests: StopRequests,
     on_event: Callable[[Event], None],
     on_line: Callable[[str], None],
-) -> Ending:
+) -> StageResult:
     """Run `stage` in a child until it ends; `on_event` gets each event it writes, `on_line` each line it prints.
 
-    The first stop request reaches the child as SIGTERM (training saves and leaves) or ends it at once (preparing, which
-    loses nothing). The child is gone when this returns or raises.
+    The first stop request reaches training as SIGTERM (it saves and exits), and kills preparation (which loses
+    nothing). The child has ended when this returns or raises.
     """
-    seen = folder.events.stat().st_size if folder.events.exists() else 0
+    size = folder.events.stat().st_size if folder.events.exists() else 0
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     report_end, child_end = os.pipe()
     command = [sys.executable, "-X", "faulthandler", "-m", WORKER, stage, str(folder.path)]
@@ -74,7 +74,7 @@ def run_stage(
                 errors="replace",
                 env=dict(environment),
                 pass_fds=(child_end, *inherited),
-                start_new_session=True,  # Ctrl+C reaches it through us alone, and its group can be killed as a whole
+                start_new_session=True,  # Ctrl+C reaches only the parent, and the group can be killed as a whole
             )
         stack.enter_context(process)
         stack.callback(kill_group, process.pid)
@@ -90,65 +90,62 @@ def run_stage(
         pump.start()
         stop = process.terminate if stage == "train" else lambda: kill_group(process.pid)
         save = partial(process.send_signal, SAVE_SIGNAL) if stage == "train" else None
-        with requests.heard_by(stop, save):
-            for event in follow(folder.events, lambda: process.poll() is not None, start=seen):
+        with requests.handled_by(stop, save):
+            for event in follow(folder.events, lambda: process.poll() is not None, start=size):
                 on_event(event)
         pump.join(KILL_WAIT_SECONDS)
         code = process.wait()
         os.set_blocking(report_end, False)
-        told = b""
-        with suppress(BlockingIOError):  # killed: it has said nothing of its end
-            told = os.read(report_end, 2**16)
-        return Ending(stage, code, dict(json.loads(told)) if told else None, tuple(tail))
+        report = b""
+        with suppress(BlockingIOError):  # killed: no report
+            report = os.read(report_end, 2**16)
+        return StageResult(stage, code, dict(json.loads(report)) if report else None, tuple(tail))
 
 
-def failure(ending: Ending, folder: RunFolder, *, step: int) -> UserError:
-    """One sentence for a child that did not end well. `step`: the last one it finished."""
-    if ending.report is not None:
-        return UserError(**ending.report)
-    name = "preparing the data" if ending.stage == "prepare" else "training"
+def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
+    """The error of a child that failed. `step`: the last one it finished."""
+    if result.report is not None:
+        return UserError(**result.report)
+    name = "preparation" if result.stage == "prepare" else "training"
     after = f" after step {step}" if step else ""
-    again = f"`bloomery resume {folder.name}` goes on from what was saved"
-    known = _recognised(ending, folder)
+    again = f"bloomery resume {folder.name}"
+    known = _recognized(result, folder)
     if known is not None:
-        how = f"died{after} of {signal_name(-ending.code)}" if ending.code < 0 else f"failed{after}"
-        steps = [  # as they are typed here: with this run's recipe
+        how = f"killed{after} by {signal_name(-result.code)}" if result.code < 0 else f"failed{after}"
+        steps = [  # with this run's recipe instead of RECIPE
             step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
             for step in known.fix
             if step.partition("  # ")[0] != "bloomery resume last"
         ]
         return UserError(
             f"{name} {how}: {known.what}\nwhy:   {known.cause}",
-            where=f"{known.line[:LONGEST_LINE]}\n       (the rest is in {folder.log})",
+            where=f"{known.line[:LONGEST_LINE]}\n       (full output: {folder.log})",
             fix="\n       ".join([*steps, again]),
         )
-    if ending.code == -signal.SIGKILL:
+    if result.code == -signal.SIGKILL:
         return UserError(
-            f"the process that was {name} was killed from outside{after} (SIGKILL)",
+            f"{name} process killed from outside{after} (SIGKILL)",
             where=str(folder.log),
-            fix="the system does this when memory runs out (see `dmesg`): "
-            f"train.micro_batch_size=1 needs least; {again}",
+            fix="on an out-of-memory kill (see `dmesg`), set train.micro_batch_size=1 or free host memory; then "
+            f"`{again}`",
         )
-    if ending.code < 0:
+    if result.code < 0:
         return UserError(
-            f"the process that was {name} died{after} of {signal_name(-ending.code)}, inside a library or a driver",
-            where=f"its last words are in {folder.log}",
+            f"{name} process killed{after} by {signal_name(-result.code)}, in a library or a driver",
+            where=str(folder.log),
             fix=again,
         )
-    return UserError(
-        f"{name} failed{after}: {last_words(ending.tail) or 'nothing was said'}",
-        where=f"the whole traceback is in {folder.log}",
-        fix=again,
-    )
+    problem = f"{name} failed{after}: {last_words(result.tail) or 'no output'}"
+    return UserError(problem, where=f"traceback in {folder.log}", fix=again)
 
 
-def _recognised(ending: Ending, folder: RunFolder) -> Match | None:
-    """The symptom that explains the death best: of the exception where there is one, else of the last lines."""
-    if ending.code == -signal.SIGKILL:
-        return None  # the kernel's doing, which says nothing here
+def _recognized(result: StageResult, folder: RunFolder) -> Match | None:
+    """The known symptom of the failure: in the exception if there is one, else in the last lines."""
+    if result.code == -signal.SIGKILL:
+        return None  # from outside: the output does not explain it
     machine = read_machine(folder.machine) if folder.machine.is_file() else None
-    texts = [last_words(ending.tail)] if ending.code > 0 else []
-    for text in (*texts, "\n".join(ending.tail)):
+    texts = [last_words(result.tail)] if result.code > 0 else []
+    for text in (*texts, "\n".join(result.tail)):
         known = [one for one in match(text, machine=machine) if one.level == "blocks"]
         if known:
             return known[0]
@@ -159,5 +156,5 @@ def existing(folder: Path) -> RunFolder:
     """The run in `folder`. Raises UserError when there is none."""
     run = RunFolder(expanded(folder).absolute())
     if not run.recipe.is_file():
-        raise UserError("this folder holds no run", where=str(run.path), fix="`bloomery runs` lists the runs here")
+        raise UserError("not a run folder", where=str(run.path), fix="`bloomery runs` lists the runs in runs/")
     return run

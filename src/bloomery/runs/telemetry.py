@@ -1,6 +1,6 @@
-"""The thread that looks at the devices while a run trains, tells what it sees, and pauses what is too hot. No torch.
+"""A thread of the parent process that reads the sensors, and pauses training above a temperature limit. No torch.
 
-It lives in the parent process. What reads the sensors is a child of its own, so that no driver can hold this process.
+A separate child reads the sensors, so that a driver cannot block the parent.
 """
 
 import threading
@@ -18,11 +18,11 @@ from bloomery.monitor.events import DeviceStats, Emit, Event, EventLog, Phase, S
 from bloomery.plan.types import RunPlan
 from bloomery.runs.folder import RunFolder
 
-PAUSE = "pause"  # the file in the run's folder that makes training wait between two steps
-MARGIN_DEGREES = 5.0  # below the temperature at which the hardware saves itself
-COOLER_DEGREES = 10.0  # below the limit, before training goes on
-HOT_LOOKS = 2  # in a row: one look may be a spike
-BLIND_SECONDS = 60.0  # a run whose hot device has gone silent goes on after that
+PAUSE = "pause"  # the file in the run folder that pauses training between two steps
+MARGIN_DEGREES = 5.0  # below the critical temperature of the hardware
+COOLER_DEGREES = 10.0  # below the limit, before training resumes
+SAMPLES_OVER_LIMIT = 2  # in a row: a single sample may be a spike
+BLIND_SECONDS = 60.0  # without a reading of the hot device, training resumes after this time
 
 Limit = float | Literal["auto"] | None
 
@@ -30,7 +30,7 @@ Limit = float | Literal["auto"] | None
 @final
 @dataclass(frozen=True)
 class Change:
-    """Training is to wait, or to go on."""
+    """Pause or resume training."""
 
     paused: bool
     reason: str
@@ -39,47 +39,47 @@ class Change:
 @final
 @dataclass
 class Guard:
-    """Decides from one look after another. `limit`: degrees, or auto: what each GPU says of itself, less a margin."""
+    """Decides from a series of readings. `limit`: degrees, or auto: each GPU's critical temperature less a margin."""
 
     limit: Limit
-    processor: bool = False  # whether training runs on the processor; auto leaves that to the processor itself
-    since: float | None = None  # when it paused
-    _hot: dict[int, int] = field(default_factory=dict)  # looks in a row
-    _held_by: SensorReading | None = None  # the device for which it paused: the others cannot vouch for it
-    _seen: float = 0.0  # when that one told its temperature last
+    on_cpu: bool = False  # whether training runs on the CPU; auto sets no limit for it
+    since: float | None = None  # start of the pause
+    _over_limit: dict[int, int] = field(default_factory=dict)  # samples in a row, by device
+    _held_by: SensorReading | None = None  # the device that caused the pause
+    _last_reading: float = 0.0  # the time of its last temperature
 
-    def judge(self, readings: Sequence[SensorReading], now: float) -> Change | None:
+    def check(self, readings: Sequence[SensorReading], now: float) -> Change | None:
         """`now`: seconds of any clock."""
         known = [(r, r.temperature, limit) for r in readings if r.temperature and (limit := self._limit(r)) is not None]
         if self._held_by is not None:
             return self._paused(self._held_by, [(r, heat, limit - COOLER_DEGREES) for r, heat, limit in known], now)
         for reading, heat, limit in known:
-            looks = self._hot.get(reading.device, 0) + 1 if heat > limit else 0
-            self._hot[reading.device] = looks
+            samples = self._over_limit.get(reading.device, 0) + 1 if heat > limit else 0
+            self._over_limit[reading.device] = samples
             at_once = reading.critical is not None and heat >= reading.critical
-            if looks >= HOT_LOOKS or (at_once and looks):
-                self.since, self._held_by, self._seen = now, reading, now
-                cooler = f"training goes on below {limit - COOLER_DEGREES:.0f} °C"
-                return Change(True, f"{_name(reading)} is at {heat:.0f} °C, above {limit:.0f}: paused; {cooler}")
+            if samples >= SAMPLES_OVER_LIMIT or (at_once and samples):
+                self.since, self._held_by, self._last_reading = now, reading, now
+                resumes = f"training resumes below {limit - COOLER_DEGREES:.0f} °C"
+                return Change(True, f"{_name(reading)} at {heat:.0f} °C, limit {limit:.0f} °C: paused; {resumes}")
         return None
 
     def _paused(
-        self, hot: SensorReading, known: Sequence[tuple[SensorReading, float, float]], now: float
+        self, device: SensorReading, known: Sequence[tuple[SensorReading, float, float]], now: float
     ) -> Change | None:
         assert self.since is not None
-        told = [heat for reading, heat, _ in known if reading.device == hot.device]
-        self._seen = now if told else self._seen
-        silent = now - self._seen > BLIND_SECONDS
-        if not (told or silent) or any(heat >= below for _, heat, below in known):
+        temperatures = [heat for reading, heat, _ in known if reading.device == device.device]
+        self._last_reading = now if temperatures else self._last_reading
+        silent = now - self._last_reading > BLIND_SECONDS
+        if not (temperatures or silent) or any(heat >= below for _, heat, below in known):
             return None
-        now_is = f"is at {told[0]:.0f} °C" if told else f"has told no temperature for {BLIND_SECONDS:.0f} s"
-        said = f"training goes on after {now - self.since:.0f} s: {_name(hot)} {now_is}"
+        state = f"at {temperatures[0]:.0f} °C" if temperatures else f"without a reading for {BLIND_SECONDS:.0f} s"
+        reason = f"training resumed after {now - self.since:.0f} s: {_name(device)} {state}"
         self.since = self._held_by = None
-        self._hot.clear()
-        return Change(False, said)
+        self._over_limit.clear()
+        return Change(False, reason)
 
     def _limit(self, reading: SensorReading) -> float | None:
-        if self.limit is None or (reading.device == CPU_DEVICE and not self.processor):
+        if self.limit is None or (reading.device == CPU_DEVICE and not self.on_cpu):
             return None
         if self.limit != "auto":
             return self.limit
@@ -87,12 +87,12 @@ class Guard:
 
 
 def _name(reading: SensorReading) -> str:
-    return "the processor" if reading.device == CPU_DEVICE else f"GPU {reading.device}"
+    return "CPU" if reading.device == CPU_DEVICE else f"GPU {reading.device}"
 
 
 @final
 class Waiting:
-    """The training process's side: it waits between two steps while the file is there, and still hears a stop."""
+    """In the training process: waits between two steps while the file exists, or until a stop is requested."""
 
     def __init__(self, pause: Path, emit: Emit) -> None:
         self._pause, self._emit, self._step = pause, emit, 0
@@ -102,7 +102,7 @@ class Waiting:
         self._emit(event)
 
     def until(self, asked: Callable[[], bool], poll_seconds: float = 0.5) -> bool:
-        """Whether somebody asked to stop, once nothing holds the run any more."""
+        """Waits until the pause ends; returns whether a stop was requested."""
         if self._pause.exists() and not asked():
             self._emit(Phase(step=self._step, name="paused"))
             while self._pause.exists() and not asked():
@@ -110,17 +110,17 @@ class Waiting:
         return asked()
 
 
-LOOK_SECONDS = 5.0  # between two looks
-REPORT_SECONDS = 3  # looks to an event, once a run is older than
-YOUNG_SECONDS = 600.0
-LONGEST_SECONDS = 30.0  # that one look stands for: a machine that slept used no power meanwhile
+SAMPLE_SECONDS = 5.0  # between two samples
+SAMPLES_PER_EVENT = 3  # after the first
+YOUNG_SECONDS = 600.0  # of a run
+LONGEST_SECONDS = 30.0  # counted for one sample: a suspended machine uses no power
 ENDING_SECONDS = 1.0
 
 
 @final
 @dataclass
 class Stretch:
-    """Several looks at one device as one event: means over the time, the highest temperature, the rest as last seen."""
+    """Several samples of one device as one event: means over time, the highest temperature, the last other values."""
 
     seconds: float = 0.0
     load: list[tuple[float, float]] = field(default_factory=list)  # percent, seconds
@@ -138,7 +138,7 @@ class Stretch:
         self.last = reading
 
     def event(self, step: int) -> DeviceStats:
-        assert self.last is not None, "a stretch is told once something was seen in it"
+        assert self.last is not None, "no sample yet"
         return DeviceStats(
             step=step,
             device=self.last.device,
@@ -166,54 +166,56 @@ def _rounded(value: float | None) -> float | None:
 
 @final
 class Watcher:
-    """`saw` hears the run's events, `begin` starts the thread, `end` stops it: neither ever waits for a sensor."""
+    """`on_event` gets the run's events, `begin` starts the thread, `end` stops it; none of them waits for a sensor."""
 
     def __init__(self, reader: SensorReader, guard: Guard, emit: Callable[[Event], None], pause: Path) -> None:
         self._reader, self._guard, self._emit, self._pause = reader, guard, emit, pause
         self._step = 0
         self._stretches: dict[int, Stretch] = {}
-        self._looked: float | None = None
+        self._sampled: float | None = None  # the time of the last sample
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="telemetry", daemon=True)
 
-    def saw(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self._step = event.step if isinstance(event, StepDone) else self._step
 
     def begin(self) -> None:
-        self._pause.unlink(missing_ok=True)  # of a run that was killed while it waited
+        self._pause.unlink(missing_ok=True)  # of a run that was killed during a pause
         self._thread.start()
 
     def end(self) -> None:
-        """Waits a moment for the last look; a hanging one is left behind."""
+        """Waits up to ENDING_SECONDS for the last sample."""
         self._ending.set()
         self._thread.join(ENDING_SECONDS)
         self._pause.unlink(missing_ok=True)
 
     def _work(self) -> None:
         began = time.monotonic()
-        looks = 0
+        samples = 0
         try:
             while True:
                 ending = self._ending.is_set()
-                self._look()
-                looks += 1
+                self._sample()
+                samples += 1
                 often = time.monotonic() - began < YOUNG_SECONDS or ending
-                if looks > 1 and (often or looks % REPORT_SECONDS == 0):
-                    self._tell()
+                if samples > 1 and (often or samples % SAMPLES_PER_EVENT == 0):
+                    stretches, self._stretches = self._stretches, {}
+                    for device in sorted(stretches):
+                        self._emit(stretches[device].event(self._step))
                 if ending:
                     return
-                self._ending.wait(LOOK_SECONDS if looks > 1 else LOOK_SECONDS / 2)
+                self._ending.wait(SAMPLE_SECONDS if samples > 1 else SAMPLE_SECONDS / 2)
         except (UserError, OSError):
-            return  # the disk is full, or the folder is gone: training says so itself
+            return  # a full disk or a deleted folder: training reports that
         finally:
             with suppress(OSError):
-                self._pause.unlink(missing_ok=True)  # nobody would take it away any more
+                self._pause.unlink(missing_ok=True)
             self._reader.close()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         readings, now = self._reader.read(), time.monotonic()
-        before, self._looked = self._looked, now
-        change = self._guard.judge(readings, now)
+        before, self._sampled = self._sampled, now
+        change = self._guard.check(readings, now)
         if change is not None:
             if change.paused and not self._ending.is_set():
                 self._pause.touch()
@@ -225,20 +227,15 @@ class Watcher:
                 stretch = self._stretches.setdefault(reading.device, Stretch())
                 stretch.add(reading, min(now - before, LONGEST_SECONDS))
 
-    def _tell(self) -> None:
-        stretches, self._stretches = self._stretches, {}
-        for device in sorted(stretches):
-            self._emit(stretches[device].event(self._step))
-
 
 @contextmanager
 def sensing(folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")) -> Iterator[Callable[[Event], None]]:
-    """Inside the block the devices of the run's machine are looked at; what is yielded is told the run's events.
+    """Inside the block the sensors of the run's machine are read; yields a function that gets the run's events.
 
-    Events go to events.jsonl alone: whoever follows the file shows them, as those of the training process.
+    Writes events to events.jsonl only; the reader of that file shows them, like those of the training process.
     """
     machine = read_machine(folder.machine)
-    on_processor = plan.train.device == "cpu"
+    on_cpu = plan.train.device == "cpu"
     with EventLog(folder.events) as emit:
         devices = [
             SensorDevice(
@@ -248,15 +245,15 @@ def sensing(folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")) -> Iter
             for gpu in machine.accelerators
         ]  # fmt: skip
         reader = SensorReader(
-            [] if on_processor else devices,
+            [] if on_cpu else devices,
             on_problem=lambda reason: emit(Warned(reason=reason)),
             cpu_name=machine.host.cpu_name,
             root=root,
         )
-        guard = Guard(plan.logging.max_gpu_temperature, processor=on_processor)
+        guard = Guard(plan.logging.max_gpu_temperature, on_cpu=on_cpu)
         watcher = Watcher(reader, guard, emit, folder.path / PAUSE)
         watcher.begin()
         try:
-            yield watcher.saw
+            yield watcher.on_event
         finally:
             watcher.end()

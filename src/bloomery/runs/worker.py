@@ -1,6 +1,6 @@
 """The child process of a run: `python -m bloomery.runs.worker prepare|train RUN_DIR --parent PID --report FD [...]`.
 
-Torch is imported only after the signal handlers stand, so that a request to stop is heard from the first moment on.
+Torch is imported after the signal handlers are installed, so that a stop request works from the start.
 """
 
 import argparse
@@ -25,26 +25,26 @@ from bloomery.runs.telemetry import PAUSE, Waiting
 from bloomery.train.run import Diverged, OutOfMemory, Unsound
 
 DONE, FAILED, STOPPED = 0, 1, 75
-UNSOUND, MEMORY_FULL, DIVERGED = 3, 4, 5  # failures that a safer plan may prevent
+UNSOUND, OUT_OF_MEMORY, DIVERGED = 3, 4, 5  # failures with a fallback
 
 
 @final
 @dataclass
 class StopFlag:
-    """Set by signals. Before the first step of this process there is nothing to save: a request to stop ends it."""
+    """Set by signals. Before the first step of this process there is nothing to save: a stop request exits at once."""
 
     asked: bool = False
-    step: int = 0  # the last that this process finished
+    step: int = 0  # the last step that this process finished
     save_asked: bool = False
     emit: Emit | None = None
 
     def install(self) -> None:
         for number in (*STOP_SIGNALS, SAVE_SIGNAL):
             signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SAVE_SIGNAL})  # a request that came before is heard now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SAVE_SIGNAL})  # an earlier request arrives now
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Whether a checkpoint was requested since the last call."""
         asked, self.save_asked = self.save_asked, False
         return asked
 
@@ -57,23 +57,23 @@ class StopFlag:
         if not self.step:
             os._exit(STOPPED)
         if first and self.emit is not None:
-            with suppress(UserError):  # a full disk stops the run in its own place
+            with suppress(UserError):  # the training loop reports a full disk
                 self.emit(Phase(step=self.step, name="stopping"))
 
     def watching(self, emit: Emit) -> Emit:
-        """`emit`, noting each step; a request to stop is told at once, as a step may take a minute."""
+        """`emit`, storing each step. A stop request emits an event at once, since a step may take a minute."""
         self.emit = emit
 
-        def told(event: Event) -> None:
+        def emit_event(event: Event) -> None:
             self.step = event.step if isinstance(event, StepDone) else self.step
             emit(event)
 
-        return told
+        return emit_event
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 done, 75 stopped and saved; of what the parent was told 1, or 3 (wrong kernel), 4 (memory full),
-    5 (not finite).
+    """The exit code: 0 done, 75 stopped and saved; with a report to the parent 1, or 3 (wrong kernel), 4 (out of
+    memory), 5 (not finite).
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", choices=("prepare", "train"))
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
             raise
         report = {"problem": error.problem, "where": error.where, "fix": error.fix, "code": error.code}
         os.write(words.report, json.dumps(report).encode())
-        kinds = ((Unsound, UNSOUND), (OutOfMemory, MEMORY_FULL), (Diverged, DIVERGED))
+        kinds = ((Unsound, UNSOUND), (OutOfMemory, OUT_OF_MEMORY), (Diverged, DIVERGED))
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
 
 
@@ -110,27 +110,27 @@ def _prepare(folder: RunFolder, data: Path, emit: Emit) -> int:
         from bloomery.recipe.load import load_recipe
 
     loaded = load_recipe(folder.recipe)
-    if (told := fewer_workers(loaded.recipe.data.num_proc)) is not None:
-        emit(Warned(reason=told))
-    prepare(loaded, data, report=paced(emit))
+    if (warning := fewer_workers(loaded.recipe.data.num_proc)) is not None:
+        emit(Warned(reason=warning))
+    prepare(loaded, data, report=throttle(emit))
     return DONE
 
 
-def paced(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], None]:
-    """Phases as events: the beginning and the end of each, and in between no more often than people can read."""
-    told: dict[str, float] = {}
+def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float], None]:
+    """Phases as events: the start and the end of each, and between them one per `seconds`."""
+    last: dict[str, float] = {}
 
     def report(name: str, done: float, total: float) -> None:
         now = time.monotonic()
-        if name not in told or done >= total > 0 or now - told[name] >= seconds:
-            told[name] = now
+        if name not in last or done >= total > 0 or now - last[name] >= seconds:
+            last[name] = now
             emit(Phase(name=name, done=done, total=total))
 
     return report
 
 
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
-    began = time.perf_counter()  # a length in wall time counts the import of torch
+    began = time.perf_counter()  # train.max_time includes the import of torch
     with loading():
         from bloomery.plan.store import read_plan
         from bloomery.train.checkpoint import newest_valid
@@ -139,7 +139,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         from bloomery.train.process import out_of_memory
 
     plan = read_plan(folder.plan)
-    checkpoint = newest_valid(folder.checkpoints, on_damage=lambda told: emit(Warned(reason=told)))
+    checkpoint = newest_valid(folder.checkpoints, on_damage=lambda reason: emit(Warned(reason=reason)))
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
     waiting = Waiting(folder.path / PAUSE, flag.watching(emit))
@@ -156,10 +156,10 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise UserError(  # memory ran out before there was a step: nothing can be cut smaller
-            f"the device's memory is full: {str(error).partition('.')[0]}",
+        raise UserError(  # before the first step: a smaller micro-batch does not help
+            f"out of memory before the first step: {str(error).partition('.')[0]}",
             where=f"train.micro_batch_size={plan.train.micro_batch_size}",
-            fix="end what else uses it, or start again with a smaller model or optimizer.kind=adafactor",
+            fix="close other GPU programs, or use a smaller model or optimizer.kind=adafactor",
         ) from error
     return DONE if outcome == "done" else STOPPED
 
@@ -168,4 +168,4 @@ if __name__ == "__main__":
     ended = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(ended)  # everything is saved; taking torch and a driver down costs seconds, and some crash in it
+    os._exit(ended)  # everything is saved; a normal exit of torch and a driver takes seconds, and may crash
