@@ -142,7 +142,7 @@ def test_a_shape_alone_is_planned_and_said_to_lack_weights(model):
     name = pretrained(model)
     (model / "model.safetensors").unlink()
     told = here("plan", name)
-    assert told.code == 0 and "no weights lie in" in told.err
+    assert told.code == 0 and "no weights in" in told.err
     assert_clear(here("train", name), mentions=["model.safetensors"])
 
 
@@ -196,15 +196,15 @@ def test_remote_code_named_by_a_config_does_not_run(model):
 
 
 @pytest.mark.parametrize(("changed", "said"), [
-    ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "names a program of its own"),
-    ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "model_type": "mine"}, "names a program of its own"),
+    ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "has remote code"),
+    ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "model_type": "mine"}, "has remote code"),
     ({"model_type": "mine"}, "unknown model_type (mine)"),
 ])  # fmt: skip
 def test_what_a_model_is_taken_for_is_said_where_it_says_otherwise(model, changed, said):
     stated = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(stated | changed))
     told = " ".join(here("plan", pretrained(model)).out.split())
-    assert said in told and "taken as LlamaForCausalLM" in told
+    assert said in told and "loaded as LlamaForCausalLM" in told
 
 
 def tokenizer(**changes):
@@ -306,4 +306,4 @@ def test_words_that_mean_nothing(model, words):
 
 def test_a_name_that_no_file_system_takes(model):
     refused = process("export", "model", "--to", "hf", "--out", "y" * 300, folder=model.parent)
-    assert_clear(refused, mentions=["longer"])
+    assert_clear(refused, mentions=["long"])

@@ -318,6 +318,9 @@ def test_plans_say_what_no_row_holds(recipe, tmp_path):
     assert facts.left_out + facts.cut_short == sum(sizes > 40)
     assert facts.left_out
     assert facts.cut_short
+    tokenizer = loaded.recipe.tokenizer.model_copy(update={"from_": str(tmp_path / "p"), "train": None})
+    before = guessed(loaded.recipe.model_copy(update={"tokenizer": tokenizer}))
+    assert before.sequences_per_epoch * 40 < 0.95 * before.tokens and before.spread > 0.3  # truncated conversations
 
 
 def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):
