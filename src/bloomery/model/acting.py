@@ -1,4 +1,4 @@
-"""Whose code runs: that of the device that tensors are on, unless a simulation says otherwise.
+"""The kind of device whose code runs: that of the tensors, or the one that a simulation sets.
 
 The tensors of a simulated step are on the CPU, whatever device it stands for. What chooses code, or the size of its
 pieces, by the kind of a device asks here; nothing that is computed depends on it.

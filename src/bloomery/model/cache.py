@@ -56,7 +56,7 @@ class Cache:
     def __init__(self, config: ModelConfig, capacity: int) -> None:
         self.layers = [LayerCache(capacity, config.window(layer)) for layer in range(config.num_layers)]
         self.capacity, self.length = capacity, 0
-        self.past: Any = None  # what transformers' layers keep in place of ours
+        self.past: Any = None  # the cache of transformers' layers
 
     def cut(self, length: int) -> bool:
         """Forget all but the first `length` tokens; False where a window has already let some of these go."""

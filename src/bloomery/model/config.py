@@ -45,7 +45,7 @@ class TransformersBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """`family` (a key of `families.FAMILIES`) says which names a saved checkpoint uses; the decoder never reads it."""
+    """`family` (a key of `families.FAMILIES`) sets the names in a saved checkpoint; the decoder never reads it."""
 
     family: str = "llama"
     vocab_size: int
@@ -123,7 +123,7 @@ class ModelConfig:
 
 
 def refuse_values(config: ModelConfig, *, where: str) -> None:
-    """Raises UserError for a reward model, where text is wanted."""
+    """Raises UserError for a reward model where text is generated."""
     if config.head == "values":
         raise UserError("a reward model gives values and no text", where=where, fix="name a language model")
 
@@ -140,5 +140,5 @@ def checked(config: ModelConfig, *, where: str) -> ModelConfig:
     elif config.rotary_layers and len(config.rotary_layers) != config.num_layers:
         problem = f"rotary_layers has {len(config.rotary_layers)} entries for {config.num_layers} layers"
     if problem:
-        raise UserError(problem, where=where, fix="mend one of the two values")
+        raise UserError(problem, where=where, fix="change one of the two values")
     return config

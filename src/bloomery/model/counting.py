@@ -134,9 +134,9 @@ def parameter_count(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool = True) -> float:
     """Floating-point operations (a multiply-add is two) for each of `sequence_length` tokens of a row.
 
-    Matrix products only. Attention counts all T x T scores, also those that causality, a window or the end of a
-    document hide: the convention of torch's FlopCounterMode and of most published MFU figures (PaLM, appendix B).
-    Backward is twice forward; recomputation (activation checkpointing, scores in chunks) does not count.
+    Matmuls only. Attention counts all T x T scores, including masked ones: the convention of
+    torch's FlopCounterMode and of most published MFU figures (PaLM, appendix B). Backward is
+    twice forward; recomputation (activation checkpointing, logits in chunks) does not count.
     """
     products = sum(layer.active_products for layer in layers(config))
     products += (1 if config.head == "values" else config.vocab_size) * config.hidden_size

@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def plain_backend(config: ModelConfig) -> str:
-    """The backend of `model.attention` that honours the config everywhere, with or without a cache."""
+    """The backend of `model.attention` that supports the config, with or without a cache."""
     return "sdpa" if config.attention_softcap is None else "math"
 
 
@@ -113,7 +113,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None = None
     ) -> Tensor:
-        """Two additions to the residual stream; a norm stands before each, after each, or on both sides."""
+        """Two additions to the residual stream, with norms before, after or on both sides."""
         before, after = self.placement != "after", self.placement != "before"
         y_BTD = self.input_layernorm(x_BTD) if before else x_BTD
         y_BTD = self.drop(self.self_attn(y_BTD, rotary, layout, cache))
@@ -172,7 +172,7 @@ class Backbone(nn.Module):
         end = first + tokens_BT.shape[1]
         if self.config.positions == "learned" and end > self.config.max_positions and positions_BT is None:
             raise UserError(
-                f"{end:,} tokens are more than the {self.config.max_positions:,} positions this model has learned",
+                f"{end:,} tokens exceed the model's {self.config.max_positions:,} learned positions",
                 fix="shorten the text",
             )
         return torch.arange(first, end, device=tokens_BT.device) if positions_BT is None else positions_BT
@@ -204,7 +204,7 @@ class Backbone(nn.Module):
 class Decoder(nn.Module):
     """`attention` is a backend of `model.attention`; None: the plain one.
 
-    Build it on the meta device, then initialise or read the parameters (`model.weights`).
+    Build it on the meta device, then initialize or read the parameters (`model.io.weights`).
     """
 
     def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
@@ -224,7 +224,7 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes the head share the embedding's weight, if the config says so; repeat after replacing parameters.
+        """Tie the head to the embedding if the config does; repeat after replacing parameters.
 
         What transformers' layers compute from the config alone is computed then, too.
         """
@@ -242,16 +242,16 @@ class Decoder(nn.Module):
         head: Head = ALL_LOGITS,
         cache: Cache | None = None,
     ) -> Tensor:
-        """`head` of the last hidden states: all logits [B, T, V] unless said otherwise.
+        """`head` of the last hidden states: by default all logits [B, T, V].
 
         positions_BT: int64, counted from the start of each document (default: from the start of the row or the cache).
-        documents_BT: int64, numbers the documents of a packed row from 0, padding is -1; attention stays inside one.
+        documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention.
         """
         hidden_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
-        return self.judged(hidden_BTD, head)
+        return self.apply_head(hidden_BTD, head)
 
-    def judged(self, hidden_BTD: Tensor, head: Head) -> Tensor:
-        """What the head makes of the last hidden states."""
+    def apply_head(self, hidden_BTD: Tensor, head: Head) -> Tensor:
+        """The head's output for the last hidden states."""
         if self.config.head == "values":
             return head(hidden_BTD, self.score, None)
         return head(hidden_BTD, self.lm_head, self.config.final_softcap)

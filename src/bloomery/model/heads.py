@@ -1,4 +1,4 @@
-"""What runs on the last hidden states inside `Decoder.forward`: scores of labels, logits, or values.
+"""Heads on the last hidden states inside `Decoder.forward`: log-probabilities of labels, logits, or values.
 
 Legend: B batch, T time, D width, V vocabulary, N rows (positions with a label to learn), C rows of one chunk,
 U entries of one tile of the vocabulary.
@@ -44,7 +44,7 @@ class LastLogits:
 
 @dataclass(frozen=True)
 class Values:
-    """One float32 number a position, [B, T], of an output layer with one row: what a reward model says."""
+    """One float32 number a position, [B, T], of an output layer with one row: a reward model's."""
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         assert output.out_features == 1 and softcap is None, "this model gives logits"
@@ -57,9 +57,9 @@ class LabelScores:
     """The float32 log-probability of each label, [B, T]; 0 where the weight is 0.
 
     Logits exist for `chunk` rows at a time (and on a CPU for a tile of the vocabulary), forward and backward, and are
-    computed anew in backward; where one piece is all there is, it is kept instead. Rows of weight 0 are left out before
-    the matmul. `compiled`: what lies between the matmuls is one kernel each way, for chunks of one shape. `into_grad`:
-    backward adds to the weight's own `.grad` and tells autograd of none, which spares a copy of it; hooks see nothing.
+    recomputed in backward; where one piece is all there is, it is kept instead. Rows of weight 0 are left out before
+    the matmul. `compiled`: one kernel each way between the matmuls, for chunks of one shape. `into_grad`: backward
+    adds to the weight's `.grad` and returns no gradient, which saves a copy; hooks are not called.
     """
 
     labels_BT: Tensor
@@ -149,7 +149,7 @@ def _chosen(function: Callable[..., R], settings: Settings) -> Callable[..., R]:
 
 
 class _Context(Protocol):
-    """What forward leaves for backward."""
+    """The autograd context."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -198,7 +198,7 @@ class _LabelScores(torch.autograd.Function):
                 to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
                 place_C, inside_C = _places(labels_N[rows], entries)
                 every_C = torch.arange(len(place_C), device=place_C.device)
-                # scatter_ says the same, in a pass over all of the vocabulary on a CPU
+                # equals scatter_, which passes over the whole vocabulary on a CPU
                 others_C, own_C = gradient_CU[every_C, place_C], label_N[rows].to(gradient_CU.dtype)
                 gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
                 d_hidden[rows] += gradient_CU @ weight_UD
@@ -213,7 +213,7 @@ def _tile(weight_VD: Tensor) -> int:
 
 
 def _slices(size: int, step: int) -> list[slice]:
-    """All of `size`, at least one slice: shapes stay when there is nothing to learn."""
+    """All of `size`, at least one slice: for a stable shape without loss tokens."""
     return [slice(start, min(start + step, size)) for start in range(0, size, step)] or [slice(0, 0)]
 
 
@@ -253,7 +253,7 @@ class Divergence:
     """float32 [2, B, T]: the log-probability of each label, and KL(teacher || model) at that position in nats.
 
     Both are 0 where the weight is 0. The divergence is of softmax(logits / temperature). Logits of both models exist
-    for `chunk` rows at a time and are computed anew in backward. Embeddings of one vocabulary may be padded to
+    for `chunk` rows at a time and are recomputed in backward. Embeddings of one vocabulary may be padded to
     different sizes: to the teacher, what the model has more is impossible.
     """
 

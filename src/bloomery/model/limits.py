@@ -1,6 +1,6 @@
 """How much the runtime works on at once: the code obeys these numbers and a plan counts with them. No torch.
 
-Those of optimizers stand here too, because a plan is made below training. Quantized weights have theirs in
+Those of optimizers are here too, because a plan is made below training. Quantized weights have theirs in
 `quantization/sizes.py`.
 """
 
@@ -14,4 +14,4 @@ CPU_SCORES, GPU_SCORES = 2**20, 2**23  # of such tiles that exist at once: a cac
 GPU_PIECE, CPU_PIECE = 2**24, 2**17
 INT8_BLOCK = 256  # numbers of a state that share a scale: arXiv:2110.02861 takes 2048, bitsandbytes 256 today
 INT8_SMALLEST = 4096  # tensors of fewer numbers keep float32 moments, as in bitsandbytes: they decide much
-MUON_STACK = 2**24  # numbers of matrices orthogonalised at once: enough to fill a device, 100 MiB of scratch at most
+MUON_STACK = 2**24  # numbers of matrices orthogonalized at once: enough to fill a device, 100 MiB of scratch at most

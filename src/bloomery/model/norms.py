@@ -1,6 +1,6 @@
 """Layer and RMS norms, computed in float32 whatever surrounds them.
 
-They answer in the dtype of the next matrix product: cast once here, q, k and v share what they save for backward.
+They answer in the dtype of the next matmul: cast once here, q, k and v share what they save for backward.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from bloomery.model.config import ModelConfig
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that autocast gives a matrix product of `x`; that of `x` where no autocast is on."""
+    """The dtype of a matmul of `x` under autocast; that of `x` where no autocast is on."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # `is_autocast_available` breaks torch 2.9's compile
         return torch.get_autocast_dtype(device)
@@ -28,7 +28,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMS norm that saves its input and one number a row.
+    """RMS norm that saves its input and one number per row.
 
     torch has no fused kernel for it on the CPU: the composite runs six passes and saves three copies of the input.
     """
@@ -50,7 +50,7 @@ class RMSNormFunction(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             overlap = (product @ gain).unsqueeze(-1).div_(-x.shape[-1])
         grad_x = (grad * gain).addcmul_(normed, overlap).mul_(scale)
-        grad_gain = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None  # none beside an adapter
+        grad_gain = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None  # frozen under an adapter
         return grad_x.to(x.dtype), grad_gain, None, None
 
 
@@ -73,7 +73,7 @@ class RMSNorm(nn.Module):
         self.eps, self.unit_offset = eps, unit_offset
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `dtype`; None: as the next matrix product reads it."""
+        """As `dtype`; None: in the dtype of the next matmul."""
         gain = widened(self.weight) + 1 if self.unit_offset else self.weight
         return rms_norm(x, gain, self.eps, dtype or working_dtype(x))
 
@@ -86,7 +86,7 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """As `dtype`; None: as the next matrix product reads it."""
+        """As `dtype`; None: in the dtype of the next matmul."""
         normed = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return normed.to(dtype or working_dtype(x))
 

@@ -24,7 +24,7 @@ def frequencies(config: ModelConfig, theta: float, scaling: RopeScaling | None, 
     """Radians per position, float32 [R], for a sequence of `length` positions (`dynamic` and `longrope` depend on it).
 
     Formulas: su et al. 2021 (RoPE); linear and NTK-aware (dynamic) interpolation; Peng et al. 2023 (YaRN);
-    Llama 3.1; Ding et al. 2024 (LongRoPE); parametrised as transformers does.
+    Llama 3.1; Ding et al. 2024 (LongRoPE); parametrized as transformers does.
     """
     width = config.rotary_width
     device = length.device if isinstance(length, Tensor) else None
@@ -80,7 +80,7 @@ def _yarn(periods: Tensor, theta: float, scaling: RopeScaling, original: int, wi
 
 
 def table_scale(config: ModelConfig, scaling: RopeScaling | None) -> float:
-    """What cos and sin are multiplied with (YaRN's and LongRoPE's attention temperature)."""
+    """The factor of cos and sin (YaRN's and LongRoPE's attention temperature)."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -120,7 +120,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half against half (as transformers lays heads out), not neighbour against neighbour."""
+    """Rotates halves of a head, as in transformers, not neighboring elements."""
     half = cos.shape[-1]
     x_BTHE, rest = widened(x_BTHE[..., : 2 * half]), x_BTHE[..., 2 * half :]
     turned = x_BTHE * torch.cat((cos, cos), -1)

@@ -1,4 +1,4 @@
-"""Drawing tokens from a decoder, one at a time, with the past kept."""
+"""Sampling tokens from a decoder, one at a time, with a KV cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ COLDEST = 1e-4  # below it float32 logits overflow, and the likeliest token is c
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 takes the likeliest; filters run in the order in which they stand here.
+    """Sampling settings. Temperature 0 is greedy; filters run in the order of the fields.
 
     `repetition_penalty` divides positive logits of tokens that occurred, and multiplies negative ones (Keskar et al.
     2019); `top_k` keeps the k likeliest; `top_p` the fewest whose probabilities add up to p; `min_p` those at least p
@@ -41,13 +41,13 @@ class Sampling:
 
 
 def known_ids(*ids: int | None) -> tuple[int, ...]:
-    """Those that are there, each once: what a tokenizer, a model and a template say ends a text."""
+    """The distinct ids that are not None: end tokens of a tokenizer, a model and a template."""
     return tuple(sorted({token for token in ids if token is not None}))
 
 
 @final
 class Past:
-    """What a decoder has read so far, with its keys and values, for texts that begin alike: the turns of a chat."""
+    """The tokens and KV cache of a decoder, reused for texts with a common prefix: the turns of a chat."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder, self.ids = decoder, list[int]()

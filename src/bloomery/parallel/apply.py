@@ -35,7 +35,7 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
         checkpoint_block(block, plan.activation_checkpointing, index=index)
         if plan.compile:
             block.compile(dynamic=False)
-    if plan.offload_activations and plan.device != "cpu":  # the plan says that it does nothing on a CPU
+    if plan.offload_activations and plan.device != "cpu":  # no effect on a CPU
         offload_activations(model.model)
 
 

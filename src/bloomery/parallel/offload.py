@@ -38,7 +38,7 @@ class Lane:
 
     def after_work(self, device: torch.device, copy: Callable[[], object]) -> torch.cuda.Event:
         """Runs `copy` on the lane; the event is its end. What it writes to must be made before, on the work's stream:
-        the allocator then knows when that is free again."""
+        the allocator then frees it in order."""
         self._stream = self._stream or torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
@@ -65,15 +65,15 @@ def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
 
 
 THRESHOLD = 2**20  # bytes: smaller tensors cost more calls than they free memory
-UNDER_WAY = 4  # copies to the host at most: their tensors still lie on the device
+UNDER_WAY = 4  # copies to the host at most, whose tensors are still on the device
 AHEAD = 2  # tensors that come back before they are asked for
 
 
 def offload_activations(backbone: nn.Module, *, threshold: int = THRESHOLD) -> None:
-    """What `backbone` keeps for backward, when it is of `threshold` bytes and no parameter, waits on the host.
+    """Offload to the host what `backbone` saves for backward, from `threshold` bytes on, parameters excepted.
 
-    In place, by hooks around its forward; blocks inside may be compiled and checkpointed. On the device lie what the
-    layer at work needs, `UNDER_WAY` tensors on their way out and `AHEAD` on their way in. What `selective`
+    In place, by hooks around its forward; blocks inside may be compiled and checkpointed. The device holds what the
+    current layer needs, `UNDER_WAY` tensors on their way out and `AHEAD` on their way in. What `selective`
     checkpointing keeps does not pass through autograd's hooks, and stays; of `full`, the inputs of blocks go.
     """
     entered: list[_Away | None] = []
@@ -95,7 +95,7 @@ def offload_activations(backbone: nn.Module, *, threshold: int = THRESHOLD) -> N
 @final
 @dataclass(eq=False)
 class _Kept:
-    """A tensor on the host. `coming`: on its way back, and when it is there; `lent`: who asked holds it still."""
+    """A tensor on the host. `coming`: being copied back, with the event of its end; `lent`: still in use."""
 
     number: int
     host: Tensor
@@ -114,7 +114,7 @@ class _Away(saved_tensors_hooks):
     def __init__(self, backbone: nn.Module, threshold: int) -> None:
         super().__init__(self._pack, self._unpack)
         self._threshold = threshold
-        weights = (*backbone.parameters(), *backbone.buffers())  # buffers: a quantised base
+        weights = (*backbone.parameters(), *backbone.buffers())  # buffers: a quantized base
         self._weights = {weight.untyped_storage().data_ptr() for weight in weights}
         self._known: dict[tuple[object, ...], tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}
         self._kept: list[weakref.ref[_Kept]] = []

@@ -24,7 +24,7 @@ class Base:
 
     @property
     def name(self) -> str:
-        """The id on the Hub where the folder lies in its cache, else the folder."""
+        """The Hub id of a folder in the Hub's cache, else the folder."""
         cached = Path(self.folder).parent.parent.name  # models--x--y/snapshots/<commit>
         return cached.removeprefix("models--").replace("--", "/", 1) if cached.startswith("models--") else self.folder
 
@@ -56,7 +56,7 @@ def _content(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The files that the model is read from, not what else lies beside them."""
+    """The files that the model is read from."""
     index, single = folder / INDEX, folder / "model.safetensors"
     if index.is_file():
         try:
@@ -92,7 +92,7 @@ def base_folder(folder: Path) -> Path:
     name, where = read_settings(folder).get("base_model_name_or_path"), str(folder / CONFIG)
     fix = f"name the base yourself: BASE+{folder.name}"
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise UserError("the adapter does not say which model it adapts", where=where, fix=fix)
+        raise UserError("the adapter names no base model", where=where, fix=fix)
     beside = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []  # of a run that was moved
     for place in (Path(name), folder / name, *beside):
         if len(name) < 4000 and (place / "config.json").is_file():
@@ -103,7 +103,7 @@ def base_folder(folder: Path) -> Path:
 
 
 def right_base(folder: Path) -> str:
-    """The remedy for an adapter on a base that is not its own: the words that name the one which it names itself."""
+    """The fix for an adapter on another base: the arguments with the base that it was trained on."""
     name = read_settings(folder).get("base_model_name_or_path")
     known = isinstance(name, str) and bool(name) and name.isprintable() and len(name) < 4000
     return f"name the base that it was trained on: {shlex.quote(f'{name}+{folder}') if known else 'BASE+ADAPTER'}"

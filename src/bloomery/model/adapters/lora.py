@@ -1,4 +1,4 @@
-"""LoRA, rsLoRA, DoRA and PiSSA: a low-rank pair beside a frozen matrix, as bare parameters of the linear map itself.
+"""LoRA, rsLoRA, DoRA and PiSSA: low-rank matrices added to a frozen linear layer, as its own parameters.
 
 R rank of the pair, O outputs. LoRA: arXiv:2106.09685, DoRA: arXiv:2402.09353, PiSSA: arXiv:2404.02948.
 """
@@ -20,15 +20,15 @@ from bloomery.recipe.schema import Lora
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ADAPTER_NAMES = ("lora_A", "lora_B", "lora_magnitude")
-EXACT_SVD = 512  # a matrix whose smaller side is longer gets a randomised decomposition: seconds instead of minutes
+EXACT_SVD = 512  # larger matrices use a randomized SVD: seconds instead of minutes
 ITERATIONS, OVERSAMPLED = 16, 16  # of it; PEFT's pissa_niter_16
 
 
 class LoraLinear(nn.Linear):
     """y = W x + b + scale B A dropout(x); DoRA scales each row of W + scale B A to the norm `lora_magnitude`.
 
-    W and b are those of the linear map that it replaces, and frozen. PiSSA keeps W whole and subtracts the pair that
-    training began with (`first_A`, `first_B`), which is the same function as PiSSA's residual, but exact in any dtype.
+    W and b are those of the linear map that it replaces, and frozen. PiSSA keeps W and subtracts
+    the initial LoRA matrices (`first_A`, `first_B`): the same function as PiSSA's residual, but exact in any dtype.
     """
 
     base_squares: Tensor  # DoRA: of the norms of W's rows, float32
@@ -55,7 +55,7 @@ class LoraLinear(nn.Linear):
             self.register_buffer("first_B", torch.empty_like(self.lora_B), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The products run in x's dtype, under autocast in its own, whatever the adapter's dtype is."""
+        """Matmuls use x's dtype or autocast's, whatever the adapter's dtype."""
         if not self.enabled:
             return self.base_product(x, self.bias)
         A, B = self.pair(x.dtype)
@@ -117,7 +117,7 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(model: Decoder, adapter: Lora) -> None:
-    """In place, on any device: pairs beside the targets, everything frozen but them and `modules_to_save`.
+    """In place, on any device: add LoRA matrices to the target modules and freeze all but them and `modules_to_save`.
 
     Raises UserError when a name matches nothing.
     """
@@ -144,7 +144,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """The base alone; modules that are trained in full beside the adapters stay as they are."""
+    """Disable the adapters inside the block; `modules_to_save` keep their trained weights."""
     modules = [module for _, module in adapted(model)]
     for module in modules:
         module.enabled = False
@@ -206,7 +206,7 @@ def _largest(W: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, 
 
 
 def trained_state(model: Decoder) -> dict[str, Tensor]:
-    """What an adapter's file keeps, by our names: trained parameters, and what PiSSA began with. No copies."""
+    """The live tensors of an adapter file by native names: trained parameters and PiSSA's initial matrices."""
     kept = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for name, module in adapted(model):
         if module.pissa:

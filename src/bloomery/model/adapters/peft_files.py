@@ -1,11 +1,11 @@
-"""Adapters in PEFT's format (adapter_config.json and adapter_model.safetensors), ours and others': written and read.
+"""Adapters in PEFT's format (adapter_config.json and adapter_model.safetensors): writing and reading.
 
 R rank of a stored pair. A module that files store fused (GPT-2's c_attn, Phi-3's qkv_proj) gets one pair, in which
 those of its parts stand side by side: their A below each other, their B on the diagonal. PiSSA's pair and the one that
 it began with stand the same way, so that the file is a plain LoRA for the model as it was published.
 
-Of adapters that others wrote the tensors say which modules are adapted, and at which rank; what could change the
-function and is not known here is refused.
+The tensors of an adapter define its modules and ranks; unsupported settings that could change the function are
+refused.
 """
 
 import json
@@ -51,7 +51,7 @@ HARMLESS = frozenset({
 READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias",
                   "init_lora_weights"})  # fmt: skip
 # Starts that leave the base as it was published; the others replace it: pissa, olora, corda, ... by a residual, loftq
-# by its quantised self (PEFT 0.21, LoraLayer.loftq_init).
+# by its quantized weight (PEFT 0.21, LoraLayer.loftq_init).
 KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 PAIR = re.compile(r"(.+)\.(lora_A|lora_B)\.weight")
 MERGE = "merge it with PEFT (merge_and_unload) and use the merged model"
@@ -111,10 +111,10 @@ def write_adapter(
     write_named(named, adapter_config(settings, config, base=base), folder)
 
 
-def write_named(tensors: Mapping[str, Tensor], said: Mapping[str, object], folder: Path) -> None:
+def write_named(tensors: Mapping[str, Tensor], config_json: Mapping[str, object], folder: Path) -> None:
     """The two files of an adapter: tensors in PEFT's names, on the CPU, and its config."""
     save_file(dict(tensors), folder / TENSORS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
 
 
 def adapter_config(settings: Adaptation, config: ModelConfig, *, base: str) -> dict[str, object]:
@@ -187,7 +187,7 @@ def read_trained(
 
 def adapter_tensors(folder: Path) -> dict[str, Stored]:
     """What adapter_model.safetensors of another program holds, all of its values finite: an adapter is small, and one
-    of NaN makes every answer noise. Raises UserError.
+    of NaN makes every output noise. Raises UserError.
     """
     if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
         raise UserError(
@@ -207,9 +207,9 @@ def adapter_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def read_adaptation(folder: Path, config: ModelConfig) -> tuple[Adaptation, ModelConfig]:
-    """What the adapter changes in a model of that config, and the config with the vocabulary that it brings.
+    """The adaptation of a model with this config, and the config with the adapter's vocabulary.
 
-    Raises UserError when it is for another base, is damaged, or does what this version does not know.
+    Raises UserError when it is for another base, is damaged, or unsupported.
     """
     settings, where = _settings(folder), str(folder / TENSORS)
     tensors = _by_names_of_the_base(folder)
@@ -267,20 +267,22 @@ class _Settings:
 
 def _settings(folder: Path) -> _Settings:
     """Raises UserError for whatever could change the numbers in a way that is not known here."""
-    said, where = read_settings(folder), str(folder / CONFIG)
-    if said["peft_type"] != "LORA":
-        raise UserError(f"{said['peft_type'][:40]!r} is another method than LoRA and DoRA", where=where, fix=MERGE)
+    config_json, where = read_settings(folder), str(folder / CONFIG)
+    if config_json["peft_type"] != "LORA":
+        raise UserError(
+            f"{config_json['peft_type'][:40]!r} is another method than LoRA and DoRA", where=where, fix=MERGE
+        )
     unknown = [
         f"{key[:40]!r} ({str(value)[:40]!r})"
-        for key, value in said.items()
+        for key, value in config_json.items()
         if key not in HARMLESS | READ and value not in (None, False, 0) and value != {} and value != []
     ]
-    if said.get("bias", "none") != "none":
-        unknown.append(f"bias ({str(said['bias'])[:40]!r})")
+    if config_json.get("bias", "none") != "none":
+        unknown.append(f"bias ({str(config_json['bias'])[:40]!r})")
     if unknown:
-        problem = f"the adapter uses {unknown[0]}, which Bloomery does not know"
+        problem = f"unsupported adapter setting: {unknown[0]}"
         raise UserError(problem, where=where, fix=MERGE)
-    start = said.get("init_lora_weights", True)
+    start = config_json.get("init_lora_weights", True)
     if start not in KEEPS_BASE:
         raise UserError(
             f"its base is not the published model but what init_lora_weights {str(start)[:40]!r} left of it",
@@ -293,8 +295,8 @@ def _settings(folder: Path) -> _Settings:
         return float(value)
 
     def pattern(key: str) -> dict[str, float]:
-        """Regular expressions from a stranger: without groups and with few repeats they cannot run for long."""
-        raw_config = said.get(key) or {}
+        """Untrusted regular expressions: without groups and with few repeats, so that they cannot run for long."""
+        raw_config = config_json.get(key) or {}
         if not isinstance(raw_config, dict):
             raise UserError(f"{key} is no object", where=where, fix=AGAIN)
         for name in raw_config:
@@ -308,8 +310,8 @@ def _settings(folder: Path) -> _Settings:
         return {name: number(value, f"{key}[{name[:60]!r}]") for name, value in raw_config.items()}
 
     return _Settings(
-        rank=int(number(said.get("r", 8), "r")), alpha=number(said.get("lora_alpha", 8), "lora_alpha"),
-        rslora=said.get("use_rslora") is True, dora=said.get("use_dora") is True,
+        rank=int(number(config_json.get("r", 8), "r")), alpha=number(config_json.get("lora_alpha", 8), "lora_alpha"),
+        rslora=config_json.get("use_rslora") is True, dora=config_json.get("use_dora") is True,
         ranks={key: int(value) for key, value in pattern("rank_pattern").items()}, alphas=pattern("alpha_pattern"),
     )  # fmt: skip
 
@@ -343,7 +345,7 @@ def _expect(tensors: Mapping[str, Stored], name: str, shape: Shape, where: str) 
 
 
 def _replaced_modules(rest: Mapping[str, Stored], config: ModelConfig, where: str) -> tuple[str, ...]:
-    """Our modules that the adapter replaces. PEFT trains copies of tied weights apart, unless it is told otherwise."""
+    """The modules that the adapter replaces. By default PEFT trains tied weights as separate copies."""
     shapes, place, tied = parameter_shapes(config), places(config), shares_head(config)
     known = {each.name for each in place.values()} | ({f"{HEAD}.weight"} if tied else set())
     if strange := sorted(rest.keys() - known):

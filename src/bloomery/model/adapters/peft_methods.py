@@ -1,6 +1,6 @@
 """Every other adapter method of PEFT, injected into our decoder: AdaLoRA with its ranks driven by the loop, OFT, VeRA.
 
-PEFT computes them and its files keep them; what stands here is what training, saving and resuming ask of it.
+PEFT computes and stores them; this module trains, saves and resumes them.
 """
 
 import warnings
@@ -34,7 +34,7 @@ IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # what AdaLoRA's allocator r
 
 @final
 class PeftAdapter:
-    """One method inside of one decoder. Its base is frozen; what learns takes gradients as any parameter does."""
+    """One method inside of one decoder. Its base is frozen; its own parameters are trainable."""
 
     def __init__(self, model: Decoder, config: Any, *, seed: int) -> None:
         """In place, after the base was read; the adapter's first values follow from `seed`."""
@@ -61,7 +61,7 @@ class PeftAdapter:
         return self._wrapped.peft_config[NAME]
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
-        """What learns, and buffers that came with the method, by our decoder's names."""
+        """The method's trainable parameters and buffers by the decoder's names."""
         trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         seen = set[int]()  # VeRA's projections are one tensor under many names
         for name, tensor in self._model.state_dict().items():
@@ -70,20 +70,20 @@ class PeftAdapter:
                 yield name, tensor
 
     def file_tensors(self) -> dict[str, Tensor]:
-        """What adapter_model.safetensors holds, in PEFT's names."""
+        """The tensors of adapter_model.safetensors in PEFT's names."""
         from peft import get_peft_model_state_dict
 
         found = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in found.items()}
 
     def file_settings(self, base: str) -> dict[str, object]:
-        """What adapter_config.json says, as plain values."""
-        said = {
+        """The content of adapter_config.json."""
+        values = {
             name: sorted(value) if isinstance(value, set) else value for name, value in self.settings.to_dict().items()
         }
-        plain = {"peft_type": said["peft_type"].value if hasattr(said["peft_type"], "value") else said["peft_type"]}
+        kind = values["peft_type"]
         own = {"auto_mapping": None, "base_model_name_or_path": base, "inference_mode": True, "task_type": "CAUSAL_LM"}
-        return said | plain | own
+        return values | {"peft_type": getattr(kind, "value", kind)} | own
 
     def resume_tensors(self) -> dict[str, Tensor]:
         """All that a resumed run needs, as it is: the file's tensors may be cut to the ranks that are left."""
@@ -124,7 +124,7 @@ class PeftAdapter:
         return getattr(self._wrapped.base_model, "rankallocator", None)
 
     def after_update(self) -> None:
-        """After the optimizer's update and while its gradients are there: AdaLoRA moves ranks where they matter."""
+        """Call after the update, before gradients are dropped: AdaLoRA reallocates ranks."""
         self._updates += 1
         if self._allocator is not None:
             tuner: Any = self._wrapped.base_model
@@ -155,7 +155,7 @@ def open_method(model: Decoder, folder: Path) -> None:
     try:
         config = PeftConfig.from_pretrained(str(folder))
         config.task_type = None  # what belongs to a task is transformers' own model around the matrices
-        with warnings.catch_warnings():  # of AdaLoRA's own ranks, whose keys PEFT's check of patterns does not know
+        with warnings.catch_warnings():  # PEFT's pattern check does not match AdaLoRA's own rank keys
             warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
             PeftModel.from_pretrained(_named_as_files(model), str(folder), adapter_name=NAME, config=config)
     except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
@@ -165,7 +165,7 @@ def open_method(model: Decoder, folder: Path) -> None:
 
 
 def _named_as_files(model: Decoder) -> Any:
-    """The module that PEFT changes; of a foreign architecture transformers' own, which has the same layers in it."""
+    """The module that PEFT changes; for transformers' layers, transformers' own model."""
     return model.model.whole if isinstance(model.model, TransformersBackbone) else model
 
 
@@ -181,7 +181,7 @@ def merge_methods(model: Decoder) -> None:
             module.merge(safe_merge=True)
         except (NotImplementedError, AttributeError, ValueError) as error:
             problem = f"this method cannot be merged ({type(module).__name__}: {error})"
-            raise UserError(problem, where=name, fix="--to adapter keeps it beside its base") from error
+            raise UserError(problem, where=name, fix="--to adapter exports it without its base") from error
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module.get_base_layer())
 
@@ -192,15 +192,15 @@ def has_method(model: Decoder) -> bool:
 
 
 def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> Any:
-    """PEFT's config for the recipe's section. Raises UserError for what PEFT or this decoder does not know."""
+    """PEFT's config for the recipe's section. Raises UserError for what PEFT or this decoder does not support."""
     kind, said = _kind(adapter.method), method_settings(adapter, config, steps=steps)
     known = {field.name for field in fields(kind)}
     for name in said:
         if name not in known:
             raise unknown_key(adapter.method, name, known)
     if "total_step" in known and not said["total_step"]:
-        problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not tell"
-        fix = "set it to steps: train.max_steps=500"
+        problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not set"
+        fix = "set a number of steps instead: train.max_steps=500"
         raise UserError(problem, where="train.max_time", fix=fix, code=2)
     return constructed(kind, said, adapter.method)
 

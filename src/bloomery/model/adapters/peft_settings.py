@@ -1,5 +1,5 @@
-"""What PEFT says of a method's settings, without importing it, as it imports torch: the source of its config class runs
-with stand-ins for what it imports. Where that class cannot be had so, nothing is refused here.
+"""Checks of a PEFT method's settings without importing PEFT, which imports torch: the source of its config class runs
+with stubs for its imports. If that fails, nothing is refused here.
 """
 
 import ast
@@ -39,7 +39,7 @@ PROMPTS = frozenset({
     "P_TUNING", "SHADOW", "XLORA",
 })  # fmt: skip
 # What methods that are not about attention's matrices change; of the others PEFT's usual q_proj and v_proj.
-TARGETS: dict[str, str | list[str]] = {"LN_TUNING": ".*norm", "IA3": ["k_proj", "v_proj", "down_proj"]}
+DEFAULT_TARGET_MODULES: dict[str, str | list[str]] = {"LN_TUNING": ".*norm", "IA3": ["k_proj", "v_proj", "down_proj"]}
 
 
 def named(method: str) -> str:
@@ -68,9 +68,9 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
 
     Raises UserError for what matches no module.
     """
-    where, said = "adapter.target_modules", (adapter.model_extra or {}).get("target_modules")
-    asked = said or TARGETS.get(named(adapter.method), ["q_proj", "v_proj"])
-    if asked in (ALL_LINEAR, [ALL_LINEAR]):  # which PEFT knows of transformers' own models alone
+    where, given = "adapter.target_modules", (adapter.model_extra or {}).get("target_modules")
+    asked = given or DEFAULT_TARGET_MODULES.get(named(adapter.method), ["q_proj", "v_proj"])
+    if asked in (ALL_LINEAR, [ALL_LINEAR]):  # PEFT supports it for transformers' models only
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
     names: Iterable[str] = parameter_shapes(config)
     if (
@@ -105,7 +105,7 @@ _KINDS: dict[Any, str] = {
     tuple: "a list", set: "a list", dict: "keys with values",
 }  # fmt: skip
 # PeftConfig's own fields, and why a recipe does not set them.
-OURS = {
+NATIVE_ONLY = {
     "peft_type": "adapter.method names the method",
     "task_type": "the objective decides it",
     "inference_mode": "a run trains its adapter, and what is saved is marked for inference",
@@ -117,52 +117,61 @@ OURS = {
 
 
 def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) -> dict[str, Any]:
-    """What PEFT's config class is called with: the recipe's keys, and where it says nothing what fits this decoder.
+    """The arguments of PEFT's config class: the recipe's keys, with defaults for this decoder.
 
-    `steps`: of the run, None where nobody knows yet. Raises UserError for what PEFT or this decoder does not take.
+    `steps`: of the run; None: not known. Raises UserError for what PEFT or this decoder does not support.
     """
     kind = config_class(named(adapter.method))
-    said = dict(adapter.model_extra or {})
-    known = None if kind is None else {field.name for field in dataclasses.fields(kind)} | OURS.keys()
-    for name in said:
-        if name in OURS:
+    given = dict(adapter.model_extra or {})
+    known = None if kind is None else {field.name for field in dataclasses.fields(kind)} | NATIVE_ONLY.keys()
+    for name in given:
+        if name in NATIVE_ONLY:
             raise UserError(
-                f"{name} is not a recipe's to set: {OURS[name]}", where=f"adapter.{name}", fix="take it out", code=2
+                f"{name} is not a recipe's to set: {NATIVE_ONLY[name]}",
+                where=f"adapter.{name}",
+                fix="take it out",
+                code=2,
             )
         if known is not None and name not in known:
             raise unknown_key(adapter.method, name, known)
     if kind is not None:
-        _refuse_values(said, kind)
+        _refuse_values(given, kind)
     if known is None or "target_modules" in known:
-        said["target_modules"] = targets_of(adapter, config)
+        given["target_modules"] = targets_of(adapter, config)
         refuse_stored_otherwise(config)
-    if known is not None and "feedforward_modules" in known:  # IA3 scales what these read; PEFT knows its own models
-        said.setdefault("feedforward_modules", [name for name in said["target_modules"] if name.endswith("down_proj")])
+    if (
+        known is not None and "feedforward_modules" in known
+    ):  # IA3 scales the inputs of these; PEFT has no default for this decoder
+        given.setdefault(
+            "feedforward_modules", [name for name in given["target_modules"] if name.endswith("down_proj")]
+        )
     if known is not None and "total_step" in known:  # AdaLoRA: its schedule ends with the run
-        said.setdefault("total_step", steps)
-        if not said["total_step"]:
-            return said
-        said.setdefault("tinit", round(0.1 * said["total_step"]))
-        said.setdefault("tfinal", round(0.5 * said["total_step"]))
-        said.setdefault("deltaT", max(1, said["total_step"] // 100))
+        given.setdefault("total_step", steps)
+        if not given["total_step"]:
+            return given
+        given.setdefault("tinit", round(0.1 * given["total_step"]))
+        given.setdefault("tfinal", round(0.5 * given["total_step"]))
+        given.setdefault("deltaT", max(1, given["total_step"] // 100))
     if kind is not None:
-        constructed(kind, said, adapter.method)
-    return said
+        constructed(kind, given, adapter.method)
+    return given
 
 
-def constructed(kind: Any, said: Mapping[str, Any], method: str) -> Any:
+def constructed(kind: Any, given: Mapping[str, Any], method: str) -> Any:
     """PEFT's config, or what stands for it. Raises UserError with PEFT's reason."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return kind(**said)
+            return kind(**given)
     except (ValueError, TypeError, NotImplementedError) as error:
         problem = f"PEFT refuses these settings of {method}: {str(error).splitlines()[0][:200]}"
-        raise UserError(problem, where="adapter", fix=f"mend them: they are {kind.__name__}'s", code=2) from error
+        raise UserError(
+            problem, where="adapter", fix=f"correct them: they are fields of {kind.__name__}", code=2
+        ) from error
 
 
 def refuse_stored_otherwise(config: ModelConfig) -> None:
-    """PEFT's file speaks of the modules of transformers: where those differ from ours, it would not fit."""
+    """Raises UserError where PEFT's file, with transformers' modules, would not fit the decoder's."""
     moved = any(place.name != name or place.transposed for name, place in places(config).items())
     if moved and config.transformers_backend is None:
         raise UserError(
@@ -172,23 +181,23 @@ def refuse_stored_otherwise(config: ModelConfig) -> None:
         )  # fmt: skip
 
 
-def _refuse_values(said: Mapping[str, Any], kind: Any) -> None:
+def _refuse_values(given: Mapping[str, Any], kind: Any) -> None:
     """By the types that PEFT's fields state, which its dataclasses do not check themselves."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    for name, value in said.items():
+    for name, value in given.items():
         where, default = f"adapter.{name}", fields[name].default
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} must be a finite number", where=where, fix="write a number", code=2)
         raw_config = kind.raw_config[name]
         if value != default and not _fits(raw_config, value):
             problem = f"{name} must be {_described(raw_config)}, not {str(value)[:40]!r}"
-            raise UserError(problem, where=where, fix=f"mend it: it is {kind.__name__}'s", code=2)
+            raise UserError(problem, where=where, fix=f"correct it: it is a field of {kind.__name__}", code=2)
         if name in RANKS and isinstance(value, int) and value <= 0 and value != default:
             raise UserError(f"{name} must be above 0, not {value}", where=where, fix="give a rank: 8", code=2)
 
 
 def _fits(raw_config: Any, value: object) -> bool:
-    """Whether a value of a recipe may stand in a field of that type. What is unknown may."""
+    """Whether a recipe's value fits a field of that type; True for an unknown type."""
     origin, inner = typing.get_origin(raw_config), typing.get_args(raw_config)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(one, value) for one in inner)
@@ -246,7 +255,7 @@ def config_class(method: str) -> Any:
         defined = _defined(home, home / "tuners" / method.lower() / "config.py")
         name = next(name for name in defined if name.lower() == f"{method.lower().replace('_', '')}config")
         return defined[name]
-    except Exception:  # another PEFT, written otherwise: it judges for itself, where it is imported
+    except Exception:  # another version of PEFT: it checks when it is imported
         return None
 
 
@@ -258,7 +267,7 @@ def _type_of(raw_config: Any, defined: dict[str, Any]) -> Any:
 
 
 def _defined(home: Path, path: Path) -> dict[str, Any]:
-    """What a file defines of dataclasses, enumerations, functions and constants."""
+    """The dataclasses, enumerations, functions and constants of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     space: dict[str, Any] = {"__name__": __name__}  # a module that dataclasses finds
     kept: list[ast.stmt] = []

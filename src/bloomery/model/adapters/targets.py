@@ -19,7 +19,7 @@ HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 
 @dataclass(frozen=True)
 class Pair:
-    """What is added to one linear map: scale * B @ A, with A [rank, inputs] and B [outputs, rank]."""
+    """LoRA of one linear layer: scale * B @ A, with A [rank, inputs] and B [outputs, rank]."""
 
     rank: int
     scale: float
@@ -36,7 +36,7 @@ class Adaptation:
     whole: tuple[str, ...] = ()
     dora: bool = False
     pissa: bool = False
-    rslora: bool = False  # files say the scale as alpha / sqrt(rank)
+    rslora: bool = False  # the scale is alpha / sqrt(rank)
     dropout: float = 0.0
     dtype: str = "float32"
 
@@ -51,30 +51,30 @@ class Adaptation:
 
 def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     """Raises UserError when a name matches nothing, or two settings contradict each other."""
-    targets = target_modules(config, adapter.target_modules)
+    names = target_modules(config, adapter.target_modules)
     # Nothing is known yet of a reward model's values, as in PEFT's adapters of classifiers.
     whole = whole_modules(config, adapter.modules_to_save + ([VALUES] if config.head == "values" else []))
-    if both := [name for name in targets if name in whole]:
+    if both := [name for name in names if name in whole]:
         problem = f"{both[0]} is both adapted and trained in full"
         raise UserError(problem, where="adapter.modules_to_save", fix="name it in one of the two", code=2)
     shapes = parameter_shapes(config)
-    for name in targets if adapter.init == "pissa" else ():
+    for name in names if adapter.init == "pissa" else ():
         if adapter.rank > (most := min(shapes[f"{name}.weight"])):
             problem = f"{name} has only {most} singular values, and PiSSA starts from {adapter.rank} of them"
             raise UserError(problem, where="adapter.rank", fix=f"set adapter.rank={most} or lower", code=2)
     if adapter.kind == "dora":
-        _refuse_parts(config, targets, "adapter.target_modules")
+        _refuse_parts(config, names, "adapter.target_modules")
     rank = adapter.rank
     # rsLoRA: arXiv:2312.03732, theorem 3.2
     scale = adapter.alpha / (math.sqrt(rank) if adapter.use_rslora else rank)
     return Adaptation(
-        pairs={name: Pair(rank, scale) for name in targets}, whole=whole, dora=adapter.kind == "dora",
+        pairs={name: Pair(rank, scale) for name in names}, whole=whole, dora=adapter.kind == "dora",
         pissa=adapter.init == "pissa", rslora=adapter.use_rslora, dropout=adapter.dropout, dtype=adapter.dtype,
     )  # fmt: skip
 
 
 def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> None:
-    """Raises UserError when the rows of `new` tokens would never be learned."""
+    """Raises UserError when the embeddings of `new` tokens would stay frozen."""
     needed = [name for name in (EMBEDDING, HEAD) if f"{name}.weight" in parameter_shapes(config)]
     missing = [name for name in needed if name not in whole_modules(config, adapter.modules_to_save)]
     if new and missing:
@@ -91,7 +91,7 @@ def linear_modules(config: ModelConfig) -> list[str]:
     return [f"{layer.name}.{matrix.name}" for layer in layers(config) for matrix in layer.matrices]
 
 
-def target_modules(config: ModelConfig, targets: Iterable[str]) -> tuple[str, ...]:
+def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
     """The linear maps that names, patterns over full names, or "all-linear" mean; in the model's order.
 
     Names that saved files of the family use for them (c_attn, qkv_proj) are understood, too.
@@ -100,14 +100,14 @@ def target_modules(config: ModelConfig, targets: Iterable[str]) -> tuple[str, ..
     kept = places(config)
     stored = {name: kept[f"{name}.weight"].name.removesuffix(".weight") for name in known}
     found: set[str] = set()
-    for target in targets:
+    for target in names:
         means = [name for name in known if target == ALL_LINEAR or _means(target, name) or _means(target, stored[name])]
         if not means and (_means(target, HEAD) or _means(target, EMBEDDING)):
             leaf = HEAD if _means(target, HEAD) else "embed_tokens"
             raise UserError(
-                f"{leaf} cannot be adapted: adapters stand on the linear maps inside the layers",
+                f"not a linear layer inside the decoder layers: {leaf}",
                 where="adapter.target_modules", code=2,
-                fix=f"take it out, and train it in full with adapter.modules_to_save=[{leaf}]",
+                fix=f"remove it, and train it with adapter.modules_to_save=[{leaf}]",
             )  # fmt: skip
         if not means:
             inside = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
@@ -163,7 +163,7 @@ def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
 
 
 def _refuse_parts(config: ModelConfig, chosen: Collection[str], where: str) -> None:
-    """What files store fused with other modules can only be written together with them."""
+    """Modules that files store fused can only be written together."""
     for together in stored_modules(config).values():
         missing = [name for name in together if name not in chosen]
         if missing and len(missing) < len(together):

@@ -1,4 +1,4 @@
-"""Causal self-attention over packed rows, behind one function.
+"""Causal self-attention over packed sequences, with one function for every backend.
 
 Legend: B batch, T queries, S keys, H query heads, K key heads (H is a multiple of K), E head width.
 Rows may hold several documents; a token sees its own document alone. Padding (document -1) is a document of its own,
@@ -160,7 +160,7 @@ def attend(
     """[B, H, T, E]. `window`: keys a query sees, itself included; `softcap`: c tanh(score / c) on the scaled scores.
 
     `sdpa`, `mask` and `math` take more keys than queries (a cache): the queries are then the last positions of a row.
-    `backend`: a name, or what stands in for one.
+    `backend`: a name, or a function in its place.
     Randomness of dropout comes from torch's default generator. Raises AssertionError where `supports` names a reason.
     """
     dtype = working_dtype(q_BHTE)
@@ -179,7 +179,7 @@ def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: DocumentLayout, window: int | 
 
 
 def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
-    """torch's own kernel; a mask is made only where the causal flag does not say it all."""
+    """scaled_dot_product_attention, with a mask only where the causal flag is not enough."""
     assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
     queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
     whole = layout.mask_B1TS is None and options.window is None

@@ -21,7 +21,7 @@ from bloomery.model.limits import CPU_SCORES, GPU_SCORES
 
 
 class Options(NamedTuple):
-    """What the scores of one layer go through."""
+    """The attention settings of a layer."""
 
     window: int | None  # keys that a query sees, itself included
     softcap: float | None
@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 
 class QueryDocuments(NamedTuple):
-    """Who sees whom, and what dropout drops."""
+    """Document masking, and the seed of dropout."""
 
     first_BT: Tensor | None  # where each token's document starts
     reach: Tensor | None  # [2, B, blocks] on the CPU: lowest and highest document start of each query block
@@ -63,7 +63,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, QueryDocuments, Options], Tensor]
 
 
 class _Context(Protocol):
-    """What an operator's forward leaves for its backward."""
+    """The autograd context of the operator."""
 
     saved_tensors: tuple[Tensor, ...]
     options: Options
@@ -132,7 +132,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Task:
-    """One call: who sees whom, and what the scores go through."""
+    """One call: document masking and attention settings."""
 
     first_BT: Tensor | None
     reach: Tensor | None  # [2, B, blocks] on the CPU: lowest and highest document start of each query block
@@ -203,12 +203,12 @@ class Task:
 
     @property
     def boost(self) -> float:
-        """What the kept shares are multiplied by, so that dropout changes no expectation."""
+        """The factor of kept probabilities, which preserves their expectation under dropout."""
         return 65536 / (65536 - self._dropped_of_65536)
 
 
 def _mixed(value: int) -> int:
-    """splitmix64's finaliser (Steele et al., OOPSLA 2014), so that neighbouring tiles have unrelated generators."""
+    """splitmix64's finalizer (Steele et al., OOPSLA 2014), so that neighboring tiles have unrelated generators."""
     value = (value * 0x9E3779B97F4A7C15) % 2**64
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) % 2**64
     value = ((value ^ value >> 27) * 0x94D049BB133111EB) % 2**64

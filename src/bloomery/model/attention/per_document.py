@@ -1,4 +1,4 @@
-"""One call per document of packed rows, on the CPU: no work on foreign keys, no mask, memory that grows with T.
+"""One call per document of packed sequences, on the CPU: no work on masked keys, no mask, memory linear in T.
 
 Plain documents take torch's flash kernel; those with dropout, a soft-cap or a window shorter than they are take
 blockwise attention. An operator of its own: the number of documents changes every step, and recompiles nothing.
@@ -60,7 +60,7 @@ def _shortened(parts: Iterable[Tensor], length: int) -> tuple[Tensor, ...]:
 
 
 def _task(kind: type[Task], length: int, number: int, seed: Tensor | None, options: Options) -> Task | None:
-    """What blockwise attention has to do for a document; None where the flash kernel does."""
+    """The blockwise task of a document; None where the flash kernel supports it."""
     window, softcap, scale, dropout = options
     window = None if window is None or window >= length else window
     if window is None and softcap is None and dropout == 0:
@@ -126,5 +126,5 @@ def _backward(
     return backward(grad, q, k, v, out, sums, _lengths(rows), rows.seed, options)
 
 
-# On the CPU alone; `first_BT` must be there.
+# On the CPU only; `first_BT` is required.
 per_document = attention_operator("per_document", _forward, _backward, sums=_sums_by_token, device="cpu")

@@ -1,4 +1,4 @@
-"""Which attention backend can honour what, and which one to take. No torch here: the plan asks."""
+"""The features of each attention backend, and the choice of one. No torch: the plan uses it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ SHORT = 512  # tokens up to which a block mask on the CPU is quicker than a call
 
 @dataclass(frozen=True)
 class BackendSupport:
-    """What a backend can do; a reason where it cannot."""
+    """The features of a backend; text is the reason that one is missing."""
 
     devices: tuple[str, ...]
     since: tuple[int, int] = (2, 9)  # torch
@@ -24,7 +24,7 @@ class BackendSupport:
 BACKENDS = {
     "sdpa": BackendSupport(
         ("cpu", "cuda"),
-        packed="a causal flag does not keep the documents of a row apart",
+        packed="a causal flag cannot mask documents",
         softcap="scaled_dot_product_attention has no soft-cap",
     ),
     "mask": BackendSupport(("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"),
@@ -103,7 +103,7 @@ def choose(
         )  # fmt: skip
         if unfit is None:
             return Choice(backend, reason)
-    raise AssertionError("blockwise honours everything and closes every list")
+    raise AssertionError("blockwise supports everything and ends every list")
 
 
 def _candidates(
@@ -120,5 +120,5 @@ def _candidates(
     elif sequence_length <= SHORT:
         yield "mask", f"up to {SHORT} tokens a block mask is the quickest way to keep documents apart on a CPU"
     else:
-        yield "per_document", f"above {SHORT} tokens a call per document skips foreign keys and needs no mask"
-    yield "blockwise", "no fused kernel does this; blockwise takes memory that grows with the length alone"
+        yield "per_document", f"above {SHORT} tokens a call per document skips masked keys and needs no mask"
+    yield "blockwise", "no fused kernel supports this; blockwise memory is linear in the length"

@@ -99,9 +99,9 @@ def preset(name: str) -> ModelConfig:
 
 
 def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
-    """The config of a folder in Hugging Face's layout. Raises UserError when there is none that makes sense.
+    """The config of a folder in Hugging Face format. Raises UserError without a valid one.
 
-    `implementation`: whose layers compute it; auto: ours where we have them, else those of transformers.
+    `implementation`: auto: native where supported, else transformers.
     """
     said, where = stated_config(folder), str(folder / "config.json")
     if chosen(said, implementation) == "transformers":

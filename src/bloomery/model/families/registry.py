@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 from bloomery.core.errors import UserError
 from bloomery.model.config import Activation, ModelConfig, RopeKind, RopeScaling, checked
 
-FIX = "mend that value; a published model is best downloaded again"
+FIX = "fix that value; download a published model again"
 LARGEST = {"vocab_size": 2**24, "max_positions": 2**31, "num_layers": 2**12, "num_heads": 2**12, "num_kv_heads": 2**12,
            "hidden_size": 2**18, "intermediate_size": 2**21, "head_dim": 2**14}  # fmt: skip
 
@@ -209,12 +209,12 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True)
 class Family:
-    """`facts` hold for each of its models; `keys` (ours -> theirs) and `flags` differ between models.
+    """`facts` hold for each of its models; `keys` (native_name -> theirs) and `flags` differ between models.
 
     `windows` reads the window of each layer, `extra` the facts that take more than copying; `write` undoes both.
     `refused` are keys that change the mathematics in a way that the decoder does not follow. `classifier`: the stem of
     transformers' reward model, where it is not the architecture's; `gelu_tanh`: how the family calls that activation;
-    `states_dropout`: its config class has a dropout that is not 0 unless it is said.
+    `states_dropout`: its config class has a dropout that is not 0 by default.
     """
 
     architecture: str
@@ -409,8 +409,8 @@ def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
         if raw_config == family.architecture:
             return name
     raise UserError(
-        f"{str(raw_config)[:60]!r} is no architecture that Bloomery knows", where=where,
-        fix=f"these are known: {', '.join(FAMILIES)}",
+        f"{str(raw_config)[:60]!r} is not a supported architecture", where=where,
+        fix=f"supported: {', '.join(FAMILIES)}",
     )  # fmt: skip
 
 
@@ -426,7 +426,7 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     facts["embedding_dropout"] = fields.number("embd_pdrop", high=0.999, default=0.0)
     facts["residual_dropout"] = fields.number("resid_pdrop", high=0.999, default=0.0)
     facts["initializer_range"] = fields.number("initializer_range", high=1e3, default=0.02)
-    facts |= {ours: fields.flag(theirs) for ours, theirs in family.flags.items()}
+    facts |= {native_name: fields.flag(theirs) for native_name, theirs in family.flags.items()}
     facts["norm_eps"] = fields.number(family.keys["norm_eps"], high=1.0)
     facts["activation"] = fields.choice(family.keys["activation"], family.activations)
     facts["attention_dropout"] = fields.number(family.keys["attention_dropout"], high=0.999, default=0.0)
@@ -455,9 +455,13 @@ def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, int]:
-    def size(ours: str, default: int | None = None) -> int:
-        theirs = family.keys.get(ours)
-        return default if theirs is None and default else fields.size(theirs or ours, LARGEST[ours], default=default)
+    def size(native_name: str, default: int | None = None) -> int:
+        theirs = family.keys.get(native_name)
+        return (
+            default
+            if theirs is None and default
+            else fields.size(theirs or native_name, LARGEST[native_name], default=default)
+        )
 
     width, heads = size("hidden_size"), size("num_heads")
     per_head = width // heads
@@ -478,8 +482,12 @@ def config_to_hf(config: ModelConfig) -> ConfigFields:
         return cast(ConfigFields, json.loads(config.transformers_backend.raw_config))
     family = FAMILIES[config.family]
     raw_config: ConfigFields = {"architectures": [family.architecture], "model_type": config.family}
-    raw_config |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items() if ours != "activation"}
-    raw_config |= {theirs: getattr(config, ours) for ours, theirs in family.flags.items()}
+    raw_config |= {
+        theirs: getattr(config, native_name)
+        for native_name, theirs in family.keys.items()
+        if native_name != "activation"
+    }
+    raw_config |= {theirs: getattr(config, native_name) for native_name, theirs in family.flags.items()}
     raw_config[family.keys["activation"]] = family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
     raw_config |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": config.initializer_range}
     raw_config |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
@@ -488,7 +496,7 @@ def config_to_hf(config: ModelConfig) -> ConfigFields:
         raw_config |= {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.embedding_dropout}
     if config.positions == "rotary":
         raw_config |= rope_keys(config)
-    if config.head == "values":  # what transformers says of a model with one value a text
+    if config.head == "values":  # transformers' names for a model with one value per text
         stem = family.classifier or family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         raw_config |= {"architectures": [f"{stem}ForSequenceClassification"]}
         raw_config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -515,7 +523,7 @@ def known_family(name: str) -> Family:
     """Raises UserError for a name that is none."""
     if name not in FAMILIES:
         raise UserError(
-            f"{name!r} is no family that Bloomery knows", where="model.family", fix=f"known: {', '.join(FAMILIES)}"
+            f"{name!r} is not a supported family", where="model.family", fix=f"known: {', '.join(FAMILIES)}"
         )
     return FAMILIES[name]
 
@@ -523,7 +531,7 @@ def known_family(name: str) -> Family:
 def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
     """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
     keys = known_family(name).keys
-    raw_config: ConfigFields = {keys[ours]: size for ours, size in sizes.items() if ours in keys}
+    raw_config: ConfigFields = {keys[native_name]: size for native_name, size in sizes.items() if native_name in keys}
     if window is not None:
         raw_config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     config = config_from_hf({"model_type": name, **raw_config}, where="model")

@@ -50,7 +50,7 @@ class TensorReader:
     """Copies stored tensors into existing ones; keeps one file handle for each file. Used as a context.
 
     A tensor that needs no cast is read where it belongs, any other through STAGE_BYTES: the host never holds a second
-    copy. Files are read and not mapped, as a mapped one whose disk fails ends the process without a word (SIGBUS).
+    copy. Files are read and not mapped, as a failing disk under a mapped file kills the process (SIGBUS).
     """
 
     def __init__(self) -> None:

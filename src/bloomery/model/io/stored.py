@@ -1,4 +1,4 @@
-"""Models as files: where each parameter of ours stands in a saved checkpoint, and which files hold which tensors. Only
+"""Models as files: the stored name of each parameter, and the file of each tensor. Only
 whole safetensors files of a model's own folder count, and only their headers are read here. No torch.
 """
 
@@ -41,7 +41,7 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class Storage:
-    """`renamed`: prefixes of a name; `fused`: the stored module, by the modules of ours that lie in it one by one."""
+    """`renamed`: prefixes of a name; `fused`: stored modules by the native modules that they contain, in order."""
 
     renamed: Mapping[str, str]
     fused: Mapping[tuple[str, ...], str]
@@ -130,7 +130,7 @@ class Stored:
 
 
 def is_bare(folder: Path) -> bool:
-    """Whether nothing lies there that could be meant as weights: a shape, of which plans can be made."""
+    """Whether the folder has no weights: a config alone, enough for a plan."""
     return not any((folder / name).is_file() for name in (SINGLE, INDEX)) and _pickled(folder) is None
 
 
@@ -139,7 +139,7 @@ def _pickled(folder: Path) -> str | None:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """The file of each tensor, as the index says; None of a model in one file."""
+    """The file of each tensor from the index; None for a model in one file."""
     index = folder / INDEX
     if not index.is_file():
         if (folder / SINGLE).is_file():
@@ -163,7 +163,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A plain file name; a link may only lead to a file of the same folder or of the hub's cache beside it."""
+    """A plain file name; a link may only lead to a file of the same folder or of the Hub's cache next to it."""
     path = folder / name
     if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name) > LONGEST_NAME:
         problem = f"the index names {name[:80]!r}, which is not a file of this folder"
@@ -179,8 +179,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """What a safetensors file holds. Raises UserError when it is damaged: the safetensors library checks its header,
-    and that the file ends where the header says.
+    """The tensors of a safetensors file. Raises UserError when it is damaged: the safetensors library checks its header
+    and length.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -234,7 +234,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def stored_in(folder: Path, name: str) -> dict[str, Stored]:
-    """What one file of the folder holds. Raises UserError as `find_tensors` does."""
+    """The tensors of one file of the folder. Raises UserError as `find_tensors` does."""
     return stored_tensors(inside(folder, name))
 
 
@@ -249,7 +249,7 @@ def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = Fal
     """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
 
     `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
-    another shape than the config says, or no floating-point numbers.
+    another shape than in the config, or no floating-point numbers.
     """
     found, shapes, where = find_tensors(folder), parameter_shapes(config), places(config)
     expected_names = {place.name for place in where.values()}
@@ -261,7 +261,7 @@ def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = Fal
     if surplus and expected_names <= found.keys():
         raise UserError(
             f"{min(surplus)} has no place in a {config.family} model", where=str(next(iter(found.values())).path),
-            fix="this is another architecture than config.json says",
+            fix="config.json is of another architecture",
         )  # fmt: skip
     for name, place in where.items():
         stored, expected = found.get(place.name), place.stored_shape(shapes[name])

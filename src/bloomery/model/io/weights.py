@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
 def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch") -> None:
     """In place: the frozen matrices inside the layers; biases, norms, embeddings and the head stay as they are.
 
-    On the meta device their numbers come later (`QuantisedWeight.fill`), elsewhere from the weights that are there.
+    On the meta device their numbers come later (`QuantizedWeight.fill`), elsewhere from the present weights.
     """
     for path, linear in list(model.named_modules()):
         if not path.startswith("model.layers.") or not isinstance(linear, nn.Linear) or linear.weight.requires_grad:
@@ -84,7 +84,7 @@ def load_decoder(
     vocab_size: int = 0,
     arrange: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
-    """The decoder in a folder of Hugging Face's layout, or an adapter's with its base, in evaluation mode.
+    """The decoder in a folder in Hugging Face format, or an adapter's with its base, in evaluation mode.
 
     `dtype`: of the parameters; None keeps the one of the file. `base`: of an adapter, where it is not the one that it
     names. `vocab_size`: at least so many tokens. `arrange` is given the adapted decoder on the meta device, before any
@@ -97,7 +97,7 @@ def load_decoder(
         source = base or base_folder(folder)
         refuse_other_base(folder, source)
     config = read_config(source)
-    stored = stored_parameters(source, config)  # before any memory is taken: a config may say anything
+    stored = stored_parameters(source, config)  # before allocating: a config may have any size
     other = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"  # a method of PEFT's own
     if is_adapter_folder(folder) and not other:
         settings, config = read_adaptation(folder, config)
@@ -128,7 +128,7 @@ def fresh_decoder(
     device: str | torch.device = "cpu",
     attention: str | None = None,
 ) -> Decoder:
-    """A decoder with initialised parameters, in training mode."""
+    """A decoder with initialized parameters, in training mode."""
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention)
     give_memory(decoder.to(dtype), device)
@@ -137,7 +137,7 @@ def fresh_decoder(
 
 
 def give_memory(decoder: Decoder, device: str | torch.device) -> None:
-    """To a decoder on the meta device; its content is undefined until it is initialised or read."""
+    """To a decoder on the meta device; its content is undefined until it is initialized or read."""
     # As `to_empty`, which on a meta tensor imports all of sympy; torch has not annotated it.
     decoder._apply(lambda old: torch.empty(old.shape, dtype=old.dtype, device=device))  # type: ignore[no-untyped-call]
     decoder.tie()
@@ -243,8 +243,8 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: Collection[int] = ()) -> None:
     """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
 
-    Rows of the vocabulary that the folder lacks, and those of `new` tokens, which a padded vocabulary has and nobody
-    trained, become the mean of the rows before them: a new token's logit is then the mean of theirs (Hewitt,
+    Rows of the vocabulary that the folder lacks, and those of `new` tokens, which a padded vocabulary has
+    untrained, become the mean of the rows before them: a new token's logit is then the mean of theirs (Hewitt,
     "Initializing New Word Embeddings for Pretrained Language Models", 2021).
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.

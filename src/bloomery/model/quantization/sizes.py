@@ -1,4 +1,4 @@
-"""Quantised bases without torch: the sizes of their blocks, the bytes that they take, whose kernels read them."""
+"""Quantized bases without torch: the sizes of their blocks, the bytes that they take, whose kernels read them."""
 
 import math
 import re
@@ -9,16 +9,16 @@ from bloomery.core.choice import Choice
 from bloomery.hardware.machine import Machine
 
 BLOCK = 64  # weights that share a scale (arXiv:2305.14314, section 3; bitsandbytes' default)
-SCALES_BLOCK = 256  # scales that share a scale of their own under double quantisation (the same section)
-Dequantizer = Literal["torch", "compiled", "bitsandbytes"]  # of quantised weights; the first two are our own
+SCALES_BLOCK = 256  # scales that share a scale of their own under double quantization (the same section)
+Dequantizer = Literal["torch", "compiled", "bitsandbytes"]  # of quantized weights; the first two are our own
 SCALE_BYTES = 4  # float32
-# Weights turned back at once, and what each takes meanwhile beside its float. On a processor they stay in its caches.
+# Weights dequantized at once, and the scratch bytes of each besides its float. On a CPU they stay in its caches.
 DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES = 2**17, 2**23, 6
 OLDEST = (0, 50)  # of bitsandbytes: before 0.50 its 4-bit kernels were wrong on AMD GPUs
 
 
 def storage_bytes(shape: Sequence[int], base: str, double: bool) -> int:
-    """What a quantised weight of `shape` takes: exactly the bytes of the buffers of `QuantizedWeight`."""
+    """Bytes of a quantized weight of `shape`: exactly the buffers of `QuantizedWeight`."""
     return sum(buffer_bytes(math.prod(shape), base, double))
 
 
@@ -35,12 +35,12 @@ def buffer_bytes(count: int, base: str, double: bool) -> tuple[int, int, int]:
 
 
 def backend(machine: Machine, base: str, *, device: str, compiled: bool) -> Choice[Dequantizer]:
-    """Whose code turns the stored weights back into floats: "bitsandbytes", or Bloomery's: "torch", or "compiled".
+    """The implementation of dequantization: "bitsandbytes", or Bloomery's "torch" or "compiled".
 
     `compiled`: whether blocks are; compiled, our code is one kernel, which only a GPU has use for.
     """
     if device == "cpu":
-        return Choice("torch", "Bloomery's own code reads them on a processor")
+        return Choice("torch", "native dequantization on a CPU")
     ours: Dequantizer = "compiled" if compiled else "torch"
     missing = "no other has a scale for each 64 of 8 bits" if base == "int8" else _without_bitsandbytes(machine)
     if missing is None:

@@ -1,6 +1,6 @@
 """NF4 and int8 in blocks of 64 weights, and scales in 8 bits: numbers there and back, in plain torch.
 
-NF4 gives bit for bit what bitsandbytes stores and reads, so that its kernels can read ours. N numbers, flat; blocks
+NF4 is bitwise identical to bitsandbytes, so that its kernels can read it. N numbers, flat; blocks
 follow each other without regard to rows, and the last one may be short.
 """
 
@@ -33,7 +33,7 @@ def quantize_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
     return (pairs[:, 0] << 4 | pairs[:, 1])[: -(-len(values_N) // 2)], scales
 
 
-def dequantise_nf4(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
+def dequantize_nf4(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
     """Undoes `quantize_nf4`: level times scale in float32, rounded once to the dtype of `into_N`."""
     values = nf4_pairs(codes.device).index_select(0, codes.int()).view(torch.float32)
     _scaled(values[: len(into_N)], scales, into_N)
@@ -46,7 +46,7 @@ def quantize_int8(values_N: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(-1)[: len(values_N)], largest / 127.0
 
 
-def dequantise_int8(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
+def dequantize_int8(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
     """Undoes `quantize_int8`, in float32, rounded once to the dtype of `into_N`."""
     _scaled(codes.float(), scales, into_N)
 
@@ -54,7 +54,7 @@ def dequantise_int8(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
 def quantize_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of 8 bits (uint8 [N]) and what they are of: the largest of each 256, then the mean (float32).
 
-    The mean is summed in float64: a base that is quantised again, with other threads, is the same to the bit.
+    The mean is summed in float64: a base that is quantized again, with other threads, is the same to the bit.
     """
     mean = scales_N.double().mean().float()
     blocks, outer = _blocks(scales_N - mean, SCALES_BLOCK)
@@ -64,7 +64,7 @@ def quantize_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(-1)[: len(scales_N)], torch.cat([outer, mean[None]])
 
 
-def dequantise_scales(codes: Tensor, outer: Tensor) -> Tensor:
+def dequantize_scales(codes: Tensor, outer: Tensor) -> Tensor:
     """Undoes `quantize_scales`."""
     scales = dynamic_levels(codes.device).index_select(0, codes.int())
     result = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
@@ -84,7 +84,7 @@ def _normed(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _bounds_below(values: Tensor, bounds: Tensor) -> Tensor:
-    """How many bounds lie below each value, uint8: torch.bucketize, which takes three times as long on a processor."""
+    """The number of bounds below each value, uint8: torch.bucketize takes three times as long on a CPU."""
     count = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
     above = torch.empty(values.shape, dtype=torch.bool, device=values.device)
     for bound in bounds:
@@ -123,7 +123,7 @@ def nf4_pairs(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_levels(device: torch.device) -> Tensor:
-    """256 levels in [-1, 1] whose exponents have ever more fractions: dynamic tree quantisation (arXiv:1511.04561).
+    """256 levels in [-1, 1] whose exponents have ever more fractions: dynamic tree quantization (arXiv:1511.04561).
 
     For 10^-6 to 10^0 the middles of 1, 2, 4, ... 64 equal parts of [0.1, 1], with both signs; then 0 and 1.
     """
@@ -136,7 +136,7 @@ def dynamic_levels(device: torch.device) -> Tensor:
 
 
 class Buffers(NamedTuple):
-    """The buffers of a quantised weight [O, I]; `outer` is empty where the scales are float32."""
+    """The buffers of a quantized weight [O, I]; `outer` is empty where the scales are float32."""
 
     codes: Tensor
     scales: Tensor
@@ -147,8 +147,8 @@ class Buffers(NamedTuple):
 
 
 _READ: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], None]] = {
-    torch.uint8: dequantise_nf4,
-    torch.int8: dequantise_int8,
+    torch.uint8: dequantize_nf4,
+    torch.int8: dequantize_int8,
 }
 
 
@@ -156,7 +156,7 @@ def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
     """The weight as floats, [O, I]."""
     codes, shape = stored.codes, (stored.outputs, stored.inputs)
     if stored.outer.numel():
-        scales = dequantise_scales(stored.scales, stored.outer.view(torch.float32))
+        scales = dequantize_scales(stored.scales, stored.outer.view(torch.float32))
     else:
         scales = stored.scales.view(torch.float32)
     if stored.reader == "bitsandbytes":
@@ -254,14 +254,14 @@ def _back_fake(
 _ahead.register_autograd(_differentiate, setup_context=_save)
 
 
-AT_ONCE = 2**20  # weights that are quantised together: some 16 bytes each while that lasts
+AT_ONCE = 2**20  # weights that are quantized together: some 16 bytes each while that lasts
 
 
 @final
 class QuantizedWeight(nn.Module):
     """A frozen weight [O, I] of a linear layer. All buffers are bytes: `Module.to` leaves scales in float32.
 
-    They are not in `state_dict`: who resumes quantises the same base again, to the same bits.
+    They are not in `state_dict`: who resumes quantizes the same base again, to the same bits.
     """
 
     codes: Tensor
@@ -301,7 +301,7 @@ class QuantizedWeight(nn.Module):
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[Tensor], *, name: str) -> None:
-        """Quantises the weight, given as pieces of its rows in order, each on any device and in any dtype of floats.
+        """Quantizes the weight, given as pieces of its rows in order, each on any device and in any dtype of floats.
 
         Raises UserError when a weight is not finite.
         """
@@ -327,7 +327,7 @@ class QuantizedWeight(nn.Module):
             self.scales.copy_(scales.view(torch.uint8))
 
     def _parts(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The same rows, in parts of whole blocks that take little memory while they are quantised."""
+        """The same rows, in parts of whole blocks that take little memory while they are quantized."""
         rows = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
         for piece in pieces:
             yield from torch.split(piece, rows)

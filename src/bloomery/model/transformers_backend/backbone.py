@@ -1,7 +1,7 @@
-"""Architectures that our decoder lacks: transformers' own layers under our names and our head, without remote code.
+"""Architectures without a native implementation: transformers' layers with the native head, without remote code.
 
-B batch, T time, D width. Blocks stand at `model.layers`, embeddings at `model.embed_tokens`, whatever else lies between
-them under its own name; so a plan, adapters, quantised weights and files treat them as they treat our own.
+B batch, T time, D width. Blocks are `model.layers`, embeddings `model.embed_tokens`, other modules keep their names, so
+that plans, adapters, quantized weights and files treat them like native ones.
 """
 
 import inspect
@@ -57,19 +57,19 @@ def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str
 
 
 def parts(whole: Any, num_layers: int) -> dict[str, nn.Module]:
-    """What stands between tokens and the last hidden states, by our names. Raises Unlike where something else does."""
+    """The modules from tokens to the last hidden states by native names. Raises Unlike for an unsupported structure."""
     base, embedding = whole.base_model, whole.get_input_embeddings()
     lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers)
     blocks = next(lists, None)
     if blocks is None or embedding is None or whole.get_output_embeddings() is None or base is whole:
         raise Unlike(f"it has no list of {num_layers} layers between an embedding and an output matrix")
-    found = dict(_flat(base, {id(embedding): "embed_tokens", id(blocks): "layers"}))
-    found = {"embed_tokens": embedding, "layers": blocks} | found
-    held = {id(p) for module in (*found.values(), whole.get_output_embeddings()) for p in module.parameters()}
+    actual = dict(_flat(base, {id(embedding): "embed_tokens", id(blocks): "layers"}))
+    actual = {"embed_tokens": embedding, "layers": blocks} | actual
+    held = {id(p) for module in (*actual.values(), whole.get_output_embeddings()) for p in module.parameters()}
     loose = next((name for name, parameter in whole.named_parameters() if id(parameter) not in held), None)
     if loose is not None:
-        raise Unlike(f"{loose} stands in none of its modules")
-    return found
+        raise Unlike(f"{loose} is in none of its modules")
+    return actual
 
 
 def _flat(module: nn.Module, named: dict[int, str]) -> Iterator[tuple[str, nn.Module]]:
@@ -85,16 +85,16 @@ def _flat(module: nn.Module, named: dict[int, str]) -> Iterator[tuple[str, nn.Mo
 
 @lru_cache(maxsize=1)
 def computed_buffers(raw_config: str, attention: str) -> dict[str, Tensor]:
-    """What files do not hold, from the modules' own constructors. Built twice, from other random numbers.
+    """Buffers that files do not store, from the modules' constructors, built twice with different random numbers.
 
     Raises Unlike where the two differ or a buffer follows from weights.
     """
-    found = []
+    actual = []
     for seed in (0, 1):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            found.append(dict(blank_model(raw_config, attention)[0].named_buffers()))
-    first, second = found
+            actual.append(dict(blank_model(raw_config, attention)[0].named_buffers()))
+    first, second = actual
     for name, value in first.items():
         if value.is_meta or not torch.equal(value, second[name]):
             raise Unlike(f"{name} does not follow from config.json")
@@ -184,19 +184,19 @@ def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Ten
         problem = f"transformers cannot load it: {str(error).splitlines()[0][:200]}"
         raise UserError(problem, where=str(folder), fix="save or download the model again") from error
     backbone.set_buffers(dict(theirs.named_buffers()), backbone.embed_tokens.weight.device)
-    found = {f"model.{name}": module for name, module in parts(theirs, backbone.config.num_layers).items()}
+    actual = {f"model.{name}": module for name, module in parts(theirs, backbone.config.num_layers).items()}
     return {
         f"{part}.{name}": parameter.data
-        for part, module in {**found, "lm_head": theirs.get_output_embeddings()}.items()
+        for part, module in {**actual, "lm_head": theirs.get_output_embeddings()}.items()
         for name, parameter in module.named_parameters()
     }
 
 
 def transformers_facts(whole: Any, num_layers: int) -> dict[str, Any]:
     """`parameters` and `matrices` of `config.Foreign`. Raises Unlike."""
-    found = parts(whole, num_layers)
+    actual = parts(whole, num_layers)
     saved, seen, parameters = _saved_names(whole), set[int](), []
-    for part, module in {**{f"model.{name}": m for name, m in found.items()}, "lm_head": output_of(whole)}.items():
+    for part, module in {**{f"model.{name}": m for name, m in actual.items()}, "lm_head": output_of(whole)}.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if id(parameter) in seen:
                 continue
@@ -210,7 +210,7 @@ def transformers_facts(whole: Any, num_layers: int) -> dict[str, Any]:
             for name, module in block.named_modules()
             if isinstance(module, nn.Linear)
         )
-        for block in found["layers"].children()
+        for block in actual["layers"].children()
     }
     if len(kinds) > 1:
         raise Unlike("its layers differ from each other")
@@ -284,7 +284,7 @@ def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
     errors = [_difference(a, model(b)) for a, b in ((together[:, : first.shape[1]], first),
                                                     (together[:, first.shape[1] :], second))]  # fmt: skip
     if not max(errors) <= limit:
-        problem = f"documents of one row see each other in this architecture ({max(errors):.2g} of the largest logit)"
+        problem = f"no document masking in this architecture ({max(errors):.2g} of the largest logit)"
         raise UserError(problem, where="data.packing=true", fix=apart)
 
 
@@ -294,7 +294,7 @@ def _trial_tokens(model: "Decoder") -> Tensor:
     return torch.randint(model.config.vocab_size, (2, TOKENS), generator=draw).to(device)
 
 
-def _difference(found: Tensor, exact: Tensor) -> float:
+def _difference(actual: Tensor, exact: Tensor) -> float:
     """NaN when a value is none."""
-    share = (found.float() - exact.float()).abs().max() / exact.float().abs().max().clamp_min(1e-30)
+    share = (actual.float() - exact.float()).abs().max() / exact.float().abs().max().clamp_min(1e-30)
     return float(share)

@@ -21,30 +21,32 @@ SIZES = {
 }
 
 
-def chosen(said: Mapping[str, Any], implementation: str) -> str:
-    """native or foreign, for a config.json and what the recipe asks."""
-    known = said.get("model_type") in FAMILIES or _architecture(said) in {f.architecture for f in FAMILIES.values()}
+def chosen(config_json: Mapping[str, Any], implementation: str) -> str:
+    """ "native" or "transformers", for a config.json and the recipe's `implementation`."""
+    known = config_json.get("model_type") in FAMILIES or _architecture(config_json) in {
+        f.architecture for f in FAMILIES.values()
+    }
     if implementation != "auto":
         return implementation
-    return "native" if known or find_spec("transformers") is None or "model_type" not in said else "transformers"
+    return "native" if known or find_spec("transformers") is None or "model_type" not in config_json else "transformers"
 
 
-def _architecture(said: Mapping[str, Any]) -> object:
-    named = said.get("architectures")
+def _architecture(config_json: Mapping[str, Any]) -> object:
+    named = config_json.get("architectures")
     return named[0] if isinstance(named, list) and named else None
 
 
-def transformers_config(said: Mapping[str, Any], *, where: str) -> ModelConfig:
+def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelConfig:
     """Raises UserError where transformers has no decoder of text for it, or one that does not fit under our head."""
     if find_spec("transformers") is None:
         problem = "transformers, which has the layers of this architecture, is not installed"
         raise UserError(problem, where=where, fix=INSTALL)
-    if "quantization_config" in said:
-        problem = "its weights are stored quantised, and transformers' layers train from plain ones here"
-        raise UserError(problem, where=where, fix="choose the model that it was made from")
-    if any(key in said for key in ("vision_config", "audio_config", "text_config")):
+    if "quantization_config" in config_json:
+        problem = "not supported: training transformers' layers from quantized weights"
+        raise UserError(problem, where=where, fix="use the unquantized model")
+    if any(key in config_json for key in ("vision_config", "audio_config", "text_config")):
         raise UserError("it is a multimodal model, and only text is trained here", where=where, fix=OTHER)
-    kept = {key: value for key, value in said.items() if key != "auto_map"}  # no code comes with a model
+    kept = {key: value for key, value in config_json.items() if key != "auto_map"}  # no code comes with a model
     return _asked(json.dumps(kept, sort_keys=True), where)
 
 
@@ -53,7 +55,7 @@ def _asked(raw_config: str, where: str) -> ModelConfig:
     from transformers.utils.logging import get_verbosity, set_verbosity
 
     level = get_verbosity()
-    set_verbosity(logging.CRITICAL)  # it prints a whole config before the error that is told in a sentence here
+    set_verbosity(logging.CRITICAL)  # it prints a whole config before the error
     try:
         return _probed(raw_config, where)
     finally:
@@ -72,7 +74,7 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         raise UserError(f"transformers' layers do not fit here: {error}", where=where, fix=OTHER) from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         problem = f"transformers cannot build this model: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise UserError(problem[:300], where=where, fix="mend config.json, or download the model again") from error
+        raise UserError(problem[:300], where=where, fix="fix config.json, or download the model again") from error
     try:
         computed_buffers(raw_config, attention)
         reason = ""
@@ -98,20 +100,20 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
     return checked(config, where=where)
 
 
-def _fields(said: dict[str, Any], where: str) -> Fields:
+def _fields(config_json: dict[str, Any], where: str) -> Fields:
     """The config as transformers completes it. Raises UserError for what is no decoder of text."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = str(said.get("model_type"))
+    kind = str(config_json.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        problem = f"{kind[:60]!r} is an architecture that neither Bloomery nor transformers knows"
-        raise UserError(problem, where=where, fix="choose another; code that comes with a model is never run")
+        problem = f"{kind[:60]!r} is an architecture that neither Bloomery nor transformers supports"
+        raise UserError(problem, where=where, fix="choose another model; remote code is never run")
     try:
-        config = CONFIG_MAPPING[kind].from_dict(said)
+        config = CONFIG_MAPPING[kind].from_dict(config_json)
         whole = config.to_dict()
     except Exception as error:  # transformers' validators raise errors of their own kinds
         problem = f"transformers refuses it: {str(error).strip().partition(chr(10))[0]}"
-        raise UserError(problem[:300], where=where, fix="mend config.json, or download the model again") from error
+        raise UserError(problem[:300], where=where, fix="fix config.json, or download the model again") from error
     if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         what = "has an encoder" if getattr(config, "is_encoder_decoder", False) else "writes no text"
         raise UserError(f"a model of the kind {kind} {what}, and is not trained here", where=where, fix=OTHER)
@@ -120,9 +122,9 @@ def _fields(said: dict[str, Any], where: str) -> Fields:
 
 
 def _sizes(fields: Fields) -> dict[str, int]:
-    def first(ours: str, default: int) -> int:
-        key = next((key for key in SIZES[ours] if isinstance(fields.get(key), int)), SIZES[ours][0])
-        return fields.size(key, LARGEST[ours], default=default)
+    def first(native_name: str, default: int) -> int:
+        key = next((key for key in SIZES[native_name] if isinstance(fields.get(key), int)), SIZES[native_name][0])
+        return fields.size(key, LARGEST[native_name], default=default)
 
     width, heads = fields.size("hidden_size", LARGEST["hidden_size"]), fields.size("num_attention_heads", 2**16)
     return {
@@ -135,7 +137,7 @@ def _sizes(fields: Fields) -> dict[str, int]:
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers look at a window alone, as the common keys of transformers say it."""
+    """The layers with sliding-window attention, from transformers' common keys."""
     window, kinds = fields.get("sliding_window"), fields.get("layer_types")
     if not isinstance(window, int) or fields.get("use_sliding_window") is False:
         return ()
