@@ -19,13 +19,7 @@ from bloomery.core.files import open_regular, write_durably
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.core.units import MIB
 from bloomery.monitor.console.words import log_line
-from bloomery.monitor.events import (
-    DeviceStats,
-    Event,
-    read_events,
-    to_json,
-    without_secrets,
-)
+from bloomery.monitor.events import DeviceStats, Event, read_events, to_json, without_secrets
 from bloomery.monitor.summary import JOULES_IN_KWH, RunSummary, device_figures, summary_of
 from bloomery.monitor.trackers import TrackerSink, on_schedule
 

@@ -75,7 +75,7 @@ def line_chart(
     curves = []
     for one in series:
         points = downsample(one.points)
-        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y in points)
+        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y in (points if len(points) > 1 else points * 2))
         dots = [(at_x(x), at_y(y), f"step {x:,.0f}: {short(y)}") for x, y in points if one.style == "eval"]
         curves.append((one.style, path, dots))
     whole = [x for x in ticks(first, last, 7) if across != "step" or x == round(x)]

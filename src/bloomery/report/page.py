@@ -106,7 +106,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (figure(loss, ".3f", ""), f"validation loss, {summary.unit}, step {best.step if best else 0:,}"),
         (figure(bits, ".3f", ""), "bits per byte, validation set"),
         (figure(accuracy, ".1%", ""), "accuracy, validation set"),
-        (figure(perplexity, ".4g", ""), "perplexity, validation set"),
+        (_short(perplexity), "perplexity, validation set"),
         (figure(summary.smoothed, ".3f", ""), f"training loss, {summary.unit}"),
         (in_millions(summary.tokens) if summary.tokens else "", "tokens"),
         (format_seconds(summary.seconds), "training time"),
@@ -118,14 +118,19 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:
-    """A bias-corrected moving average over a fortieth of the run."""
+    """Moving average over a fortieth of the run, forward and backward, so that the curve has no lag."""
     share = 1 / min(max(len(points) / 40, 3), 200)
-    mean, weight, found = 0.0, 0.0, []
-    for step, value in points:
-        mean += share * (value - mean)
-        weight += share * (1 - weight)
-        found.append((step, mean / weight))
-    return found
+
+    def averages(values: Sequence[float]) -> list[float]:
+        mean, weight, found = 0.0, 0.0, []
+        for value in values:
+            mean, weight = mean + share * (value - mean), weight + share * (1 - weight)
+            found.append(mean / weight)
+        return found
+
+    values = [value for _, value in points]
+    both = zip(points, averages(values), reversed(averages(values[::-1])), strict=True)
+    return [(step, (forward + backward) / 2) for (step, _), forward, backward in both]
 
 
 def _metrics(record: RunRecord) -> list[Markup]:
@@ -292,8 +297,8 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     ]
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _short(value: float | None) -> str:
+    return figure(value, ",.0f" if abs(value or 0) >= 1000 else ".4g", "")
 
 
 def _repeated(record: RunRecord) -> str:
@@ -317,7 +322,7 @@ def _evaluations(record: RunRecord) -> dict[str, list[Any]]:
         [
             f"{event.step:,}" + (" (best)" if best and event.step == best.step else ""),
             "not finite" if event.loss is None else f"{event.loss:.4f}",
-            *([figure(event.perplexity, ".4g", ""), figure(event.bits_per_byte, ".4g", "")] if per_token else []),
+            *([_short(event.perplexity), figure(event.bits_per_byte, ".3f", "")] if per_token else []),
             *(figure(event.metrics.get(name), ".4f", "") for name in names),
             f"{event.tokens:,}",
             format_seconds(event.seconds),

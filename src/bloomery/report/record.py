@@ -12,6 +12,7 @@ from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.data.shards.format import Manifest
 from bloomery.hardware.machine import Machine
+from bloomery.monitor.console.words import incident_text
 from bloomery.monitor.diagnose.diagnosis import Diagnosis, diagnose
 from bloomery.monitor.events import (
     DeviceStats,
@@ -189,20 +190,18 @@ def incidents_of(events: list[Event]) -> list[Incident]:
 def _incident(event: Event) -> tuple[str, str] | None:
     match event:
         case Resumed():
-            source = f"resumed from {event.path}" if event.path else "restarted from step 0, no checkpoint yet,"
-            return "resume", f"{source} in {format_seconds(event.seconds)}"
+            kind = "resume"
         case Recovered():
             kind = "rewind" if event.action.startswith("back to") else "skip"
-            return kind, f"{event.reason}; {event.action}"
         case StepDone(loss=None):
-            return "skip", "loss or gradient not finite: step skipped, weights unchanged"
+            kind = "skip"
         case Warned():
-            return "warning", event.reason
-        case RunEnded() if event.status == "stopped":
-            return "stop", "stopped on request after a checkpoint"
+            kind = "warning"
         case RunEnded() if event.status != "done":
-            return "failure", event.error
-    return None
+            kind = "stop" if event.status == "stopped" else "failure"
+        case _:
+            return None
+    return kind, incident_text(event) or ""
 
 
 def repeated_steps(events: Iterable[Event]) -> Repeated | None:

@@ -119,7 +119,7 @@ def _bits_per_byte(story: Story, decoder: "Decoder", tokenizer: "Tokenizer", pre
             "this model": evaluate(decoder, tokenizer, prepared)[0].bits_per_byte or math.nan,
         }
     story.write("result", "bits per byte on the validation set "
-                f"(lower is better; {repeated:.0%} of its lines also occur in training)")  # fmt: skip
+                f"(lower is better; {repeated:.0%} of its lines occur in training)")  # fmt: skip
     for name, value in bits.items():
         eighths = round(value / max(bits.values()) * BAR * 8)  # of a character
         story.write("", f"  {name:<10}{value:>6.2f}  {'█' * (eighths // 8)}{' ▏▎▍▌▋▊▉'[eighths % 8].strip()}")

@@ -22,17 +22,7 @@ from bloomery.monitor.console.words import (
     incident_text,
     short_device_lines,
 )
-from bloomery.monitor.events import (
-    Event,
-    Recovered,
-    Resumed,
-    RunEnded,
-    RunStarted,
-    Sampled,
-    Saved,
-    StepDone,
-    as_shown,
-)
+from bloomery.monitor.events import Event, Recovered, Resumed, RunEnded, RunStarted, Sampled, Saved, StepDone, as_shown
 from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
 
 Point = tuple[float, float]
