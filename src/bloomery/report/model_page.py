@@ -91,9 +91,7 @@ def _adapter(folder: Path, config: ModelConfig, *, base: str) -> tuple[ModelConf
         names = settings.get("target_modules")
         modules = _short(names) if isinstance(names, list) else ()
         method = f"{settings['peft_type'][:40]} of PEFT"
-        rank = settings.get(
-            "target_r" if settings["peft_type"] == "ADALORA" else "r"
-        )  # r of AdaLoRA is the initial rank
+        rank = settings.get("target_r" if settings["peft_type"] == "ADALORA" else "r")  # AdaLoRA: r is the initial rank
         ranks = (rank,) if isinstance(rank, int) and rank > 0 else ()
         return config, AdapterFacts(method, base, ranks, None, modules, (), None, stored, files)
     read, config = read_adaptation(folder, config)

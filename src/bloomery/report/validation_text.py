@@ -68,12 +68,6 @@ def score_validation_text(
         return f"cannot read the validation split: {error.where} {error.problem}"
     if len(tokens) < 2:
         return "the validation split is empty"
-    return _score(plan, checkpoint, tokens, mask, tokenizer, use)
-
-
-def _score(
-    plan: RunPlan, checkpoint: Path, tokens: list[int], mask: list[bool], tokenizer: Tokenizer, use: "Use | None"
-) -> ValidationText:
     import torch
 
     from bloomery.model.io.weights import fresh_decoder
@@ -81,18 +75,17 @@ def _score(
     from bloomery.train.model_folder import ModelFiles, find_model
     from bloomery.train.use import Use, load_used
 
-    use, found = use or Use("cpu"), find_model(checkpoint)
+    use, trained = use or Use("cpu"), find_model(checkpoint)
     if plan.model.source is None:
         before = fresh_decoder(plan.model.config, seed=plan.train.seed, device=use.device)
     else:
-        base, size = ModelFiles(plan.model.source, None, found.tokenizer, found.trained), plan.model.config.vocab_size
-        before = load_used(base, use, dtype=torch.float32, vocab_size=size)
+        base = ModelFiles(plan.model.source, None, trained.tokenizer, trained.trained)
+        before = load_used(base, use, dtype=torch.float32, vocab_size=plan.model.config.vocab_size)
     first = next(score_documents(before, [tokens]))
-    del before  # only one model at a time
-    last = next(score_documents(load_used(found, use, dtype=torch.float32), [tokens]))
-    step = int(checkpoint.name.rpartition("-")[2])
-    before_text, after_text = (scored_spans(tokens, nats, tokenizer, mask) for nats in (first, last))
-    return ValidationText(before_text, after_text, step)
+    del before  # one model at a time
+    last = next(score_documents(load_used(trained, use, dtype=torch.float32), [tokens]))
+    spans = [scored_spans(tokens, nats, tokenizer, mask) for nats in (first, last)]
+    return ValidationText(spans[0], spans[1], int(checkpoint.name.rpartition("-")[2]))
 
 
 def _validation(split: Split) -> Iterable[Excerpt]:

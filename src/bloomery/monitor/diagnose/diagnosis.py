@@ -72,20 +72,13 @@ def _masked(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     loss_tokens = sum(step.loss_tokens or 0 for step in steps) / len(steps)
     share, fix = loss_tokens / facts.tokens_per_step, "check the loss mask: `bloomery prepare RECIPE --preview 3`"
     if share == 0:
-        yield Diagnosis(
-            "masked",
-            "all labels are masked: no token is trained on",
-            f"0 loss tokens of {facts.tokens_per_step:,} tokens per step in the last {len(steps)} steps",
-            fix,
-        )
+        evidence = f"0 loss tokens of {facts.tokens_per_step:,} tokens per step in the last {len(steps)} steps"
+        yield Diagnosis("masked", "all labels are masked: no token is trained on", evidence, fix)
     elif share < 0.05:
         padded = facts.layout == "padded"
-        yield Diagnosis(
-            "masked",
-            "few loss tokens" + (": most positions are padding" if padded else ""),
-            f"{loss_tokens:,.0f} loss tokens of {facts.tokens_per_step:,} tokens per step ({share:.1%})",
-            "set data.packing=true" if padded else fix,
-        )
+        evidence = f"{loss_tokens:,.0f} loss tokens of {facts.tokens_per_step:,} tokens per step ({share:.1%})"
+        fix = "set data.packing=true" if padded else fix
+        yield Diagnosis("masked", "few loss tokens" + (": most positions are padding" if padded else ""), evidence, fix)
 
 
 def _labels(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
@@ -141,12 +134,8 @@ def _frozen(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         why, fix = "their updates are lost in rounding to bfloat16", "set train.precision=bfloat16"
     else:
         why, fix = "they have gradients but no update", "check that the optimizer has these parameters"
-    yield Diagnosis(
-        "frozen",
-        f"{share:.0%} of the parameters do not change: {why}",
-        f"unchanged in {len(samples)} sampled steps{name}",
-        fix,
-    )
+    evidence = f"unchanged in {len(samples)} sampled steps{name}"
+    yield Diagnosis("frozen", f"{share:.0%} of the parameters do not change: {why}", evidence, fix)
 
 
 def _first_loss(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -217,12 +206,9 @@ def _rate_too_high(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]
 
 def _too_high(changes: str, history: RunHistory, facts: PlanFacts) -> Diagnosis:
     key, rate = _rate_key(facts)
-    return Diagnosis(
-        "rate-high",
-        "the learning rate is too high",
-        f"{changes} (0.1% is typical); {_curve(history, facts)}",
-        f"set {key}={_rounded(rate / 100)} (now {rate:g}); if the loss falls, try ten times that",
-    )
+    problem, evidence = "the learning rate is too high", f"{changes} (0.1% is typical); {_curve(history, facts)}"
+    fix = f"set {key}={_rounded(rate / 100)} (now {rate:g}); if the loss falls, try ten times that"
+    return Diagnosis("rate-high", problem, evidence, fix)
 
 
 def _rate_too_low(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -275,31 +261,22 @@ def _warmup(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
 
 def _tokenizer(_: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if facts.bytes_per_token is not None and facts.bytes_per_token < TINY_TOKENS:
-        yield Diagnosis(
-            "tokenizer",
-            "poor tokenization: the tokenizer does not match this dataset",
-            f"{facts.bytes_per_token:.1f} bytes per token",
-            "train a tokenizer on this dataset: set tokenizer.train.vocab_size=32000",
-        )
+        evidence = f"{facts.bytes_per_token:.1f} bytes per token"
+        fix = "train a tokenizer on this dataset: set tokenizer.train.vocab_size=32000"
+        yield Diagnosis("tokenizer", "poor tokenization: the tokenizer does not match this dataset", evidence, fix)
 
 
 def _repeats(_: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if facts.duplicates is not None and facts.duplicates > REPEATS:
-        yield Diagnosis(
-            "duplicates",
-            "the dataset has many duplicate documents",
-            f"{facts.duplicates:.0%} of the documents are exact copies of another one",
-            "remove the duplicates, then run `bloomery prepare RECIPE`",
-        )
+        evidence = f"{facts.duplicates:.0%} of the documents are exact copies of another one"
+        fix = "remove the duplicates, then run `bloomery prepare RECIPE`"
+        yield Diagnosis("duplicates", "the dataset has many duplicate documents", evidence, fix)
 
 
 def _unexplained(history: RunHistory, facts: PlanFacts) -> Diagnosis:
-    return Diagnosis(
-        "stuck",
-        "the loss does not fall, for no measured reason",
-        f"{_curve(history, facts)}; labels, loss mask, gradients and update sizes are ok",
-        "check `bloomery prepare RECIPE --preview 3`; then try train.seed=1 and a tenth of the learning rate",
-    )
+    evidence = f"{_curve(history, facts)}; labels, loss mask, gradients and update sizes are ok"
+    fix = "check `bloomery prepare RECIPE --preview 3`; then try train.seed=1 and a tenth of the learning rate"
+    return Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)
 
 
 def _overfitting(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -345,12 +322,9 @@ def _attention(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
             facts.sequence_length,
             "the math kernel of PyTorch" if fallen else f"the kernel {history.attention}",
         )
-        yield Diagnosis(
-            "attention",
-            "attention writes the full score matrix to memory",
-            f"{kernel} stores {length:,} x {length:,} scores per head",
-            "set train.attention=blockwise" if fallen else "set train.attention=auto",
-        )
+        evidence = f"{kernel} stores {length:,} x {length:,} scores per head"
+        fix = "set train.attention=blockwise" if fallen else "set train.attention=auto"
+        yield Diagnosis("attention", "attention writes the full score matrix to memory", evidence, fix)
 
 
 def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
@@ -385,12 +359,9 @@ def _cores(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     seconds = sum(v.seconds for v in health)
     waited = total([v.core_wait_seconds for v in health])
     if seconds >= SECONDS / 3 and waited > CORES * seconds:
-        yield Diagnosis(
-            "cores",
-            "CPU contention: other programs or too many threads use the cores",
-            f"the training thread waited for a core for {waited / seconds:.0%} of {seconds:,.0f} s",
-            "end other programs, or use fewer threads: OMP_NUM_THREADS=1 before the command",
-        )
+        evidence = f"the training thread waited for a core for {waited / seconds:.0%} of {seconds:,.0f} s"
+        fix = "end other programs, or use fewer threads: OMP_NUM_THREADS=1 before the command"
+        yield Diagnosis("cores", "CPU contention: other programs or too many threads use the cores", evidence, fix)
 
 
 def _compiling(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -399,24 +370,18 @@ def _compiling(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     typical = median(step.step_seconds for step in history.recent)
     took, whole = history.began.step_seconds - typical, facts.steps * typical
     if took > SECONDS and took > COMPILING * (whole + took):
-        yield Diagnosis(
-            "compile",
-            "torch.compile costs more time than it saves",
-            f"first step {history.began.step_seconds:,.0f} s, all {facts.steps:,} steps {whole:,.0f} s",
-            "set train.compile=false",
-        )
+        problem, fix = "torch.compile costs more time than it saves", "set train.compile=false"
+        evidence = f"first step {history.began.step_seconds:,.0f} s, all {facts.steps:,} steps {whole:,.0f} s"
+        yield Diagnosis("compile", problem, evidence, fix)
 
 
 def _graphs(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     """Shapes are fixed: no graph is compiled after the first evaluation."""
     early, last = history.compiled_graphs, history.health[-1].graphs if history.health else None
     if early is not None and last is not None and last > 2 * early + 4:
-        yield Diagnosis(
-            "recompiled",
-            "torch.compile recompiles again and again",
-            f"{early} graphs at the start, {last} at step {history.health[-1].step:,}",
-            "set train.compile=false, and report the shape that changes",
-        )
+        evidence = f"{early} graphs at the start, {last} at step {history.health[-1].step:,}"
+        fix = "set train.compile=false, and report the shape that changes"
+        yield Diagnosis("recompiled", "torch.compile recompiles again and again", evidence, fix)
 
 
 def _crowded(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
@@ -466,12 +431,9 @@ def _late(history: RunHistory, facts: PlanFacts, *, explained: bool) -> Iterator
     high, took = facts.step_seconds[1], median(step.step_seconds for step in history.recent)
     if took > LATE * high:
         why = "" if explained else ", for no measured reason"
-        yield Diagnosis(
-            "late",
-            f"steps are slower than planned{why}",
-            f"{took:.3g} s per step, planned at most {high:.3g} s: {took / high:.1f} times as long",
-            "measure this machine with `bloomery bench RECIPE`, then plan again",
-        )
+        evidence = f"{took:.3g} s per step, planned at most {high:.3g} s: {took / high:.1f} times as long"
+        fix = "measure this machine with `bloomery bench RECIPE`, then plan again"
+        yield Diagnosis("late", f"steps are slower than planned{why}", evidence, fix)
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
