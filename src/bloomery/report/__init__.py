@@ -26,7 +26,7 @@ def write_report(
     from bloomery.report.page import page
     from bloomery.report.record import read_record
     from bloomery.report.validation_text import (
-        ComparedResponse,
+        ResponsePair,
         ValidationText,
         compare_responses,
         score_validation_text,
@@ -35,7 +35,7 @@ def write_report(
     run_dir = run_dir.absolute()
     record = read_record(run_dir)
     parameters = record.started.parameters if record.started else 0
-    responses: list[ComparedResponse] = []
+    responses: list[ResponsePair] = []
     if record.plan is None:
         validation_text: ValidationText | str = "the run has no plan yet"
     else:

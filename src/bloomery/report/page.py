@@ -17,7 +17,7 @@ from bloomery.plan.advice.advise import claims_of, energy_kwh
 from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
 from bloomery.report.record import RunRecord, check_claims
 from bloomery.report.render import render
-from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ComparedResponse, ValidationText, heat_level
+from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ResponsePair, ValidationText, heat_level
 
 _LEGEND = {
     "kill": "killed or failed", "resume": "resumed", "skip": "step skipped", "rewind": "back to a checkpoint",
@@ -38,7 +38,7 @@ def page(
     validation_text: ValidationText | str,
     extras: Sequence[Bars],
     name: str,
-    responses: Sequence[ComparedResponse] = (),
+    responses: Sequence[ResponsePair] = (),
 ) -> str:
     """The whole document. `validation_text` may be the reason why there is none."""
     summary, started = record.summary, record.started
@@ -214,8 +214,7 @@ def _devices(record: RunRecord) -> dict[str, Any]:
             or ("never" if now.throttled is not None else ""),
         ]
         rows.append(((device.name, now.name), cells))
-    filled = [at for at in range(len(head)) if any(cells[at] for _, cells in rows)]
-    energy = _energy(record)
+    filled, energy = [at for at in range(len(head)) if any(cells[at] for _, cells in rows)], _energy(record)
     with_plan = any(plan for *_, plan in energy)
     return {
         "charts": [chart for chart in charts if chart is not None],

@@ -137,7 +137,7 @@ def heat_level(nats: float | None) -> int:
 
 
 @dataclass(frozen=True)
-class ComparedResponse:
+class ResponsePair:
     prompt: str
     reference: str
     before: str
@@ -146,7 +146,7 @@ class ComparedResponse:
 
 def compare_responses(
     plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None
-) -> list[ComparedResponse]:
+) -> list[ResponsePair]:
     """The shortest validation prompts with both responses.
 
     Empty without a base model, conversations or a checkpoint, and for a model that is too large to load it twice.
@@ -175,7 +175,7 @@ def compare_responses(
     before_it, after_it = _around(tokenizer)  # kept after another system message or turn
     bare = [_text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip() for q in chosen]
     asked = zip(bare, (_text(tokenizer, q.reference) for q in chosen), strict=True)
-    return [ComparedResponse(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
+    return [ResponsePair(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
 
 
 def _responses(
