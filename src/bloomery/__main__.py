@@ -1,12 +1,12 @@
-"""`python -m bloomery` is the `bloomery` command, and this the door of its process"""
+"""Entry point of the `bloomery` command and of `python -m bloomery`"""
 
 import signal
 from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Runs the command line. Ctrl+C ends the process without a word while nothing is begun, and no longer counts once
-    all is done and said; where somebody ignores it (nohup) it stays ignored.
+    """Runs the command line. Ctrl+C exits without a message before the command starts, and has no effect after it has
+    ended. Where the caller ignores it (nohup), it stays ignored.
     """
     listens = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if listens:
