@@ -41,7 +41,7 @@ BASE = "llama2-7b-lora"
 ALL = "target_modules: [all-linear]"
 SEVEN = {  # the settings of each method for Llama 2 7B: a packaged recipe and what changes in it
     "full, AdamW": (BASE, ("adapter={kind: none}", "optimizer.learning_rate=1e-5")),
-    "full, Adafactor in backward": ("llama2-7b-full-24gb", ()),
+    "full, Adafactor, fused backward": ("llama2-7b-full-24gb", ()),
     "LoRA r8": (BASE, (f"adapter={{kind: lora, rank: 8, alpha: 16, {ALL}}}",)),
     "LoRA r16": (BASE, (f"adapter={{kind: lora, rank: 16, alpha: 32, {ALL}}}",)),
     "DoRA r16": (BASE, (f"adapter={{kind: dora, rank: 16, alpha: 32, {ALL}}}",)),

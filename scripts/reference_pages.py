@@ -19,7 +19,7 @@ import recipe_page
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.chat.examples import Example
-from bloomery.data.chat.formats import FORMATS, detect_format, documents_wanted, read_example
+from bloomery.data.chat.formats import FORMATS, detect_format, documents_of, read_example
 from bloomery.hardware.specs.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema
@@ -218,7 +218,7 @@ def takers(name: str) -> list[str]:
 
 def _takes(kind: str, example: Example) -> bool:
     try:
-        return bool(list(documents_wanted(example, OBJECTIVES[kind].data_kind)))
+        return bool(list(documents_of(example, OBJECTIVES[kind].data_kind)))
     except UserError:
         return False
 

@@ -1,7 +1,6 @@
 """Writes docs/explanation/plan-accuracy.md: `python benchmarks/retrodiction/report.py`."""
 
 import sys
-import textwrap
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
@@ -14,44 +13,51 @@ INSIDE = 0.80  # of the figures
 ERROR = {"speed": 0.15, "memory": 0.08}  # at the median
 
 INTRO = """
-Others trained on GPUs that nobody here has, and published how fast it went and what memory it took. The planner was
-asked for each of these runs as if it were ahead: same card, model, batch, precision, checkpointing, layout and link,
-nothing measured. This page shows every answer beside the published figure, misses included. A script writes it,
-`benchmarks/retrodiction/report.py`, and a test fails when it is not what the planner says today.
+Compare the planner with 35 published runs, and write this page:
 
-The runs and their inputs stand in `benchmarks/retrodiction/published.toml`, each with its source. They were committed
-before anything was fitted to them; a row is mended only where its inputs were copied wrongly.
+```bash
+python benchmarks/retrodiction/report.py
+```
+
+Other projects published the speed and memory of training runs on GPUs. The planner planned each run before it saw the
+result: same GPU, model, batch, precision, checkpointing, layout and link, no measurement. This page shows every plan
+next to the published figure, with the errors. A test fails if the page differs from the planner's current output.
+
+Runs, inputs and sources are in `benchmarks/retrodiction/published.toml`. They were committed before any constant was
+fitted to them. A row changes only if an input was copied incorrectly.
 """
 BLIND = """
-An interval is meant to hold four outcomes of five.
+An interval should contain four outcomes of five.
 
-**Blind** speeds are the test that counts: there the one fitted constant was set without any row of the source in
-question, by the same rule from all other sources, each source held out in turn. Where one source is all there is for
-an architecture nothing is left to set it from, and the row says "-": its planned speed is near because it was fitted
-to be, and shows no more than that rows of one source agree with each other.
+**Blind** speeds are the real test: the one fitted constant comes from all other sources (leave one source out). If an
+architecture has one source only, there is no blind value ("-"). Its plan is close because the constant was fitted to
+that source.
 
-No constant of memory was computed from these rows. Whoever wrote down the planner's counts of bytes had read them,
-though, and chose between ways of counting with them in view: the memory column is a check, not a blind one.
+No memory constant was fitted to these rows. The authors of the memory formulas had read these rows, so the memory
+column is a check, not a blind test.
 """
 RULE = """
-One kind of constant, in `hardware/specs/gpus.toml`: the typical share of the peak that half-precision matrix
-products reach on an architecture, {constants} numbers for {speeds} speeds. `benchmarks/retrodiction/fitted.py` carries
-out the rule: of each row the share that would make the plan equal the published speed; the median of a source's rows;
-the median of the sources. No row has a number of its own. The low and the high share of an architecture were set by
-hand from the spread of these shares, wider where there is one source. Everything else (bytes between products,
-launches, the optimizer, links, memory) is counted or comes from a source that the code names, the same for every card.
+One kind of constant, in `hardware/specs/gpus.toml`: the typical share of the peak that half-precision matmuls reach on
+an architecture, {constants} numbers for {speeds} speeds. `benchmarks/retrodiction/fitted.py` computes it:
+
+1. For each row, the share with which the plan equals the published speed.
+2. The median of the rows of a source.
+3. The median of the sources.
+
+No row has its own constant. Low and high shares were set by hand from the spread, wider for a single source.
+Everything else is counted, or has a source in the code, and is the same for every GPU.
 """
-ASSUMED = "Every other architecture of the table is assumed from a neighbour that its entry names: no row tests it."
+ASSUMED = "Every other architecture takes its share from a similar one, named in its entry. No row tests it."
 COUNTED = """
-Allocated: live tensors alone. Reserved: with what the allocator holds and does not use. Card: with the runtime's own.
+Allocated: tensors. Reserved: tensors and what the allocator keeps. GPU: with the runtime's own memory.
 """
 MISSED = {
     "nanogpt-a100-8": 'a rounded "about 4 days"; llm.c on A100 is twice as fast, and both are rows of this page',
-    "tune-4090-lora": "the published speed needs every product at the card's full rate",
-    "ao-optim-fused": "it moves more bytes than the 8-bit rows beside it, and was published as the faster one",
+    "tune-4090-lora": "the published speed needs every matmul at the GPU's full rate",
+    "ao-optim-fused": "it moves more bytes than the 8-bit rows, but was published as faster",
     "amd-mi300x-float32": "a share for float32 is assumed from half precision; no other row is in float32",
     "ao-h100-8": "the recipe and the page of `ao-mi300x-8` and `ao-b200-8`, which the plan meets; the source does not"
-    " say what differs",
+    " state the difference",
     "nanogpt-compile-gain": "one figure, of a PyTorch of 2022",
 }
 
@@ -60,14 +66,13 @@ def page() -> str:
     found = answers()
     parts = (_summary(found), _speeds(found), _memory(found), _misses(found), _fitted(), _left_out())
     return "\n".join(
-        ["# How near `bloomery plan` comes", "", *_prose(INTRO), *(line for part in parts for line in part)]
+        ["# How accurate plans are", "", *_prose(INTRO), *(line for part in parts for line in part)]
     )
 
 
 def _prose(text: str) -> Iterator[str]:
-    for paragraph in text.strip().split("\n\n"):
-        yield from textwrap.wrap(paragraph, 120, break_on_hyphens=False)
-        yield ""
+    yield text.strip()
+    yield ""
 
 
 def of(found: list[Answer], what: str) -> list[Answer]:
@@ -129,7 +134,7 @@ def _memory(found: list[Answer]) -> Iterator[str]:
     yield "| run | counted as | published | planned | interval | error | |"
     yield "|---|---|--:|--:|---|--:|---|"
     for answer in [*of(found, "memory"), *of(found, "compile_gain")]:
-        kind = answer.row["memory_is"] if answer.what == "memory" else "eager over compiled"
+        kind = answer.row["memory_is"].replace("card", "GPU") if answer.what == "memory" else "eager over compiled"
         ends = f"{answer.planned.low:.3g} to {answer.planned.high:.3g}"
         yield (
             f"| {_named(answer)} | {kind} | {answer.published:.3g} | {answer.planned.value:.3g} | {ends} |"

@@ -411,8 +411,8 @@ class OptimizerSection(Section):
     eps: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
     weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay.")
     state_dtype: Literal["float32", "bfloat16", "int8"] = Field("float32", description="Data type of AdamW's states.")
-    paged: bool = Field(False, description="States in pinned host memory that the GPU reads directly.")
-    offload: bool = Field(False, description="States in host memory, updated on the CPU.")
+    paged: bool = Field(False, description="States in pinned host memory, copied in pieces for the update.")
+    offload: bool = Field(False, description="The same as paged: states in pinned host memory.")
     fused_backward: bool = Field(
         False, description="Update each parameter during backward and free its gradient; no gradient accumulation."
     )
