@@ -124,7 +124,7 @@ def test_a_key_of_another_section_is_found(write):
         ("claims: {duration: 100 steps}", "is not a time"),
         ("name: ../escape", "letters, digits, dots and dashes"),
         ("train: {activation_checkpointing: every-0}", "every-N"),
-        ("train: {max_grad_norm: 1}\ntrain: {max_grad_norm: 2}", "a second time"),
+        ("train: {max_grad_norm: 1}\ntrain: {max_grad_norm: 2}", "duplicate key"),
         ("train: !!python/object/apply:os.system [ls]", "is not allowed"),
         ("extends: 3", "must be the name"),
         ("logging: {token: abc}", "secrets do not belong"),
