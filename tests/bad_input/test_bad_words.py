@@ -29,10 +29,10 @@ def bounded():
 
 
 ODD = {
-    "a home of nobody": (("train", "tiny.yaml", "--run-dir", "~nobodyhere/x"), 2, "there is no user 'nobodyhere'"),
-    "an export to nobody": (("export", "last", "--to", "hf", "--out", "~nobodyhere/x"), 2, "no user 'nobodyhere'"),
-    "a run folder without a name": (("train", "tiny.yaml", "--run-dir", ""), 2, "an empty name"),
-    "a model without a name": (("download", ""), 1, "an empty name"),
+    "a home of nobody": (("train", "tiny.yaml", "--run-dir", "~nobodyhere/x"), 2, "no such user: 'nobodyhere'"),
+    "an export to nobody": (("export", "last", "--to", "hf", "--out", "~nobodyhere/x"), 2, "no such user: 'nobodyhere'"),
+    "a run folder without a name": (("train", "tiny.yaml", "--run-dir", ""), 2, "the path is empty"),
+    "a model without a name": (("download", ""), 1, "the path is empty"),
     "a run without a name": (("resume", ""), 2, "no run ''"),
     "a model of no name": (("eval", "", "--data", "text"), 2, "no run ''"),
     "data of nobody": (("train", "tiny.yaml", "data.path=~nobodyhere/x"), 1, "~nobodyhere/x"),
@@ -80,7 +80,7 @@ def test_a_machine_of_400_digits_is_no_machine(key, workshop):
               "disk_free_bytes": 2**40, key: 10**400}  # fmt: skip
     software = {"python": "3.11.7"}
     Path("m.json").write_text(json.dumps({"accelerators": [], "host": record, "software": software}))
-    assert_clear(here("doctor", "--machine", "m.json"), code=2, mentions=["no record of a machine", key])
+    assert_clear(here("doctor", "--machine", "m.json"), code=2, mentions=["not a machine record", key])
 
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[31m\u202e"

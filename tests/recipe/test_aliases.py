@@ -224,5 +224,5 @@ def test_import_prints_or_writes(tmp_path, monkeypatch):
     written = CliRunner().invoke(cli, ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)])
     assert (printed.exit_code, written.exit_code) == (0, 0)
     assert out.read_text() == printed.stdout
-    with pytest.raises(UserError, match="nothing is overwritten"):
+    with pytest.raises(UserError, match="nothing was overwritten"):
         cli.main(["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)], standalone_mode=False)

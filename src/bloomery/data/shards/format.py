@@ -22,7 +22,7 @@ from bloomery.core.seals import (
     unstamped,
 )
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it next to the manifest
 SplitName = Literal["train", "validation"]
