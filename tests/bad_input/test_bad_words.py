@@ -30,7 +30,8 @@ def bounded():
 
 ODD = {
     "a home of nobody": (("train", "tiny.yaml", "--run-dir", "~nobodyhere/x"), 2, "no such user: 'nobodyhere'"),
-    "an export to nobody": (("export", "last", "--to", "hf", "--out", "~nobodyhere/x"), 2, "no such user: 'nobodyhere'"),
+    "an export to nobody": (("export", "last", "--to", "hf", "--out", "~nobodyhere/x"), 2,
+        "no such user: 'nobodyhere'"),
     "a run folder without a name": (("train", "tiny.yaml", "--run-dir", ""), 2, "the path is empty"),
     "a model without a name": (("download", ""), 1, "the path is empty"),
     "a run without a name": (("resume", ""), 2, "no run ''"),
