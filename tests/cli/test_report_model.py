@@ -163,7 +163,7 @@ def test_a_run_is_examined_as_a_model_when_something_is_asked_of_it(here):
     (["no-such"], "no run 'no-such'", 2),
     (["pickled"], "pytorch_model.bin is a pickle", 1),
     (["empty"], "neither a model nor a run", 1),
-    (["base", "--data", "nothing.txt"], "there is no token to score", 1),
+    (["base", "--data", "nothing.txt"], "no token to score", 1),
     (["base", "--data", "no-such.txt"], "no such file or folder", 1),
     (["base", "--prompt", " "], "the prompt is empty", 2),
     (["base", "--prompt", "x" * 600], "prompt too long", 1),

@@ -200,9 +200,9 @@ def test_what_is_no_file_is_refused_and_nothing_follows_it(tmp_path, kind):
     path = tmp_path / "events.jsonl"
     (tmp_path / "letter").write_text("mine")
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "letter")
-    with pytest.raises(UserError, match="own folder"):
+    with pytest.raises(UserError, match="regular file"):
         EventLog(path)
-    with pytest.raises(UserError, match="own folder"):
+    with pytest.raises(UserError, match="regular file"):
         list(read_events(path))
     assert (tmp_path / "letter").read_text() == "mine"
 
