@@ -1,6 +1,6 @@
 """The model families: what a Hugging Face config.json of each means as architectural facts, both ways.
 
-A family is one entry of `FAMILIES` here, one line of `names.FUSED` if its weights are stored differently, and one
+A family is one entry of `FAMILIES` here, one of `io/stored.STORAGE` if its weights are stored differently, and one
 parameter of the parity test. Defaults of absent keys are those of transformers' config classes.
 """
 
