@@ -1,7 +1,6 @@
 """`bloomery recipes`: the packaged recipes"""
 
 from pathlib import Path
-from textwrap import shorten
 
 import click
 
@@ -24,13 +23,24 @@ def command(context: click.Context) -> None:
 
 @command.command("list")
 def list_() -> None:
-    """List the packaged recipes."""
+    """List the packaged recipes: method, model, dataset, smallest GPU."""
     from bloomery.recipe.load import packaged
 
-    width = max(map(len, packaged()))
+    rows, others = [("recipe", "method", "model", "dataset", "smallest GPU")], []
     for name, path in packaged().items():
-        comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        echo(f"{name:<{width}}  {shorten(comment, 98 - width, placeholder=' ...')}")
+        comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".")
+        method, colon, rest = comment.partition(": ")
+        if not colon or name.endswith("-tiny"):
+            others.append(name)
+            continue
+        model, dataset, gpu = rest.split(", ")
+        rows.append((name, method, model, dataset, gpu.removesuffix(" GPU").replace("one ", "").replace("no", "none")))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    twins = sum(name.endswith("-tiny") for name in others)
+    echo(f"\nNAME-tiny   {twins} of them with a small random model, on a CPU in under a minute: a test of your setup")
+    echo("everything  every key with its default and its meaning: bloomery recipes show everything")
 
 
 @command.command()
