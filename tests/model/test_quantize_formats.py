@@ -12,9 +12,9 @@ from torch import Tensor
 from bloomery.model.quantization.sizes import BLOCK, storage_bytes
 from bloomery.model.quantization.weight import (
     NF4_LEVELS,
-    dequantise_int8,
-    dequantise_nf4,
-    dequantise_scales,
+    dequantize_int8,
+    dequantize_nf4,
+    dequantize_scales,
     dynamic_levels,
     quantize_int8,
     quantize_nf4,
@@ -31,7 +31,7 @@ def recorded(text: str, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 def read(codes: Tensor, scales: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     result = torch.empty(count, dtype=dtype)
-    dequantise_nf4(codes, scales, result)
+    dequantize_nf4(codes, scales, result)
     return result
 
 
@@ -48,7 +48,7 @@ def test_what_bitsandbytes_quantised_twice_reads_the_same(case):
     weight, theirs = weight_of(*SHAPES[case]), ORACLE[case]
     codes, _ = quantize_nf4(weight.flatten())
     outer = torch.cat([recorded(theirs["outer"], torch.float32), recorded(theirs["mean"], torch.float32)])
-    scales = dequantise_scales(recorded(theirs["double_scales"]), outer)
+    scales = dequantize_scales(recorded(theirs["double_scales"]), outer)
     assert digest(read(codes, scales, weight.numel(), weight.dtype)) == theirs["double_read"]
 
 
@@ -60,9 +60,9 @@ def test_scales_are_quantised_as_bitsandbytes_does(case):
     torch.testing.assert_close(outer[-1:], recorded(theirs["mean"], torch.float32), rtol=2e-7, atol=0)  # float64 sums
     if torch.equal(outer[-1:], recorded(theirs["mean"], torch.float32)):
         assert digest(codes) == theirs["exact_scales"]
-    read_here = dequantise_scales(codes, outer)
+    read_here = dequantize_scales(codes, outer)
     other = torch.cat([recorded(theirs["outer"], torch.float32), recorded(theirs["mean"], torch.float32)])
-    read_there = dequantise_scales(recorded(theirs["double_scales"]), other)
+    read_there = dequantize_scales(recorded(theirs["double_scales"]), other)
     assert float((read_here - scales).square().mean()) <= 1.001 * float((read_there - scales).square().mean()) + 1e-16
 
 
@@ -91,11 +91,11 @@ def test_errors_on_normal_values():
     exact = 0.02 * torch.randn(256 * 256)
     codes, scales = quantize_nf4(exact)
     once = relative_error(read(codes, scales, len(exact), torch.float32), exact)
-    twice = dequantise_scales(*quantize_scales(scales))
+    twice = dequantize_scales(*quantize_scales(scales))
     assert 0.085 < once < 0.1  # the probe of bitsandbytes in hardware/ expects the same 9%
     assert relative_error(read(codes, twice, len(exact), torch.float32), exact) < 1.01 * once
     found = torch.empty_like(exact)
-    dequantise_int8(*quantize_int8(exact), found)
+    dequantize_int8(*quantize_int8(exact), found)
     by_row = exact.view(256, 256)
     step = by_row.abs().amax(1, keepdim=True) / 127
     of_rows = relative_error((by_row / step).round() * step, by_row)

@@ -18,7 +18,7 @@ from bloomery.data.loading.loader import Cursor, Loader
 from bloomery.model.adapters import peft_settings as peft_names
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
-from bloomery.model.adapters.peft_settings import NATIVE, OURS, PROMPTS, config_class
+from bloomery.model.adapters.peft_settings import NATIVE, NATIVE_ONLY, PROMPTS, config_class
 from bloomery.model.adapters.targets import linear_modules
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
@@ -133,7 +133,7 @@ def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
         if kind.value not in peft_names.METHODS:
             continue
         ours = config_class(kind.value)
-        assert {field.name for field in fields(theirs)} == {field.name for field in fields(ours)} | OURS.keys(), kind
+        assert {field.name for field in fields(theirs)} == {field.name for field in fields(ours)} | NATIVE_ONLY.keys(), kind
         defaults = {field.name: field.default for field in fields(theirs)}
         for field in fields(ours):
             assert field.default == defaults[field.name] or not isinstance(field.default, int | str), (kind, field.name)
