@@ -133,7 +133,8 @@ def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
         if kind.value not in peft_names.METHODS:
             continue
         ours = config_class(kind.value)
-        assert {field.name for field in fields(theirs)} == {field.name for field in fields(ours)} | NATIVE_ONLY.keys(), kind
+        named = {field.name for field in fields(ours)}
+        assert {field.name for field in fields(theirs)} == named | NATIVE_ONLY.keys(), kind
         defaults = {field.name: field.default for field in fields(theirs)}
         for field in fields(ours):
             assert field.default == defaults[field.name] or not isinstance(field.default, int | str), (kind, field.name)

@@ -23,7 +23,7 @@ def command(context: click.Context) -> None:
 
 @command.command("list")
 def list_() -> None:
-    """List the packaged recipes: method, model, dataset, smallest GPU."""
+    """List the packaged recipes with model, dataset and GPU."""
     from bloomery.recipe.load import packaged
 
     rows, others = [("recipe", "method", "model", "dataset", "smallest GPU")], []

@@ -147,7 +147,11 @@ def refuse_prompts(prompts: tuple[str, ...]) -> None:
 )
 @click.option("--prompt", "prompts", multiple=True, help="Show a response to this prompt; may be repeated.")
 @click.option("--template", help="Chat template [default: the one of the tokenizer].")
-@click.option("--out", type=click.Path(path_type=Path), help="[default: RUN/report.html; for a model ./report.html]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write to this file [default: RUN/report.html; for a model ./report.html].",
+)
 @devices_option
 def command(
     model: str, data: Path | None, prompts: tuple[str, ...], template: str | None, out: Path | None, devices: str
