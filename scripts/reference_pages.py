@@ -53,8 +53,9 @@ def _command(command: click.Command, path: list[str]) -> Iterator[str]:
         if not isinstance(command, click.Group):
             usage = " ".join(command.get_usage(context).removeprefix("Usage: ").replace("[OPTIONS] ", "").split())
             yield f"```text\n{usage}\n```\n"
-        about, _, example = _text(command.help or "").partition("Example: ")
-        yield f"{about.strip()}\n" + (f"\n```bash\n{example.rstrip('.')}\n```\n" if example else "")
+        about, _, example = (command.help or "").replace("\b", "").partition("Example: ")
+        example = "\n".join(map(str.strip, example.strip().split("\n"))).rstrip(".")
+        yield f"{_text(about)}\n" + (f"\n```bash\n{example}\n```\n" if example else "")
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     if options:
         yield "| option | value | default | effect |\n|---|---|---|---|"
@@ -290,7 +291,7 @@ def events_page() -> str:
     parts = [HEAD_OF_EVENTS]
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name in events.KINDS:
-            about = " ".join((ast.get_docstring(node) or "").split())
+            about = " ".join((ast.get_docstring(node) or "").replace("None", "null").split())
             parts += [f"## {node.name}\n\n{about}\n", "| field | type | default | meaning |\n|---|---|---|---|"]
             parts += [_field(one, lines) for one in node.body if isinstance(one, ast.AnnAssign)]
             parts.append("")
