@@ -3,7 +3,10 @@
 A fenced block that begins with `$ bloomery plan ... --gpu ...` holds what the command prints on a computer with
 PyTorch 2.13 and no prepared dataset. A recipe of the page ("`NAME.yaml` is ..." above a block of YAML) exists there.
 Where a block's last line is `...`, the output ends after memory, time and layouts. Between `<!-- holds: GPU, ... -->`
-and `<!-- end -->` is a table: memory and speed of each fine-tuning recipe on these GPUs.
+and `<!-- end -->` is a table: memory and speed of each fine-tuning recipe on these GPUs. Between
+`<!-- memory: RECIPE, GPU -->` and `<!-- end -->` each row of a table adds the edits of its first cell to those above,
+and has the peak memory, what the edits saved, and the speed. A picture in docs/figures that names such a command in
+its <desc> shows the same lines.
 """
 
 import os
@@ -13,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,25 +29,48 @@ from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe, packaged
 
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"```\n\$ (bloomery plan [^\n]* --gpu [^\n]*)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(?:console)?\n\$ (bloomery plan [^\n]* --gpu [^\n]*)\n(.*?)```", re.DOTALL)
+PICTURE = re.compile(r"<desc>(bloomery plan [^<]*)</desc>")
 RECIPE = re.compile(r"`(\w+\.yaml)`[^\n]*\n```yaml\n(.*?)```", re.DOTALL)
 HOLDS = re.compile(r"<!-- holds: ([^\n]*) -->\n.*?<!-- end -->", re.DOTALL)
+MEMORY = re.compile(r"<!-- memory: ([^,\n]*), ([^\n]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 LATER = ("claims", "warnings", "suggested", "settings")  # what `...` leaves out begins with one of these
 
 
 def pages() -> list[Path]:
     found = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))}
-    return [path for path, text in found.items() if BLOCK.search(text) or HOLDS.search(text)]
+    return [path for path, text in found.items() if any(part.search(text) for part in (BLOCK, HOLDS, MEMORY))]
 
 
 def refreshed(text: str) -> str:
     """The page with today's output in each of its blocks."""
     recipes = dict(RECIPE.findall(text))
     text = BLOCK.sub(lambda match: _block(match[1], recipes, cut=match[2].split()[-1:] == ["..."]), text)
+    text = MEMORY.sub(lambda match: _savings(*match.groups()), text)
     return HOLDS.sub(lambda match: _table(match[1]), text)
+
+
+def _savings(recipe: str, gpu: str, table: str) -> str:
+    edits, rows, before = list[str](), list[str](), 0.0
+    for cell in re.findall(r"^\| ([^|]*`[^|]*)\|", table, re.MULTILINE):
+        edits += re.findall(r"`([^`]+)`", cell)
+        plan = _planned(recipe, gpu, edits)
+        needs = plan.memory.total / GIB
+        speed = two_digits(plan.step_seconds.inverse(plan.train.tokens_per_step).value) if plan.step_seconds else ""
+        rows.append(f"| {cell.strip()} | {needs:.1f} GiB | {f'{before - needs:.1f} GiB' if before else ''} | {speed} |")
+        before = needs
+    head = ["| setting, added to the rows above | peak memory | saved | tokens/s |", "|---|--:|--:|--:|"]
+    return "\n".join([f"<!-- memory: {recipe}, {gpu} -->", *head, *rows, "<!-- end -->"])
+
+
+def _planned(recipe: str, gpu: str, edits: list[str]) -> RunPlan:
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
+        loaded = load_recipe(recipe, edits)
+        return resolve(loaded, facts_of(loaded, with_gpu(computer(), find_gpu(gpu))))
 
 
 def _table(gpus: str) -> str:
@@ -59,9 +86,7 @@ def tuning() -> list[str]:
 
 
 def _cell(recipe: str, gpu: str) -> str:
-    with patch.dict(os.environ, {"XDG_CACHE_HOME": "/nonexistent"}):
-        loaded = load_recipe(recipe)
-        plan = resolve(loaded, facts_of(loaded, with_gpu(computer(), find_gpu(gpu))))
+    plan = _planned(recipe, gpu, [])
     needs = plan.memory.total / GIB
     if not plan.fits:
         return f"no: {needs:.1f}"
@@ -74,7 +99,39 @@ def _block(words: str, recipes: Mapping[str, str], *, cut: bool) -> str:
     lines = printed(words, recipes)
     if cut:
         lines = [*lines[: next(at for at, line in enumerate(lines) if line.startswith(LATER))], "..."]
-    return "\n".join(["```", f"$ {words}", *lines, "```"])
+    return "\n".join(["```console", f"$ {words}", *lines, "```"])
+
+
+def pictures() -> list[Path]:
+    return [path for path in sorted((ROOT / "docs/figures").glob("*.svg")) if PICTURE.search(path.read_text("utf-8"))]
+
+
+def drawn(text: str) -> str:
+    """The picture with today's output up to the choices: SVG in the colors of the reader's light or dark theme."""
+    named = PICTURE.findall(text)[0]
+    words = named.replace("&quot;", '"')
+    lines = printed(words, {})
+    lines = [f"$ {words}", *lines[: next(at for at, line in enumerate(lines) if line.startswith(LATER))]]
+    while not lines[-1].strip():
+        lines.pop()
+    wide, high = max(map(len, lines)), 19 * len(lines) + 24
+    rows = [
+        f'<text x="16" y="{27 + 19 * at}" textLength="{7.8 * len(line):.1f}"{kind}>{escape(line)}</text>'
+        for at, line in enumerate(line.rstrip() for line in lines)
+        for kind in [' class="command"' if at == 0 else ' class="first"' if at == 1 else ""]
+        if line
+    ]
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {7.8 * wide + 32:.0f} {high}" role="img">',
+        f"<title>Output of {escape(words)}</title>",
+        f"<desc>{named}</desc>",
+        "<style>text{font:13px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#24292f;white-space:pre}",
+        ".command{fill:#57606a}.first{font-weight:bold}rect{fill:#f6f8fa;stroke:#d0d7de}",
+        "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.command{fill:#8d96a0}rect{fill:#161b22;stroke:#30363d}}",
+        "</style>",
+        f'<rect x="0.5" y="0.5" width="{7.8 * wide + 31:.0f}" height="{high - 1}" rx="6"/>',
+    ]
+    return "\n".join([*head, *rows, "</svg>", ""])
 
 
 def printed(words: str, recipes: Mapping[str, str]) -> list[str]:
@@ -109,6 +166,8 @@ def computer() -> Machine:
 
 
 if __name__ == "__main__":
+    for picture in pictures():
+        picture.write_text(drawn(picture.read_text(encoding="utf-8")), encoding="utf-8")
     for page in pages():
         before = page.read_text(encoding="utf-8")
         page.write_text(refreshed(before), encoding="utf-8")

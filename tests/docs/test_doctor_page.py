@@ -1,8 +1,9 @@
-"""docs/how-to/check-your-machine.md shows what `bloomery doctor` answers today to the machines below tests/machines."""
+"""docs/how-to/check-your-machine.md and docker.md show today's output for the machines of tests/machines."""
 
 import re
 import shlex
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -11,8 +12,9 @@ from words_of_docs import ROOT, shown_equals
 from bloomery.cli import cli
 from bloomery.hardware.doctor.diagnose import RULES
 
-PAGE = ROOT / "docs/how-to/check-your-machine.md"
-BLOCKS = re.findall(r"```\n\$ (bloomery doctor .*tests/machines/.*)\n((?:.*\n)+?)```", PAGE.read_text(encoding="utf-8"))
+PAGES = [ROOT / "docs/how-to/check-your-machine.md", ROOT / "docs/how-to/docker.md"]
+BLOCK = re.compile(r"```console\n\$ (bloomery doctor .*tests/machines/.*)\n((?:.*\n)+?)```")
+BLOCKS = [(page, *block) for page in PAGES for block in BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 def without_figures(text: str) -> str:
@@ -21,15 +23,15 @@ def without_figures(text: str) -> str:
     return re.sub(r"\(\d+\.\d of (\d+\.\d) GiB\)( · about [\d.]+ \w+)?", r"(of \1 GiB)", text)
 
 
-@pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
-def test_what_is_shown_is_what_is_said(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "command", "shown"), BLOCKS, ids=[command for _, command, _ in BLOCKS])
+def test_a_page_shows_today_s_output(page: Path, command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     done = CliRunner().invoke(cli, shlex.split(command)[1:], standalone_mode=False)
     monkeypatch.undo()
     time.tzset()
-    shown_equals(PAGE, shown, done.output, same=without_figures)
+    shown_equals(page, shown, done.output, same=without_figures)
 
 
 def test_there_are_examples_and_the_rules_behind_them() -> None:

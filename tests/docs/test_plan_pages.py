@@ -26,6 +26,12 @@ def test_a_page_shows_what_is_printed_today(page: str) -> None:
     assert plan_pages.refreshed(text) == text, "run scripts/plan_pages.py"
 
 
+@pytest.mark.parametrize("picture", plan_pages.pictures(), ids=lambda path: path.name)
+def test_a_picture_shows_what_is_printed_today(picture) -> None:
+    text = picture.read_text(encoding="utf-8")
+    assert plan_pages.drawn(text) == text, "run scripts/plan_pages.py"
+
+
 def test_three_dots_leave_out_what_follows_the_figures() -> None:
     words = 'bloomery plan go-coder-125m --gpu "RX 6700 XT"'
     text = f"```\n$ {words}\nold\n...\n```"

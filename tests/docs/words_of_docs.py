@@ -33,7 +33,8 @@ def shown_equals(page: Path, shown: str, output: str, *, same: Callable[[str], s
 
 
 def quoted(text: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", text)
+    """What stands in backticks outside of fenced blocks."""
+    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
 def commands_in(page: str) -> Iterator[str]:
