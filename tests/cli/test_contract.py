@@ -24,6 +24,7 @@ FORGATHER = {  # hidden from --help
     "--safe-load", "--gradient-checkpointing", "--log-peak-memory", "--chat-template",
 }  # fmt: skip
 FLAGS = {
+    "completion": set(),
     "demo": {"--json", "--run-dir"},
     "doctor": {"--probe", "--json", "--machine", "--explain", "--fix", "--bundle", "--docker"},
     "recipes list": set(),

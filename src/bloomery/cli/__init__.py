@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "download": ("bloomery.cli.download:command", "Download a model or dataset from the Hub."),
     "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),
+    "completion": ("bloomery.cli.completion:command", "Print shell completion for bash, zsh or fish."),
 }
 
 

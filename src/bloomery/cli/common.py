@@ -25,9 +25,26 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _complete(kind: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+    """Shell completion of recipes, runs or keys, imported when the shell asks."""
+
+    def complete(context: click.Context, parameter: click.Parameter, start: str) -> list[Any]:
+        from bloomery.cli import completion
+
+        items: list[Any] = getattr(completion, kind)(context, parameter, start)
+        return items
+
+    return complete
+
+
+def run_argument(function: F) -> F:
+    """Click argument `run: str`: a path, a name under runs/, or `last`."""
+    return click.argument("run", shell_complete=_complete("runs"))(function)
+
+
 def recipe_argument(function: F) -> F:
     """Click arguments `recipe: str` and `overrides: tuple[str, ...]` for `RECIPE [section.key=value ...]`."""
-    return click.argument("recipe")(overrides_argument(function))
+    return click.argument("recipe", shell_complete=_complete("recipes"))(overrides_argument(function))
 
 
 def recipe_or_model(function: F) -> F:
@@ -35,7 +52,7 @@ def recipe_or_model(function: F) -> F:
     options = (
         click.option("--model", metavar="MODEL", help="Set model.from; with --data, RECIPE can be omitted."),
         click.option("--data", metavar="PATH", help="Set data.path: a file, a folder or hub:ORG/NAME."),
-        click.argument("recipe", required=False),
+        click.argument("recipe", required=False, shell_complete=_complete("recipes")),
         overrides_argument,
     )
     for decorate in reversed(options):
@@ -82,7 +99,8 @@ def chosen_recipe(
 
 def overrides_argument(function: F) -> F:
     """The click argument `overrides: tuple[str, ...]`; refuses arguments that are not `section.key=value`."""
-    return click.argument("overrides", nargs=-1, metavar="[section.key=value ...]", callback=_overrides)(function)
+    return click.argument("overrides", nargs=-1, metavar="[section.key=value ...]", callback=_overrides,
+                          shell_complete=_complete("keys"))(function)  # fmt: skip
 
 
 def _overrides(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:

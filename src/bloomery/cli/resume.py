@@ -2,12 +2,12 @@
 
 import click
 
-from bloomery.cli.common import echo, overrides_argument
+from bloomery.cli.common import echo, overrides_argument, run_argument
 from bloomery.runs.names import find_run
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @overrides_argument
 @click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Resume from this step's checkpoint.")
 @click.option("-d", "--devices", metavar="LIST", help="Train on this device: cpu or a GPU number.")

@@ -2,13 +2,13 @@
 
 import click
 
-from bloomery.cli.common import echo
+from bloomery.cli.common import echo, run_argument
 from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.names import find_run
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @click.option(
     "--profile", "steps", type=click.IntRange(1, LONGEST_PROFILE), metavar="STEPS",
     help="Instead profile the next STEPS steps.",

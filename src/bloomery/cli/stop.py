@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from bloomery.cli.common import echo, literal
+from bloomery.cli.common import echo, literal, run_argument
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Event, Phase, Saved, StepDone
 from bloomery.runs.names import find_run
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 def command(run: str) -> int:
     """Save a running run after its current step, then stop it.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import echo, print_json
+from bloomery.cli.common import echo, print_json, run_argument
 from bloomery.runs.folder import worked_on
 from bloomery.runs.names import find_run
 
@@ -21,7 +21,7 @@ REDRAW_SECONDS = 0.5
 
 
 @click.command()
-@click.argument("run")
+@run_argument
 @click.option("--once", is_flag=True, help="Print one picture, then exit (default without a terminal).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: str, once: bool, as_json: bool) -> None:
