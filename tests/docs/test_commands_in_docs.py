@@ -45,6 +45,21 @@ def test_links_lead_somewhere(page) -> None:
         assert (ROOT / path).exists(), path
 
 
+def anchors_of(page: str) -> set[str]:
+    """The anchors of a page's headings, as Python-Markdown's toc makes them."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_to_headings_lead_somewhere(page) -> None:
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.suffix != ".md" or anchor in anchors_of(target.read_text()), f"{link}#{anchor}"
+
+
 def test_messages_name_verbs_that_exist() -> None:
     for source in SOURCES:
         for verb in re.findall(r"`bloomery ([a-z]+)", source.read_text()):
