@@ -30,7 +30,7 @@ def _table(program: str, lines: list[str]) -> str:
 
 
 def answer(line: str, program: str) -> str:
-    """What to write for a line of a foreign YAML file. Raises KeyError where the aliases have no answer."""
+    """What to write for a line of YAML of another program. Raises KeyError where the aliases have no answer."""
     data, path = yaml.safe_load(line), []
     while isinstance(data, dict) and len(data) == 1 and "." in line.partition(":")[0]:
         ((name, data),) = data.items()
