@@ -156,10 +156,11 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise UserError(  # before the first step: a smaller micro-batch does not help
-            f"out of memory before the first step: {str(error).partition('.')[0]}",
-            where=f"train.micro_batch_size={plan.train.micro_batch_size}",
-            fix="close other GPU programs, or use a smaller model or optimizer.kind=adafactor",
+        reason = str(error).partition(".")[0]  # a MemoryError of Python has none
+        raise UserError(  # a smaller micro-batch does not help
+            "out of memory outside a training step" + (f": {reason}" if reason else ""),
+            where=f"model and data on {plan.train.device}",
+            fix="close other programs that use its memory, or use a smaller model or optimizer.kind=adafactor",
         ) from error
     return DONE if outcome == "done" else STOPPED
 
