@@ -124,7 +124,7 @@ def test_devices_are_named_one_at_a_time() -> None:
     for words in ("1", "cuda:1", "hip:1"):
         assert narrowed(two, words).accelerators == (second.model_copy(update={"number": 1}),)
     assert narrowed(two, "cpu").accelerators == ()
-    for words, said in (("0,1", "training on 2 devices"), ("7", "no such device: '7'")):
+    for words, said in (("0,1", "not supported yet: 2 devices"), ("7", "no such device: '7'")):
         with pytest.raises(UserError, match=said):
             narrowed(two, words)
 

@@ -69,7 +69,7 @@ def test_unknown_keys_and_remote_code_are_dropped() -> None:
     "raw_config", [{"model_type": "mamba"}, {"architectures": ["BertModel"]}, {}, {"model_type": 3}]
 )
 def test_an_unknown_architecture_lists_the_known_ones(raw_config: dict) -> None:
-    with pytest.raises(UserError, match="no architecture") as caught:
+    with pytest.raises(UserError, match="not a supported architecture") as caught:
         config_from_hf(SMALL | raw_config)
     assert all(name in caught.value.fix for name in FAMILIES)
 

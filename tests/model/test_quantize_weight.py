@@ -40,7 +40,7 @@ def quantised(weight: Tensor, kind: str = "nf4") -> QuantizedWeight:
 def test_bytes_held_are_bytes_said(kind, shape):
     stored = quantised(weight_of(*shape), kind)
     held = sum(buffer.numel() * buffer.itemsize for buffer in stored.buffers())
-    assert held == storage_bytes(shape, KINDS[kind].base, KINDS[kind].double)
+    assert held == storage_bytes(shape, KINDS[kind].kind, KINDS[kind].double_quant)
     assert list(stored.parameters()) == [] and stored.state_dict() == {}
 
 

@@ -104,7 +104,7 @@ def test_what_cannot_be_exported_so_says_what_can(tuned, tmp_path):
         export(tuned, tmp_path / "out")
     assert "--to merged" in refused.value.fix
     for write in (export_adapter, export_merged):
-        with pytest.raises(UserError, match="no adapter"):
+        with pytest.raises(UserError, match="this is a full model"):
             write(find_model(found.base), tmp_path / "out")
 
 

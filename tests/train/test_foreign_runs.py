@@ -79,8 +79,8 @@ def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_pat
 def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path, base_in):
     adapter = {"target_modules": TARGETS["opt"]}
     plan = foreign_plan(prepared, bases["opt"], adapter=adapter, base_in=base_in, train={"steps": 2})
-    config = build_config(Model(**{"from": str(bases["opt"])}, safe_load=True), vocab_size=300)
-    assert config.transformers_backend.safe_reason == "model.load_with asks for it"
+    config = build_config(Model(**{"from": str(bases["opt"])}, load_with="transformers"), vocab_size=300)
+    assert config.transformers_backend.safe_reason == "model.load_with=transformers asks for it"
     asked = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config})})
     assert Run(asked, tmp_path / "safe").losses() == Run(plan, tmp_path / "fast").losses()
 
@@ -88,7 +88,8 @@ def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path,
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("also", [None, ["embed_tokens", "lm_head"]], ids=["full", "lora"])
 def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(prepared, bases, tmp_path, also, safe):
-    config = build_config(Model(**{"from": str(bases["phi"])}, safe_load=safe), vocab_size=303)
+    section = {"from": str(bases["phi"]), "load_with": "transformers" if safe else "native"}
+    config = build_config(Model(**section), vocab_size=303)
     adapter = None if also is None else {"target_modules": ["q_proj"], "modules_to_save": also}
     plan = foreign_plan(prepared, bases["phi"], adapter=adapter, train={"steps": 3}, model={"config": config})
     plain = AutoModelForCausalLM.from_pretrained(bases["phi"]).eval()
@@ -150,7 +151,7 @@ def test_an_architecture_that_takes_no_mask_trains_in_padded_rows(prepared, base
     SIZES["bloom"] = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     saved_model("bloom", base := tmp_path / "bloom")
     del SIZES["bloom"]
-    with pytest.raises(UserError, match="padded"):
+    with pytest.raises(UserError, match="no mask of documents"):
         Run(foreign_plan(prepared, base, model={"attention": "math"}), tmp_path / "refused")
     sections = {"model": {"attention": "math"}, "data": {"layout": "padded"}, "train": {"steps": 5}}
     run = resumed_bitwise(foreign_plan(prepared, base, **sections), tmp_path)

@@ -194,6 +194,6 @@ def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, mo
     run = Run(plan, tmp_path / "run")
     (warned,) = run.of(Warned)
     assert "non-finite gradient at step 2" in warned.reason
-    assert "cut short in backward" in warned.reason
+    assert "interrupted in backward" in warned.reason
     assert [step for step, loss in run.losses().items() if loss is None] == [2]
     assert all(bool(tensor.isfinite().all()) for tensor in run.tensors(4).values())

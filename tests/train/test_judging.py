@@ -92,7 +92,7 @@ def test_what_is_no_pair_is_refused_and_a_reward_model_prices_no_text(trained, p
     rows = {
         "plain text": {"text": "words"},
         "conversations": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        "marked answers": {"prompt": "a", "completion": "b", "label": True},
+        "responses with KTO labels": {"prompt": "a", "completion": "b", "label": True},
     }
     for kind, row in rows.items():
         path = tmp_path / "rows.jsonl"

@@ -167,4 +167,4 @@ def test_an_exported_reward_model_opens_and_says_what_its_loss_is_of(answers, tm
     card = (tmp_path / "out" / "README.md").read_text()
     assert "loss (per pair) | accuracy" in card
     assert "AutoModelForSequenceClassification" in card
-    assert "pipeline_tag: text-classification" in card and "It prefers what those who chose" in card
+    assert "pipeline_tag: text-classification" in card and "preferences of its training data" in card

@@ -46,7 +46,7 @@ def test_damaged_checkpoints_and_missing_text_are_said(trained, tmp_path):
     run, plan = trained
     assert score_validation_text(plan, tmp_path, 1) == "there is no checkpoint"
     elsewhere = plan.model_copy(update={"data": plan.data.model_copy(update={"prepared": tmp_path})})
-    assert "holds neither tokenizer.json" in score_validation_text(elsewhere, run.folder / "checkpoints", 1)
+    assert "no tokenizer.json" in score_validation_text(elsewhere, run.folder / "checkpoints", 1)
     assert "too large" in score_validation_text(plan, run.folder / "checkpoints", 10**12)
 
 

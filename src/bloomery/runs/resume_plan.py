@@ -59,7 +59,7 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
         return with_cached_probes(machine.model_copy(update={"accelerators": ()}))
     if "," in devices:
         raise UserError(
-            f"not supported yet: training on {len(devices.split(','))} devices", where="--devices", code=2,
+            f"not supported yet: {len(devices.split(','))} devices", where="--devices", code=2,
             fix="use one device, for example --devices " + devices.partition(",")[0],
         )  # fmt: skip
     number = re.sub(r"^(cuda|hip|rocm):", "", devices)
