@@ -87,8 +87,8 @@ def run_part(name: str, folder: Path, *, tiny: bool, seconds: float) -> dict[str
         return told | json.loads(out.read_text())
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if code is None:
-        return told | {"outcome": "timeout", "said": f"no end within {seconds:.0f} s", "last": lines[-3:]}
-    return told | {"outcome": "failed", "said": (lines or [f"exit code {code}"])[-1][:300], "last": lines[-12:]}
+        return told | {"outcome": "timeout", "message": f"no end within {seconds:.0f} s", "last": lines[-3:]}
+    return told | {"outcome": "failed", "message": (lines or [f"exit code {code}"])[-1][:300], "last": lines[-12:]}
 
 
 def stop(child: "subprocess.Popen[bytes]") -> None:
@@ -118,14 +118,14 @@ def verdicts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def page(report: dict[str, Any]) -> str:
     """The tables that a person reads."""
     lines = [f"{report['device']}, torch {report['torch']}, {report['seconds']:.0f} s", ""]
-    lines.append(f"{'part':<14}{'outcome':<9}{'GiB':>7}{'held':>7}{'plan':>7}{'tok/s':>9}{'plan':>9}{'rows':>6}  said")
+    lines.append(f"{'part':<14}{'outcome':<9}{'GiB':>7}{'held':>7}{'plan':>7}{'tok/s':>9}{'plan':>9}{'rows':>6}  note")
     for part in report["parts"]:
         cells = [part.get(key) for key in ("peak_gib", "reserved_gib", "planned_gib")]
         rates = [part.get(key) for key in ("tokens_per_second", "planned_tokens_per_second")]
         memory = "".join(f"{value:>7.2f}" if value is not None else f"{'':>7}" for value in cells)
         speed = "".join(f"{value:>9,.0f}" if value is not None else f"{'':>9}" for value in rates)
         rows = f"{part.get('micro_batch_size', ''):>6}"
-        lines.append(f"{part['part']:<14}{part['outcome']:<9}{memory}{speed}{rows}  {part.get('said', '')[:100]}")
+        lines.append(f"{part['part']:<14}{part['outcome']:<9}{memory}{speed}{rows}  {part.get('message', '')[:100]}")
     lines += ["", "GiB: what tensors held at the peak (plan: as `bloomery plan` says); held: what the allocator held"]
     for verdict in report["targets"]:
         lines.append(f"{verdict['what']:<42} {_judged(verdict)}")
@@ -158,7 +158,8 @@ def check(out: Path | None, *, tiny: bool, only: list[str]) -> tuple[dict[str, A
         for name in only or SECONDS:
             left = TOTAL_SECONDS - (time.perf_counter() - begun)
             if left < 5:
-                report["parts"].append({"part": name, "outcome": "skipped", "said": "no time was left", "seconds": 0})
+                skipped = {"part": name, "outcome": "skipped", "message": "time limit reached", "seconds": 0}
+                report["parts"].append(skipped)
                 continue
             print(f"{name} ...", flush=True)
             report["parts"].append(run_part(name, Path(place), tiny=tiny, seconds=min(SECONDS[name], left)))

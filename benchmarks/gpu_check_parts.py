@@ -64,7 +64,7 @@ def ours(method: str, *, tiny: bool) -> Found:
     plan = plan_of(method, tiny=tiny)
     os.environ.update(child_environment(plan, os.environ))
     if plan.train.device == "cpu" and not tiny:
-        return {"outcome": "skipped", "said": "no GPU that PyTorch can use"}
+        return {"outcome": "skipped", "message": "no GPU that PyTorch can use"}
     from bloomery.bench import rig
     from bloomery.train.state import InitialWeights
 
@@ -76,7 +76,7 @@ def ours(method: str, *, tiny: bool) -> Found:
     planned = plan.step_seconds
     on_gpu = plan.train.device == "cuda"
     return {
-        "outcome": "ok", "said": "compiled" if plan.train.compile else "not compiled",
+        "outcome": "ok", "message": "compiled" if plan.train.compile else "not compiled",
         "tokens_per_second": plan.train.tokens_per_step / seconds, "step_seconds": told["step_seconds"],
         "peak_gib": told["peak_gib"], "reserved_gib": told["reserved_gib"],
         "planned_gib": (plan.memory.allocated if on_gpu else plan.memory.total) / GIB,
@@ -128,10 +128,10 @@ def theirs(method: str, *, tiny: bool) -> Found:
     needed = ["transformers", "accelerate", *(["peft"] if method != "full" else [])]
     needed += ["bitsandbytes"] if method == "qlora" else []
     if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
-        return {"outcome": "skipped", "said": f"not installed: {', '.join(lacking)}"}
+        return {"outcome": "skipped", "message": f"not installed: {', '.join(lacking)}"}
     plan = plan_of(method, tiny=tiny)
     if plan.train.device == "cpu" and not tiny:
-        return {"outcome": "skipped", "said": "no GPU that PyTorch can use"}
+        return {"outcome": "skipped", "message": "no GPU that PyTorch can use"}
     import torch
 
     model = their_model(plan, method)
@@ -145,7 +145,7 @@ def theirs(method: str, *, tiny: bool) -> Found:
     from bloomery.train.process import peak_memory_gib
 
     return {
-        "outcome": "ok", "said": described(method), "step_seconds": times,
+        "outcome": "ok", "message": described(method), "step_seconds": times,
         "tokens_per_second": plan.train.tokens_per_step / statistics.median(measured),
         "peak_gib": peak_memory_gib(plan.train.device), "reserved_gib": reserved,
         "micro_batch_size": plan.train.micro_batch_size, "accumulation": plan.train.accumulation,
@@ -292,8 +292,8 @@ def probed(names: tuple[str, ...]) -> Found:
     found = run_probes(here, extra=extra, only=names, on_progress=lambda name, _done, _of: print(name, flush=True))
     bad = [f"{each.name} {each.outcome}" for each in found if each.outcome not in ("ok", "absent")]
     good = sum(each.outcome == "ok" for each in found)
-    said = f"{good} of {len(found)} ok" + (f"; {', '.join(bad)}" if bad else "")
-    return {"outcome": "ok" if found else "failed", "said": said, "probes": [each.model_dump() for each in found]}
+    message = f"{good} of {len(found)} ok" + (f"; {', '.join(bad)}" if bad else "")
+    return {"outcome": "ok" if found else "failed", "message": message, "probes": [each.model_dump() for each in found]}
 
 
 def part(name: str, *, tiny: bool) -> Found:

@@ -64,7 +64,7 @@ def used(*, tiny: bool) -> ModelFiles:
         wrong = [f"{each['verb']}: {each['stderr']}" for each in failed] or _amiss(told, found, measured.stderr)
         return {
             "outcome": "failed" if wrong else "ok",
-            "said": "; ".join(wrong) or "loaded in {held_gib:.2f} GiB, {peak_gib:.2f} at the peak".format(**found),
+            "message": "; ".join(wrong) or "loaded in {held_gib:.2f} GiB, {peak_gib:.2f} at the peak".format(**found),
             "verbs": told,
         } | found
 

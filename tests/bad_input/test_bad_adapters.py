@@ -90,9 +90,9 @@ SETTINGS = {
     "a pattern that never ends": ({"alpha_pattern": {"(.*)*x": 2}}, "too wide"),
     "a pattern that is none": ({"rank_pattern": {"[": 2}}, "too wide"),
     "patterns that are a list": ({"rank_pattern": [1]}, "no object"),
-    "a base of control characters": ({"base_model_name_or_path": "\x1b[2Jmodel"}, "which model"),
+    "a base of control characters": ({"base_model_name_or_path": "\x1b[2Jmodel"}, "names no base model"),
     "a key of control characters": ({"use_\x1b[2Jmagic": "\x1b[31mred"}, "magic"),
-    "no base": ({"base_model_name_or_path": None}, "which model"),
+    "no base": ({"base_model_name_or_path": None}, "names no base model"),
     "a base that is gone": ({"base_model_name_or_path": "/gone/model"}, "/gone/model"),
 }
 

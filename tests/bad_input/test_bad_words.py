@@ -33,7 +33,7 @@ ODD = {
     "an export to nobody": (("export", "last", "--to", "hf", "--out", "~nobodyhere/x"), 2,
         "no such user: 'nobodyhere'"),
     "a run folder without a name": (("train", "tiny.yaml", "--run-dir", ""), 2, "the path is empty"),
-    "a model without a name": (("download", ""), 1, "the path is empty"),
+    "a model without a name": (("download", ""), 1, "an empty name"),
     "a run without a name": (("resume", ""), 2, "no run ''"),
     "a model of no name": (("eval", "", "--data", "text"), 2, "no run ''"),
     "data of nobody": (("train", "tiny.yaml", "data.path=~nobodyhere/x"), 1, "~nobodyhere/x"),

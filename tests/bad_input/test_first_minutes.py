@@ -39,7 +39,7 @@ class TestRunNames:
         assert find_run(typed).name == "demo-20261122-100000"
 
     def test_a_beginning_that_two_runs_share_names_both(self):
-        assert_clear(here("resume", "go"), code=2, mentions=["2 runs begin with 'go'", "go-20261122-110000"])
+        assert_clear(here("resume", "go"), code=2, mentions=["2 runs start with 'go'", "go-20261122-110000"])
         assert find_run("go-20261122-11").name == "go-20261122-110000"
 
     def test_a_whole_name_is_that_run_although_others_begin_with_it(self, workshop):

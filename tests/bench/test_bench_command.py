@@ -92,13 +92,14 @@ def test_a_limit_leaves_out_what_there_is_no_time_for(here):
     assert result.return_value == 0
     lines = result.stdout.splitlines()
     assert any(line.startswith("as planned") for line in lines)
-    assert "left out  train.micro_batch_size=1; train.micro_batch_size=2: the time was up" in lines
+    assert "left out  train.micro_batch_size=1; train.micro_batch_size=2: time limit reached" in lines
 
 
 @pytest.mark.parametrize("limit", ["10", "3 epochs", "soon", "0s", "-1m"])
 def test_a_limit_is_a_time(here, limit):
-    with pytest.raises(UserError, match="is no time"):
+    with pytest.raises(UserError, match=f"not a time: {limit!r}") as caught:
         bench(f"--limit={limit}")
+    assert caught.value.where == "--limit" and "--limit 10m" in caught.value.fix
 
 
 @pytest.mark.parametrize("contributor", ["", "<b>x</b>", "a" * 61])

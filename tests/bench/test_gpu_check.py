@@ -53,7 +53,7 @@ def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkey
         "import sys, time, json\n"
         "if sys.argv[1] == 'full': raise RuntimeError('HIP error: invalid device function')\n"
         "if sys.argv[1] == 'lora': time.sleep(60)\n"
-        "open(sys.argv[2], 'w').write(json.dumps({'outcome': 'ok', 'said': 'fine'}))\n"
+        "open(sys.argv[2], 'w').write(json.dumps({'outcome': 'ok', 'message': 'fine'}))\n"
     )
     monkeypatch.setattr(gpu_check, "HERE", tmp_path)
     monkeypatch.setitem(gpu_check.SECONDS, "lora", 0.5)

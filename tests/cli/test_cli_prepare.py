@@ -125,7 +125,7 @@ def test_check_tells_what_is_wrong_with_conversations(workshop):
     assert "left out: 1 conversation, no loss tokens after truncation;" in output
     assert "left out: 1 conversation, all labels are masked\n" in output
     assert "repeated   2 of 25 conversations" in output
-    assert "24 of 25 answers end in the template's own token" in output
+    assert "24 of 25 responses end with the template's own token" in output
 
 
 def test_tokenizer_is_trained_once_and_inspected(workshop):
@@ -148,7 +148,7 @@ def test_tokenizer_is_trained_once_and_inspected(workshop):
 def test_mistakes_are_sentences(workshop):
     with pytest.raises(UserError, match="less than one sequence"):
         typed("prepare", "small.yaml", "data.packing=true", "data.sequence_length=100000")
-    with pytest.raises(UserError, match="holds neither"):
+    with pytest.raises(UserError, match=r"no tokenizer\.json or SentencePiece"):
         typed("tokenizer", "inspect", "text", "--text", "a")
     with pytest.raises(UserError, match="no run 'lost'"):
         typed("tokenizer", "inspect", "lost", "--text", "a")

@@ -98,9 +98,9 @@ def test_eval_for_people(model, tmp_path):
 
 
 def test_a_model_that_is_no_run_needs_a_text(model):
-    with pytest.raises(UserError, match="no run with a text of its own") as caught:
+    with pytest.raises(UserError, match="no validation set: this model is not a run") as caught:
         CliRunner().invoke(eval_command, [str(model)], catch_exceptions=False)
-    assert caught.value.code == 2
+    assert caught.value.code == 2 and "--data" in caught.value.fix
 
 
 def make_run(root, name, *events):
@@ -152,7 +152,7 @@ def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
 def test_runs_where_there_are_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert json.loads(CliRunner().invoke(runs_command, ["--json"]).stdout) == {"runs": []}
-    assert "there are no runs here yet" in CliRunner().invoke(runs_command, []).stdout
+    assert "no runs in runs/" in CliRunner().invoke(runs_command, []).stdout
 
 
 def test_report_prints_where_it_is(tmp_path, monkeypatch):

@@ -169,13 +169,13 @@ def test_shards_shorter_than_the_journal_are_made_again(corpus, tmp_path, recipe
 def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_of):
     loaded, folder = recipe_of(path=str(corpus)), tmp_path / "p"
     prepare(loaded, folder)
-    with pytest.raises(UserError, match="other settings of data or tokenizer"):
+    with pytest.raises(UserError, match="other data or tokenizer settings"):
         prepare(recipe_of(path=str(corpus), validation="9%"), folder)
     (corpus / "003.txt").touch()
     prepare(loaded, folder)  # another time, the same text
     kept = (corpus / "003.txt").read_text()
     (corpus / "003.txt").write_text(kept.upper())
-    with pytest.raises(UserError, match=r"changed since: .*003\.txt") as caught:
+    with pytest.raises(UserError, match=r"changed after it was prepared: .*003\.txt") as caught:
         prepare(loaded, folder)
     assert "rm -r" in caught.value.fix
     (corpus / "003.txt").write_text(kept)
@@ -189,7 +189,7 @@ def test_stale_foreign_and_damaged_folders_are_refused(corpus, tmp_path, recipe_
     (tmp_path / "away").rename(corpus / "004.txt")
     with (folder / "train-00000.bin").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(UserError, match="bytes where the manifest says"):
+    with pytest.raises(UserError, match=r"bytes instead of the .* in the manifest"):
         prepare(loaded, folder)
     (folder / "train-00000.bin").unlink()
     with pytest.raises(UserError, match="is missing"):
@@ -219,7 +219,7 @@ def test_another_tokenizer_beside_the_shards_is_noticed(corpus, tmp_path, recipe
 def test_folder_of_somebody_else_is_left_alone(corpus, tmp_path, recipe_of):
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "thesis.tex").write_text("do not touch")
-    with pytest.raises(UserError, match=r"no `prepare` wrote, such as thesis\.tex"):
+    with pytest.raises(UserError, match=r"`prepare` did not write: thesis\.tex"):
         prepare(recipe_of(path=str(corpus)), tmp_path / "p")
     assert [path.name for path in (tmp_path / "p").iterdir() if path.name != ".lock"] == ["thesis.tex"]
 
@@ -241,7 +241,7 @@ def test_unfinished_folder_of_changed_text_starts_over(corpus, tmp_path, recipe_
 
 def test_two_at_once_are_one_too_many(corpus, tmp_path, recipe_of):
     (tmp_path / "p").mkdir()
-    with locked(tmp_path / "p"), pytest.raises(UserError, match="another process is preparing it"):
+    with locked(tmp_path / "p"), pytest.raises(UserError, match="another process is preparing"):
         prepare(recipe_of(path=str(corpus)), tmp_path / "p")
 
 
@@ -269,7 +269,7 @@ def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(corpus, tmp_p
     monkeypatch.setattr(shard_writer, "open_to_append", FullDisk)
     with pytest.raises(UserError, match="the disk is full") as caught:
         prepare(loaded, tmp_path / "p", limits=SMALL)
-    assert "goes on where it stopped" in caught.value.fix
+    assert "run the same command again" in caught.value.fix and "resumes" in caught.value.fix
     journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
     assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
@@ -284,7 +284,7 @@ def test_read_only_folder_is_one_sentence(corpus, tmp_path, recipe_of, number, m
         raise OSError(number, os.strerror(number), "prepared")
 
     monkeypatch.setattr(Path, "mkdir", forbidden)
-    with pytest.raises(UserError, match="cannot be written") as caught:
+    with pytest.raises(UserError, match=f"cannot write: {os.strerror(number)}") as caught:
         prepare(recipe_of(path=str(corpus)), tmp_path / "p")
     assert "data.prepared" in caught.value.fix
 
@@ -318,14 +318,15 @@ def test_tokens_of_others_keep_their_ids(tmp_path, recipe_of, corpus):
     prepare(recipe_of(path=str(corpus)), tmp_path / "first")
     rows = [[1, 40 + n, 50, 2] for n in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
-    with pytest.raises(UserError, match="no tokenizer is named"):
+    with pytest.raises(UserError, match="names no tokenizer") as caught:
         prepare(recipe_of(path=str(tmp_path / "a.jsonl")), tmp_path / "none")
+    assert caught.value.where == "tokenizer.from"
     named = recipe_of(path=str(tmp_path / "a.jsonl"), validation=0, tokenizer={"from": str(tmp_path / "first")})
     prepare(named, tmp_path / "p")
     split = open_split(tmp_path / "p", "train")
     assert [split.document(index).tolist() for index in range(len(split))] == rows
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 999]}) + "\n")
-    with pytest.raises(UserError, match="token id 999 is not below the tokenizer's"):
+    with pytest.raises(UserError, match="token id 999 is outside the tokenizer's vocabulary"):
         prepare(named, tmp_path / "q")
 
 
@@ -370,7 +371,7 @@ def test_tokens_prepared_by_a_version_that_kept_padding_are_refused(tmp_path, re
     named = recipe_of(path=str(path), tokenizer={"from": str(tmp_path / "first")})
     prepare(named, tmp_path / "p")
     write_manifest(tmp_path / "p", read_manifest(tmp_path / "p").model_copy(update={"padding": None}))
-    with pytest.raises(UserError, match="trained on their padding"):
+    with pytest.raises(UserError, match="with their padding"):
         prepare(named, tmp_path / "p")
 
 
@@ -394,9 +395,9 @@ def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, for
     assert not set(decoded(tmp_path / "share", "validation")) - set(texts["train"])
     prepare(recipe_of(path=str(tmp_path / "d"), validation="test"), tmp_path / "test", limits=SMALL)
     assert decoded(tmp_path / "test", "validation") == texts["test"]
-    with pytest.raises(UserError, match="nor a split") as caught:
+    with pytest.raises(UserError, match="no such file, folder or split") as caught:
         prepare(recipe_of(path=str(tmp_path / "d"), validation="tset"), tmp_path / "none")
-    assert "test, validation" in caught.value.fix
+    assert caught.value.where == "data.validation: tset" and "test, validation" in caught.value.fix
 
 
 def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
@@ -421,14 +422,15 @@ def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe
     assert manifest.held_back == 3
 
 
-@pytest.mark.parametrize(("rows", "said"), [("", "no text in it"), ("\n[]\n", "1 row skipped, the first: .*held")])
+@pytest.mark.parametrize(("rows", "said"), [("", "set is empty\n"), ("\n[]\n", "1 row skipped, the first: .*held")])
 def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, said):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(5)))
     (tmp_path / "held.jsonl").write_text(rows)
     loaded = recipe_of(path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"), on_error="skip")
     with pytest.raises(UserError, match=said) as caught:
         prepare(loaded, tmp_path / "p")
-    assert "data.validation" in (caught.value.where or "") and "data.validation=1%" in (caught.value.fix or "")
+    assert caught.value.where == f"data.validation: {tmp_path / 'held.jsonl'}"
+    assert "data.validation" in caught.value.fix and "1%" in caught.value.fix
 
 
 def test_share_of_repeated_lines():

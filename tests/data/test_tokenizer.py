@@ -180,10 +180,10 @@ def test_truncated_file_missing_file_and_garbage_model(tmp_path):
     with pytest.raises(UserError, match="is not JSON"):
         load_tokenizer(tmp_path)
     (tmp_path / "garbage.model").write_bytes(b"\x00garbage" * 40)
-    with pytest.raises(UserError, match="no SentencePiece model"):
+    with pytest.raises(UserError, match="not a SentencePiece model"):
         load_tokenizer(tmp_path / "garbage.model")
     (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match="holds neither"):
+    with pytest.raises(UserError, match=r"no tokenizer\.json or SentencePiece"):
         load_tokenizer(tmp_path / "none")
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(tmp_path / "nothing.json")
