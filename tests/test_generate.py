@@ -104,7 +104,7 @@ class TestModelFolder:
         assert model_folder(folder) == folder
         checkpoint = run / "checkpoints" / "step-00000010"
         assert model_folder(checkpoint) == checkpoint
-        with pytest.raises(UserError, match="no step 10"):
+        with pytest.raises(UserError, match="--step 10 does not apply"):
             model_folder(folder, "10")
 
     @pytest.mark.parametrize("step", ["11", "-1", "newest", ""])

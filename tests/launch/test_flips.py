@@ -41,7 +41,7 @@ CLASSES = [
     ("dpo", "middle", "prepared/sources.jsonl"),
     ("dpo", "middle", "runs/one/reference-train.bin"),
     ("dpo", "middle", "runs/one/reference-validation.json"),
-    ("dpo", "middle", "prepared/train-learned-00000.bin"),
+    ("dpo", "middle", "prepared/train-loss-mask-00000.bin"),
     ("dpo", "middle", "prepared/train-first.bin"),
 ]  # fmt: skip
 

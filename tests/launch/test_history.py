@@ -46,7 +46,7 @@ def test_an_end_that_was_appended_is_not_believed_and_missing_steps_are_named(
     done = copied.run("resume", "one")
     assert done.returncode == 0, done.stderr
     told = [event.reason for event in copied.events() if isinstance(event, Warned)]
-    assert any("its checkpoints do not: training continues" in text for text in told)
+    assert any("status done, but the last checkpoint is missing" in text for text in told)
     assert any("no event of steps 5 to 9" in text for text in told)
     assert f"step-{LAST:08d}" in {path.name for path in checkpoints.iterdir()}
     for name in ("model.safetensors", "optimizer.safetensors", "rng.safetensors"):

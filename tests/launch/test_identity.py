@@ -50,7 +50,7 @@ def refused(match: str, where: Path | None = None, **words) -> UserError:
     [
         {"optimizer": {"learning_rate": 0.02}},
         {"train": {"micro_batch_size": 1, "accumulation": 4}},
-        {"corpus": {"bos_id": 3}},
+        {"dataset": {"bos_id": 3}},
         {"train": {"seed": 1}},
     ],
     ids=["rate", "batch", "token", "seed"],

@@ -34,7 +34,7 @@ def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora:
     """Ten seconds: four processes start torch, which is what is tested."""
     done = qlora.run("train", "qlora.yaml", "--smoke-test", "--run-dir", "runs/one")
     assert done.returncode == 0, done.stderr
-    assert "none: the recipe holds out no text to validate on" in done.stdout
+    assert "none: no validation set" in done.stdout
     events = qlora.events()
     saved = next(event for event in events if isinstance(event, Saved))
     (resumed,) = [event for event in events if isinstance(event, Resumed)]
@@ -42,7 +42,7 @@ def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora:
     repeated = [event.loss for event in events if isinstance(event, StepDone) and event.step == saved.step + 1]
     assert len(repeated) == 2 and repeated[0] == repeated[1]
     assert (qlora.run_dir / "report.html").is_file()
-    assert "every loss bitwise identical" in done.stdout and "in PEFT format" in done.stdout
+    assert "bitwise identical" in done.stdout and "in PEFT format" in done.stdout
     assert (qlora.run_dir / "export/adapter_model.safetensors").is_file()
     plan = json.loads((qlora.run_dir / "plan.json").read_text())
     assert plan["quantize"] == {"kind": "nf4", "double_quant": True} and plan["quantized_by"] == "torch"

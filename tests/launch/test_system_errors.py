@@ -17,7 +17,7 @@ from bloomery.runs.folder import RunFolder
 
 
 @pytest.mark.parametrize(("number", "said"), [(errno.EFBIG, "ulimit -f"), (errno.EACCES, "permissions"),
-                                              (errno.EIO, "dmesg"), (errno.ENOSPC, "free some space")])  # fmt: skip
+                                              (errno.EIO, "dmesg"), (errno.ENOSPC, "free disk space")])  # fmt: skip
 def test_an_error_of_the_system_is_reported_with_its_remedy(number: int, said: str, tmp_path, monkeypatch) -> None:
     def fail(*_):
         raise OSError(number, os.strerror(number), str(tmp_path / "train-00000.bin"))

@@ -44,7 +44,7 @@ def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloom
     assert phases[-1] == "stopping"
     done = bloomery.run("resume", "one")
     assert done.returncode == 0, done.stderr
-    assert "trackio did not take the end of the run: OSError: too late" in done.stderr
+    assert "trackio failed at the end of the run: OSError: too late" in done.stderr
     assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir)
     told = [json.loads(line) for line in (bloomery.folder / "told").read_text().splitlines()]
     assert len({one["id"] for one in told if "id" in one}) == 1

@@ -75,7 +75,7 @@ def test_a_vocabulary_without_embeddings_is_refused():
 
 
 def test_an_attention_that_cannot_honour_the_recipe_is_refused():
-    with pytest.raises(UserError, match="documents of a row") as error:
+    with pytest.raises(UserError, match="cannot mask documents") as error:
         planned(loaded(train={"attention": "sdpa"}), machine())
     assert error.value.where == "train.attention"
 

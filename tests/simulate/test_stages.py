@@ -94,7 +94,7 @@ def test_the_page_and_json_have_the_fullest_stage_and_each():
 
 def test_notes_say_that_stages_stand_alone():
     assert "one by one" in notes_of(small_plan(), fused=False, split=MeshSplit(pipeline=4))[0]
-    assert "of 2 copies one" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, pipeline=4))[0]
+    assert "one of 2 copies" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, pipeline=4))[0]
 
 
 @pytest.mark.soak
