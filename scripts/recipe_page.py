@@ -48,7 +48,7 @@ def sections_of(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, 
 
 
 def allowed(schema: dict[str, Any], part: dict[str, Any]) -> list[str]:
-    """The values that a key takes, in words."""
+    """The values that a key takes, as text."""
     if "$ref" in part:
         return ["a section"] if "properties" in resolved(schema, part) else allowed(schema, resolved(schema, part))
     if members := part.get("anyOf", part.get("oneOf")):

@@ -110,7 +110,7 @@ TOOL = {
 }
 SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
     "messages": [
-        {"messages": [{"role": "system", "content": "Answer in one word."}, *TURNS]},
+        {"messages": [{"role": "system", "content": "Answer briefly."}, *TURNS]},
         {
             "tools": [TOOL],
             "messages": [
@@ -124,7 +124,7 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
     "sharegpt": [{"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]}],
     "alpaca": [
         {"instruction": "Translate to German.", "input": "Good morning", "output": "Guten Morgen"},
-        {"instruction": "And in French?", "output": "Bonjour", "history": [["Say hello in German.", "Hallo"]]},
+        {"instruction": "And in French?", "output": "Bonjour", "history": [["Translate hello to German.", "Hallo"]]},
     ],
     "completion": [
         {"prompt": "The capital of Norway is", "completion": " Oslo."},

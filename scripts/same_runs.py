@@ -64,7 +64,7 @@ CASES: dict[str, list[dict]] = {
     "pretrain compiled": [PRETRAIN, {"train": {"compile": True}}],
     "pretrain recomputed": [PRETRAIN, {"train": {"activation_checkpointing": "full", "attention": "blockwise"}}],
     "pretrain muon": [PRETRAIN, {"optimizer": {"kind": "muon"}}],
-    "pretrain adafactor fused backward": [
+    "pretrain adafactor in backward": [
         PRETRAIN,
         {
             "optimizer": {"kind": "adafactor", "fused_backward": True},
