@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import COMMANDS, cli, main
-from bloomery.cli.demo.evaluation import evaluate_demo
+from bloomery.cli.demo.pretrain import evaluate_demo
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe

@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from bloomery.cli import cli
 from bloomery.cli.demo import chat as demo_chat
-from bloomery.cli.demo.chat_evaluation import is_function
+from bloomery.cli.demo.chat import is_function
+from bloomery.cli.demo.pretrain import free_folders
 from bloomery.monitor.events import EventLog, RunEnded
 from models_for_tests import make_run
 
@@ -48,7 +49,8 @@ def test_a_finished_first_demo_is_found_and_a_killed_one_is_not(tmp_path, monkey
     assert (run / "export/hf/config.json").is_file()
     make_run(tmp_path / "runs/demo-chat-lora", 1)
     assert demo_chat.find_base() == run / "export" / "hf"
-    assert [folder.name for folder in demo_chat.free_folders(None).values()] == ["demo-chat-lora-2", "demo-chat-full-2"]
+    free = free_folders(*demo_chat.RECIPES.values())
+    assert [folder.name for folder in free] == ["demo-chat-lora-2", "demo-chat-full-2"]
 
 
 def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):

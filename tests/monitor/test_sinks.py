@@ -12,7 +12,7 @@ from runs_for_tests import made_up_run, step_done
 from bloomery.core.text import HIDDEN, redact_secrets
 from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
 from bloomery.monitor.sinks import CommandSink, LogFile, open_sinks, write_metrics
-from bloomery.monitor.trackers import TRACKERS, TrackerSink
+from bloomery.monitor.trackers import TRACKERS, Tracker, TrackerSink
 from bloomery.recipe.schema import IF_INSTALLED
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
@@ -224,21 +224,17 @@ def lives(pid):
         return False
 
 
-class Broken:
+def broken(run_info):
     """A tracker whose library fails as libraries do."""
 
-    def __init__(self, job):
-        pass
-
-    def log(self, figures, *, step, when):
+    def log(figures, step, when):
         raise RuntimeError("the writer's thread has died")
 
-    def end(self, why):
-        pass
+    return Tracker(log, end=lambda status: None)
 
 
 def test_a_tracker_that_fails_is_one_warning_and_never_ends_a_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(TRACKERS, "tensorboard", Broken)
+    monkeypatch.setitem(TRACKERS, "tensorboard", broken)
     told = []
     _, sink = open_sinks(tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append)
     for _ in range(3):

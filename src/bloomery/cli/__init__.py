@@ -18,7 +18,7 @@ STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C with
 
 # Command -> (where its click command is, its line in --help).
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("bloomery.cli.demo.command:command", "Train a small model, kill and resume it, evaluate it."),
+    "demo": ("bloomery.cli.demo:command", "Train a small model, kill and resume it, evaluate it."),
     "doctor": ("bloomery.cli.doctor.command:command", "Check this machine and suggest fixes."),
     "recipes": ("bloomery.cli.recipes:command", "List, show, copy and import recipes."),
     "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or print the tokens of a text."),

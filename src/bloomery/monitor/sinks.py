@@ -88,13 +88,8 @@ class CommandSink:
     """
 
     def __init__(self, command: str, folder: Path, warn: Warn, every_steps: int = 1) -> None:
-        self._command, self._folder, self._warn, self._schedule = (
-            shlex.split(command),
-            folder,
-            warn,
-            Schedule(every_steps),
-        )
-        self._failures = 0
+        self._command, self._folder, self._warn = shlex.split(command), folder, warn
+        self._schedule, self._failures = Schedule(every_steps), 0
 
     def write(self, event: Event) -> None:
         if self._failures >= _HOOK_FAILURES or not self._schedule.accepts(event):

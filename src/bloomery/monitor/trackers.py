@@ -18,8 +18,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast, final
+from typing import Any, TextIO, cast, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole, write_durably
@@ -56,41 +57,34 @@ def on_schedule(event: Event, every_steps: int) -> bool:
 
 def scalars(event: Event) -> dict[str, float]:
     """The numbers of an event by chart name, without None."""
+
+    def read(folder: str, *names: str) -> dict[str, float | None]:
+        return {f"{folder}/{name}": getattr(event, name) for name in names}
+
+    figures: dict[str, float | None] = {}
     match event:
-        case StepDone():
-            figures: dict[str, float | None] = {
-                "train/loss": event.loss,
-                "train/learning_rate": event.learning_rate,
-                "train/grad_norm": event.grad_norm,
-                "speed/tokens_per_second": event.tokens_per_second,
-                "speed/sequences_per_second": event.sequences_per_second,
-                "speed/step_seconds": event.step_seconds,
-                "speed/data_wait_seconds": event.data_wait_seconds,
-                "memory/gib": event.memory_gib,
-                **{f"train/{name}": value for name, value in event.metrics.items()},
-            }
+        case StepDone(metrics=metrics):
+            figures = read("train", "loss", "learning_rate", "grad_norm")
+            figures |= read("speed", "tokens_per_second", "sequences_per_second", "step_seconds", "data_wait_seconds")
+            figures |= {"memory/gib": event.memory_gib, **{f"train/{name}": value for name, value in metrics.items()}}
         case StepHealth():
-            figures = {"train/update_ratio": event.update_ratio, "train/unchanged_share": event.unchanged_share}
-        case EvalDone():
-            figures = {
-                "eval/loss": event.loss,
-                "eval/perplexity": event.perplexity,
-                "eval/bits_per_byte": event.bits_per_byte,
-                **{f"eval/{name}": value for name, value in event.metrics.items()},
-            }
+            figures = read("train", "update_ratio", "unchanged_share")
+        case EvalDone(metrics=metrics):
+            figures = read("eval", "loss", "perplexity", "bits_per_byte")
+            figures |= {f"eval/{name}": value for name, value in metrics.items()}
         case DeviceStats():
-            folder = "cpu" if event.device == CPU_DEVICE else f"gpu{event.device}"
-            figures = {f"{folder}/{name}": getattr(event, name) for name in _DEVICE_FIGURES}
-        case _:
-            figures = {}
+            figures = read("cpu" if event.device == CPU_DEVICE else f"gpu{event.device}", *_DEVICE_FIGURES)
     return {name: value for name, value in figures.items() if value is not None}
 
 
-class Tracker(Protocol):
-    """A run at a tracker. Raises any exception of its library."""
+@dataclass(frozen=True)
+class Tracker:
+    """A run at a tracker. The functions raise any exception of its library."""
 
-    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None: ...
-    def end(self, status: str) -> None: ...
+    log: Callable[[dict[str, float], int, float], object]  # figures, step, seconds since 1970
+    end: Callable[[str], object]  # with the status of the run
+    go_back: Callable[[Resumed], object] = lambda _: None
+    warning: str = ""  # printed once
 
 
 @final
@@ -140,7 +134,7 @@ class TrackerSink:
         try:
             with _ID_LOCK:
                 run_info = {"folder": str(self._run_dir)} if name == "tensorboard" else run_info_of(self._run_dir)
-            tracker: Tracker = TRACKERS[name](run_info)
+            tracker = TRACKERS[name](run_info)
         except ImportError as error:
             package = "'bloomery[track]'" if name == "tensorboard" else name
             if self._asked_for:
@@ -149,16 +143,16 @@ class TrackerSink:
         except BaseException as error:  # any exception of its library, SystemExit included
             self._warn(f"{name} cannot be started, the run is not tracked: {_message(error)}")
             return
-        if isinstance(tracker, Wandb) and tracker.offline:
-            self._warn(f"wandb: no login, offline mode; later: wandb sync {self._run_dir / 'wandb/offline-run-*'}")
+        if tracker.warning:
+            self._warn(tracker.warning)
         while (event := self._events.get()) is not None:
             status = event.status if isinstance(event, RunEnded) else status
             figures = scalars(event)
             try:
-                if isinstance(event, Resumed) and isinstance(tracker, TensorBoard):
+                if isinstance(event, Resumed):
                     tracker.go_back(event)
                 elif figures:
-                    tracker.log(figures, step=event.step, when=event.time)
+                    tracker.log(figures, event.step, event.time)
             except Exception as error:
                 if not failed:
                     self._warn(f"{name} failed at step {event.step}, training continues: {_message(error)}")
@@ -187,59 +181,42 @@ def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-@final
-class TensorBoard:
+def tensorboard(run_info: Mapping[str, Any]) -> Tracker:
     """Event files in the run's folder, written without importing torch."""
+    from tensorboard.compat.proto import event_pb2, summary_pb2
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def __init__(self, run_info: Mapping[str, Any]) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    writer = EventFileWriter(str(Path(run_info["folder"]) / "tensorboard"))
 
-        self._proto, self._summary = event_pb2, summary_pb2.Summary
-        self._writer = EventFileWriter(str(Path(run_info["folder"]) / "tensorboard"))
+    def log(figures: dict[str, float], step: int, when: float) -> None:
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+        writer.add_event(event_pb2.Event(wall_time=when, step=step, summary=summary_pb2.Summary(value=values)))
 
-    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
-        self._writer.add_event(self._proto.Event(wall_time=when, step=step, summary=self._summary(value=values)))
-
-    def go_back(self, event: Resumed) -> None:
+    def go_back(event: Resumed) -> None:
         """Makes TensorBoard drop this and later steps, so that repeated steps are drawn once."""
-        session = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        self._writer.add_event(self._proto.Event(wall_time=event.time, step=event.step + 1, session_log=session))
+        session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        writer.add_event(event_pb2.Event(wall_time=event.time, step=event.step + 1, session_log=session))
 
-    def end(self, status: str) -> None:
-        del status
-        self._writer.close()
+    return Tracker(log, lambda _: writer.close(), go_back)
 
 
-@final
-class Wandb:
+def wandb(run_info: Mapping[str, Any]) -> Tracker:
     """`offline` without a login: `wandb sync` uploads the run later."""
-
-    def __init__(self, run_info: Mapping[str, Any]) -> None:
-        library, mode = importlib.import_module("wandb"), _wandb_mode(os.environ)
-        self.offline = mode == "offline"
-        settings = {"settings": library.Settings(console="off", silent=True)} if hasattr(library, "Settings") else {}
-        self._run = library.init(
-            project=os.environ.get("WANDB_PROJECT", run_info["project"]),
-            name=run_info["name"],
-            id=run_info["id"],
-            dir=run_info["folder"],
-            config=run_info["config"],
-            resume="allow",
-            mode=mode,
-            **settings,
-        )
-        # wandb's own step never decreases; the step of a resumed run does.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
-        del when
-        self._run.log({"step": step, **figures})
-
-    def end(self, status: str) -> None:
-        self._run.finish(exit_code=0 if status in ("done", "stopped") else 1)
+    library, mode = importlib.import_module("wandb"), _wandb_mode(os.environ)
+    settings = {"settings": library.Settings(console="off", silent=True)} if hasattr(library, "Settings") else {}
+    run = library.init(
+        project=os.environ.get("WANDB_PROJECT", run_info["project"]), name=run_info["name"], id=run_info["id"],
+        dir=run_info["folder"], config=run_info["config"], resume="allow", mode=mode, **settings,
+    )  # fmt: skip
+    # wandb's own step never decreases; the step of a resumed run does.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    later = f"wandb sync {Path(run_info['folder']) / 'wandb/offline-run-*'}"
+    return Tracker(
+        log=lambda figures, step, _: run.log({"step": step, **figures}),
+        end=lambda status: run.finish(exit_code=0 if status in ("done", "stopped") else 1),
+        warning=f"wandb: no login, offline mode; later: {later}" if mode == "offline" else "",
+    )
 
 
 def _wandb_mode(environment: Mapping[str, str]) -> str | None:
@@ -254,66 +231,44 @@ def _wandb_mode(environment: Mapping[str, str]) -> str | None:
     return None if server in known else "offline"
 
 
-@final
-class Trackio:
+def trackio(run_info: Mapping[str, Any]) -> Tracker:
     """Local, in ~/.cache/huggingface/trackio, or on the Space of TRACKIO_SPACE_ID."""
-
-    def __init__(self, run_info: Mapping[str, Any]) -> None:
-        self._library = importlib.import_module("trackio")
-        self._library.init(
-            project=os.environ.get("TRACKIO_PROJECT", run_info["project"]),
-            name=run_info["name"],
-            config=run_info["config"],
-            resume="allow",
-        )
-
-    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
-        del when
-        self._library.log(dict(figures), step=step)
-
-    def end(self, status: str) -> None:
-        del status
-        self._library.finish()
+    library = importlib.import_module("trackio")
+    project = os.environ.get("TRACKIO_PROJECT", run_info["project"])
+    library.init(project=project, name=run_info["name"], config=run_info["config"], resume="allow")
+    return Tracker(lambda figures, step, _: library.log(figures, step=step), lambda _: library.finish())
 
 
-@final
-class Mlflow:
+def mlflow(run_info: Mapping[str, Any]) -> Tracker:
     """At MLFLOW_TRACKING_URI, else at the default of MLflow in the working folder."""
-
-    def __init__(self, run_info: Mapping[str, Any]) -> None:
-        importlib.import_module("mlflow")
-        entities = importlib.import_module("mlflow.entities")
-        self._metric = entities.Metric
-        self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run_info["project"])
-        experiment = self._client.get_experiment_by_name(name)
-        if (
-            experiment is not None and run_info["resumed"]
-        ):  # continue the run of the same id; its parameters never change
-            mine = f"tags.`bloomery.id` = '{run_info['id']}'"
-            for run in self._client.search_runs([experiment.experiment_id], filter_string=mine, max_results=1):
-                self._run_id = str(run.info.run_id)
-                self._client.update_run(self._run_id, status="RUNNING")
-                return
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+    importlib.import_module("mlflow")
+    entities = importlib.import_module("mlflow.entities")
+    client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run_info["project"])
+    experiment, found = client.get_experiment_by_name(name), []
+    if experiment is not None and run_info["resumed"]:
+        mine = f"tags.`bloomery.id` = '{run_info['id']}'"
+        found = client.search_runs([experiment.experiment_id], filter_string=mine, max_results=1)
+    if found:  # the run of the same id; its parameters never change
+        run_id = str(found[0].info.run_id)
+        client.update_run(run_id, status="RUNNING")
+    else:
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         tags = {"bloomery.id": run_info["id"]}
-        self._run_id = str(self._client.create_run(experiment_id, tags=tags, run_name=run_info["name"]).info.run_id)
+        run_id = str(client.create_run(experiment_id, tags=tags, run_name=run_info["name"]).info.run_id)
         parameters = [entities.Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in run_info["config"].items()]
         for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
-            self._client.log_batch(self._run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
+            client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
 
-    def log(self, figures: Mapping[str, float], *, step: int, when: float) -> None:
-        metrics = [self._metric(key, value, int(when * 1000), step) for key, value in figures.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+    def log(figures: dict[str, float], step: int, when: float) -> None:
+        metrics = [entities.Metric(key, value, int(when * 1000), step) for key, value in figures.items()]
+        client.log_batch(run_id, metrics=metrics)
 
-    def end(self, status: str) -> None:
-        mapped = {"done": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED")
-        self._client.set_terminated(self._run_id, status=mapped)
+    ends = {"done": "FINISHED", "stopped": "KILLED"}
+    return Tracker(log, lambda status: client.set_terminated(run_id, status=ends.get(status, "FAILED")))
 
 
-TRACKERS: dict[str, Callable[[Mapping[str, Any]], Tracker]] = {
-    "tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow,
-}  # fmt: skip
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio, "mlflow": mlflow}
 
 
 def require(names: Sequence[str]) -> None:

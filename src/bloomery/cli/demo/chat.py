@@ -1,70 +1,72 @@
 """`bloomery demo chat`: fine-tune the model of `bloomery demo` with LoRA and in full, and compare the results."""
 
+import ast
+import shlex
 import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo.command import Trainer
-from bloomery.cli.demo.evaluation import describe
+from bloomery.cli.demo.pretrain import describe, followed, free_folders
 from bloomery.cli.demo.story import Story
 from bloomery.core.errors import UserError
-from bloomery.core.units import format_count
+from bloomery.core.text import harmless
+from bloomery.core.units import format_count, format_seconds
+from bloomery.data.shards.format import read_manifest
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.hardware.detect.detect import detect
+from bloomery.model.counting import parameter_count
+from bloomery.model.families.presets import read_config
 from bloomery.monitor.events import Phase, RunEnded, RunStarted, read_events
+from bloomery.monitor.summary import summary_of
+from bloomery.plan.estimate.states import mode_of, trained_count
+from bloomery.plan.store import read_plan
+from bloomery.plan.types import RunPlan
+from bloomery.runs.names import all_runs
 
 if TYPE_CHECKING:
-    from bloomery.plan.types import RunPlan
+    from bloomery.train.evaluation.answers import PromptAndResponse
 
 RECIPES = {"lora": "demo-chat-lora", "full": "demo-chat-full"}
-
-
-@final
-class FineTuned:
-    """A run of this demo."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.kind, self.folder = kind, folder
-
-    @property
-    def plan(self) -> "RunPlan":
-        from bloomery.plan.store import read_plan
-
-        return read_plan(self.folder / "plan.json")
+NUM_PROMPTS = 24  # for responses; the loss is over the whole validation set
+MAX_TOKENS = 160
+LINES = 6  # of a response that are printed
+COLUMN = 11
 
 
 def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     """The whole demo; returns the document of `--json`. Raises UserError."""
-    from bloomery.cli.demo.chat_evaluation import evaluate_chat_demo
-    from bloomery.hardware.detect.detect import detect
-
     began = time.time()
     story = Story(to_stderr=as_json)
     story.write("Bloomery chat demo: fine-tune the model of `bloomery demo` with LoRA and in full")
     story.write(f"{describe(detect())} · no download")
     story.write()
-    base = find_base() or train_base(story)
-    _show_base(story, base)
-    folders = free_folders(run_dir)
-    lora = _train(story, "lora", folders["lora"], f"model.from={base}")
-    plan = lora.plan
+    base = find_base() or _train_base(story)
+    size = format_count(parameter_count(read_config(base)))
+    story.write("base", f"{_near(base)}: {size} parameters, pretrained on Python source code")
+    folders = [run_dir / kind for kind in RECIPES] if run_dir is not None else free_folders(*RECIPES.values())
+    runs = dict(zip(RECIPES, folders, strict=True))
+    _train(story, RECIPES["lora"], runs["lora"], f"model.from={base}")
+    plan = read_plan(runs["lora"] / "plan.json")
     same = (f"train.max_steps={plan.train.steps}", f"data.prepared={plan.data.prepared}")
-    full = _train(story, "full", folders["full"], f"model.from={base}", *same)
-    return evaluate_chat_demo(story, base, [lora, full], began)
+    _train(story, RECIPES["full"], runs["full"], f"model.from={base}", *same)
+    return _evaluate_all(story, base, runs, began)
 
 
 def find_base() -> Path | None:
     """The export of the newest finished run of `bloomery demo`."""
-    from bloomery.runs.names import all_runs
-
     for folder in reversed(all_runs()):
         events = read_events(folder / "events.jsonl") if (folder / "events.jsonl").is_file() else []
         ended = [event for event in events if isinstance(event, RunEnded)]
         name = folder.name == "demo" or (folder.name.startswith("demo-") and folder.name[5:].isdecimal())
         if name and ended and ended[-1].status == "done":
-            return exported(folder)
+            return _exported(folder)
     return None
 
 
-def exported(run: Path) -> Path:
+def _exported(run: Path) -> Path:
     """The export of a run, created if missing."""
     from bloomery.export.layouts import export
     from bloomery.train.model_folder import model_folder
@@ -75,49 +77,22 @@ def exported(run: Path) -> Path:
     return folder.absolute()
 
 
-def train_base(story: Story) -> Path:
+def _train_base(story: Story) -> Path:
     """The run of `bloomery demo` without kill and evaluation."""
     folder = Path("runs/demo")
     if folder.exists():
         fix = f"`bloomery resume {folder}`, or delete the folder"
         raise UserError("the run of `bloomery demo` is not finished", where=str(folder), fix=fix)
     story.write("base", "no finished run of `bloomery demo` in runs/: training its model first")
-    _follow(story, "demo", folder)
-    return exported(folder)
+    _train(story, "demo", folder)
+    return _exported(folder)
 
 
-def _show_base(story: Story, base: Path) -> None:
-    from bloomery.model.counting import parameter_count
-    from bloomery.model.families.presets import read_config
-
-    size = format_count(parameter_count(read_config(base)))
-    where = base.relative_to(Path.cwd()) if base.is_relative_to(Path.cwd()) else base
-    story.write("base", f"{where}: {size} parameters, pretrained on Python source code")
-
-
-def free_folders(run_dir: Path | None) -> dict[str, Path]:
-    """runs/demo-chat-lora and runs/demo-chat-full, with a number if they exist: no run is overwritten."""
-    if run_dir is not None:
-        return {kind: run_dir / kind for kind in RECIPES}
-    for number in range(1, 10_000):
-        folders = {kind: Path("runs") / (name if number == 1 else f"{name}-{number}") for kind, name in RECIPES.items()}
-        if not any(folder.exists() for folder in folders.values()):
-            return folders
-    raise UserError("10,000 runs of this demo exist", where="runs", fix="delete some, or set --run-dir")
-
-
-def _train(story: Story, kind: str, folder: Path, *overrides: str) -> FineTuned:
-    _follow(story, RECIPES[kind], folder, *overrides)
-    return FineTuned(kind, folder)
-
-
-def _follow(story: Story, recipe: str, folder: Path, *overrides: str) -> None:
-    """Trains and prints the table of the run."""
-    from bloomery.plan.store import read_plan
-
+def _train(story: Story, recipe: str, folder: Path, *overrides: str) -> None:
+    """Trains and prints the table of the run, below its dataset and trainable parameters."""
     shown = False
-    with Trainer(folder) as trainer:
-        for event in trainer.run("train", recipe, *overrides, "--run-dir", str(folder)):
+    with closing(followed(folder, "train", recipe, *overrides, "--run-dir", str(folder))) as events:
+        for event in events:
             planned = isinstance(event, RunStarted) or (isinstance(event, Phase) and event.name == "length")
             plan = read_plan(folder / "plan.json") if planned else None
             if plan is not None and plan.train.steps is not None and not shown:
@@ -128,15 +103,13 @@ def _follow(story: Story, recipe: str, folder: Path, *overrides: str) -> None:
     story.end_table()
 
 
-def _show_run(story: Story, plan: "RunPlan") -> None:
+def _show_run(story: Story, plan: RunPlan) -> None:
     """Dataset and trainable parameters, once the number of steps is known."""
-    from bloomery.data.shards.format import read_manifest
-
     steps = f"{plan.train.steps:,} steps x {plan.train.tokens_per_step:,} tokens"
     if plan.adapter.kind == "none" and plan.objective.spec.reads_text:
         story.write("", steps)
         return
-    trainable = f"{format_count(trainable_parameters(plan))} trainable parameters, {steps}"
+    trainable = f"{format_count(_trainable(plan))} trainable parameters, {steps}"
     if plan.adapter.kind == "none":
         story.write("full", f"full fine-tuning: {trainable}")
         return
@@ -149,7 +122,112 @@ def _show_run(story: Story, plan: "RunPlan") -> None:
     story.write("lora", f"LoRA, rank {rank}, base weights frozen: {trainable}")
 
 
-def trainable_parameters(plan: "RunPlan") -> int:
-    from bloomery.plan.estimate.states import mode_of, trained_count
-
+def _trainable(plan: RunPlan) -> int:
     return trained_count(plan.model.config, mode_of(plan, plan.model.config))
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """Evaluation of one model; None: not of a base."""
+
+    name: str
+    loss: float
+    eos_share: float  # of the responses, that end with EOS
+    python_share: float  # of the responses, that are a Python function
+    response: str
+    trainable: int | None = None
+    memory_gib: float | None = None
+    seconds: float | None = None
+
+
+def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float) -> dict[str, Any]:
+    """Prints results, a response of each model, reports and next commands; returns the document of `--json`."""
+    from bloomery.report import Bars, write_report
+    from bloomery.train.evaluation.answers import shown, validation_prompts
+
+    prepared = read_plan(runs["lora"] / "plan.json").data.prepared
+    tokenizer = load_tokenizer(prepared)
+    prompts = validation_prompts(prepared, NUM_PROMPTS)
+    example = min(range(len(prompts)), key=lambda number: len(prompts[number].prompt))
+    with story.busy("evaluating the three models on the validation set"):
+        results = [_evaluate("base", base, prepared, prompts, example, tokenizer)]
+        for name, run in runs.items():
+            summary = summary_of(read_events(run / "events.jsonl"))
+            result = _evaluate(name, run, prepared, prompts, example, tokenizer)
+            trainable = _trainable(read_plan(run / "plan.json"))
+            results.append(replace(result, trainable=trainable, memory_gib=summary.peak_gib, seconds=summary.seconds))
+    _show_results(story, results, read_manifest(prepared).validation.documents, len(prompts))
+    story.write("prompt", *shown(tokenizer, prompts[example].prompt).splitlines())
+    for result in results:
+        story.write(result.name, *_cut(result.response))
+    story.write("reference", *_cut(shown(tokenizer, prompts[example].reference)))
+    story.write()
+    losses, note = tuple((result.name, result.loss) for result in results), "Response tokens. Lower is better."
+    with story.busy("writing the reports"):
+        bars = [Bars("Validation loss", losses, unit="nats per token", note=note, own=name) for name in runs]
+        reports = [write_report(run, extras=(one,)) for run, one in zip(runs.values(), bars, strict=True)]
+    for title, report in zip(("report", ""), reports, strict=True):
+        story.write(title, str(_near(report)))
+    story.write()
+    lora, full = (shlex.quote(run.name if run.parent == Path("runs") else str(run)) for run in runs.values())
+    export = f"bloomery export {full} --to hf --out my-model"
+    story.write("next", f"bloomery chat {full}", f"bloomery chat {lora}", export)
+    return {
+        "models": [{key: value for key, value in vars(result).items() if key != "response"} for result in results],
+        "prompts": len(prompts),
+        "seconds": time.time() - began,
+        "reports": [str(report) for report in reports],
+        "folders": [str(run) for run in runs.values()],
+    }
+
+
+def _near(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _evaluate(
+    name: str, model: Path, prepared: Path, prompts: "list[PromptAndResponse]", example: int, tokenizer: Tokenizer
+) -> ChatResult:
+    from bloomery.runs.evaluate import evaluate, load_to_evaluate
+    from bloomery.train.evaluation.answers import answer, shown
+
+    decoder, _ = load_to_evaluate(model)
+    loss = evaluate(decoder, tokenizer, prepared)[0].loss
+    responses = [answer(decoder, tokenizer, each, max_new_tokens=MAX_TOKENS) for each in prompts]
+    texts, count = [shown(tokenizer, response.ids) for response in responses], len(responses)
+    functions = sum(is_function(text, each.ended) for text, each in zip(texts, responses, strict=True))
+    whole = texts[example] + ("" if responses[example].ended else " …")
+    return ChatResult(name, loss, sum(each.ended for each in responses) / count, functions / count, whole)
+
+
+def is_function(text: str, ended: bool) -> bool:
+    """Whether a response is complete and a valid Python function, as all responses of the dataset."""
+    if not ended or not text.startswith(("def ", "async def ", "@")):
+        return False
+    try:
+        return bool(ast.parse(text).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _show_results(story: Story, results: list[ChatResult], documents: int, count: int) -> None:
+    def row(title: str, values: Sequence[str]) -> str:
+        return f"{title:<44}" + "".join(f"{value:>{COLUMN}}" for value in values)
+
+    story.write(
+        "result",
+        row(f"validation set, {documents} prompts", [r.name for r in results]),
+        row("  loss, nats per response token", [f"{r.loss:.3f}" for r in results]),
+        row(f"  {count} responses: end with EOS", [f"{r.eos_share:.0%}" for r in results]),
+        row(f"  {count} responses: valid Python function", [f"{r.python_share:.0%}" for r in results]),
+        row("  trainable parameters", ["" if r.trainable is None else format_count(r.trainable) for r in results]),
+        row("  peak memory, GiB", ["" if r.memory_gib is None else f"{r.memory_gib:.2f}" for r in results]),
+        row("  training time", ["" if r.seconds is None else format_seconds(r.seconds) for r in results]),
+    )
+    story.write()
+
+
+def _cut(text: str) -> list[str]:
+    lines = [line.rstrip() for line in harmless(text).splitlines() if line.strip()] or ["(empty)"]
+    cut = [line if len(line) <= 86 else line[:85] + "…" for line in lines[:LINES]]
+    return cut if len(lines) <= LINES else [*cut[:-1], "…"]

@@ -197,19 +197,12 @@ class Screen:
 
 def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
     """The picture, no line wider than the screen. `state`: as in `bloomery watch --json`; `now`: seconds since 1970."""
-    width, head, figures = (
-        screen.width,
-        _head(run.summary, facts, screen, state, now),
-        _figures(run, facts, screen.width),
-    )
-    all_devices = run.summary.devices.all
+    width, all_devices = screen.width, run.summary.devices.all
+    head, figures = _head(run.summary, facts, screen, state, now), _figures(run, facts, width)
     devices = device_lines(all_devices, width)
     if screen.height is None:
-        chart, incidents, samples = (
-            _chart(run, screen, 10),
-            _incidents(run, width, 16, now=now),
-            _samples(run, width, 8),
-        )
+        chart, incidents = _chart(run, screen, 10), _incidents(run, width, 16, now=now)
+        samples = _samples(run, width, 8)
     else:
         room = screen.height - len(head) - len(figures) - len(devices) - 4  # one of them between blocks
         if room < _LEAST_ROOM and len(all_devices) > 2 and width >= 2 * _SHORT:

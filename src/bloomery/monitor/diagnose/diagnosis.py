@@ -43,9 +43,7 @@ FALLEN = 0.1  # of the distance from the first loss to the token entropy: even a
 # The logits of a random model have a standard deviation of 0.02 sqrt(width) and less: ln V + 0.0002 width nats at most,
 # which is below 1.2 ln V up to a width of 8,192. A first loss far below ln V means that labels leak.
 FIRST_HIGH, FIRST_LOW = 1.5, 0.7
-TINY_TOKENS = (
-    1.5  # bytes per token; a byte-level vocabulary of 300 has 1.6 on the dataset it was trained on, 2,048 has 3
-)
+TINY_TOKENS = 1.5  # bytes per token: on its training dataset a byte-level vocabulary of 300 has 1.6, 2,048 has 3
 REPEATS = 0.3
 EPOCHS = 4  # repeated tokens help as much as new ones up to there (Muennighoff et al., arXiv:2305.16264)
 
@@ -85,10 +83,8 @@ def _labels(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     following = middle([health.labels_next for health in history.health])
     if following is None or following >= NEXT:
         return
-    own, after = (middle([getattr(v, name) for v in history.health]) or 0.0 for name in ("labels_own", "labels_after"))
-    fix = (
-        "labels[t] must be tokens[t + 1] of the same document: compare them with `bloomery prepare RECIPE --preview 3`"
-    )
+    own = middle(health.labels_own for health in history.health) or 0.0
+    after = middle(health.labels_after for health in history.health) or 0.0
     if own > 0.9:
         where = "off by one: each label is the input token at the same position"
         evidence = f"{own:.0%} of the labels are the token at their position, {following:.0%} the next token"
@@ -98,7 +94,8 @@ def _labels(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     else:
         where = "not the next tokens: the tokens or the labels were shuffled"
         evidence = f"{following:.0%} of the labels are the next token"
-    yield Diagnosis("labels", f"the labels are {where}", evidence, fix)
+    fix = "labels[t] must be tokens[t + 1] of the same document: compare them with"
+    yield Diagnosis("labels", f"the labels are {where}", evidence, f"{fix} `bloomery prepare RECIPE --preview 3`")
 
 
 def _shuffled(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -121,10 +118,8 @@ def _frozen(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     samples = [v for v in history.healthy_rate if v.unchanged_share is not None][-10:]
     if len(samples) < 3:
         return
-    still, without = (
-        median(getattr(v, name) or 0.0 for v in samples) for name in ("unchanged_share", "no_gradient_share")
-    )
-    share = max(still, without)
+    without = median(health.no_gradient_share or 0.0 for health in samples)
+    share = max(without, median(health.unchanged_share or 0.0 for health in samples))
     if share < FROZEN:
         return
     name = f", for example {samples[-1].unchanged}" if samples[-1].unchanged else ""
@@ -148,20 +143,16 @@ def _first_loss(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         fix = "check the attention mask and the shift of the labels"
         yield Diagnosis("first-loss", "initial loss is too low for random weights: labels are leaking", evidence, fix)
     elif begin > FIRST_HIGH * chance:
-        fix = (
-            "lower model.initializer_range"
-            if facts.fresh
-            else "use the tokenizer of these weights: set tokenizer.from=same"
-        )
+        other = "use the tokenizer of these weights: set tokenizer.from=same"
+        fix = "lower model.initializer_range" if facts.fresh else other
         yield Diagnosis("first-loss", "initial loss is above that of a uniform guess", evidence, fix)
 
 
 def _fell_little(history: RunHistory, facts: PlanFacts) -> bool:
     if not facts.falls or history.begin is None or history.loss is None or len(history.losses) < ENOUGH:
         return False
-    floor = (
-        facts.unigram_nats if facts.unigram_nats is not None else history.begin * 2 / 3
-    )  # the loss of token frequencies alone
+    # the loss of token frequencies alone
+    floor = facts.unigram_nats if facts.unigram_nats is not None else history.begin * 2 / 3
     way = max(0.0, history.begin - floor)
     return history.loss > history.begin - FALLEN * max(way, 0.05 * history.begin)
 
@@ -238,9 +229,8 @@ def _gradient(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     now, then = median(norms[-FEW:]), median(history.first_norms)
     if now == 0:
         evidence = f"gradient norm 0 in the last {FEW} steps; {_curve(history, facts)}"
-        yield Diagnosis(
-            "gradient", "no gradient flows back from the loss", evidence, "check for detach() and no_grad()"
-        )
+        fix = "check for detach() and no_grad()"
+        yield Diagnosis("gradient", "no gradient flows back from the loss", evidence, fix)
     elif now > 10 * then > 0:
         fix = f"set {_rate_key(facts)[0]} to a tenth of its value" if facts.clip else "set train.max_grad_norm=1.0"
         grew = f"gradient norm {then:.2g} in the first steps, {now:.2g} now; {_curve(history, facts)}"
@@ -318,11 +308,8 @@ def _attention(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     quadratic = history.attention in QUADRATIC if facts.device != "cpu" else history.attention == "math"
     fallen = history.attention == "sdpa" and facts.fused_attention is False and facts.device != "cpu"
     if (quadratic or fallen) and facts.sequence_length >= LONG_SEQUENCE:
-        length, kernel = (
-            facts.sequence_length,
-            "the math kernel of PyTorch" if fallen else f"the kernel {history.attention}",
-        )
-        evidence = f"{kernel} stores {length:,} x {length:,} scores per head"
+        kernel = "the math kernel of PyTorch" if fallen else f"the kernel {history.attention}"
+        evidence = f"{kernel} stores {facts.sequence_length:,} x {facts.sequence_length:,} scores per head"
         fix = "set train.attention=blockwise" if fallen else "set train.attention=auto"
         yield Diagnosis("attention", "attention writes the full score matrix to memory", evidence, fix)
 
@@ -333,25 +320,21 @@ def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
         samples = [sample for sample in history.gpus if sample.device == device]
         reasons = [sample.throttled for sample in samples if sample.throttled]
         hottest = max((sample.temperature or 0.0 for sample in samples), default=0.0)
-        clocks = [s.clock_mhz for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)]
-        now = [s for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)][-FEW:]
+        busy = [s for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)]
+        clocks, now = [s.clock_mhz or 0.0 for s in busy], busy[-FEW:]
         hot = len(now) == FEW and median(s.temperature or 0.0 for s in now) >= THROTTLING_CELSIUS
+        silent = not reasons and all(s.throttled != "" for s in now)
         if len(reasons) > 0.1 * len(samples):
             share = len(reasons) / len(samples)
             evidence = f"reported in {share:.0%} of the samples ({reasons[-1]}), at up to {hottest:.0f} °C"
-        elif (
-            not reasons and hot and all(s.throttled != "" for s in now) and median(clocks[-FEW:]) < COOLED * max(clocks)
-        ):
+        elif silent and hot and median(clocks[-FEW:]) < COOLED * max(clocks):
             evidence = f"clock fell from {max(clocks):,.0f} to {median(clocks[-FEW:]):,.0f} MHz at {hottest:.0f} °C"
         else:
             continue
+        heat = hottest >= THROTTLING_CELSIUS
+        problem = f"thermal throttling of GPU {device}" if heat else f"GPU {device} is throttled"
         fix = "improve the airflow, or lower the power limit (`rocm-smi --setpoweroverdrive`, `nvidia-smi -pl`)"
-        yield Diagnosis(
-            f"heat-{device}",
-            f"thermal throttling of GPU {device}" if hottest >= THROTTLING_CELSIUS else f"GPU {device} is throttled",
-            evidence,
-            fix,
-        )
+        yield Diagnosis(f"heat-{device}", problem, evidence, fix)
 
 
 def _cores(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
@@ -392,11 +375,11 @@ def _crowded(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     retries = sum(max(0, after - before) for (_, before), (_, after) in pairwise(counts))
     steps, last = counts[-1][0].step - counts[0][0].step, counts[-1][0]
     if retries > RETRIES * max(steps, FEW):
+        fragmented = f"{last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB is fragmented"
         yield Diagnosis(
             "crowded",
             "memory is nearly full: PyTorch frees its cache and retries allocations",
-            f"{retries:,} retries in {steps:,} steps; {last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB"
-            f" is fragmented",
+            f"{retries:,} retries in {steps:,} steps; {fragmented}",
             "set a smaller train.micro_batch_size: gradient accumulation keeps the tokens per step",
         )
 

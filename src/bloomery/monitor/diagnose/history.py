@@ -85,9 +85,7 @@ class RunHistory:
     loss_steps: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
     health: deque[StepHealth] = field(default_factory=lambda: deque(maxlen=RECENT))
     gpus: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
-    allocator: deque[DeviceStats] = field(
-        default_factory=lambda: deque(maxlen=RECENT)
-    )  # reported by the training process
+    allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))  # of the training process
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> validation loss
     attention: str = ""
     step: int = 0
@@ -119,12 +117,8 @@ class RunHistory:
             case DeviceStats() if event.device >= 0:
                 self.gpus.append(event)
             case RunStarted():
-                self.attention, self.began_at, self.began, self.compiled_graphs = (
-                    event.attention,
-                    event.step,
-                    None,
-                    None,
-                )
+                self.attention, self.began_at = event.attention, event.step
+                self.began = self.compiled_graphs = None
             case Resumed() | Recovered():
                 self._go_back(event.step)
 

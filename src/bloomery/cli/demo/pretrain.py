@@ -1,0 +1,277 @@
+"""`bloomery demo`: train a small model on this machine's Python source, kill and resume the run, evaluate the model."""
+
+import gzip
+import lzma
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bloomery.cli.demo.story import Story
+from bloomery.core.child import kill_group
+from bloomery.core.errors import UserError
+from bloomery.core.units import GIB, format_count, format_seconds
+from bloomery.data.prepare.split import repeated_lines
+from bloomery.data.shards.format import open_split, read_manifest
+from bloomery.data.sources.builtin import stdlib_files
+from bloomery.data.sources.documents import read_file
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.machine import Machine
+from bloomery.model.counting import parameter_count
+from bloomery.monitor.events import Event, Phase, Resumed, RunStarted, Saved, StepDone, follow, read_events
+from bloomery.monitor.summary import summary_of
+from bloomery.plan.store import read_plan
+from bloomery.plan.types import RunPlan
+
+if TYPE_CHECKING:
+    from bloomery.model.decoder import Decoder
+
+KILL_AT = 2 / 3  # of the run's steps
+REPEATED = 5  # steps at least between the last checkpoint and the kill, to compare their losses
+BAR = 22  # characters of the longest bar
+SAMPLE_LINES = 8
+
+
+@dataclass
+class Kill:
+    """The kill, and the losses of the repeated steps before and after it."""
+
+    step: int
+    saved: int  # the checkpoint that the run resumes from
+    before: dict[int, float | None]
+    after: dict[int, float | None] = field(default_factory=dict)
+
+    @property
+    def differing(self) -> list[int]:
+        return [step for step, loss in self.before.items() if self.after.get(step) != loss]
+
+
+def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
+    """The whole demo; returns the document of `--json`. Raises UserError."""
+    began = time.time()
+    folder = run_dir or free_folders("demo")[0]
+    story = Story(to_stderr=as_json)
+    story.write("Bloomery demo: train a small language model on this machine's Python source code")
+    story.write(f"{describe(detect())} · no download")
+    story.write()
+    try:
+        kill = _train_and_kill(folder, story)
+        if kill is not None:
+            _resume(folder, story, kill)
+    finally:
+        story.end_table()
+    return evaluate_demo(folder, story, kill, began)
+
+
+def free_folders(*names: str) -> list[Path]:
+    """runs/NAME of each, all of them with the same number if one exists: no run is overwritten."""
+    for number in count(1):
+        folders = [Path("runs") / (name if number == 1 else f"{name}-{number}") for name in names]
+        if not any(folder.exists() for folder in folders):
+            return folders
+    raise AssertionError("numbers never end")
+
+
+def describe(machine: Machine) -> str:
+    """GPUs, CPU and memory in a line."""
+    host = machine.host
+    bf16 = ", bf16 in hardware" if {"avx512_bf16", "amx_bf16"} & set(host.cpu_flags) else ""
+    gpus = [f"GPU: {gpu.name}, {gpu.usable_bytes / GIB:.0f} GiB" for gpu in machine.accelerators]
+    cpu = f"CPU: {host.cpu_name}, {host.cpu_cores} cores{bf16}"
+    return " · ".join([*gpus, cpu, f"{host.memory_bytes / GIB:.0f} GiB memory"])
+
+
+def followed(folder: Path, *arguments: str) -> Generator[Event]:
+    """The events of `bloomery ARGUMENTS` in a process until it ends; `close` kills it and its ranks.
+
+    Its process group is its own, and Ctrl+C is forwarded once. Raises UserError with its error when it fails.
+    """
+    events = folder / "events.jsonl"
+    known = events.stat().st_size if events.exists() else 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bloomery", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        try:
+            yield from follow(events, lambda: process.poll() is not None, start=known, poll_seconds=0.05)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    finally:
+        if process.poll() is None:
+            kill_group(process.pid)
+            process.communicate()
+    if process.returncode != 0:
+        lines = errors.decode("utf-8", errors="replace").strip().splitlines()
+        raise UserError(
+            "training of the demo failed" + (f": {lines[0].removeprefix('error: ')}" if lines else ""),
+            where=str(folder / "log.txt"),
+            fix=f"resume from the last checkpoint: `bloomery resume {folder}`",
+            code=process.returncode if process.returncode > 0 else 1,
+        )
+
+
+def _train_and_kill(folder: Path, story: Story) -> Kill | None:
+    """None when training ended before a kill after the first checkpoint."""
+    losses: dict[int, float | None] = {}
+    steps, saved, began = 0, 0, time.time()
+    with closing(followed(folder, "train", "demo", "--run-dir", str(folder))) as events:
+        for event in events:
+            story.show(event)
+            match event:
+                case RunStarted():
+                    _show_dataset(story, read_plan(folder / "plan.json"), event.time - began)
+                case Phase(name="length"):
+                    first, steps = not steps, round(event.total)
+                    if first:
+                        story.begin_table(steps)
+                        _show_plan(story, read_plan(folder / "plan.json"))
+                case Saved():
+                    saved = event.step
+                case StepDone():
+                    losses[event.step] = event.loss
+                    if saved and steps and event.step >= max(KILL_AT * steps, saved + REPEATED):
+                        events.close()
+                        story.note(event.step, "training process killed on purpose (kill -9)")
+                        return Kill(event.step, saved, {s: x for s, x in losses.items() if s > saved})
+    return None
+
+
+def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
+    """Dataset and tokenizer, once the shards are written. `seconds`: the time to prepare them."""
+    manifest = read_manifest(plan.data.prepared)
+    train, validation = manifest.train, manifest.validation
+    size, files = train.bytes + validation.bytes, train.documents + validation.documents
+    story.write("dataset", f"{files} files of Python's standard library, {size / 1e6:.1f} MB; "
+                f"{validation.documents} files ({validation.bytes / 1e6:.2f} MB) are the validation set")  # fmt: skip
+    each = size / (train.tokens + validation.tokens)
+    bpe = f"byte-level BPE, {manifest.vocab_size:,} tokens, {each:.1f} bytes per token"
+    story.write_timed("tokenizer", bpe, seconds)
+
+
+def _show_plan(story: Story, plan: RunPlan) -> None:
+    """The plan, once the number of steps is known."""
+    train, memory = plan.train, plan.memory
+    reason = next(choice.reason for choice in plan.choices if choice.key == "train.precision")
+    size = format_count(parameter_count(plan.model.config))
+    tokens = f"{train.steps:,} steps x {train.tokens_per_step:,} tokens"
+    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB · about {format_seconds(train.seconds or 0)}"
+    story.write("plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", fits)
+
+
+def _resume(folder: Path, story: Story, kill: Kill) -> None:
+    seconds = 0.0
+    with closing(followed(folder, "resume", str(folder))) as events:
+        for event in events:
+            if isinstance(event, Resumed):
+                seconds = event.seconds  # the report's figure, too
+            if isinstance(event, StepDone) and event.step in kill.before:
+                kill.after[event.step] = event.loss
+                if event.step == kill.step:
+                    first, differing = f"steps {kill.saved + 1} to {kill.step}", kill.differing
+                    same = "losses bitwise identical"
+                    if differing:
+                        same = f"{len(differing)} of {len(kill.before)} losses differ, the first at step {differing[0]}"
+                    story.note(kill.saved, f"resumed in {seconds:.1f} s; repeated {first}: {same}")
+            if event.step > kill.step:
+                story.show(event)
+
+
+def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -> dict[str, Any]:
+    """Evaluation, sample, export and report of the finished run; returns the document of `--json`."""
+    from bloomery.export.layouts import export
+    from bloomery.model.io.weights import load_decoder
+    from bloomery.model.sampling import Sampling
+    from bloomery.report import Bars, write_report
+    from bloomery.runs.generate import generate
+    from bloomery.train.model_folder import model_folder
+
+    plan = read_plan(folder / "plan.json")
+    checkpoint = model_folder(folder, "last")
+    decoder, tokenizer = load_decoder(checkpoint), load_tokenizer(checkpoint)
+    bits = _bits_per_byte(story, decoder, tokenizer, plan.data.prepared)
+    prompt = plan.sample.prompts[0]
+    sampling = Sampling(max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0)
+    completion = "".join(generate(decoder, tokenizer, prompt, sampling))
+    story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
+    story.write()
+    summary = summary_of(read_events(folder / "events.jsonl"))
+    memory, planned = plan.memory.total / GIB, plan.seconds.value if plan.seconds else 0.0
+    took = f"time {planned:.0f} s, took {summary.seconds:.0f} s ({summary.seconds / planned - 1:+.0%})"
+    peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
+    story.write("planned", f"{took} · {peak}")
+    model = folder / "export" / "hf"
+    with story.busy("writing the report"):
+        if not model.exists():
+            export(checkpoint, model)
+        title, note = "Bits per byte on the validation set", "Lower is better."
+        bars = Bars(title, tuple(bits.items()), unit="bits per byte", note=note, own="this model")
+        report = write_report(folder, extras=(bars,))
+    story.write("report", f"{folder / 'report.html'!s:<31}training curves, samples, events, settings")
+    story.write("model", f"{model!s:<31}opens in transformers and vLLM")
+    story.write()
+    _next_steps(story, folder)
+    return {
+        "bits_per_byte": bits["this model"],
+        "gzip_bits_per_byte": bits["gzip -9"],
+        "xz_bits_per_byte": bits["xz -9"],
+        "seconds": time.time() - began,
+        "report": str(report),
+        "folder": str(folder),
+        "killed_at_step": kill.step if kill else None,
+        "repeated_steps": len(kill.before) if kill else 0,
+        "differing_losses": len(kill.differing) if kill else 0,
+    }
+
+
+def _bits_per_byte(story: Story, decoder: "Decoder", tokenizer: Tokenizer, prepared: Path) -> dict[str, float]:
+    """Of two compressors and the model on the validation set, printed as bars."""
+    from bloomery.runs.evaluate import evaluate
+
+    with story.busy("evaluating on the validation set"):
+        split = open_split(prepared, "validation")
+        texts = [tokenizer.decode([int(token) for token in split.document(n)[1:-1]]) for n in range(len(split))]
+        known = set(texts)
+        repeated = repeated_lines(texts, (t for f in stdlib_files() if (t := read_file(f.path)) not in known))
+        whole = "".join(texts).encode()
+        bits = {
+            "gzip -9": 8 * len(gzip.compress(whole, 9)) / len(whole),
+            "xz -9": 8 * len(lzma.compress(whole, preset=9)) / len(whole),
+            "this model": evaluate(decoder, tokenizer, prepared)[0].bits_per_byte or math.nan,
+        }
+    story.write("result", "bits per byte on the validation set "
+                f"(lower is better; {repeated:.0%} of its lines occur in training)")  # fmt: skip
+    for name, value in bits.items():
+        eighths = round(value / max(bits.values()) * BAR * 8)  # of a character
+        story.write("", f"  {name:<10}{value:>6.2f}  {'█' * (eighths // 8)}{' ▏▎▍▌▋▊▉'[eighths % 8].strip()}")
+    return bits
+
+
+def _next_steps(story: Story, folder: Path) -> None:
+    name = shlex.quote(folder.name if folder.parent == Path("runs") else str(folder))
+    script = Path(sys.prefix) / "bin" / "activate"
+    near = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+    found = shutil.which("bloomery") is not None or not script.is_file()  # not after `make demo`
+    commands = {
+        **({} if found else {f"source {near}": ""}),
+        f'bloomery generate {name} --prompt "def read_json(path):"': "",
+        "bloomery demo chat": "fine-tune it, 2 minutes",
+        'bloomery train demo data.path=~/my-code data.glob="*.go"': "your own code",
+        'bloomery plan go-coder-125m --gpu "RX 6700 XT"': "before you buy a GPU",
+    }
+    story.write("next", *(f"{command:<66}{purpose}".rstrip() for command, purpose in commands.items()))
