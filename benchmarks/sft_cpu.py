@@ -32,6 +32,7 @@ SETTINGS = {  # of both sides; sequences: of a step, by objective
 }  # fmt: skip
 VOCABULARY = 16_384
 BARS = [("best", "speed", 1.3), ("defaults", "speed", 2.5), ("best", "memory", 0.8)]
+BOUND = "products"  # the matrix products of the same step alone: no float32 implementation is quicker
 REAL_BARS = [("speed", 4.0), ("memory", 0.8)]  # SmolLM2, against the quicker of TRL's forms
 
 
@@ -104,12 +105,13 @@ logging: {{trackers: []}}
 def commands(objective: str, work: Path, model: str) -> dict[str, list[str]]:
     """Each side's program and arguments. `best` has several forms, of which the quickest counts."""
     theirs, ours, folder = str(HERE / "side_trl.py"), str(HERE / "side_bloomery.py"), str(work)
+    products = str(HERE / "side_products.py")
     rows = str(SETTINGS[model]["sequences"][objective])
     if model == "smollm2":
         forms = {"best fp32": [theirs, folder, objective, "best-float32", rows, rows]}
         if bf16_in_hardware():  # emulated it is ten times slower, and no form at its best
             forms["best bf16"] = [theirs, folder, objective, "best", rows, rows]
-        return forms | {"bloomery": [ours, folder]}
+        return forms | {"bloomery": [ours, folder]} | ({BOUND: [products, folder]} if objective == "sft" else {})
     return {
         "best 2": [theirs, folder, objective, "best", "2", rows],
         "best 8": [theirs, folder, objective, "best", "8", rows],
@@ -131,7 +133,8 @@ def verdicts_of(sides: list[Side]) -> list[dict]:
     by_name = {side.name: side for side in sides}
     best = max((side for side in sides if side.name.startswith("best")), key=lambda side: side.speed)
     if "defaults" not in by_name:
-        return [judged(by_name["bloomery"], best, figure, bar) for figure, bar in REAL_BARS]
+        found = [judged(by_name["bloomery"], best, figure, bar) for figure, bar in REAL_BARS]
+        return found + [judged(by_name[BOUND], best, *REAL_BARS[0])] * (BOUND in by_name)
     theirs = {"best": best, "defaults": by_name["defaults"]}
     return [judged(by_name["bloomery"], theirs[name], figure, bar) for name, figure, bar in BARS]
 

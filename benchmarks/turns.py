@@ -107,7 +107,7 @@ def table(sides: Sequence[Side], names: Mapping[str, str] = MappingProxyType({})
     lines = [f"{'':<{width}}{counted + ' tok/s':>14}{'s/step':>8}{'tokens':>9}{'live MiB':>10}{'RSS MiB':>9}  losses"]
     for side in sides:
         found = side.result
-        losses = " ".join(f"{loss:.3f}" for loss in found["losses"])
+        losses = " ".join(f"{loss:.3f}" for loss in found["losses"] if loss is not None)
         lines.append(
             f"{names.get(side.name, side.name):<{width}}{side.speed:>14,.0f}{statistics.median(found['seconds']):>8.2f}"
             f"{statistics.median(side.counted()):>9,.0f}{found['live_bytes'] / 2**20:>10,.0f}"

@@ -134,6 +134,8 @@ def test_malformed_row_stops_or_is_skipped(tmp_path, case):
         read(path)
     assert caught.value.where == str(tmp_path / where)
     assert problem in caught.value.problem
+    innermost = "field text" if where.endswith("field text") else where
+    assert caught.value.problem.startswith(innermost), "an error names its subject"
     assert "Error" not in str(caught.value)
     stats = ReadStats()
     assert [document.text for document in read(path, "skip", stats)] == ["good", "better"]

@@ -82,6 +82,17 @@ def test_a_kill_is_told_although_nobody_wrote_it_down():
     assert not any("killed" in line for line in drawn(ended))
 
 
+def test_an_error_that_a_resumed_run_left_behind_has_one_line():
+    error = "training killed by SIGSEGV: segmentation fault\n       (compiled code accessed invalid memory)"
+    failed = [step_done(5), RunEnded(status="failed", error=error, step=5)]
+    assert any("compiled code" in line for line in drawn(failed, state="failed"))
+    resumed = [*failed, Resumed(path="checkpoints/step-00000003", step=3), step_done(4), step_done(5)]
+    lines = drawn(resumed)
+    assert sum("SIGSEGV" in line for line in lines) == 1
+    assert not any("compiled code" in line for line in lines)
+    assert sum("compiled code" in line for line in drawn([*resumed, *failed], state="failed")) == 1
+
+
 def test_the_curve_holds_nothing_of_a_future_that_a_resume_gave_up():
     events = [*(step_done(step, 5.0) for step in range(1, 9)), Resumed(path="x", step=4), step_done(5, 1.0)]
     assert seen_of(events).curve == [(1, 5.0), (2, 5.0), (3, 5.0), (4, 5.0), (5, 1.0)]

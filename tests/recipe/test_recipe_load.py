@@ -269,6 +269,22 @@ def test_every_leaf_has_a_provenance():
     assert {"train.seed", "optimizer.kind", "adapter.kind", "sample.prompts"} <= set(loaded.provenance)
 
 
+@pytest.mark.parametrize("word", ["none", "null"])
+def test_no_clipping_is_none_or_null(word, write):
+    assert load_recipe(write(SMALL + f"train: {{max_grad_norm: {word}}}\n")).recipe.train.max_grad_norm is None
+    assert load_recipe(write(SMALL), [f"train.max_grad_norm={word}"]).recipe.train.max_grad_norm is None
+    allowed = json_schema()["$defs"]["Train"]["properties"]["max_grad_norm"]["anyOf"]
+    assert {"const": "none", "type": "string"} in allowed
+
+
+def test_paged_is_another_name_of_offload(write, tmp_path):
+    loaded = load_recipe(write(SMALL + "optimizer: {paged: true}\n"))
+    assert loaded.recipe.optimizer.offload
+    assert not load_recipe(write(SMALL), ["optimizer.paged=false"]).recipe.optimizer.offload
+    (tmp_path / "again.yaml").write_text(dump_recipe(loaded))
+    assert load_recipe(tmp_path / "again.yaml").recipe == loaded.recipe
+
+
 def test_the_schema_knows_the_keys_and_refuses_others():
     schema = json_schema()
     assert set(schema["properties"]) == set(Recipe.model_fields)

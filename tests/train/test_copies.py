@@ -70,7 +70,7 @@ def test_states_that_visit_are_states_that_stayed(streams, monkeypatch, states, 
     assert len(streams) == 1
     with monkeypatch.context() as patch:
         patch.setattr(copies, "apart", lambda device: False)
-        here = build_optimizer(stayed, plan.model_copy(update={"paged": True}))
+        here = build_optimizer(stayed, plan.model_copy(update={"offload": True}))
         train(stayed, here, range(4))
     assert same(stayed, visited)
     found, expected = away.named_tensors(), here.named_tensors()

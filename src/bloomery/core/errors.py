@@ -27,7 +27,7 @@ def one_line(text: str) -> str:
     return text if text.isprintable() else "".join(map(_plain, text))
 
 
-_OWN = re.compile(r"(\n(?:why:   |       ))")  # starts another line of a message
+_OWN = re.compile(r"(\n       )")  # starts another line of a message
 
 
 def _own_lines(text: str) -> str:

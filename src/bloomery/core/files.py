@@ -80,7 +80,7 @@ def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedRea
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         fix = "check the path, the owner, the permissions and the disk"
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix=fix, code=code) from error
+        raise UserError(f"file cannot be read: {error.strerror}", where=str(path), fix=fix, code=code) from error
     except ValueError as error:  # a NUL, or a character that this locale cannot encode
         problem, fix = "invalid file name", "pass another file, or set LANG=C.UTF-8"
         raise UserError(problem, where=str(path), fix=fix, code=code) from error
@@ -90,7 +90,7 @@ def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedRea
         return os.fdopen(number, "rb")
     os.close(number)
     kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
-    raise UserError(f"is {kind}, not a file", where=str(path), fix="pass a regular file", code=code)
+    raise UserError(f"the path is {kind}, not a file", where=str(path), fix="pass a regular file", code=code)
 
 
 def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: int = 1) -> bytes:

@@ -104,7 +104,7 @@ def changed(path: Path, *, fix: str) -> UserError:
 def check_file(path: Path, size: int, digests: tuple[str, ...], *, fix: str) -> None:
     """Raises UserError if the file is missing, or its size or content has changed."""
     if not path.is_file() or (current := path.stat().st_size) != size:
-        problem = f"has {current:,} bytes instead of {size:,}" if path.is_file() else "is missing"
+        problem = f"file has {current:,} bytes instead of {size:,}" if path.is_file() else "file is missing"
         raise UserError(problem, where=str(path), fix=fix)
     if digests_of_file(path) != digests:
         raise changed(path, fix=fix)

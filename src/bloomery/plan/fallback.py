@@ -102,7 +102,7 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     if gpu and not plan.train.offload_activations:
         action = "activations offloaded to CPU memory; two copies per step"
         return Fallback(_trained(plan, "train.offload_activations", True, reason), action, only_time=True)
-    if gpu and optimizer.kind == "adamw" and not (optimizer.offload or optimizer.paged):
+    if gpu and optimizer.kind == "adamw" and not optimizer.offload:
         action = "optimizer states offloaded to CPU memory; two copies per step"
         return Fallback(
             _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason), action, only_time=True

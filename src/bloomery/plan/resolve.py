@@ -369,11 +369,7 @@ def _fused(recipe: Recipe, profile: Profile) -> Choice[bool]:
     """Whether torch's fused AdamW does the update; memory-saving states need Bloomery's own."""
     asked = recipe.optimizer
     optimizer_memory = (
-        asked.fused_backward
-        or asked.paged
-        or asked.offload
-        or asked.stochastic_rounding
-        or asked.state_dtype != "float32"
+        asked.fused_backward or asked.offload or asked.stochastic_rounding or asked.state_dtype != "float32"
     )
     if asked.kind == "adafactor" or (optimizer_memory and asked.kind == "adamw"):
         name = "Adafactor" if asked.kind == "adafactor" else "AdamW"

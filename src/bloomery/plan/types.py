@@ -133,7 +133,6 @@ class OptimizerPlan(PlanPart):
     warmup_steps: int
     decay_steps: int  # of wsd; 0 otherwise
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    paged: bool = False
     offload: bool = False
     fused_backward: bool = False
     stochastic_rounding: bool = False

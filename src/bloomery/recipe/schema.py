@@ -2,14 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from bloomery.core.units import Duration, Unit, parse_bytes, parse_count
 from bloomery.recipe.objectives import OBJECTIVES, ObjectiveSpec
@@ -23,6 +16,7 @@ from bloomery.recipe.values import (
     Length,
     LengthOrNothing,
     OneOrMore,
+    PositiveOrNone,
     Precision,
     Share,
     ShellCommand,
@@ -411,8 +405,10 @@ class OptimizerSection(Section):
     eps: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
     weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay.")
     state_dtype: Literal["float32", "bfloat16", "int8"] = Field("float32", description="Data type of AdamW's states.")
-    paged: bool = Field(False, description="States in pinned host memory, copied in pieces for the update.")
-    offload: bool = Field(False, description="The same as paged: states in pinned host memory.")
+    paged: bool = Field(False, description="Another name for offload, as in paged_adamw.")
+    offload: Annotated[bool, AfterValidator(lambda asked, info: asked or info.data.get("paged", False))] = Field(
+        False, validate_default=True, description="Keep AdamW's states in pinned host memory, copied in pieces."
+    )
     fused_backward: bool = Field(
         False, description="Update each parameter during backward and free its gradient; no gradient accumulation."
     )
@@ -468,7 +464,7 @@ class Train(Section):
         description="Recompute activations in backward: none, selected operations, all layers (true) or every N-th.",
     )
     offload_activations: bool = Field(False, description="Keep activations in host memory until backward.")
-    max_grad_norm: PositiveFloat | None = Field(1.0, description="Clip the gradient to this norm; null: no clipping.")
+    max_grad_norm: PositiveOrNone = Field(1.0, description="Clip the gradient to this norm; none or null: no clipping.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
         0, description="Seed of initial weights, data order and dropout."
     )

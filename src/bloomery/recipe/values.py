@@ -80,6 +80,11 @@ Steps = Annotated[int, _of_unit("steps", "2000")]
 Tokens = Annotated[int, _of_unit("tokens", "10B")]
 Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int), Field(gt=0)]
 Auto = Literal["auto"]
+_PositiveOrNone = Annotated[float, Field(gt=0)] | Literal["none"] | None
+PositiveOrNone = Annotated[  # none is read as null
+    Annotated[float, Field(gt=0)] | None,
+    BeforeValidator(lambda value: None if value == "none" else value, json_schema_input_type=_PositiveOrNone),
+]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 ClaimedRange = tuple[float, float]

@@ -118,7 +118,7 @@ def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
             if step.partition("  # ")[0] != "bloomery resume last"
         ]
         return UserError(
-            f"{name} {how}: {known.what}\nwhy:   {known.cause}",
+            f"{name} {how}: {known.what}\n       ({known.cause})",
             where=f"{known.line[:LONGEST_LINE]}\n       (full output: {folder.log})",
             fix="\n       ".join([*steps, again]),
         )

@@ -151,7 +151,7 @@ def _peak(
         with tracker, FakeResults(tracker):
             step(count)
         tracker.call("optimizer", _states(model_and_optimizer))
-    away = plan.train.device != "cpu" and (plan.optimizer.paged or plan.optimizer.offload)  # in CPU memory
+    away = plan.train.device != "cpu" and plan.optimizer.offload  # in CPU memory
     return {kind: 0.0 if away and kind == "optimizer" else size for kind, size in tracker.peak.items()}
 
 

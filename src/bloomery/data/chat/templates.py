@@ -83,7 +83,7 @@ def _read(path: Path) -> str:
     try:
         return read_input(path, MIB).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError("is not UTF-8", where=str(path), fix=_CHOICES) from error
+        raise UserError("chat template is not UTF-8", where=str(path), fix=_CHOICES) from error
 
 
 def templates_in(folder: Path) -> dict[str, str]:

@@ -71,14 +71,14 @@ class Reference:
         self._path, self._fix = path, f"delete {path}; training computes it again"
         size = path.stat().st_size if path.is_file() else -1
         if size != 4 * tokens:
-            problem = f"has {size:,} bytes where the shards' {tokens:,} tokens take 4 each"
-            raise UserError(problem if size >= 0 else "is missing", where=str(path), fix=self._fix)
+            problem = f"file has {size:,} bytes where the shards' {tokens:,} tokens take 4 each"
+            raise UserError(problem if size >= 0 else "file is missing", where=str(path), fix=self._fix)
         try:
             seal = unstamped(seal_of(path))
         except (FileNotFoundError, ValueError) as error:
             raise UserError("its digests are missing or damaged", where=str(seal_of(path)), fix=self._fix) from error
         if seal.get("run") != run:
-            raise UserError("belongs to another run", where=str(path), fix=self._fix)
+            raise UserError("file belongs to another run", where=str(path), fix=self._fix)
         self._values = np.memmap(path, np.float32, "r")
         self._blocks = Blocks(self._values.data, tuple(seal["blocks"]), path, fix=self._fix)
 
@@ -90,6 +90,6 @@ class Reference:
         self._blocks.check_blocks(np.unique(4 * places // seals.BLOCK).tolist())
         values: Values = np.where(loss_mask > 0, self._values[places], np.float32(0))
         if not np.isfinite(values).all():
-            problem = "has no value for a loss token: it was computed for another data.packing or data.sequence_length"
+            problem = "file has no value for a loss token: data.packing or data.sequence_length were others"
             raise UserError(problem, where=str(self._path), fix=self._fix)
         return values

@@ -123,7 +123,7 @@ def stale(folder: Path, datasets: list[Dataset]) -> str | None:
         before = [FileState(**json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError) as error:
         fix = f"delete {folder} and prepare again"
-        raise UserError("is missing or damaged", where=str(folder / FINGERPRINT), fix=fix) from error
+        raise UserError("file is missing or damaged", where=str(folder / FINGERPRINT), fix=fix) from error
     known = {(state.source, state.name): state for state in before}
     files = [file for dataset in datasets for file in dataset.files]
     for state, file in zip(file_states(datasets), files, strict=True):

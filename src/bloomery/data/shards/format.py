@@ -216,8 +216,8 @@ def _check_size(folder: Path, record: FileRecord) -> None:
     path = folder / record.name
     size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
     if size != record.bytes:
-        problem = "is missing" if size < 0 else f"has {size:,} bytes instead of the {record.bytes:,} in the manifest"
-        raise UserError(problem, where=str(path), fix=prepare_again(folder))
+        problem = f"has {size:,} bytes instead of the {record.bytes:,} in the manifest" if size >= 0 else "is missing"
+        raise UserError(f"file {problem}", where=str(path), fix=prepare_again(folder))
 
 
 @final

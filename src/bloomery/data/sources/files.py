@@ -77,7 +77,7 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
         raise UserError("no such file or folder", where=f"data.path: {source.path}", fix=_near(root))
     if not root.is_file() and not root.is_dir():
         fix = "set data.path to a file or a folder of files"
-        raise UserError("is neither a file nor a folder", where=f"data.path: {source.path}", fix=fix)
+        raise UserError("the path is neither a file nor a folder", where=f"data.path: {source.path}", fix=fix)
     shown = _shown(source.path, root)
     if root.is_file():
         return [SourceFile(root, root.name, _format(root, source.format), str(shown))]

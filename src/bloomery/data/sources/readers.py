@@ -20,6 +20,7 @@ BLANK = MIB  # of white space in one run: a compressed file of some kilobytes ma
 COMPRESSED = (".gz", ".zst")
 JSON_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object",
               "list": "a list", "str": "a text"}  # fmt: skip
+_PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ")  # first words of problems whose subject is their place
 _CHUNK = 1024  # compressed bytes at a time: zstd expands one to at most some 30 MB
 
 
@@ -32,7 +33,9 @@ class BadRow:
     fix: str = "correct it, or set data.on_error to skip"
 
     def error(self) -> UserError:
-        return UserError(self.problem, where=self.where, fix=self.fix)
+        """The subject of a problem that has none ("is missing") is the innermost part of its place."""
+        subject = Path(self.where.rpartition(", ")[2]).name + " " if self.problem.startswith(_PREDICATES) else ""
+        return UserError(subject + self.problem, where=self.where, fix=self.fix)
 
 
 class Damaged(EOFError):
@@ -132,9 +135,7 @@ def decode(data: bytes, where: str) -> str | BadRow:
         return BadRow(where, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
     if b"\0" in data[:MIB]:
         return BadRow(
-            where,
-            "is binary, not text: it holds NUL bytes",
-            "leave it out with data.glob, or set data.on_error to skip",
+            where, "is binary, not text: it has NUL bytes", "leave it out with data.glob, or set data.on_error to skip"
         )
     try:
         return data.decode("utf-8")
@@ -373,7 +374,7 @@ def _batches(batches: Iterator[Any], schema: Any, name: str, columns: list[str] 
         field = schema.field(column)
         if b"ARROW:extension:name" in (field.metadata or {}) or hasattr(field.type, "extension_name"):
             raise UserError(
-                f"has the extension type {field.type}, which is not supported",
+                f"column has the extension type {field.type}, which is not supported",
                 where=f"{name}, column {column}",
                 fix="name another column: data.columns={text: NAME}",
             )

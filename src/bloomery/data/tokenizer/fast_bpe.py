@@ -107,8 +107,8 @@ def refuse_long(size: int, most: int | None = None) -> None:
     most = LONGEST_PIECE if most is None else most
     if size > most:
         raise UserError(
-            f"holds {format_bytes(size)} in one piece, and {format_bytes(most)} is the limit: the tokenizer cannot "
-            "encode parts of it",
+            f"the text holds {format_bytes(size)} in one piece, and {format_bytes(most)} is the limit: "
+            "the tokenizer cannot encode parts of it",
             fix="cut it into lines or smaller documents",
         )
 

@@ -113,7 +113,7 @@ class SentencePiece:
             raise UserError(problem, where=str(path), fix="copy or download it again") from error
         self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
         if len(self._ids) != size:
-            raise UserError("has a duplicate piece", where=str(path), fix="copy or download it again")
+            raise UserError("the vocabulary has a duplicate piece", where=str(path), fix="copy or download it again")
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """`special` has no effect: SentencePiece never matches control tokens in a text."""

@@ -36,9 +36,9 @@ def read_json(path: Path) -> Json:
     try:
         value = json.loads(read_input(path, MAX_FILE).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError("is not JSON, or is truncated", where=str(path), fix="copy or download it again") from error
+        raise UserError("file is not JSON, or truncated", where=str(path), fix="copy or download it again") from error
     if not isinstance(value, dict):
-        raise UserError("is not a JSON object", where=str(path), fix=_ANOTHER)
+        raise UserError("file is not a JSON object", where=str(path), fix=_ANOTHER)
     return value
 
 
@@ -52,15 +52,15 @@ def check_ids(description: Json, where: str) -> None:
     """Raises UserError unless ids and tokens are one to one, and ids dense enough for an embedding."""
     model = description.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
-        raise UserError("is not a valid tokenizer: model.vocab is missing", where=where, fix=_ANOTHER)
+        raise UserError("not a valid tokenizer: model.vocab is missing", where=where, fix=_ANOTHER)
     vocab = model["vocab"]
     if not vocab:
-        raise UserError("is not a valid tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
+        raise UserError("not a valid tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
     try:
         ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
     except (TypeError, KeyError, IndexError) as error:
-        problem = "is not a valid tokenizer: the vocabulary is malformed"
+        problem = "not a valid tokenizer: the vocabulary is malformed"
         raise UserError(problem, where=where, fix=_ANOTHER) from error
     if isinstance(vocab, list) and len(ids) != len(vocab):
         raise UserError("the vocabulary holds a token twice", where=where, fix=_ANOTHER)

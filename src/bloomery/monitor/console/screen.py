@@ -159,6 +159,8 @@ class WatchedRun:
             case Resumed() | Recovered():  # later steps are discarded
                 for points in (self.curve, self.rates, self.speeds):
                     points[:] = [point for point in points if point[0] <= event.step]
+                # Of an error that the run has left behind, the first line is enough.
+                self.incidents = deque(((at, text.partition("\n")[0]) for at, text in self.incidents), _KEPT)
             case Sampled():
                 self.samples.append(event)
             case Saved():

@@ -22,7 +22,7 @@ class TrainingMode:
     """The training mode of parameters. The default: all trainable, optimizer states on the device."""
 
     states: str = "float32"
-    away: bool = False  # states are in CPU memory, paged or offloaded
+    away: bool = False  # states are in CPU memory, offloaded
     rounds: bool = False  # stochastic rounding
     fused_backward: bool = False  # a gradient is used and freed immediately
     pairs: tuple[tuple[str, int], ...] = ()  # target modules and their ranks; none: full fine-tuning
@@ -54,7 +54,7 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
     optimizer, quantize = recipe.optimizer, recipe.quantize
     mode = TrainingMode(
         states=optimizer.state_dtype,
-        away=optimizer.paged or optimizer.offload,
+        away=optimizer.offload,
         rounds=optimizer.stochastic_rounding,
         fused_backward=optimizer.fused_backward,
         base=quantize.kind,

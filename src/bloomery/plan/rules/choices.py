@@ -127,7 +127,7 @@ def optimizer_memory_choices(recipe: Recipe, *, accelerator: bool, precision: st
     if optimizer.stochastic_rounding and _has_bfloat16(recipe, precision):
         reason = "bfloat16 weights are rounded at random, without bias on average"
         yield "optimizer.stochastic_rounding", Choice("stochastic rounding", reason)
-    if (optimizer.paged or optimizer.offload) and accelerator and optimizer.kind == "adamw":
+    if optimizer.offload and accelerator and optimizer.kind == "adamw":
         reason = "states in pinned CPU memory, copied to the GPU in pieces of 16 million values"
         yield "optimizer.offload", Choice("offloaded states", reason)
     if recipe.train.offload_activations and accelerator:
@@ -154,11 +154,11 @@ def _fused_backward(recipe: Recipe) -> str:
 def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[str]:
     """Warnings about settings without effect in this run."""
     optimizer = recipe.optimizer
-    away = [f"optimizer.{key}" for key in ("paged", "offload") if getattr(optimizer, key)]
-    if away and optimizer.kind == "adafactor":
-        yield f"{away[0]} has no effect with Adafactor: its states are factored and stay on the device"
-    elif away and not accelerator:
-        yield f"{away[0]} has no effect on a CPU: states are already in CPU memory"
+    offload = "optimizer.paged" if optimizer.paged else "optimizer.offload"
+    if optimizer.offload and optimizer.kind == "adafactor":
+        yield f"{offload} has no effect with Adafactor: its states are factored and stay on the device"
+    elif optimizer.offload and not accelerator:
+        yield f"{offload} has no effect on a CPU: states are already in CPU memory"
     if optimizer.state_dtype != "float32" and optimizer.kind == "adafactor":
         key = f"optimizer.state_dtype={optimizer.state_dtype}"
         yield f"{key} has no effect with Adafactor: its factored states are float32"

@@ -42,7 +42,8 @@ def _refuse_keys(keys: list[str]) -> None:
 def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     """Raises UserError for memory settings that the optimizer or a fused backward does not support."""
     optimizer, train = recipe.optimizer, recipe.train
-    asked = [f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)]
+    alias = ("offload",) if optimizer.paged else ()
+    asked = [f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key) and key not in alias]
     asked += [f"optimizer.state_dtype={optimizer.state_dtype}"] if optimizer.state_dtype != "float32" else []
     if optimizer.kind == "muon" and asked:
         raise UserError(

@@ -294,7 +294,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {p: name for name, p in named.items()}
     rounding = Rounding(names, seed, plan.stochastic_rounding)
-    placement = StatePlacement(away=plan.paged or plan.offload)
+    placement = StatePlacement(away=plan.offload)
     chunked = partial(_chunked, plan=plan, rounding=rounding, placement=placement)
     if plan.fused_backward:
         rules = {p: chunked(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
@@ -306,7 +306,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
         muon = Muon(inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
         return OptimizersContainer([muon, _torchs(rest, plan)], names)
     plain = plan.kind == "adamw" and plan.state_dtype == "float32"
-    if plain and not (plan.paged or plan.offload or plan.stochastic_rounding):
+    if plain and not (plan.offload or plan.stochastic_rounding):
         return OptimizersContainer([_torchs(named, plan)], names)
     return OptimizersContainer([chunked(_decay_groups(named, plan.weight_decay))], names)
 
