@@ -34,6 +34,7 @@ TABLES = {
     "hardware/doctor/symptoms.toml": "log lines of a machine that does not train: how to recognize them, cause, fix",
     "recipe/aliases.toml": "keys and values of other programs and of version 1, and what to write instead",
     "report/templates/style.css": "how the report looks, in the light and in the dark",
+    "report/templates/image.css": "the same for a chart as an SVG file, in a notebook or a page",
 }
 
 

@@ -1,6 +1,7 @@
 """The Python interface with a tiny model: train, load, generate, chat, resume."""
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -23,9 +24,14 @@ def test_a_dict_is_trained_loaded_by_name_and_resumed(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for number in range(12):
         (tmp_path / f"text/{number}.txt").write_text(" ".join(f"the cat {number} sat on mat {n}" for n in range(30)))
-    run = bloomery.train(TINY, devices="cpu", quiet=True, train={"max_steps": 2}, checkpoint={"every": "1 steps"})
+    received = []
+    each, two = {"every": "1 steps"}, {"max_steps": 2}
+    run = bloomery.train(TINY, devices="cpu", quiet=True, on_event=received.append, train=two, checkpoint=each)
     assert run.code == 0 and run.folder.parent == tmp_path / "runs"
     events = run.events()
+    assert [event for event in received if isinstance(event, StepDone)] == [
+        event for event in events if isinstance(event, StepDone)
+    ]
     assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2]
     assert isinstance(events[-1], RunEnded) and events[-1].status == "done"
     assert run.metrics() == json.loads((run.folder / "metrics.json").read_text())
@@ -41,8 +47,16 @@ def test_a_dict_is_trained_loaded_by_name_and_resumed(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no chat template"):
         model.chat("the")
 
-    longer = run.resume("train.max_steps=3", quiet=True)
-    assert longer.folder == run.folder
+    chart = run.plot()
+    chart.save("loss.svg")
+    image = ElementTree.fromstring((tmp_path / "loss.svg").read_text())
+    drawn = {text.text for text in image.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"training loss, smoothed", "validation loss", "step"} <= drawn
+    assert repr(chart).startswith("training loss, nats per token") and "│" in repr(chart)
+
+    steps = []
+    longer = run.resume("train.max_steps=3", quiet=True, on_event=lambda event: steps.append(event.step))
+    assert longer.folder == run.folder and max(steps) == 3
     assert [event.step for event in longer.events() if isinstance(event, StepDone)] == [1, 2, 3]
 
 

@@ -7,24 +7,27 @@ auto, cpu, or a GPU number; call the first function before torch is imported, so
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from bloomery.core.errors import UserError
 
 if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
+    from bloomery.monitor.events import Event
     from bloomery.plan.types import PlanReport
     from bloomery.recipe.load import LoadedRecipe
+    from bloomery.report.charts import Plot
     from bloomery.runs.evaluate import TextScores
     from bloomery.runs.generate import Model
-    from bloomery.runs.lifecycle import Run
     from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
 Layout = Literal["hf", "adapter", "merged"]
 Recipe = str | Path | Mapping[str, Any]
 OnText = Callable[[str], None]
+OnEvent = Callable[["Event"], None]
 
 
 def load(
@@ -46,19 +49,75 @@ def load(
 
 def train(
     recipe: Recipe, *, run_dir: str | Path | None = None, devices: str | None = None, recover: bool = False,
-    quiet: bool = False, **overrides: Any,
+    quiet: bool = False, on_event: OnEvent | None = None, **overrides: Any,
 ) -> "Run":  # fmt: skip
-    """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and print its progress.
+    """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and show its progress.
 
-    `overrides`: sections of the recipe. Returns when the run ends; Ctrl+C saves a checkpoint and stops.
+    `overrides`: sections of the recipe. `on_event` gets every event; its exception ends the run. Returns when the run
+    ends; Ctrl+C, or the notebook's stop button, saves a checkpoint and stops. `quiet`: no progress.
 
         run = bloomery.train("go-coder-tiny", data={"path": "code"}, train={"epochs": 2}, adapter="lora")
         run.metrics(), run.model().generate("func main() {")
     """
     from bloomery.runs.lifecycle import start
 
-    folder = None if run_dir is None else Path(run_dir)
-    return start(_loaded(recipe, overrides), run_dir=folder, devices=devices, recover=recover, quiet=quiet)
+    folder, watch = None if run_dir is None else Path(run_dir), _watch(on_event)
+    loaded = _loaded(recipe, overrides)
+    ended = start(loaded, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch)
+    return Run(ended.folder, ended.code)
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A run that ended. `code`: 0 done, 75 stopped and resumable, 130 after a second Ctrl+C."""
+
+    folder: Path
+    code: int
+
+    def events(self) -> "list[Event]":
+        """All events of events.jsonl. Raises UserError."""
+        from bloomery.monitor.events import read_events
+
+        return list(read_events(self.folder / "events.jsonl"))
+
+    def metrics(self) -> dict[str, Any]:
+        """The summary in metrics.json. Raises UserError."""
+        path = self.folder / "metrics.json"
+        if not path.is_file():
+            fix = f"call .resume(), or run: bloomery resume {self.folder}"
+            raise UserError("the run has no metrics.json", where=str(self.folder), fix=fix)
+        metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return metrics
+
+    def plot(self) -> "Plot":
+        """Training and validation loss: an image in a notebook, text in a terminal. `.save("loss.svg")` writes a file.
+
+        Raises UserError before the first step.
+        """
+        from bloomery.report.page import loss_plot
+
+        return loss_plot(self.folder)
+
+    def model(self, step: str = "best") -> "Model":
+        """The trained model with its tokenizer. Raises UserError."""
+        return load(self.folder, step=step)
+
+    def resume(
+        self, *overrides: str, step: int | None = None, quiet: bool = False, on_event: OnEvent | None = None
+    ) -> "Run":
+        """Resume, with overrides of the length, eval, sample, checkpoint and logging. Raises UserError.
+
+        run = run.resume("train.epochs=4")
+        """
+        from bloomery.runs.lifecycle import resume
+
+        ended = resume(self.folder, step=step, overrides=overrides, quiet=quiet, watch=_watch(on_event))
+        return Run(ended.folder, ended.code)
+
+
+def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
+    return None if on_event is None else lambda event, _requests: on_event(event)
 
 
 def plan(recipe: Recipe, *, gpu: str | None = None, gpus: int = 1, nodes: int = 1, **overrides: Any) -> "PlanReport":

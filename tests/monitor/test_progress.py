@@ -2,7 +2,9 @@
 
 import io
 import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -297,3 +299,25 @@ def test_how_much_of_a_model_is_trained_is_said_where_it_is_not_all():
     part = replace(whole, trainable=98_304)
     assert lines_of([whole])[0].endswith("16,081,536 parameters on cpu, attention: mask")
     assert lines_of([part])[0].endswith("16,081,536 parameters (98,304 trainable) on cpu, attention: mask")
+
+
+def test_a_notebook_gets_one_output_that_is_redrawn(monkeypatch):
+    drawn = []
+
+    class Handle:
+        def update(self, shown):
+            drawn.append(shown._repr_mimebundle_())
+
+    def display(shown, *, display_id):
+        assert display_id
+        drawn.append(shown._repr_mimebundle_())
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    with showing(RunFacts(name="a<b", steps=2), Console(force_jupyter=True)) as view:
+        for step in (1, 2):
+            view.write(step_done(step))
+        view.write(RunEnded(step=2, status="done"))
+    assert len(drawn) == 2  # the start and the end: no redraw within half a second
+    assert "a<b · done · step 2 of 2" in drawn[-1]["text/plain"]
+    assert "a&lt;b · done · step 2 of 2" in drawn[-1]["text/html"]

@@ -13,7 +13,7 @@ from bloomery.core.text import expanded
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
     from bloomery.plan.types import RunPlan
-    from bloomery.runs.lifecycle import Run
+    from bloomery.runs.lifecycle import EndedRun
 
 
 @click.command()
@@ -123,7 +123,7 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
     return {"--models-dir, --model-name": keys["--model-name"].format(place)} | overrides
 
 
-def conclude(run: "Run") -> int:
+def conclude(run: "EndedRun") -> int:
     """Print how the run ended and the next commands; return its exit code."""
     if run.code != 0:
         state = "checkpoint saved" if run.code == 75 else "interrupted without a new checkpoint"

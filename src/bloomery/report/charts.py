@@ -6,6 +6,8 @@ No plotting library: the chart of a long run has 15 kB, and CSS styles its lines
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
 
 from markupsafe import Markup
 
@@ -45,6 +47,25 @@ class Bars:
     own: str = ""
 
 
+@final
+@dataclass(frozen=True, repr=False)
+class Plot:
+    """A chart: an image in a notebook, text in a terminal."""
+
+    svg: str
+    text: str
+
+    def save(self, path: str | Path) -> None:
+        """Write an SVG file, for light and dark pages."""
+        Path(path).write_text(self.svg, encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
 def line_chart(
     title: str,
     series: Sequence[Series],
@@ -54,8 +75,9 @@ def line_chart(
     height: int = 230,
     from_zero: bool = False,
     across: str = "step",
+    shape: Literal["lines", "image"] = "lines",
 ) -> Markup:
-    """A chart over steps, or over `across`; a sentence without points."""
+    """A chart over steps, or over `across`; a sentence without points. `shape`: for the page, or an SVG file."""
     series = [one for one in series if one.points]
     if not series:
         return Markup('<p class="absent">{}: not measured.</p>').format(title)
@@ -81,7 +103,7 @@ def line_chart(
     whole = [x for x in ticks(first, last, 7) if across != "step" or x == round(x)]
     span = f"between {short(min(ys))} and {short(max(ys))} {unit}"
     return part(
-        "lines",
+        shape,
         title=title,
         label=f"{title} from {across} {first:,.0f} to {last:,.0f}, {span}".strip(),
         keys=[(one.name, one.style) for one in series] if len(series) > 1 else [],

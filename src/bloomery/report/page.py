@@ -8,14 +8,16 @@ from typing import Any
 
 from markupsafe import Markup
 
+from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
 from bloomery.hardware.profile import build_profile
+from bloomery.monitor.console.screen import plot
 from bloomery.monitor.console.words import figure, format_joules
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats
 from bloomery.monitor.summary import JOULES_IN_KWH, in_millions
 from bloomery.plan.advice.advise import claims_of, energy_kwh
-from bloomery.report.charts import SIGNS, Bars, Point, Series, bar_chart, line_chart
-from bloomery.report.record import RunRecord, check_claims
+from bloomery.report.charts import SIGNS, Bars, Plot, Point, Series, bar_chart, line_chart
+from bloomery.report.record import RunRecord, check_claims, read_record
 from bloomery.report.render import render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ResponsePair, ValidationText, heat_level
 
@@ -46,13 +48,6 @@ def page(
     if started is not None:
         trainable = "" if started.trainable is None else f" ({format_count(started.trainable)} trainable)"
         lead.append(f"{format_count(started.parameters)} parameters{trainable} on {started.device}")
-    raw: list[Point] = [(step.step, step.loss) for step in record.steps if step.loss is not None]
-    validation: list[Point] = [(event.step, event.loss) for event in record.evals if event.loss is not None]
-    curves = [
-        Series("training loss, each step", raw, "raw"),
-        Series("training loss, smoothed", smooth(raw), "line"),
-        Series("validation loss", validation, "eval"),
-    ]
     kinds = {mark.kind for mark in record.marks}
     columns = "before training", "after training", "reference"
     folder = record.folder
@@ -66,7 +61,7 @@ def page(
         lead=lead,
         cards=_cards(record),
         extras=[bar_chart(bars) for bars in extras],
-        loss=line_chart("Loss", curves, record.marks, unit=summary.unit, height=300),
+        loss=line_chart("Loss", _losses(record), record.marks, unit=summary.unit, height=300),
         legend_of_marks=" · ".join(f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in kinds),
         charts=[*_metrics(record), *(_speed(record) if record.steps else [])],
         devices=_devices(record) if record.device_samples else None,
@@ -93,6 +88,28 @@ def page(
         machine=_machine(record),
         again=f"{resume}bloomery train {place}/recipe.yaml --run-dir {place}-again",
     )
+
+
+def _losses(record: RunRecord) -> list[Series]:
+    raw: list[Point] = [(step.step, step.loss) for step in record.steps if step.loss is not None]
+    validation: list[Point] = [(event.step, event.loss) for event in record.evals if event.loss is not None]
+    return [
+        Series("training loss, each step", raw, "raw"),
+        Series("training loss, smoothed", smooth(raw), "line"),
+        Series("validation loss", validation, "eval"),
+    ]
+
+
+def loss_plot(folder: Path) -> Plot:
+    """The loss chart of a run. Raises UserError when it has no step yet."""
+    record = read_record(folder)
+    raw, _, validation = series = _losses(record)
+    if not raw.points:
+        raise UserError("the run has no loss yet", where=str(folder), fix="plot after the first step")
+    unit = record.summary.unit
+    svg = line_chart(folder.name, series, record.marks, unit=unit, height=300, shape="image")
+    legend = f"training loss, {unit}" + ("   o validation loss" if validation.points else "")
+    return Plot(str(svg), "\n".join([legend, *plot(raw.points, validation.points, width=80, height=12)]))
 
 
 def _cards(record: RunRecord) -> list[tuple[str, str]]:

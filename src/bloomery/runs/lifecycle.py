@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
 from pydantic import ValidationError
 
@@ -26,7 +26,7 @@ from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
-from bloomery.monitor.events import Event, Recovered, RunEnded, Warned, read_events
+from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import write_metrics
 from bloomery.monitor.trackers import require
 from bloomery.plan.advice.advise import advise, energy_kwh
@@ -55,9 +55,6 @@ from bloomery.runs.telemetry import sensing
 from bloomery.runs.worker import DIVERGED, DONE, FAILED, OUT_OF_MEMORY, STOPPED, UNSOUND
 from bloomery.train.run import is_done, name_of, read_history
 from bloomery.train.sealed import damage, saved_steps, step_folder
-
-if TYPE_CHECKING:
-    from bloomery.runs.generate import Model
 
 INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -136,7 +133,7 @@ def take_fallback(folder: RunFolder) -> FallbackAfter | None:
 
 @final
 @dataclass(frozen=True)
-class Run:
+class EndedRun:
     """A run that ended. `code`: 0 done, 75 stopped and resumable, 130 after a second Ctrl+C.
 
     `again`: it was done before, and nothing was left to do.
@@ -150,28 +147,6 @@ class Run:
     def name(self) -> str:
         """The argument for `bloomery resume`: a name under runs/, else a quoted path."""
         return name_of(self.folder)
-
-    def events(self) -> list[Event]:
-        """All events of events.jsonl. Raises UserError."""
-        return list(read_events(self.folder / "events.jsonl"))
-
-    def metrics(self) -> dict[str, Any]:
-        """The summary in metrics.json. Raises UserError."""
-        path = self.folder / "metrics.json"
-        if not path.is_file():
-            raise UserError("the run has no metrics.json", where=str(self.folder), fix=f"bloomery resume {self.name}")
-        metrics: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return metrics
-
-    def model(self, step: str = "best") -> "Model":
-        """The trained model with its tokenizer. Raises UserError."""
-        from bloomery.runs.generate import Model
-
-        return Model.load(self.folder, step=step)
-
-    def resume(self, *overrides: str, step: int | None = None, quiet: bool = False) -> "Run":
-        """Resume, with overrides of the length, eval, sample, checkpoint and logging. Raises UserError."""
-        return resume(self.folder, step=step, overrides=overrides, quiet=quiet)
 
 
 class _StopRequested(Exception):
@@ -264,7 +239,7 @@ def start(
     edit: Edit | None = None,
     watch: Watch | None = None,
     planned: Callable[[RunPlan, Machine], None] | None = None,
-) -> Run:
+) -> EndedRun:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
     `planned` gets a first plan and may measure the machine for it; the run's own plan comes after that.
@@ -303,7 +278,7 @@ def resume(
     recover: bool = False,
     quiet: bool = False,
     watch: Watch | None = None,
-) -> Run:
+) -> EndedRun:
     """Resume the run in `path` from its newest valid checkpoint, or from that of `step`.
 
     `overrides`: the length, eval.*, sample.*, checkpoint.* and logging.*. `recover`: as in `start`; applies the
@@ -319,7 +294,7 @@ def resume(
         reported_done = history.ended is not None and history.ended.status == "done"
         done = reported_done and is_done(folder.path)
         if step is None and not overrides and done:
-            return Run(folder.path, DONE, again=True)
+            return EndedRun(folder.path, DONE, again=True)
         require(loaded.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet) as hub:
             flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch)
@@ -343,7 +318,7 @@ def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
         flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
 
 
-def _ended(flow: _Flow, work: Callable[[], int]) -> Run:
+def _ended(flow: _Flow, work: Callable[[], int]) -> EndedRun:
     """Runs `work`; writes RunEnded in every case."""
     try:
         code = work()
@@ -360,7 +335,7 @@ def _ended(flow: _Flow, work: Callable[[], int]) -> Run:
         raise
     flow.requests.over = True
     flow.end("stopped")
-    return Run(flow.folder.path, code)
+    return EndedRun(flow.folder.path, code)
 
 
 def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed: bool) -> int:

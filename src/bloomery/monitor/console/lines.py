@@ -1,4 +1,4 @@
-"""Views of a running job: plain lines for a pipe or file, a live view on a terminal."""
+"""Views of a running job: plain lines for a pipe or file, a live view on a terminal and in a notebook."""
 
 import textwrap
 import threading
@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from html import escape
+from importlib import import_module
 from statistics import fmean
 from typing import Protocol, final
 
@@ -14,7 +16,7 @@ from rich.live import Live
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
-from bloomery.monitor.console.screen import Screen, WatchedRun, picture
+from bloomery.monitor.console.screen import Screen, WatchedRun, frame, picture
 from bloomery.monitor.console.words import eval_text, incident_text
 from bloomery.monitor.events import (
     DeviceStats,
@@ -69,7 +71,7 @@ class View(Sink, Protocol):
 
 @contextmanager
 def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Event] = ()) -> Iterator[View]:
-    """A live view on a terminal, lines anywhere else. `before`: the events of a resumed run."""
+    """A live view on a terminal or in a notebook, lines anywhere else. `before`: the events of a resumed run."""
     console = console or Console()
     run = WatchedRun(summary=RunSummary(steps=facts.steps))
     for event in before:
@@ -79,7 +81,13 @@ def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Ev
     def write(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    view: View = LiveView(facts, console, run) if console.is_terminal else PlainView(facts, write, run.summary)
+    view: View
+    if console.is_jupyter:
+        view = NotebookView(facts, run)
+    elif console.is_terminal:
+        view = LiveView(facts, console, run)
+    else:
+        view = PlainView(facts, write, run.summary)
     try:
         yield view
     finally:
@@ -119,6 +127,33 @@ class LiveView:
         screen = Screen(self._console.width, self._console.height - 1, plain)
         with self._lock:
             return picture(self._run, self._facts, screen, state=self._run.state, now=time.time())
+
+
+@final
+class NotebookView:
+    """The picture of `bloomery watch` as one output of a notebook cell, redrawn in place. The last one stays."""
+
+    def __init__(self, facts: RunFacts, run: WatchedRun) -> None:
+        self._facts, self._run, self._drawn = facts, run, time.monotonic()
+        self._handle = import_module("IPython.display").display(self, display_id=True)  # in every notebook
+
+    def write(self, event: Event) -> None:
+        self._run.add(event)
+        if time.monotonic() - self._drawn > 1 / _REDRAWS_PER_SECOND:
+            self.close()
+
+    def note(self, step: int, text: str) -> None:
+        """A line among the incidents."""
+        self._run.incidents.append((Event(step=step), harmless(text)))
+
+    def close(self) -> None:
+        self._drawn = time.monotonic()
+        self._handle.update(self)
+
+    def _repr_mimebundle_(self, **_wanted: object) -> dict[str, str]:
+        screen = Screen(WIDTH)
+        text = "\n".join(frame(self._run, self._facts, screen, state=self._run.state, now=time.time()))
+        return {"text/plain": text, "text/html": f'<pre style="line-height:1.2">{escape(text)}</pre>'}
 
 
 @dataclass
