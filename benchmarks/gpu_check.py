@@ -29,8 +29,7 @@ SECONDS = {  # the most that each part may take; together less than nine minutes
 MODULES = {  # as they are imported: what pip calls them
     "click": "click", "huggingface_hub": "huggingface_hub", "jinja2": "jinja2", "numpy": "numpy", "pyarrow": "pyarrow",
     "pynvml": "nvidia-ml-py", "pydantic": "pydantic", "rich": "rich", "ruamel.yaml": "ruamel.yaml",
-    "safetensors": "safetensors",
-    "tokenizers": "tokenizers", "zstandard": "zstandard",
+    "safetensors": "safetensors", "tokenizers": "tokenizers",
 }  # fmt: skip
 TARGETS = {"full": 22.0, "lora": 17.0, "qlora": 7.5}  # GiB
 TITLES = {

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bloomery.data.prepare.prepare import prepare
-from bloomery.data.shards.format import open_split
+from bloomery.data.shards import open_split
 from bloomery.data.sources.builtin import stdlib_files
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.hardware.detect.detect import detect

@@ -38,7 +38,7 @@ TRAINERS = ("guide", "best", "best2")
 def make_text(folder: Path, preset: str, extra: list[str]) -> dict:
     """Documents, tokenizer, shards, first weights and the recipe in `folder`; returns the distribution of lengths."""
     from bloomery.data.prepare.prepare import prepare
-    from bloomery.data.shards.format import open_split
+    from bloomery.data.shards import open_split
     from bloomery.recipe.load import load_recipe
 
     write_pieces(folder / "documents.jsonl")

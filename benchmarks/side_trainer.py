@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from bloomery.data.loading.loader import Cursor, Loader
-from bloomery.data.shards.format import open_split
+from bloomery.data.shards import open_split
 
 LENGTH, SEED = 1024, 0
 BEST = {"bf16": True, "torch_compile": True, "optim": "adamw_torch_fused", "train_sampling_strategy": "sequential"}

@@ -18,8 +18,8 @@ import recipe_page
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example
-from bloomery.data.chat.formats import FORMATS, detect_format, documents_of, read_example
+from bloomery.data.examples import Example
+from bloomery.data.sources.formats import FORMATS, detect_format, documents_of, read_example
 from bloomery.hardware.specs.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema

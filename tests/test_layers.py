@@ -11,7 +11,7 @@ ROOT = Path(bloomery.__file__).parent
 WITHOUT_TORCH = [
     "core", "recipe", "hardware", "plan", "cli", "api.py", "model/config.py", "model/limits.py",
     "model/families/registry.py", "model/attention/support.py", "data/sources", "data/tokenizer/tokenizer.py",
-    "data/prepare", "data/shards",
+    "data/prepare", "data/shards.py",
     "data/loading/packing.py", "monitor",
 ]  # fmt: skip
 

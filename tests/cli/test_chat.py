@@ -11,8 +11,8 @@ from bloomery.cli.chat import Session
 from bloomery.cli.sampling import SETTINGS, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
-from bloomery.data.chat.examples import Message
 from bloomery.data.chat.render import ChatFormat, chat_format
+from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.sampling import Sampling
 from bloomery.runs.generate import continued, load_model

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bloomery.data.shards.format import Manifest, Split, SplitRecord
-from bloomery.data.shards.writer import SplitProgress, SplitWriter, Structure
+from bloomery.data.shards import Manifest, Split, SplitProgress, SplitRecord, SplitWriter
 
 PAD = 9
 Text = list[tuple[int, bool]]  # tokens, and whether each is learned
@@ -25,7 +24,7 @@ def write_structured(
                 loss_mask = np.array([flag for _, flag in text], np.uint8)
                 mark = np.array([marks[number] if marks else 0], np.uint8)
                 ids = np.array([token for token, _ in text], np.uint16)
-                writer.add(ids, np.array([len(ids)], np.uint64), 0, Structure(loss_mask, mark))
+                writer.add(ids, np.array([len(ids)], np.uint64), 0, loss_mask, mark)
                 number += 1
         records[name] = writer.finish([1.0] * len(sources))
     manifest = Manifest(recipe="r", identity="i", tokenizer_hash="t", vocab_size=1000, bos_id=1, eos_id=2, unk_id=0,

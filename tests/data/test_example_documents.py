@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example, Message, from_wire, texts_of, to_wire
+from bloomery.data.examples import Example, Message, from_wire, texts_of, to_wire
 from bloomery.data.prepare.split import content_key
 from bloomery.data.sources import builtin
 from bloomery.data.sources.documents import Document, ReadStats, open_dataset, open_datasets, read_documents

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.chat.examples import Example, Message
-from bloomery.data.chat.formats import FORMATS, detect_format, read_example
-from bloomery.data.sources.readers import BadRow
+from bloomery.data.examples import BadRow, Example, Message
+from bloomery.data.sources.formats import FORMATS, detect_format, read_example
 
 USER, ANSWER, OTHER = ({"role": role, "content": text} for role, text in
                        (("user", "hi"), ("assistant", "yo"), ("assistant", "no")))  # fmt: skip
@@ -22,7 +21,14 @@ RESULT = {"role": "tool", "content": "2", "tool_call_id": "c1"}
 def read(row, columns=None):
     format = detect_format(row, columns)
     assert format is not None
-    return format, read_example(row, format=format, columns=columns or {}, where="a.jsonl:3")
+    return format, example_or_flaw(row, format, columns or {})
+
+
+def example_or_flaw(row, format, columns):
+    try:
+        return read_example(row, format=format, columns=columns, where="a.jsonl:3")
+    except BadRow as bad_row:
+        return bad_row
 
 
 def chat(*messages, **more):
@@ -248,7 +254,7 @@ FLAWS = {
 def test_a_row_that_cannot_be_learned_says_where_and_why(name):
     row, where, why = FLAWS[name]
     _, bad_row = (
-        read(row) if detect_format(row) else ("", read_example(row, format="messages", columns={}, where="a.jsonl:3"))
+        read(row) if detect_format(row) else ("", example_or_flaw(row, "messages", {}))
     )
     assert isinstance(bad_row, BadRow)
     assert where in bad_row.where and bad_row.where.startswith("a.jsonl:3")
@@ -258,19 +264,19 @@ def test_a_row_that_cannot_be_learned_says_where_and_why(name):
 
 @pytest.mark.parametrize("row", [None, 3, [], "text"])
 def test_a_row_that_is_no_object(row):
-    bad_row = read_example(row, format="messages", columns={}, where="a.jsonl:3")
+    bad_row = example_or_flaw(row, "messages", {})
     assert isinstance(bad_row, BadRow) and "not an object" in bad_row.problem
 
 
 def test_a_column_that_is_not_there_is_named():
-    bad_row = read_example({"text": "a"}, format="preference", columns={"chosen": "good"}, where="a.jsonl:3")
+    bad_row = example_or_flaw({"text": "a"}, "preference", {"chosen": "good"})
     assert isinstance(bad_row, BadRow)
     assert "has no column 'good'; it has: text" in bad_row.problem and "data.columns={chosen: NAME}" in bad_row.fix
 
 
 def test_a_mapping_for_other_data_is_told_from_a_name_that_is_missing():
     row = {"instruction": "a", "output": "b"}
-    bad_row = read_example(row, format="alpaca", columns={"output": "response"}, where="a.jsonl:1")
+    bad_row = example_or_flaw(row, "alpaca", {"output": "response"})
     assert (
         isinstance(bad_row, BadRow)
         and "has no column 'response'" in bad_row.problem
@@ -307,7 +313,7 @@ JSON = st.recursive(
     row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5), format=st.none() | st.sampled_from(sorted(FORMATS))
 )
 def test_no_row_at_all_raises(row, format):
-    found = read_example(row, format=format or detect_format(row) or "messages", columns={}, where="a.jsonl:3")
+    found = example_or_flaw(row, format or detect_format(row) or "messages", {})
     assert isinstance(found, Example | BadRow)
     if isinstance(found, BadRow):
         assert found.where.startswith("a.jsonl:3") and found.problem and found.fix and "\n" not in found.problem
@@ -319,7 +325,7 @@ TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "too
 @settings(max_examples=200, deadline=None)
 @given(turns=st.lists(TURN, max_size=5))
 def test_whatever_is_read_is_a_conversation(turns):
-    found = read_example({"messages": turns}, format="messages", columns={}, where="a.jsonl:3")
+    found = example_or_flaw({"messages": turns}, "messages", {})
     if isinstance(found, BadRow):
         return
     (messages,) = found.responses

@@ -10,7 +10,7 @@ from structured import PAD, Text, write_structured
 
 from bloomery.core.errors import UserError
 from bloomery.data.loading.packing import PackedSequences, best_fit
-from bloomery.data.shards.format import Split
+from bloomery.data.shards import Split
 
 
 def slow_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from structured import Text, write_structured
 
-from bloomery.data.chat.templates import builtin_template
 from bloomery.data.prepare.kinds import missing_markup
 from bloomery.data.prepare.stats import DatasetCheck, check_dataset
-from bloomery.data.shards.format import FileRecord, Manifest
+from bloomery.data.shards import FileRecord, Manifest
+from bloomery.data.tokenizer.templates import builtin_template
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from models_for_tests import make_tokenizer
 

@@ -17,7 +17,7 @@ from bloomery.data.loading.loader import Batch, Cursor, Loader
 from bloomery.data.loading.packing import PackedSequences
 from bloomery.data.prepare.prepare import preparation, prepare
 from bloomery.data.prepare.stats import check_dataset, packing_stats, preview
-from bloomery.data.shards.format import open_split, read_manifest
+from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.load import LoadedRecipe

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.data.loading.packing import PackedSequences, count_plain_sequences
-from bloomery.data.shards.format import Manifest, Split, SplitRecord
-from bloomery.data.shards.writer import SplitProgress, SplitWriter, file_record
+from bloomery.data.shards import Manifest, Split, SplitProgress, SplitRecord, SplitWriter, file_record
 
 PAD = 9
 

@@ -20,8 +20,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.prepare.pipeline import Limits
 from bloomery.data.prepare.prepare import finished, locked, prepare, prepared_folder
 from bloomery.data.prepare.split import content_key, make_splitter, repeated_lines
-from bloomery.data.shards import writer as shard_writer
-from bloomery.data.shards.format import open_split, read_manifest, write_manifest
+from bloomery.data.shards import open_split, read_manifest, write_manifest
 from bloomery.data.sources.documents import Document, ReadStats, open_datasets, read_documents, unpadded
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.recipe.load import LoadedRecipe
@@ -266,7 +265,7 @@ def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(corpus, tmp_p
         def close(self) -> None:
             self._file.close()
 
-    monkeypatch.setattr(shard_writer, "open_to_append", FullDisk)
+    monkeypatch.setattr("bloomery.data.shards.open_to_append", FullDisk)
     with pytest.raises(UserError, match="the disk is full") as caught:
         prepare(loaded, tmp_path / "p", limits=SMALL)
     assert "run the same command again" in caught.value.fix and "resumes" in caught.value.fix

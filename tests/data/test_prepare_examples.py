@@ -11,11 +11,11 @@ from test_example_documents import write_rows
 from test_prepare import SMALL, contents, journal_of_stopped, kill_after
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example, Message, texts_of
 from bloomery.data.chat.render import Renderer
+from bloomery.data.examples import Example, Message, texts_of
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, identity, prepare
-from bloomery.data.shards.format import Split, open_split, read_manifest
+from bloomery.data.shards import Split, open_split, read_manifest
 from bloomery.data.sources.documents import ReadStats, read_documents
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.plan.gather import counted, guessed

@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example, Message
-from bloomery.data.chat.formats import read_example
 from bloomery.data.chat.render import Renderer, as_turn
-from bloomery.data.chat.templates import BUILTIN, builtin_template
-from bloomery.data.sources.readers import BadRow
+from bloomery.data.examples import BadRow, Example, Message
+from bloomery.data.sources.formats import read_example
+from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 trl = pytest.importorskip("trl")

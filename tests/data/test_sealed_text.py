@@ -10,7 +10,7 @@ from bloomery.core import seals
 from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Cursor, Loader
 from bloomery.data.prepare.prepare import prepare
-from bloomery.data.shards.format import Manifest, open_split, read_manifest, write_manifest
+from bloomery.data.shards import Manifest, open_split, read_manifest, write_manifest
 
 
 @pytest.fixture

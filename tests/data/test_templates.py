@@ -10,13 +10,13 @@ import chat_tokenizers
 import jinja2
 import pytest
 
+import bloomery
 from bloomery.core.errors import UserError
 from bloomery.data.chat import sandbox as template_process
-from bloomery.data.chat.examples import Example, Message
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.sandbox_worker import environment
-from bloomery.data.chat.templates import BUILTIN, builtin_template, find_template
-from bloomery.data.sources.readers import BadRow
+from bloomery.data.examples import BadRow, Example, Message
+from bloomery.data.tokenizer.templates import BUILTIN, builtin_template, find_template
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
 TALK = Example("a.jsonl:3", "chat", (), ((Message("user", "hi"), Message("assistant", "yo")),))
@@ -216,9 +216,8 @@ def test_templates_mean_what_they_mean_in_transformers():
 
 
 def test_built_in_templates_compile_and_are_installed():
-    assert {path.stem for path in (template_process._SOURCES / "bloomery/data/chat/templates").glob("*.jinja")} == set(
-        BUILTIN
-    )
+    folder = Path(bloomery.__file__).parent / "data/tokenizer/templates"
+    assert {path.stem for path in folder.glob("*.jinja")} == set(BUILTIN)
     for name in BUILTIN:
         environment().from_string(builtin_template(name))
     with pytest.raises(jinja2.TemplateSyntaxError):

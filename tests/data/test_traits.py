@@ -6,7 +6,7 @@ import pytest
 from bloomery.data.prepare import stats as traits
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.prepare.stats import read_stats
-from bloomery.data.shards.format import open_split
+from bloomery.data.shards import open_split
 from bloomery.recipe.load import load_recipe
 
 RECIPE = """

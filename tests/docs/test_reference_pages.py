@@ -11,7 +11,7 @@ sys.path.append(str(ROOT / "scripts"))
 import reference_pages
 
 from bloomery.cli import COMMANDS
-from bloomery.data.chat.formats import FORMATS
+from bloomery.data.sources.formats import FORMATS
 from bloomery.hardware.specs.specs import table
 from bloomery.monitor.events import KINDS
 

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bloomery.data.shards.format import MANIFEST, Manifest, read_manifest, write_manifest
-from bloomery.data.shards.writer import SplitProgress, SplitWriter, Structure
+from bloomery.data.shards import (
+    MANIFEST,
+    Manifest,
+    SplitProgress,
+    SplitWriter,
+    read_manifest,
+    write_manifest,
+)
 
 
 def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed: int = 0) -> Path:
@@ -31,7 +37,7 @@ def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed:
                 ids = np.concatenate([prompt, answer]).astype(source.dtype)
                 loss_mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
                 mark = np.array([unit % 2 == 0], np.uint8)
-                writer.add(ids, np.array([len(ids)], np.uint64), 0, Structure(loss_mask, mark))
+                writer.add(ids, np.array([len(ids)], np.uint64), 0, loss_mask, mark)
         records[split] = writer.finish([1.0])
     manifest = Manifest(**source.model_dump() | {"kind": kind, **records})
     write_manifest(folder, manifest)

@@ -5,7 +5,7 @@ import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
-from bloomery.data.shards.format import open_split
+from bloomery.data.shards import open_split
 from bloomery.monitor.events import EvalDone, EventLog, RunEnded
 from bloomery.plan.store import write_plan
 from bloomery.report import write_report

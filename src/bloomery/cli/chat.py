@@ -16,7 +16,7 @@ from bloomery.cli.common import devices_option, loading, quantize_option, refuse
 from bloomery.cli.sampling import SETTINGS, finite, sampling_options, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
-from bloomery.data.chat.examples import Message
+from bloomery.data.examples import Message
 from bloomery.runs.names import chosen_use, model_path
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from bloomery.data.prepare.pipeline import Report
     from bloomery.data.prepare.stats import DatasetCheck, Preview
-    from bloomery.data.shards.format import Manifest, SplitPart
+    from bloomery.data.shards import Manifest, SplitPart
     from bloomery.recipe.load import LoadedRecipe
 
 _NAMES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "checksums": "computing checksums"}
@@ -92,11 +92,11 @@ def reporting() -> Iterator["Report"]:
 def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     from bloomery.core.errors import one_line
     from bloomery.core.units import counted, format_count
-    from bloomery.data.chat.formats import ROW_FORMATS, required_format_of
     from bloomery.data.prepare.split import validation_datasets
-    from bloomery.data.shards.format import DOCUMENTS_PER_UNIT
+    from bloomery.data.shards import DOCUMENTS_PER_UNIT
     from bloomery.data.sources.documents import sources_of
     from bloomery.data.sources.files import other_splits
+    from bloomery.data.sources.formats import ROW_FORMATS
     from bloomery.plan.gather import left_aside
 
     train, validation, each = manifest.train, manifest.validation, DOCUMENTS_PER_UNIT[manifest.kind]
@@ -109,7 +109,7 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     )
     if manifest.formats:
         echo(f"format     {', '.join(manifest.formats)}")
-    data, required_format, title = loaded.recipe.data, required_format_of(loaded.recipe), "sources"
+    data, required_format, title = loaded.recipe.data, loaded.recipe.objective.spec.data_kind, "sources"
     for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
         what = _units(manifest, [part]) + (" of text" if part.plain else "")
         often = f", {part.weight:g} times per epoch" if part.weight != 1 else ""
@@ -145,7 +145,7 @@ def _units(manifest: "Manifest", parts: "Sequence[SplitPart]") -> str:
     """The number of conversations, documents, or both in some sources."""
     from bloomery.core.units import counted
     from bloomery.data.prepare.stats import UNITS
-    from bloomery.data.shards.format import DOCUMENTS_PER_UNIT
+    from bloomery.data.shards import DOCUMENTS_PER_UNIT
 
     numbers = dict.fromkeys((manifest.kind_of(part) for part in parts), 0) or {manifest.kind: 0}
     for part in parts:
@@ -158,7 +158,7 @@ def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -
     """Print the share of loss tokens, and how the examples are packed into sequences."""
     from bloomery.core.units import counted
     from bloomery.data.prepare.stats import UNITS, packing_stats, unit_name
-    from bloomery.data.shards.format import open_split
+    from bloomery.data.shards import open_split
 
     train, data = manifest.train, loaded.recipe.data
     share = (train.loss_tokens or 0) / max(1, train.tokens)

@@ -111,8 +111,8 @@ def _results(
 
 
 def _prompts(tokenizer: "Tokenizer", facts: "ModelFacts", arguments: Arguments, data: Path | None) -> _Prompts:
-    from bloomery.data.chat.examples import Message
     from bloomery.data.chat.render import chat_format
+    from bloomery.data.examples import Message
     from bloomery.report.validation_text import excerpt
     from bloomery.runs.evaluate import texts_of
     from bloomery.runs.generate import refuse_prompt

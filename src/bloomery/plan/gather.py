@@ -13,19 +13,17 @@ from typing import Any
 
 from bloomery import hub
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example
-from bloomery.data.chat.formats import required_format_of
 from bloomery.data.chat.render import Renderer
-from bloomery.data.chat.templates import find_template
+from bloomery.data.examples import BadRow, Example
 from bloomery.data.loading.packing import count_sequences
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on, verbatim
 from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
-from bloomery.data.shards.format import Manifest, Texts
+from bloomery.data.shards import Manifest, Texts
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_datasets, read_documents
 from bloomery.data.sources.files import unread_files
-from bloomery.data.sources.readers import BadRow
+from bloomery.data.tokenizer.templates import find_template
 from bloomery.data.tokenizer.tokenizer import (
     TOKENIZER_FILES,
     Tokenizer,
@@ -250,7 +248,7 @@ def absent(recipe: Recipe) -> list[str]:
 
 def left_aside(recipe: Recipe) -> list[str]:
     """Files of the recipe's folders that may be data and are not read, each with the key that reads it."""
-    data, rows = recipe.data, required_format_of(recipe) in ("sft", "pairs", "kto")
+    data, rows = recipe.data, recipe.objective.spec.data_kind in ("sft", "pairs", "kto")
     lines = [unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
     if data.path is not None:
         lines.append(unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
@@ -266,7 +264,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     if absent(recipe):
         return None
     template, texts, kept = _checked_rows(recipe)
-    size = sum(corpus.text_bytes * corpus.weight for corpus in open_datasets(data, required_format_of(recipe)))
+    size = sum(corpus.text_bytes * corpus.weight for corpus in open_datasets(data, recipe.objective.spec.data_kind))
     tokens = round(size / BYTES_PER_TOKEN)
     return DatasetFacts(
         sequences_per_epoch=max(1, int(tokens * kept) // data.sequence_length),
@@ -305,7 +303,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
     for kind, rows in zip(kinds.sources, found, strict=True):
         for document in rows:
             refuse_mixture(document, kind)
-    trained = found[: len(corpora) - len(validation_datasets(data, required_format_of(recipe)))]
+    trained = found[: len(corpora) - len(validation_datasets(data, recipe.objective.spec.data_kind))]
     if all(len(rows) < ROWS and not any(row.content or row.tokens for row in rows) for rows in trained):
         raise no_documents(corpora, 0, "")
     documents = [document for rows in found for document in rows]
@@ -348,7 +346,7 @@ def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: 
                 if not isinstance(encoded, BadRow):
                     lengths += [len(text.ids) for text in encoded]
                 elif recipe.data.on_error == "stop":
-                    raise encoded.error()
+                    raise encoded
     kept = sum(min(length, longest) for length in lengths) / (sum(lengths) or 1) if lengths else 1.0
     return find_template(asked, config).origin, kept
 

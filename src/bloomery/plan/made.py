@@ -10,10 +10,9 @@ from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
-from bloomery.data.chat.formats import required_format_of
-from bloomery.data.chat.templates import own_templates, templates_in
 from bloomery.data.sources.documents import describe_columns, peek
 from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
+from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.model.families.presets import published_config
 from bloomery.recipe.schema import Recipe, Source
 
@@ -81,7 +80,7 @@ def guessed_columns(recipe: Recipe) -> list[str]:
     """Column roles that were recognized by name, of data on this disk."""
     data = recipe.data
     whole = [Source(path=data.path, glob=data.glob, format=data.format, columns=data.columns)] if data.path else []
-    sources = [] if required_format_of(recipe) in ("text", "any") else [*whole, *data.sources]
+    sources = [] if recipe.objective.spec.data_kind in ("text", "any") else [*whole, *data.sources]
     here = [source for source in sources if source.format == "auto" and hub.data_place(source.path).exists()]
     found = [(source, peek(source)) for source in here]
     return [

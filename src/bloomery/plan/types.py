@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, PositiveInt
 
 from bloomery.core.units import Duration
-from bloomery.data.shards.format import Texts
+from bloomery.data.shards import Texts
 from bloomery.model.config import ModelConfig
 from bloomery.model.quantization.sizes import Dequantizer
 from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from bloomery.core.units import counted, format_bytes, format_count
 from bloomery.core.version import __version__
-from bloomery.data.chat.templates import own_templates
+from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.base_model import TENSORS, Base, read_settings, refuse_other_base
 from bloomery.model.adapters.peft_files import read_adaptation

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, format_count, format_seconds
-from bloomery.data.shards.format import Manifest
+from bloomery.data.shards import Manifest
 from bloomery.hardware.machine import Machine
 from bloomery.monitor.console.words import incident_text
 from bloomery.monitor.diagnose.diagnosis import Diagnosis, diagnose

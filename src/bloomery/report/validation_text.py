@@ -10,7 +10,7 @@ import numpy as np
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import redact_secrets
-from bloomery.data.shards.format import Split, open_split
+from bloomery.data.shards import Split, open_split
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.plan.types import RunPlan
 
@@ -194,8 +194,8 @@ def _responses(
 
 def _around(tokenizer: Tokenizer) -> tuple[str, str]:
     """Text of the chat template before and after a prompt; empty without a template."""
-    from bloomery.data.chat.examples import Message
     from bloomery.data.chat.render import Renderer
+    from bloomery.data.examples import Message
 
     try:
         with Renderer(tokenizer, template=None, train_on="assistant") as renderer:

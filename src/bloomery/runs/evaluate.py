@@ -11,14 +11,14 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
-from bloomery.data.chat.examples import Example
-from bloomery.data.chat.formats import NAMES, RequiredFormat
 from bloomery.data.chat.render import Renderer
+from bloomery.data.examples import Example
 from bloomery.data.loading.packing import truncated_lengths
 from bloomery.data.prepare.kinds import KINDS
-from bloomery.data.shards.format import DOCUMENTS_PER_UNIT, ShardKind, open_split, read_manifest
+from bloomery.data.shards import DOCUMENTS_PER_UNIT, ShardKind, open_split, read_manifest
 from bloomery.data.sources.documents import Dataset, ReadStats, open_dataset, read_documents, read_file, unpadded
 from bloomery.data.sources.files import DATA, TABLES, suffix_of
+from bloomery.data.sources.formats import NAMES, RequiredFormat
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Attention, Backbone, Decoder

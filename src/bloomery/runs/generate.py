@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, cast, final
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Message, Role
 from bloomery.data.chat.render import chat_format
-from bloomery.data.chat.templates import own_templates
+from bloomery.data.examples import Message, Role
+from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder

@@ -244,7 +244,7 @@ def requirements(result: SmokeTest, folder: Path, *, free: int) -> Requirements:
 
 def validation_sequences(plan: RunPlan, folder: Path) -> int:
     """Sequences in an evaluation of the real run."""
-    from bloomery.data.shards.format import read_manifest
+    from bloomery.data.shards import read_manifest
 
     tokens = read_manifest(read_plan(folder / "plan.json").data.prepared).validation.tokens
     sequences = -(-tokens // plan.data.sequence_length)

@@ -13,7 +13,7 @@ import torch
 
 from bloomery.core.version import __version__
 from bloomery.data.loading.loader import Batch, Loader, Prefetcher
-from bloomery.data.shards.format import SplitName, read_manifest
+from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model
 from bloomery.model.adapters.base_model import digest

@@ -14,7 +14,7 @@ from bloomery.cli.demo.story import Story
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.core.units import format_count, format_seconds
-from bloomery.data.shards.format import read_manifest
+from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hardware.detect.detect import detect
 from bloomery.model.counting import parameter_count

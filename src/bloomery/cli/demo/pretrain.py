@@ -22,7 +22,7 @@ from bloomery.core.child import kill_group
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.data.prepare.split import repeated_lines
-from bloomery.data.shards.format import open_split, read_manifest
+from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.sources.builtin import stdlib_files
 from bloomery.data.sources.documents import read_file
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -9,13 +9,11 @@ from types import TracebackType
 from typing import Any, Literal, final
 
 from bloomery.core.units import format_bytes
-from bloomery.data.chat.examples import Example, Message
-from bloomery.data.chat.formats import RowError, check_turns
 from bloomery.data.chat.masks import loss_tokens
 from bloomery.data.chat.sandbox import TemplateProcess
-from bloomery.data.chat.templates import NONE, ChatTemplate, find_template, formats_texts, own_templates
-from bloomery.data.sources.readers import BadRow
+from bloomery.data.examples import BadRow, Example, Message, check_turns
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
+from bloomery.data.tokenizer.templates import NONE, ChatTemplate, find_template, formats_texts, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 TrainOn = Literal["assistant", "all", "last"]
@@ -87,7 +85,7 @@ class Renderer:
         """One EncodedText per response. Raises UserError that names the example's source."""
         encoded = self.encode_batch([example])[0]
         if isinstance(encoded, BadRow):
-            raise encoded.error()
+            raise encoded
         return encoded
 
     def encode_batch(self, examples: list[Example]) -> list[EncodedExample | BadRow]:
@@ -123,8 +121,8 @@ class Renderer:
         try:
             for response in responses:
                 check_turns((prompt, *response), example.source)
-        except RowError as refused:
-            return refused.bad_row
+        except BadRow as bad_row:
+            return bad_row
         return replace(example, prompt=(prompt,), responses=tuple(responses))
 
     @cached_property

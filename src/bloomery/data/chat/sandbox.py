@@ -8,7 +8,7 @@ from typing import Any, final
 
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
-from bloomery.data.chat.templates import ChatTemplate
+from bloomery.data.tokenizer.templates import ChatTemplate
 
 CPU_SECONDS = 2.0  # for one conversation
 WALL_SECONDS = 30.0  # plus CPU_SECONDS for every conversation of a batch

@@ -16,7 +16,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.data.loading.packing import Layout, PackedSequence, PackedSequences
 from bloomery.data.loading.reference_logprobs import Reference
-from bloomery.data.shards.format import SplitName, open_split, read_manifest
+from bloomery.data.shards import SplitName, open_split, read_manifest
 
 _MASK = 2**64 - 1
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, final
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.data.shards.format import DOCUMENTS_PER_UNIT, Manifest, Split
+from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, Split
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 _BITS = 10  # of a word of _FreeSpace: two small integers are faster to search than one large

@@ -8,12 +8,12 @@ from typing import Any, Literal, NamedTuple, final
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example
-from bloomery.data.chat.formats import FORMATS
 from bloomery.data.chat.render import Renderer
-from bloomery.data.chat.templates import BUILTIN, builtin_template, formats_texts
-from bloomery.data.shards.format import ShardKind, Texts
+from bloomery.data.examples import Example
+from bloomery.data.shards import ShardKind, Texts
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, read_documents
+from bloomery.data.sources.formats import FORMATS
+from bloomery.data.tokenizer.templates import BUILTIN, builtin_template, formats_texts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.recipe.schema import Chat, Recipe
 

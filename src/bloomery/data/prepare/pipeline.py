@@ -21,27 +21,27 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
-from bloomery.data.chat.examples import texts_of
-from bloomery.data.chat.formats import required_format_of
-from bloomery.data.chat.templates import NONE, find_template
+from bloomery.data.examples import BadRow, texts_of
 from bloomery.data.prepare.kinds import KtoPairCheck, checked_tokens, kinds_of, refuse_mixture, train_on, verbatim
 from bloomery.data.prepare.split import Splitter, content_key, make_splitter, validation_datasets
 from bloomery.data.prepare.workers import Array, EncodedBatch, Rendering, count_workers, encode_in_order, encoders
-from bloomery.data.shards.format import (
+from bloomery.data.shards import (
     DOCUMENTS_PER_UNIT,
     JOURNAL,
     MANIFEST,
+    Lost,
     Manifest,
     ShardKind,
     SourceRecord,
     SplitName,
+    SplitProgress,
+    SplitWriter,
     file_record,
     write_manifest,
 )
-from bloomery.data.shards.writer import Lost, SplitProgress, SplitWriter, Structure
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_datasets, read_documents, unpadded
 from bloomery.data.sources.files import SourceFile
-from bloomery.data.sources.readers import BadRow
+from bloomery.data.tokenizer.templates import NONE, find_template
 from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
@@ -188,7 +188,7 @@ class Limits:
 
 def streams(recipe: Recipe) -> list[Dataset]:
     """The sources, followed by those of data.validation."""
-    required_format = required_format_of(recipe)
+    required_format = recipe.objective.spec.data_kind
     return open_datasets(recipe.data, required_format) + validation_datasets(recipe.data, required_format)
 
 
@@ -227,7 +227,7 @@ class Preparation:
         self._recipe, self._name, self._identity = recipe, name, identity
         self._folder, self._report, self._limits = folder, report, limits
         self._data, self._on_error = recipe.data, recipe.data.on_error
-        self._required_format = required_format_of(recipe)
+        self._required_format = recipe.objective.spec.data_kind
         self._datasets = streams(recipe)
         self._num_train = len(self._datasets) - len(validation_datasets(self._data, self._required_format))
         self._states = file_states(self._datasets)
@@ -356,7 +356,7 @@ class Preparation:
                 if name in SPLITS and document.example is None and (error := self._too_long(document.text)) is not None:
                     bad_row, name = BadRow(document.source, error.problem, error.fix), "bad"
                     if self._on_error != "skip":
-                        raise bad_row.error()
+                        raise bad_row
                     self._summary.skip(bad_row)
                 paired = kto_pairs.of(document, name) if kto_pairs is not None and name in SPLITS else document
                 if behind:
@@ -396,9 +396,9 @@ class Preparation:
                 begun += 1
             for bad_row in ids.bad_rows.values():
                 if self._on_error != "skip":
-                    raise bad_row.error()
+                    raise bad_row
                 self._failed += 1
-                self._first_failed = self._first_failed or f"{bad_row.where}: {bad_row.problem}"
+                self._first_failed = self._first_failed or f"{bad_row.where}: {bad_row.reason}"
             _add(task, ids, writers, tokenizer, self.kind)
             text_bytes = sum(writer.progress.bytes for writer in writers.values())
             self._report("tokens", min(max(text_bytes, self._summary.bytes_read), self._bytes), self._bytes)
@@ -475,4 +475,4 @@ def _add(
         desirable = [document.example is not None and document.example.desirable is True for document, *_ in mine]
         kto_labels = np.repeat(np.array(desirable, np.uint8), responses)
         size = int(tokenizer.token_bytes()[ids].sum())
-        writers[name].add(ids, lengths, size, Structure(np.concatenate([part for *_, part in mine]), kto_labels))
+        writers[name].add(ids, lengths, size, np.concatenate([part for *_, part in mine]), kto_labels)

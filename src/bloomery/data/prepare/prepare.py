@@ -12,12 +12,11 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
-from bloomery.data.chat.formats import required_format_of
 from bloomery.data.loading.packing import count_sequences, pairs_need_packing
 from bloomery.data.prepare.kinds import learns_examples, template_identity, train_on, verbatim
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO
-from bloomery.data.shards.format import FORMAT, MANIFEST, Manifest, check_record, check_shards, read_manifest
+from bloomery.data.shards import FORMAT, MANIFEST, Manifest, check_record, check_shards, read_manifest
 from bloomery.data.sources import builtin
 from bloomery.data.tokenizer.tokenizer import tokenizer_spec
 from bloomery.hub import data_place
@@ -48,9 +47,11 @@ def identity(loaded: LoadedRecipe) -> str:
         parts["python"] = builtin.identity()
     if learns_examples(recipe):
         parts["examples"] = {
-            "required_format": required_format_of(recipe), "template": template_identity(recipe.data.chat.template),
-            "train_on": train_on(recipe), "verbatim": verbatim(recipe),
-        }  # fmt: skip
+            "required_format": recipe.objective.spec.data_kind,
+            "template": template_identity(recipe.data.chat.template),
+            "train_on": train_on(recipe),
+            "verbatim": verbatim(recipe),
+        }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -122,7 +123,7 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
 
 def refuse_layout(recipe: Recipe) -> None:
     """Raises UserError for pairs without document masking, before any file is read."""
-    if recipe.data.layout == "fixed" and required_format_of(recipe) in ("pairs", "kto"):
+    if recipe.data.layout == "fixed" and recipe.objective.spec.data_kind in ("pairs", "kto"):
         raise pairs_need_packing()
 
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
-from bloomery.data.chat.formats import ROW_FORMATS, RequiredFormat
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_dataset, read_documents, sources_of
 from bloomery.data.sources.files import other_splits, validation_split
+from bloomery.data.sources.formats import ROW_FORMATS, RequiredFormat
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Data, Source
 

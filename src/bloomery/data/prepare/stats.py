@@ -11,12 +11,12 @@ import numpy as np
 
 from bloomery.core.units import counted
 from bloomery.data.chat.render import EncodedExample, EncodedText, Renderer
+from bloomery.data.examples import BadRow
 from bloomery.data.loading.packing import Layout, PackedSequences, truncated_lengths
 from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
-from bloomery.data.shards.format import DOCUMENTS_PER_UNIT, Manifest, ShardKind, Split, open_split, read_manifest
+from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, ShardKind, Split, open_split, read_manifest
 from bloomery.data.sources.documents import Document
-from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 2**20  # of a split: the entropy of 50,000 tokens to about 0.02 nats
@@ -339,7 +339,7 @@ def _structured(
         elif example.kind == "kto":
             roles = ["desirable" if example.desirable else "undesirable"]
     if isinstance(sides, BadRow):
-        yield Preview(document.source, name, [], [], 0, 0, bad_row=sides.problem)
+        yield Preview(document.source, name, [], [], 0, 0, bad_row=sides.reason)
         return
     whole = np.array([[len(side.ids) for side in sides]], np.int64)
     kept = truncated_lengths(whole, sequence_length)[0].tolist()

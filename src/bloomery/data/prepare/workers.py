@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, final
 
@@ -12,10 +12,9 @@ import numpy as np
 
 from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import from_wire
 from bloomery.data.chat.render import EncodedText, Renderer
+from bloomery.data.examples import BadRow, from_wire
 from bloomery.data.sources.documents import Document
-from bloomery.data.sources.readers import BadRow
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -202,7 +201,7 @@ def main() -> None:
             reply(job, {"refused": [error.problem, error.where, error.fix]})
             continue
         loss_mask = b"" if made.loss_mask is None else made.loss_mask.tobytes()
-        bad_rows = {number: astuple(bad_row) for number, bad_row in made.bad_rows.items()}
+        bad_rows = {number: (bad.where, bad.reason, bad.fix) for number, bad in made.bad_rows.items()}
         reply(job, {"lengths": made.lengths.tolist(), "bad_rows": bad_rows}, made.ids.tobytes() + loss_mask)
 
 

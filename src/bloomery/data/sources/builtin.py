@@ -12,7 +12,7 @@ from pathlib import Path
 from zlib import crc32
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example, Message
+from bloomery.data.examples import Example, Message
 from bloomery.data.sources.files import SourceFile
 
 MAX_ANSWER = 1500  # characters: some 500 tokens

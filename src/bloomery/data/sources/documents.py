@@ -1,35 +1,33 @@
 """Read files of all formats as a stream of documents, in constant memory."""
 
-import gzip
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Example, to_wire
-from bloomery.data.chat.formats import (
+from bloomery.data.examples import BadRow, Example, kind_of, text_of, to_wire
+from bloomery.data.sources import builtin
+from bloomery.data.sources.files import SourceFile, list_files, other_splits
+from bloomery.data.sources.formats import (
     FORMATS,
     ROW_FORMATS,
     RequiredFormat,
     columns_of_examples,
     documents_of,
     format_of_row,
+    read_example,
     refuse_text,
     refuse_unknown_roles,
-    row_to_example,
 )
-from bloomery.data.sources import builtin
-from bloomery.data.sources.files import SourceFile, list_files, other_splits
-from bloomery.data.sources.readers import JSON_KINDS, READERS, BadRow, Value, column_types, open_bytes, text_of
+from bloomery.data.sources.readers import TABLES, Value, column_types, read_values
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
 _IGNORED = -100  # the label that torch and transformers mask
-_AGAIN = "copy or download it again"
-_REACH = "check its owner, its permissions and the disk"
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
 MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # a label of -100 is masked
 ATTENTION = "attention_mask"  # 0 for padding
@@ -75,7 +73,7 @@ class ReadStats:
 
     def skip(self, bad_row: BadRow) -> None:
         self.skipped += 1
-        self.first_skipped = self.first_skipped or f"{bad_row.where}: {bad_row.problem}"
+        self.first_skipped = self.first_skipped or f"{bad_row.where}: {bad_row.reason}"
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,6 @@ class Dataset:
     format: str = "auto"  # the recipe's data.format
     required_format: RequiredFormat = "text"
     builtin: str | None = None
-    split: str | None = None  # a split other than train
-
-    @property
-    def tokens(self) -> bool:
-        """Whether the recipe sets format: tokens."""
-        return self.format == "tokens"
 
     @property
     def bytes(self) -> int:
@@ -118,9 +110,8 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
     if data.builtin:
         if data.builtin != "stdlib-code" and required_format == "text":
             raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", fix="use stdlib-code")
-        return [
-            Dataset(data.builtin, tuple(builtin.stdlib_files()), required_format=required_format, builtin=data.builtin)
-        ]
+        files = tuple(builtin.stdlib_files())
+        return [Dataset(data.builtin, files, required_format=required_format, builtin=data.builtin)]
     return [open_dataset(source, required_format) for source in sources_of(data)]
 
 
@@ -139,7 +130,7 @@ def open_dataset(source: Source, required_format: RequiredFormat = "text", *, sp
     rows = required_format in ROW_FORMATS
     files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
     path = source.path if split is None else f"{source.path}, split {split}"
-    return Dataset(path, tuple(files), source.columns, source.weight, source.format, required_format, split=split)
+    return Dataset(path, tuple(files), source.columns, source.weight, source.format, required_format)
 
 
 def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iterator[Document]:
@@ -162,175 +153,143 @@ def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iter
             elif on_error == "skip":
                 stats.skip(document)
             else:
-                raise document.error()
+                raise document
         stats.bytes_read += file.path.stat().st_size
 
 
+_Read = Callable[[Value], Sequence[Document]]  # of a row; raises BadRow
+
+
 def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
+    """Rows as the first of them, or the columns of a table; other values as texts."""
+    columns, read = list[str]() or None, None
     try:
-        typed = file.format in ("parquet", "arrow")
-        yield from _typed_rows(file, dataset, stats) if typed else _rows(file, dataset, stats)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        yield BadRow(file.shown, f"is truncated or damaged: {error or 'it ends too early'}", _AGAIN)
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=_REACH) from error
-
-
-def _typed_rows(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
-    import pyarrow as pa
-
-    try:
-        types = column_types(file.path, file.format)
-        read, columns = _typed_reader(file, dataset, types, stats)
-        for value in READERS[file.format](file.path, file.shown, columns):
-            yield from read(value)
+        if file.format in TABLES:
+            types = column_types(file.path, file.format)
+            columns = None if dataset.required_format == "text" else columns_of_examples(dataset.columns, types)
+            first = next(read_values(file.path, file.shown, file.format, columns), None) if columns else None
+            read, columns = _reader(first, types, dataset, stats, columns, file.shown)
+        for value in read_values(file.path, file.shown, file.format, columns):
+            if isinstance(value, BadRow):
+                yield value
+                continue
+            row = isinstance(value.content, dict) or dataset.format in FORMATS
+            if row and read is None:
+                read, _ = _reader(value, _types(value.content), dataset, stats, None, value.where)
+            try:
+                yield from read(value) if row and read is not None else [_document(value, "text", "")]
+            except BadRow as bad_row:
+                yield bad_row
     except UnicodeDecodeError:
         yield BadRow(file.shown, "holds a column whose name is not UTF-8", "rename the column")
-    except (pa.ArrowException, OSError) as error:
+    except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = str(error).splitlines()[0][:120]  # pyarrow raises OSError without a number for damaged files
-        yield BadRow(file.shown, f"is no {file.format} file, or a damaged one: {reason}", _AGAIN)
+            fix = "check its owner, its permissions and the disk"
+            raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=fix) from error
+        damage = f"is no {file.format} file, or a damaged one" if file.format in TABLES else "is truncated or damaged"
+        reason = (str(error).splitlines() or ["it ends too early"])[0][:120]
+        yield BadRow(file.shown, f"{damage}: {reason}", "copy or download it again")
 
 
-_Read = Callable[[Value | BadRow], Iterator[Document | BadRow]]
+def _types(row: object) -> dict[str, str]:
+    """The kinds of values in the columns of a row, as in `column_types`; "" for others."""
+
+    def holds(value: Any) -> str:
+        numbers = isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16])
+        return "text" if isinstance(value, str) else "tokens" if numbers else ""
+
+    return {name: holds(value) for name, value in row.items()} if isinstance(row, dict) else {}
 
 
-def _typed_reader(
-    file: SourceFile, dataset: Dataset, types: dict[str, str], stats: ReadStats
+def _reader(
+    first: Value | BadRow | None,
+    types: Mapping[str, str],
+    dataset: Dataset,
+    stats: ReadStats,
+    columns: list[str] | None,
+    where: str,
 ) -> tuple[_Read, list[str] | None]:
-    """The reader of the file's rows, and the columns that it needs."""
-    columns = None if dataset.required_format == "text" else columns_of_examples(dataset.columns, types)
-    first = next(READERS[file.format](file.path, file.shown, columns), None) if columns else None
-    found = _format_of(first, dataset, plain=any(types.get(name) == "text" for name in TEXT_COLUMNS))
+    """The reader of rows such as `first`, and the columns that it needs; `columns`: those of examples."""
+    found = _format_of(first, dataset, types)
     if found is not None:
-        return _examples(*found, dataset, stats), columns
-    kinds = {name: kind for name, kind in types.items() if kind in ("text", "tokens")}
-    role, column = _choose(kinds, types, dataset, file.shown)
-    masks = _mask_columns(role, types, dataset, stats)
-    return lambda value: iter([_document(value, role, column, masks)]), [column, *masks]
+        format, named = found
+        stats.formats.add(format if named == dataset.columns else f"{format} ({describe_columns(named)})")
+
+        def read(value: Value) -> list[Document]:
+            example = read_example(value.content, format=format, columns=named, where=value.where)
+            return [Document(one.source, one) for one in documents_of(example, dataset.required_format)]
+
+        return read, columns
+    role, column = _choose(types, dataset, where)
+    flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]] if role == "tokens" else []
+    mask = next((name for name in MASK_COLUMNS if name in flags and dataset.required_format == "sft"), None)
+    masks = [name for name in (ATTENTION, mask) if name is not None and name in flags]
+    if mask is not None:
+        stats.formats.add(f"tokens with {mask}")
+    return lambda value: [_document(value, role, column, masks)], [column, *masks]
 
 
-def _rows(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
-    read: _Read | None = None
-    for value in READERS[file.format](file.path, file.shown, None):
-        row = isinstance(value, Value) and (isinstance(value.content, dict) or dataset.format in FORMATS)
-        if row and read is None:
-            read = _reader(value, dataset, stats)
-        yield from read(value) if row and read is not None else [_document(value, "text", "")]
-
-
-def _reader(first: Value | BadRow, dataset: Dataset, stats: ReadStats) -> _Read:
-    assert isinstance(first, Value)
-    found = _format_of(first, dataset, plain=_has_text(first.content))
-    if found is not None:
-        return _examples(*found, dataset, stats)
-    kinds = dict[str, str]()
-    for name, value in first.content.items():
-        if isinstance(value, str):
-            kinds[name] = "text"
-        elif isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16]):
-            kinds[name] = "tokens"
-    role, column = _choose(kinds, first.content, dataset, first.where)
-    masks = _mask_columns(role, {name: kind for name, kind in kinds.items() if kind == "tokens"}, dataset, stats)
-    return lambda value: iter([_document(value, role, column, masks)])
-
-
-def _has_text(row: object) -> bool:
-    """Whether it has a usual text column."""
-    return isinstance(row, dict) and any(isinstance(row.get(name), str) for name in TEXT_COLUMNS)
-
-
-def _format_of(first: Value | BadRow | None, dataset: Dataset, *, plain: bool) -> tuple[str, dict[str, str]] | None:
+def _format_of(
+    first: Value | BadRow | None, dataset: Dataset, types: Mapping[str, str]
+) -> tuple[str, dict[str, str]] | None:
+    """The format of the examples in rows such as `first`, and their columns; None for text and tokens."""
     if dataset.format in FORMATS:
         return dataset.format, dataset.columns
-    if not isinstance(first, Value) or dataset.tokens or {"text", "tokens"} & set(dataset.columns):
+    if not isinstance(first, Value) or dataset.format == "tokens" or {"text", "tokens"} & set(dataset.columns):
         return None
+    plain = any(types.get(name) == "text" for name in TEXT_COLUMNS)
     return format_of_row(first.content, dataset.columns, required_format=dataset.required_format, plain=plain)
 
 
-def _examples(format: str, columns: dict[str, str], dataset: Dataset, stats: ReadStats) -> _Read:
-    guessed = "" if columns == dataset.columns else f" ({describe_columns(columns)})"
-    stats.formats.add(format + guessed)
-
-    def read(value: Value | BadRow) -> Iterator[Document | BadRow]:
-        found = value if isinstance(value, BadRow) else row_to_example(value, format, columns)
-        if isinstance(found, BadRow):
-            yield found
-            return
-        for example in documents_of(found, dataset.required_format):
-            yield Document(example.source, example)
-
-    return read
-
-
-def _mask_columns(role: str, types: dict[str, str], dataset: Dataset, stats: ReadStats) -> list[str]:
-    """The columns of the attention mask and, for fine-tuning, the loss mask of pre-tokenized rows."""
-    if role != "tokens":
-        return []
-    flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]]
-    found = next((name for name in MASK_COLUMNS if name in flags and dataset.required_format == "sft"), None)
-    masks = [name for name in (ATTENTION, found) if name is not None and name in flags]
-    if found is not None:
-        stats.formats.add(f"tokens with {found}")
-    return masks
-
-
-def _choose(kinds: dict[str, str], present: Collection[str], dataset: Dataset, where: str) -> tuple[str, str]:
+def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str, str]:
     """Role and name of the column to train on: the recipe's, else a usual name, else the only text."""
+
+    def refused(problem: str, role: str = "text") -> UserError:
+        problem = f"{problem}; it has: {', '.join(list(types)[:12])}"
+        return UserError(problem, where=where, fix=f"name it: data.columns={{{role}: NAME}}")
+
     for role, column in ((role, name) for role, name in dataset.columns.items() if role in ("text", "tokens")):
-        if column not in present:
-            raise _no_column(f"has no column {column!r}", present, where)
+        if column not in types:
+            raise refused(f"has no column {column!r}")
         return role, column
-    names = {role: [name for name, kind in kinds.items() if kind == role] for role in ("text", "tokens")}
+    names = {role: [name for name, kind in types.items() if kind == role] for role in ("text", "tokens")}
     usual_text = [name for name in TEXT_COLUMNS if name in names["text"]]
     usual_tokens = [name for name in TOKEN_COLUMNS if name in names["tokens"]]
-    if usual_text and not dataset.tokens:
+    tokens = dataset.format == "tokens"
+    if usual_text and not tokens:
         return "text", usual_text[0]
-    if usual_tokens or (dataset.tokens and len(names["tokens"]) == 1):
+    if usual_tokens or (tokens and len(names["tokens"]) == 1):
         return "tokens", (usual_tokens or names["tokens"])[0]
-    if len(names["text"]) == 1 and not dataset.tokens:
+    if len(names["text"]) == 1 and not tokens:
         return "text", names["text"][0]
-    meant = (
-        "tokens" if dataset.tokens else "text" if dataset.required_format in ("text", "any") else "text or a response"
-    )
-    column = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(dataset.required_format, "text")
-    refused = _no_column(f"has no column with a usual name for the {meant}", present, where, column)
-    if any(name not in present for name in dataset.columns.values()):
-        fix = "set data.columns={}: it maps another dataset"
-        raise UserError(refused.problem, where=refused.where, fix=fix)
-    raise refused
+    meant = "text" if dataset.required_format in ("text", "any") else "text or a response"
+    role = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(dataset.required_format, "text")
+    error = refused(f"has no column with a usual name for the {'tokens' if tokens else meant}", role)
+    if any(name not in types for name in dataset.columns.values()):
+        error.fix = "set data.columns={}: it maps another dataset"
+    raise error
 
 
-def _no_column(problem: str, present: Collection[str], where: str, role: str = "text") -> UserError:
-    names = ", ".join(list(present)[:12])
-    return UserError(f"{problem}; it has: {names}", where=where, fix=f"name it: data.columns={{{role}: NAME}}")
-
-
-def _document(value: Value | BadRow, role: str, column: str, masks: Sequence[str] = ()) -> Document | BadRow:
-    if isinstance(value, BadRow):
-        return value
+def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -> Document:
+    """The document in a column ("": in the value itself). Raises BadRow."""
     content, where = value.content, value.where
     if column:
         where = f"{where}, field {column}"
         if not isinstance(content, dict) or column not in content:
-            return BadRow(where, "is missing")
+            raise BadRow(where, "is missing")
         content = content[column]
-    if role == "text" and isinstance(content, str):
-        text = text_of(content, where)
-        return text if isinstance(text, BadRow) else Document(value.where, text)
-    ids = content if role == "tokens" and isinstance(content, list) else None
-    if ids is None or not all(type(item) is int and 0 <= item < 2**32 for item in ids):
-        what = JSON_KINDS.get(type(content).__name__, f"a {type(content).__name__}")
-        return BadRow(where, f"is {what}, not {'a list of token ids' if role == 'tokens' else 'a text'}")
-    found, attended = Document(value.where, tokens=tuple(ids)), None
+    if role == "text":
+        return Document(value.where, text_of(content, where))
+    if not isinstance(content, list) or not all(type(item) is int and 0 <= item < 2**32 for item in content):
+        raise BadRow(where, f"is {kind_of(content)}, not a list of token ids")
+    found, attended = Document(value.where, tokens=tuple(content)), None
     for mask in masks:
         flags, where = value.content.get(mask), f"{value.where}, field {mask}"
-        if not isinstance(flags, list) or len(flags) != len(ids):
+        if not isinstance(flags, list) or len(flags) != len(content):
             size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
-            return BadRow(where, f"has {size} where {column} has {len(ids):,} tokens")
+            raise BadRow(where, f"has {size} where {column} has {len(content):,} tokens")
         if not all(isinstance(flag, int) for flag in flags):
-            return BadRow(where, "has entries that are neither a number nor true or false")
+            raise BadRow(where, "has entries that are neither a number nor true or false")
         if mask == ATTENTION:
             attended = [bool(flag) for flag in flags]
         else:
@@ -365,17 +324,15 @@ def peek(source: Source) -> tuple[str, dict[str, str]] | None:
     """The format and columns of a source's first row; None for text, tokens and rows that cannot be read. Raises
     UserError without files.
     """
-    import pyarrow as pa
-
     dataset = open_dataset(source, "sft")
     file = dataset.files[0]
     try:
-        first = next(READERS[file.format](file.path, file.shown, None), None)
-    except (EOFError, OSError, zlib.error, pa.ArrowException):
+        first = next(read_values(file.path, file.shown, file.format), None)
+    except (EOFError, OSError, zlib.error):
         return None
     if not isinstance(first, Value) or not isinstance(first.content, dict):
         return None
-    return _format_of(first, dataset, plain=_has_text(first.content))
+    return _format_of(first, dataset, _types(first.content))
 
 
 def describe_columns(columns: dict[str, str]) -> str:
@@ -386,10 +343,5 @@ def describe_columns(columns: dict[str, str]) -> str:
 
 def read_file(path: Path) -> str:
     """One whole text file, for prompts and evaluation. Raises UserError when it is not UTF-8 or too large."""
-    file = SourceFile(path, path.name, "code")
-    with open_bytes(path):
-        pass
-    return next(read_documents(Dataset(str(path), (file,)), on_error="stop", stats=ReadStats())).text
-
-
-__all__ = ["Dataset", "Document", "ReadStats", "open_dataset", "open_datasets", "read_documents", "read_file"]
+    dataset = Dataset(str(path), (SourceFile(path, path.name, "code"),))
+    return next(read_documents(dataset, on_error="stop", stats=ReadStats())).text

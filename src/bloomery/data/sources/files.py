@@ -13,7 +13,7 @@ from pathlib import Path
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import closest
 from bloomery.core.units import counted
-from bloomery.data.chat.formats import FORMATS
+from bloomery.data.sources.formats import FORMATS
 from bloomery.data.sources.readers import COMPRESSED
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source

@@ -13,8 +13,8 @@ import numpy as np
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input, write_durably
-from bloomery.data.chat import templates
 from bloomery.data.tokenizer import fast_bpe as words
+from bloomery.data.tokenizer import templates
 from bloomery.data.tokenizer.sentencepiece import MADE_BY, MAX_FILE, MODEL_FILE, SentencePiece
 from bloomery.hub import cached_model, fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
-from bloomery.data.chat.formats import required_format_of
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import support as attention_facts
 from bloomery.model.config import ModelConfig
@@ -34,7 +33,7 @@ def choose_attention(
     """A backend of model.attention that supports the recipe. Raises UserError when the recipe's own does not."""
     windows = [window for window in config.sliding_window if window is not None]
     # Both responses of a pair share a sequence in every layout, with document masking.
-    packed = recipe.data.layout == "packed" or required_format_of(recipe) in ("pairs", "kto")
+    packed = recipe.data.layout == "packed" or recipe.objective.spec.data_kind in ("pairs", "kto")
     kind = "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
     if config.transformers_backend is not None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from bloomery.core.choice import Choice
 from bloomery.core.units import format_count
-from bloomery.data.chat.templates import NONE
+from bloomery.data.tokenizer.templates import NONE
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import known_config

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.examples import Message
 from bloomery.data.chat.render import chat_format, continuation
-from bloomery.data.shards.format import DOCUMENTS_PER_UNIT, Split, open_split, read_manifest
+from bloomery.data.examples import Message
+from bloomery.data.shards import DOCUMENTS_PER_UNIT, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, known_ids, sample_tokens

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bloomery.data.loading.loader import Batch, Loader
 from bloomery.data.loading.reference_logprobs import ReferenceWriter
-from bloomery.data.shards.format import SplitName
+from bloomery.data.shards import SplitName
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores

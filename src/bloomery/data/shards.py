@@ -1,7 +1,9 @@
-"""A prepared dataset on disk: a manifest and memory-mapped token files that read as one array."""
+"""A prepared dataset on disk: a manifest, memory-mapped token files that read as one array, and their writer."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -28,13 +30,9 @@ JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it ne
 SplitName = Literal["train", "validation"]
 ShardKind = Literal["text", "chat", "pairs", "kto"]
 Texts = Literal["none", "prompts", "whole"]  # the rows have texts: prompt and response, or whole texts of pairs
-DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {
-    "text": 1,
-    "chat": 1,
-    "pairs": 2,
-    "kto": 2,
-}  # a pair is two
+DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}  # a pair is two
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ManifestRecord(BaseModel, frozen=True, extra="forbid"):
@@ -172,7 +170,11 @@ def read_manifest(folder: Path) -> Manifest:
     records = [record for split in (manifest.train, manifest.validation) for record in split.files]
     listed = [*records, *manifest.files, *([manifest.snapshot] if manifest.snapshot else [])]
     for record in records:
-        _check_size(folder, record)
+        path = folder / record.name
+        size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
+        if size != record.bytes:
+            instead = f"file has {size:,} bytes instead of the {record.bytes:,} in the manifest"
+            raise UserError("file is missing" if size < 0 else instead, where=str(path), fix=prepare_again(folder))
     for record in manifest.files:
         check_file(folder / record.name, record.bytes, record.blocks, fix=prepare_again(folder))
     stray = added_to(folder, {MANIFEST, JOURNAL, *(record.name for record in listed)})
@@ -212,14 +214,6 @@ def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, floa
             raise changed(folder / record.name, fix=prepare_again(folder))
 
 
-def _check_size(folder: Path, record: FileRecord) -> None:
-    path = folder / record.name
-    size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
-    if size != record.bytes:
-        problem = f"has {size:,} bytes instead of the {record.bytes:,} in the manifest" if size >= 0 else "is missing"
-        raise UserError(f"file {problem}", where=str(path), fix=prepare_again(folder))
-
-
 @final
 class Tokens:
     """The ids of a split as one array, read by slice. Only the slice is in memory.
@@ -252,7 +246,7 @@ class Tokens:
         return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
-def _column(folder: Path, file: FileRecord, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
+def _column(folder: Path, file: FileRecord, dtype: str) -> Array:
     """A file that is small compared with the shards, checked whole. An empty one cannot be memory-mapped."""
     check_record(folder, file)
     path = folder / file.name
@@ -273,7 +267,7 @@ class Split:
         def shards(files: tuple[FileRecord, ...], dtype: str) -> Tokens:
             return Tokens(folder, files, dtype, manifest.shard_tokens, record.tokens)
 
-        def column(file: FileRecord | None, dtype: str) -> np.ndarray[Any, np.dtype[Any]] | None:
+        def column(file: FileRecord | None, dtype: str) -> Array | None:
             return None if file is None else _column(folder, file, dtype)
 
         self.tokens = shards(record.shards, manifest.dtype)
@@ -310,3 +304,191 @@ class Split:
 def open_split(folder: Path, name: SplitName, manifest: Manifest | None = None) -> Split:
     """Raises UserError as `read_manifest` does."""
     return Split(folder, manifest or read_manifest(folder), name)
+
+
+class SplitProgress(BaseModel):
+    """The part of a split that is safely on disk. `parts`: (tokens, documents) of each source begun so far."""
+
+    bytes: int = 0
+    loss_tokens: int = 0
+    parts: list[tuple[int, int]] = []
+
+    @property
+    def tokens(self) -> int:
+        return sum(tokens for tokens, _ in self.parts)
+
+    @property
+    def documents(self) -> int:
+        return sum(documents for _, documents in self.parts)
+
+
+@final
+class SplitWriter:
+    """Appends documents to `<name>-00000.bin`, ... and their starts to `<name>-documents.bin`. Every shard but the
+    last is full. Conversations and pairs also have `<name>-loss-mask-00000.bin`, ..., `<name>-first.bin` and, for kto,
+    `<name>-kto-labels.bin`. Opens with the state of `progress`: after a kill, with that of the journal.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: SplitName,
+        dtype: str,
+        shard_tokens: int,
+        progress: SplitProgress,
+        kind: ShardKind = "text",
+    ) -> None:
+        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._sharded: dict[str, np.dtype[Any]] = {"": np.dtype(dtype)}
+        self._columns: dict[str, np.dtype[Any]] = {"documents": np.dtype(np.uint64)}
+        if kind != "text":
+            self._sharded["loss-mask-"] = np.dtype(np.uint8)
+            self._columns["first"] = np.dtype(np.uint32)
+        if kind == "kto":
+            self._columns["kto-labels"] = np.dtype(np.uint8)
+        self._files: dict[Path, FileIO] = {}
+        self.cut_back(progress)
+
+    def _path(self, what: str, shard: int | None = None) -> Path:
+        return self._folder / f"{self._name}-{what}{'' if shard is None else f'{shard:05d}'}.bin"
+
+    def cut_back(self, progress: SplitProgress) -> None:
+        """Remove all that was written after `progress`. Raises Lost when the disk has less than that."""
+        self.close()
+        self.progress = progress.model_copy(deep=True)
+        self._tokens, self._documents = progress.tokens, progress.documents
+        for column, dtype in self._columns.items():
+            _cut(self._path(column), dtype.itemsize * self._documents)
+        full, rest = divmod(self._tokens, self._shard_tokens)
+        for what, dtype in self._sharded.items():
+            for number in range(full):
+                _cut(self._path(what, number), self._shard_tokens * dtype.itemsize)
+            _cut(self._path(what, full), rest * dtype.itemsize)
+            number = full + 1
+            while self._path(what, number).exists():
+                self._path(what, number).unlink()
+                number += 1
+
+    def begin_part(self) -> None:
+        """Begin the next source."""
+        self.progress.parts.append((0, 0))
+
+    def add(
+        self,
+        ids: Array,
+        lengths: np.ndarray[Any, np.dtype[np.uint64]],
+        text_bytes: int,
+        loss_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
+        kto_labels: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
+    ) -> None:
+        """Append documents, whose tokens follow each other in `ids`. `loss_mask` (one per token) and `kto_labels` (one
+        per document): see SplitRecord.
+        """
+        starts = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
+        columns: dict[str, Array | None] = {"documents": starts + np.uint64(self._tokens), "kto-labels": kto_labels}
+        if loss_mask is not None:
+            columns["first"] = first_loss_tokens(loss_mask, starts, lengths)
+            self.progress.loss_tokens += int(loss_mask.sum())
+            self._append("loss-mask-", loss_mask)
+        self._append("", ids)
+        for column, dtype in self._columns.items():
+            values = columns[column]
+            assert values is not None
+            self._write(self._path(column), values.astype(dtype).tobytes())
+        self._tokens, self._documents = self._tokens + len(ids), self._documents + len(lengths)
+        tokens, documents = self.progress.parts[-1]
+        self.progress.parts[-1] = (tokens + len(ids), documents + len(lengths))
+        self.progress.bytes += text_bytes
+
+    def _append(self, what: str, values: Array) -> None:
+        values, done = np.ascontiguousarray(values, dtype=self._sharded[what]), 0
+        while done < len(values):
+            shard, offset = divmod(self._tokens + done, self._shard_tokens)
+            count = min(len(values) - done, self._shard_tokens - offset)
+            self._write(self._path(what, shard), values[done : done + count].tobytes())
+            done += count
+
+    def _write(self, path: Path, content: bytes) -> None:
+        if path not in self._files:
+            self._files[path] = open_to_append(path)
+        left = memoryview(content)
+        while left:
+            left = left[self._files[path].write(left) :]
+
+    def sync(self) -> SplitProgress:
+        """Flush everything added so far to disk."""
+        for file in self._files.values():
+            os.fsync(file.fileno())
+        full = self._tokens // self._shard_tokens
+        for path in [self._path(what, number) for number in range(full) for what in self._sharded]:
+            if path in self._files:
+                self._files.pop(path).close()
+        return self.progress.model_copy(deep=True)
+
+    def close(self) -> None:
+        """Close without flushing to disk."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def finish(self, weights: list[float], plain: Collection[int] = ()) -> SplitRecord:
+        """Write where the last document ends; return the split's record with the checksum of every file. `plain`:
+        numbers of the sources that are plain text next to conversations.
+        """
+        self._write(self._path("documents"), np.uint64(self._tokens).tobytes())
+        self.sync()
+        self.close()
+        paths = {name: self._path(name) for name in self._columns}  # a column of no document has no file
+        columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
+        count, shards = -(-self._tokens // self._shard_tokens), dict[str, tuple[FileRecord, ...]]()
+        for what in self._sharded:
+            self._path(what, count).unlink(missing_ok=True)
+            shards[what] = tuple(file_record(self._path(what, number)) for number in range(count))
+        begun = enumerate(zip(self.progress.parts, weights, strict=True))
+        parts = [SplitPart(tokens=t, documents=d, weight=w, plain=number in plain) for number, ((t, d), w) in begun]
+        return SplitRecord(
+            tokens=self._tokens,
+            documents=self._documents,
+            bytes=self.progress.bytes,
+            parts=tuple(parts),
+            shards=shards[""],
+            bounds=columns["documents"],
+            loss_tokens=self.progress.loss_tokens if "loss-mask-" in shards else None,
+            loss_mask=shards.get("loss-mask-", ()),
+            first=columns.get("first"),
+            kto_labels=columns.get("kto-labels"),
+        )
+
+
+def first_loss_tokens(
+    loss_mask: np.ndarray[Any, np.dtype[np.uint8]],
+    starts: np.ndarray[Any, np.dtype[np.uint64]],
+    lengths: np.ndarray[Any, np.dtype[np.uint64]],
+) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """The place in each document of its first loss token; the document's length where it has none. The first token of a
+    document is not a label.
+    """
+    places = np.flatnonzero(loss_mask).astype(np.int64)
+    begins, sizes = starts.astype(np.int64), lengths.astype(np.int64)
+    index = np.searchsorted(places, begins + 1)
+    after = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins
+    first: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(after, sizes).astype(np.uint32)
+    return first
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Unbuffered: after `write` the kernel has the bytes, and closing after a full disk has nothing left to write."""
+    return path.open("ab", buffering=0)
+
+
+class Lost(Exception):
+    """A file is shorter than in the journal."""
+
+
+def _cut(path: Path, size: int) -> None:
+    present = path.stat().st_size if path.exists() else 0
+    if present < size:
+        raise Lost(path)
+    if size == 0:
+        path.unlink(missing_ok=True)
+    elif present > size:
+        os.truncate(path, size)

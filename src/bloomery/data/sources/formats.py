@@ -1,0 +1,458 @@
+"""Rows in the formats of OpenAI, ShareGPT, Alpaca, TRL and KTO as examples, and the formats of each objective."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import did_you_mean
+from bloomery.core.units import MIB, format_bytes
+from bloomery.data.examples import BadRow, Example, Message, Role, Turns, check_turns, kind_of, text_of
+from bloomery.recipe.schema import Source
+
+MAX_CONVERSATION = 2 * MIB  # of text: half a million tokens, which take half a gigabyte to encode
+ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "function_call": "assistant", "tool_call": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
+}  # fmt: skip
+_CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
+_ROLE_KEYS, _TEXT_KEYS = ("role", "from"), ("content", "value")
+_THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the same three
+Columns = Mapping[str, str]  # roles to columns of other names
+
+
+def plain_json(value: object, where: str) -> Any:
+    """A value that JSON can encode: no NaN, no infinity, no half of a surrogate pair. Raises BadRow."""
+    try:
+        written = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        written.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(where, "holds half of a surrogate pair, which is no character") from error
+    except RecursionError as error:
+        raise BadRow(where, "is nested too deeply") from error
+    except TypeError as error:
+        raise BadRow(where, f"is not valid JSON: {error}") from error
+    except ValueError as error:
+        raise BadRow(where, "holds NaN or infinity") from error
+    return json.loads(written)
+
+
+def _parsed(value: object) -> Any:
+    """A text with a JSON object or list becomes that; datasets store nested values as text."""
+    if not isinstance(value, str) or value.strip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):  # then it is a text
+        return value
+
+
+def refuse_size(size: int, where: str) -> None:
+    """Raises BadRow for a conversation above the size limit."""
+    if size > MAX_CONVERSATION:
+        raise BadRow(
+            where, f"is a conversation of {format_bytes(size)}; the limit is {format_bytes(MAX_CONVERSATION)}",
+            "cut it into several conversations, or set data.on_error to skip",
+        )  # fmt: skip
+
+
+def _message(turn: object, where: str, role_keys: Sequence[str], text_keys: Sequence[str]) -> Message:
+    if not isinstance(turn, dict):
+        raise BadRow(where, f"is {kind_of(turn)}, not a message with a role and a content")
+    role_key = next((key for key in role_keys if turn.get(key) is not None), None)
+    if role_key is None:
+        names = ", ".join(str(key)[:40] for key in list(turn)[:8]) or "nothing"
+        raise BadRow(where, f"has no {' or '.join(role_keys)}; it has: {names}")
+    name = text_of(turn[role_key], f"{where}.{role_key}").strip().lower()
+    if name not in ROLES:
+        known = did_you_mean(name, ROLES, "known are system, user, assistant and tool")
+        raise BadRow(f"{where}.{role_key}", f"is an unknown role, {name[:40]!r}; {known}")
+    role = ROLES[name]
+    text_key = next((key for key in text_keys if key in turn), text_keys[0])
+    calls = _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls") if role == "assistant" else ()
+    content, place = "", f"{where}.{text_key}"
+    if turn.get(text_key) is not None or not calls:
+        if text_key not in turn:
+            raise BadRow(place, "is missing")
+        content = _content(turn[text_key], place)
+    if name in _CALLING:
+        parsed = _parsed(content)
+        if not isinstance(parsed, dict | list):
+            raise BadRow(place, "is not a call: a function_call is JSON with a name and arguments")
+        calls, content = _calls(parsed if isinstance(parsed, list) else [parsed], place), ""
+    thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
+    optional = {"name": turn.get("name"), "thinking": thinking, "tool_call_id": turn.get("tool_call_id")}
+    speaker, thought, call_id = (
+        None if value is None else text_of(value, f"{where}.{key}") for key, value in optional.items()
+    )
+    weight = turn.get("weight")
+    if weight is not None and (type(weight) not in (int, float, bool) or weight not in (0, 1)):
+        raise BadRow(f"{where}.weight", "is neither 0 (masked) nor 1 (trained on)", "write 0 or 1, or remove it")
+    return Message(role, content, calls, speaker, thought, call_id, trained_on=weight is None or bool(weight))
+
+
+def _content(value: object, where: str) -> str:
+    """A text, or the texts of a list of parts."""
+    if not isinstance(value, list):
+        return text_of(value, where)
+    texts = list[str]()
+    for index, part in enumerate(value):
+        place = f"{where}[{index}]"
+        if not isinstance(part, str | dict):
+            raise BadRow(place, f"is {kind_of(part)}, not a part with a type and a text")
+        if isinstance(part, dict):
+            if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+                problem = f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
+                raise BadRow(place, problem, "leave such conversations out, or set data.on_error to skip")
+            part = part["text"]
+        texts.append(text_of(part, place))
+    return "".join(texts)
+
+
+def _calls(value: object, where: str) -> tuple[dict[str, Any], ...]:
+    """Calls with their arguments as objects, as templates expect; in the OpenAI format they are JSON text."""
+    if value is None or value == []:
+        return ()
+    if not isinstance(value, list):
+        raise BadRow(where, f"is {kind_of(value)}, not a list of calls")
+    calls = list[dict[str, Any]]()
+    for index, call in enumerate(value):
+        place = f"{where}[{index}]"
+        checked = plain_json(call, place)
+        function = checked.get("function", checked) if isinstance(checked, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRow(place, "is not a call: a call names a function")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):  # JSON in JSON, not checked so far
+            arguments = plain_json(_parsed(arguments), f"{place}.arguments")
+        kept = {"id": checked["id"]} if isinstance(checked.get("id"), str) else {}
+        calls.append({"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}})
+    return tuple(calls)
+
+
+LISTS = ("messages", "conversations", "conversation")
+# Other usual names, in any case, of alpaca's instruction, output, input and system. The first present one counts.
+_USUAL: dict[str, tuple[str, ...]] = {
+    "instruction": ("instruction", "question", "query", "prompt", "input", "human", "user", "problem", "task"),
+    "output": ("output", "response", "answer", "completion", "assistant", "target", "reply", "solution", "bot", "gpt"),
+    "input": ("input", "context", "passage"),
+    "system": ("system", "system_prompt"),
+}  # fmt: skip
+_PAIR_FIX = "remove the pair, or set data.on_error to skip"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row, its place, and `named`: the roles of data.columns, with the columns of other names."""
+
+    cells: Mapping[str, Any]
+    named: Columns
+    where: str
+
+    def cell(self, role: str, *, needed: bool = True) -> tuple[Any, str]:
+        """The value for a role, and its place. Raises BadRow without that column, if it is `needed` or in `named`."""
+        name = self.named.get(role, role)
+        if name in self.cells or not (needed or role in self.named):
+            return self.cells.get(name), f"{self.where}, {name}"
+        present = ", ".join(str(key)[:40] for key in list(self.cells)[:12]) or "nothing"
+        mapped = "set data.columns={}: it maps another dataset"
+        fix = mapped if role in self.cells else f"name it: data.columns={{{role}: NAME}}"
+        raise BadRow(self.where, f"has no column {name!r}; it has: {present}", fix)
+
+    def turns(self, value: object, where: str) -> tuple[Message, ...]:
+        """Messages of a list of turns; `named` may rename their "role" and "content". Raises BadRow."""
+        if not isinstance(value, list):
+            raise BadRow(where, f"is {kind_of(value)}, not a list of messages")
+        if not value:
+            raise BadRow(where, "has no messages")
+        role_keys = (self.named["role"],) if "role" in self.named else _ROLE_KEYS
+        text_keys = (self.named["content"],) if "content" in self.named else _TEXT_KEYS
+        messages = tuple(_message(turn, f"{where}[{index}]", role_keys, text_keys) for index, turn in enumerate(value))
+        refuse_size(sum(len(message.content) for message in messages), where)
+        return messages
+
+    def side(self, role: str) -> tuple[Turns, str]:
+        """A text or messages, and their place."""
+        value, place = self.cell(role)
+        if isinstance(value, list):
+            return self.turns(value, place), place
+        text = text_of(value, place)
+        refuse_size(len(text), place)
+        return text, place
+
+    def tools(self) -> tuple[dict[str, Any], ...]:
+        """The tools, which are a list or JSON text. Raises BadRow."""
+        value, place = self.cell("tools", needed=False)
+        value = _parsed(value)
+        if value is None or value == "" or value == []:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            raise BadRow(place, "is not a list of tools, each an object")
+        return tuple(cast(list[dict[str, Any]], plain_json(value, place)))
+
+
+def _chat(row: Row) -> Example:
+    """Lists of turns in the formats of OpenAI and ShareGPT; "system" may be a separate column."""
+    given = [role for role in ("messages", "conversations") if role in row.named]
+    value, place = row.cell(given[0] if given else next((name for name in LISTS if name in row.cells), LISTS[0]))
+    messages = row.turns(value, place)
+    system, system_place = row.cell("system", needed=False)
+    if system is not None and text_of(system, system_place).strip():
+        messages = (Message("system", system), *messages)
+    check_turns(messages, place, start=len(value) - len(messages))
+    return Example(row.where, "chat", (), (messages,), tools=row.tools())
+
+
+def _alpaca(row: Row) -> Example:
+    """One prompt and response: the input follows the instruction on a new line. Columns "system" and "history" (earlier
+    prompts and responses) are from LLaMA-Factory.
+    """
+    texts = {role: text_of(*row.cell(role)) for role in ("instruction", "output")}
+    for role in ("input", "system"):
+        taken = row.named.get("instruction", "instruction") == role
+        value, place = (None, "") if taken else row.cell(role, needed=False)
+        texts[role] = "" if value is None else text_of(value, place)
+    turns = [Message("system", texts["system"])] if texts["system"].strip() else []
+    history, place = row.cell("history", needed=False)
+    if history is not None:
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise BadRow(place, "is not a list of pairs of a prompt and its response")
+        parts = [text_of(part, f"{place}[{index}]") for index, pair in enumerate(history) for part in pair]
+        before = [Message("assistant" if index % 2 else "user", part) for index, part in enumerate(parts)]
+        check_turns(before, place, responses=False)
+        turns += before
+    prompt = "\n".join(part for part in (texts["instruction"], texts["input"]) if part.strip())
+    turns += [Message("user", prompt), Message("assistant", texts["output"])]
+    for role, value in (("instruction", prompt), ("output", texts["output"])):
+        if not value.strip():
+            raise BadRow(f"{row.where}, {row.named.get(role, role)}", "is empty")
+    refuse_size(sum(len(turn.content) for turn in turns), row.where)
+    return Example(row.where, "chat", (), (tuple(turns),))
+
+
+def _completion(row: Row) -> Example:
+    prompt, responses = _joined(row.side("prompt"), row.side("completion"))
+    return Example(row.where, "completion", prompt, responses, tools=row.tools())
+
+
+def _kto(row: Row) -> Example:
+    example = _completion(row)
+    label, place = row.cell("label")
+    if isinstance(label, str):  # tables have only text
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
+    if isinstance(label, float) and math.isnan(label):
+        raise BadRow(place, "is NaN, not true or false")
+    if label not in (0, 1) or type(label) not in (bool, int):
+        raise BadRow(place, f"is {kind_of(label)}, not true (desirable) or false")
+    return replace(example, kind="kto", desirable=bool(label))
+
+
+def _preference(row: Row) -> Example:
+    """Without a column for the prompt, and for whole conversations, both sides begin with it."""
+    (chosen, chosen_place), (rejected, rejected_place) = row.side("chosen"), row.side("rejected")
+    if chosen == rejected:
+        raise BadRow(row.where, "has equal chosen and rejected responses", _PAIR_FIX)
+    prompt, place = cast(Turns, ""), ""
+    if "prompt" in row.named or row.cells.get("prompt") is not None:
+        prompt, place = row.side("prompt")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise BadRow(row.where, "has one side as text and one as messages", "use one format for both sides")
+    implicit = isinstance(chosen, str) and not prompt
+    repeats = False
+    if prompt and not isinstance(chosen, str):
+        turns = [turn for turn in chosen if turn.role != "system"]
+        if isinstance(prompt, str):
+            repeats = len(turns) > 1 and turns[0].role == "user" and turns[0].content.strip() == prompt.strip()
+        else:
+            repeats = len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt
+    if not prompt or repeats:
+        length = _common(chosen, rejected)
+        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        if not prompt:
+            fix = "name the prompt's column: data.columns={prompt: NAME}"
+            raise BadRow(row.where, "has no prompt: chosen and rejected have no common beginning", fix)
+        if not chosen or not rejected:
+            raise BadRow(row.where, "has a side that is the beginning of the other", _PAIR_FIX)
+    prompt, responses = _joined(
+        (prompt, place or f"{row.where}, prompt"), (chosen, chosen_place), (rejected, rejected_place)
+    )
+    return Example(row.where, "pair", prompt, responses, tools=row.tools(), implicit=implicit)
+
+
+def _common(one: Turns, other: Turns) -> int:
+    """The number of equal first turns, or of equal first characters up to white space, so that no word is cut."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shared = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+    if isinstance(one, str):
+        while shared and not one[shared - 1].isspace():
+            shared -= 1
+        shared = len(one[:shared].rstrip(" "))  # a space is in one token with the next word
+    return shared
+
+
+def _joined(prompt: tuple[Turns, str], *responses: tuple[Turns, str]) -> tuple[Turns, tuple[Turns, ...]]:
+    """Prompt and responses, all as texts or all as messages, checked together; each comes with its place. Raises
+    BadRow.
+    """
+    sides = [side for side, _ in (prompt, *responses)]
+    if all(isinstance(side, str) for side in sides):
+        for side, place in (prompt, *responses):
+            if not side:
+                raise BadRow(place, "is empty")
+        return sides[0], tuple(sides[1:])
+    turns, *answers = (
+        (Message("assistant" if index else "user", side),) if isinstance(side, str) else side
+        for index, side in enumerate(sides)
+    )
+    check_turns(turns, prompt[1], responses=False)
+    for answer, (_, place) in zip(answers, responses, strict=True):
+        check_turns((*turns, *answer), place, start=-len(turns))
+        if not any(message.role == "assistant" for message in answer):
+            raise BadRow(place, "has no assistant turn to train on")
+        refuse_size(sum(len(message.content) for message in (*turns, *answer)), place)
+    return turns, tuple(answers)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Its reader, the roles that a row must have, and all that data.columns can map to columns. "role" and "content"
+    are keys of each message.
+    """
+
+    read: Callable[[Row], Example]
+    needed: tuple[str, ...]
+    roles: tuple[str, ...]
+
+
+_TURNS = ("tools", "role", "content")
+FORMATS = {  # a row has the last format of which it has all columns
+    "messages": Format(_chat, ("messages",), ("messages", *_TURNS)),
+    "sharegpt": Format(_chat, ("conversations",), ("conversations", "system", *_TURNS)),
+    "alpaca": Format(_alpaca, ("instruction", "output"), ("instruction", "input", "output", "system", "history")),
+    "completion": Format(_completion, ("prompt", "completion"), ("prompt", "completion", *_TURNS)),
+    "kto": Format(_kto, ("prompt", "completion", "label"), ("prompt", "completion", "label", *_TURNS)),
+    "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "chosen", "rejected", *_TURNS)),
+}
+_ALL_ROLES = tuple(dict.fromkeys(role for format in FORMATS.values() for role in format.roles))
+
+
+def detect_format(cells: Mapping[str, Any], columns: Columns | None = None) -> str | None:
+    """The format of a row by its columns, or None: it is plain text or tokens."""
+    named = columns or {}
+    for name, format in reversed(FORMATS.items()):
+        if format.read is not _chat and all(named.get(role, role) in cells for role in format.needed):
+            return name
+    for column in (named.get("messages"), named.get("conversations"), *LISTS):
+        value = cells.get(column) if column else None
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "sharegpt" if "from" in value[0] or named.get("conversations") == column else "messages"
+    return None
+
+
+def read_example(row: object, *, format: str, columns: Columns, where: str) -> Example:
+    """The example in a row. `columns` maps roles to columns of other names (FORMATS). Raises BadRow."""
+    if not isinstance(row, dict):
+        raise BadRow(where, f"is {kind_of(row)}, not an object with columns")
+    return FORMATS[format].read(Row(_with_turns(row), columns, where))
+
+
+def _with_turns(cells: dict[str, Any]) -> dict[str, Any]:
+    """Parse text columns with a list of turns as JSON, as in CSV files."""
+    turns = {}
+    for name, value in cells.items():
+        parsed = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else None
+        roles = (isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in parsed or ())
+        if isinstance(parsed, list) and parsed and all(roles):
+            turns[name] = parsed
+    return {**cells, **turns} if turns else cells
+
+
+# text: plain text alone. any: text, else examples. sft: conversations and completions, or text.
+RequiredFormat = Literal["text", "any", "sft", "pairs", "kto"]
+ROW_FORMATS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # that prefer rows to plain text
+NAMES = {
+    "chat": "conversations",
+    "completion": "completions",
+    "pair": "preference pairs",
+    "kto": "responses with KTO labels",
+}
+_TRAINABLE = {
+    "sft": "conversations, completions or text",
+    "pairs": "pairs of a chosen and a rejected response",
+    "kto": "responses labeled desirable or not",
+}
+_OBJECTIVES = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
+
+
+def refuse_unknown_roles(source: Source) -> None:
+    """Raises UserError for a role in `columns` that the format does not have."""
+    known = FORMATS[source.format].roles if source.format in FORMATS else ("text", "tokens", *_ALL_ROLES)
+    unknown = sorted(set(source.columns) - set(known))
+    if unknown:
+        problem = f"unknown role: {unknown[0]}; the roles are {', '.join(known)}"
+        raise UserError(problem, where="data.columns", fix=f"set data.columns={{{known[0]}: NAME}}")
+
+
+def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> list[str] | None:
+    """The columns of a file that an example may use; None without any."""
+    used = {*columns.values(), *LISTS, *_ALL_ROLES}
+    usual = {name for names in _USUAL.values() for name in names}
+    return [name for name in present if name in used or name.lower() in usual] or None
+
+
+def format_of_row(
+    cells: dict[str, Any], columns: dict[str, str], *, required_format: RequiredFormat, plain: bool
+) -> tuple[str, dict[str, str]] | None:
+    """The format of the examples in rows such as this one, and their columns; None when rows are read as text. `plain`:
+    it has a usual text column. Columns not in data.columns are found by their usual names.
+    """
+    if required_format == "text" or (required_format == "any" and plain):
+        return None
+    cells = _with_turns(cells)
+    format = detect_format(cells, columns)
+    if format == "preference" and not columns and "prompt" not in cells:
+        sides = {str(name).lower(): str(name) for name, value in cells.items() if isinstance(value, str | list)}
+        prompt = next((sides[name] for name in _USUAL["instruction"] if name in sides), None)
+        return format, {} if prompt is None else {"prompt": prompt}
+    if format is not None:
+        return format, columns
+    if columns or plain:
+        return None
+    texts = {str(name).lower(): str(name) for name, value in cells.items() if isinstance(value, str)}
+    found: dict[str, str] = {}
+    for role, names in _USUAL.items():
+        column = next((texts[name] for name in names if name in texts and texts[name] not in found.values()), None)
+        if column is not None:
+            found[role] = column
+    guessed = {role: column for role, column in found.items() if role != column}
+    return ("alpaca", guessed) if {"instruction", "output"} <= found.keys() else None
+
+
+def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[Example]:
+    """The examples that an objective trains on: for KTO a pair is two labeled responses. Raises UserError for a kind
+    that it does not support.
+    """
+    if example.kind == "pair" and required_format == "kto":
+        for response, desirable in zip(example.responses, (True, False), strict=True):
+            yield replace(example, kind="kto", responses=(response,), desirable=desirable)
+        return
+    fits = {"any": True, "sft": example.kind in ("chat", "completion"), "pairs": example.kind == "pair",
+            "kto": example.kind == "kto", "text": False}  # fmt: skip
+    if not fits[required_format]:
+        problem = f"the rows are {NAMES[example.kind]}; the objective needs {_TRAINABLE[required_format]}"
+        fix = f"set objective.kind={_OBJECTIVES[example.kind]}, or data.path to another dataset"
+        raise UserError(problem, where=example.source, fix=fix)
+    yield example
+
+
+def refuse_text(required_format: RequiredFormat, where: str) -> UserError:
+    """The error for plain text with an objective that needs pairs or labels."""
+    return UserError(
+        f"the dataset is plain text; the objective needs {_TRAINABLE[required_format]}", where=where,
+        fix="set objective.kind=sft, data.path to another dataset, or data.columns={chosen: NAME}",
+    )  # fmt: skip
