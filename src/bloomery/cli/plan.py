@@ -90,7 +90,7 @@ def show_plan(
     from bloomery.hardware.detect.detect import detect
     from bloomery.plan.advice.advise import advise
     from bloomery.plan.local import local_plan
-    from bloomery.runs.resume_plan import narrowed
+    from bloomery.runs.devices import narrowed
 
     plan, facts = local_plan(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
     report, machine = advise(loaded, plan, facts), facts.machine

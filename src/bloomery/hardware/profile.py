@@ -311,7 +311,10 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
         return []
     reason = f"PyTorch uses the first visible GPU, and the best one is {best.name}"
     name = "HIP_VISIBLE_DEVICES" if device.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
-    mask = _Setting(name, str(number_of(machine, best)), reason)
+    if several := _same_model(peers) and len(peers) > 1:  # GPUs of one model that were chosen among others
+        reason = "the chosen GPUs, in their order"
+    used = peers if several else [best]
+    mask = _Setting(name, ",".join(str(number_of(machine, each)) for each in used), reason)
     if device.vendor == "amd" or user_mask:
         return [mask]
     order = _Setting(CUDA_ORDER, "PCI_BUS_ID", "numbers GPUs as nvidia-smi does")

@@ -1,6 +1,6 @@
 """Sampling tokens from a decoder, one at a time, with a KV cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -79,13 +79,18 @@ class NotFinite(UserError):
 
 
 def sample_tokens(
-    decoder: Decoder, prompt_ids: Sequence[int], sampling: Sampling, past: Past | None = None
+    decoder: Decoder,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    past: Past | None = None,
+    *,
+    agree: Callable[[float], float] | None = None,
 ) -> Iterator[int]:
     """New tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the decoder's positions. With
     a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
 
     The decoder should be in evaluation mode. The random stream is the sampling's own and lives on the CPU, so that the
-    same logits give the same text on every device.
+    same logits give the same text on every device. `agree`: of several ranks, returns the first one's token.
     """
     assert prompt_ids, "a decoder needs at least one token to start from"
     room = min(sampling.max_new_tokens, decoder.config.max_positions - len(prompt_ids))
@@ -100,6 +105,7 @@ def sample_tokens(
                 where="the model", fix="try an earlier checkpoint with --step, or another copy of the model",
             )  # fmt: skip
         token = _draw(logits, seen, sampling, random)
+        token = token if agree is None else int(agree(token))
         if token in sampling.stop_ids:
             return
         yield token

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import Profile
-from bloomery.hardware.specs.specs import GpuSpec
 from bloomery.model.counting import parameter_count
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape, learning_bytes
+from bloomery.plan.rules.support import refusals, refuse_unsupported
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.recipe.schema import Parallel, Recipe, Train
 
@@ -47,6 +47,7 @@ class Fabric:
 
 # The rate of one device in a ring inside a node: nominal rate per direction, times the share of collective benchmarks.
 _INSIDE: tuple[tuple[str, str, float, str], ...] = (
+    (r"^CPU$", "shared memory", 2, "assumed: gloo between processes of one machine"),
     (r"NVLink5", "NVLink 5", 680, "75% of 900 GB/s per direction"),
     (r"NVLink4", "NVLink 4", 340, "75% of 450 GB/s per direction"),
     (r"NVLink3 600", "NVLink 3", 230, "77% of 300 GB/s per direction"),
@@ -76,14 +77,14 @@ _BETWEEN: tuple[tuple[str, str, float, str], ...] = (
 )
 
 
-def fabric_of(spec: GpuSpec, *, per_node: int, nodes: int, sockets: bool = False) -> Fabric:
-    """The links that the table gives a device of this kind, and the network that such nodes usually have."""
+def fabric_of(link: str, *, per_node: int, nodes: int, sockets: bool = False) -> Fabric:
+    """The links of devices with this entry of the table, and the network that such nodes usually have."""
     between = None
     if nodes > 1:
-        between = _first(_BETWEEN, spec.link)
+        between = _first(_BETWEEN, link)
         if sockets:
             between = Link(name="TCP sockets", gbs=SOCKET_GBS, reason="assumed: no network plugin was loaded")
-    return Fabric(per_node=per_node, nodes=nodes, inside=_first(_INSIDE, spec.link), between=between)
+    return Fabric(per_node=per_node, nodes=nodes, inside=_first(_INSIDE, link), between=between)
 
 
 def _first(table: tuple[tuple[str, str, float, str], ...], link: str) -> Link:
@@ -163,15 +164,16 @@ class MeshWorkload:
         cls, profile: Profile, step: StepShape, rate: Rate | None, *,
         sequences_per_step: int, gpus: int, nodes: int, limit: float,
     ) -> "MeshWorkload":  # fmt: skip
-        """Over `nodes` nodes of `gpus` devices, as the table has them."""
-        assert profile.gpu is not None, "a mesh needs GPUs of the table"
+        """Over `nodes` nodes of `gpus` devices, as the table has them; ranks of a CPU share its cores and memory."""
+        on_cpu = profile.accelerator is None
+        link = "CPU" if on_cpu else "" if profile.gpu is None else profile.gpu.link
         return cls(
             step=step,
             sequences_per_step=sequences_per_step,
-            fabric=fabric_of(profile.gpu, per_node=gpus, nodes=nodes),
-            rate=rate,
-            vendor=profile.arch.vendor if profile.arch else "amd",
-            limit=limit,
+            fabric=fabric_of(link, per_node=gpus, nodes=nodes),
+            rate=rate.shared(gpus) if rate is not None and on_cpu else rate,
+            vendor="cpu" if on_cpu else profile.arch.vendor if profile.arch else "amd",
+            limit=limit / gpus if on_cpu else limit,
         )
 
     def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
@@ -196,22 +198,33 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     return gpus, nodes
 
 
-def _splits(workload: MeshWorkload, parallel: Parallel) -> Iterator[tuple[str, MeshSplit]]:
-    """The split of the recipe, else every split that the devices allow."""
-    fabric = workload.fabric
+def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshSplit]]:
+    """The split of the recipe, else every split that the devices and the recipe's features allow.
+
+    Raises UserError where a feature of the recipe does not train over the split that it asks for, or over any.
+    """
+    fabric, parallel = workload.fabric, recipe.parallel
     if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
         copies, shards, stages = parallel.replicate, parallel.shard, parallel.pipeline
         left = fabric.devices // stages
         if copies == "auto":
             copies = left // (1 if shards == "auto" else shards)
         split = MeshSplit(replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages)
+        refuse_unsupported(recipe, replicate=split.replicate, shard=split.shard)
         both = "shard" if split.replicate == 1 else "shard and replicate"
         yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
         return
-    yield "replicate", MeshSplit(replicate=fabric.devices)
-    yield "shard", MeshSplit(shard=fabric.devices)
-    if fabric.nodes > 1 and fabric.per_node > 1:
+    copies, shards = not refusals(recipe, "replicate"), not refusals(recipe, "shard")
+    if not (copies or shards):
+        refuse_unsupported(recipe, replicate=fabric.devices, shard=1)
+    if copies:
+        yield "replicate", MeshSplit(replicate=fabric.devices)
+    if shards:
+        yield "shard", MeshSplit(shard=fabric.devices)
+    if copies and shards and fabric.nodes > 1 and fabric.per_node > 1:
         yield "shard in nodes", MeshSplit(replicate=fabric.nodes, shard=fabric.per_node)
+    if workload.vendor == "cpu":
+        return
     stages = 2
     while stages <= min(fabric.per_node, workload.step.config.num_layers):
         if fabric.devices % stages == 0:
@@ -263,7 +276,12 @@ def _order(candidate: LayoutCandidate) -> tuple[bool, float]:
 
 
 def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
-    """The fastest layout that fits, a simpler one where it costs less than 3%; the smallest where none fits."""
+    """The fastest layout that fits, a simpler one where it costs less than 3%; the smallest where none fits.
+
+    Pipelines are planned and not trained yet: one is chosen where nothing else fits, or is asked for.
+    """
+    trained = [each for each in candidates if each.split.pipeline == 1]
+    candidates = trained if any(each.fits for each in trained) else candidates
     best = min(candidates, key=_order)
     if not best.fits:
         return best, "no layout fits; this layout needs the least memory"
@@ -339,7 +357,7 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
     fabric, sequences_per_step = workload.fabric, workload.sequences_per_step
     candidates = [
         candidate
-        for name, split in _splits(workload, recipe.parallel)
+        for name, split in _splits(workload, recipe)
         if (candidate := _plan_layout(workload, recipe.train, name, split)) is not None
     ]
     if not candidates:

@@ -174,6 +174,18 @@ class TrainPlan(PlanPart):
     threads: int
     device: str  # cpu, cuda
     offload_activations: bool = False
+    replicate: PositiveInt = 1  # copies of the model, each on `shard` ranks
+    shard: PositiveInt = 1  # ranks that share one copy of weights, gradients and states (FSDP2)
+
+    @property
+    def ranks(self) -> int:
+        """Processes, one per device; each takes `accumulation` micro-batches of a step."""
+        return self.replicate * self.shard
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.accumulation * self.micro_batch_size * self.ranks
 
 
 class CheckpointPlan(PlanPart):

@@ -34,20 +34,19 @@ from bloomery.plan.fallback import Fallback, blockwise, plainer, roomier, steadi
 from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.local import DETERMINISM, child_environment, wanted
 from bloomery.plan.resolve import resolve
-from bloomery.plan.rules.unsupported import refuse_several_devices
+from bloomery.plan.rules.unsupported import refuse_pipeline
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
+from bloomery.runs.devices import chosen_devices, device_count, same_devices
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
 from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder
 from bloomery.runs.resume_plan import (
     UP_TO_ROUNDING,
     differences,
     moved,
-    narrowed,
     prolonged,
     refuse_overrides,
-    same_devices,
 )
 from bloomery.runs.signals import StopRequests, stop_requests
 from bloomery.runs.supervisor import Stage, StageResult, existing, failure, run_stage
@@ -195,6 +194,7 @@ class _Flow:
                     requests=self.requests,
                     on_event=on_event,
                     on_line=self.hub.line,
+                    ranks=1 if plan is None else plan.train.ranks,
                 )
             if stage == "train" and ending.code in (DONE, STOPPED):
                 self.requests.over = True
@@ -250,13 +250,14 @@ def start(
     path = propose_folder(loaded.name) if run_dir is None else run_dir
     fetch(loaded.recipe, weights=True)
     # Before anything is prepared or created: errors that `bloomery plan` reports, and missing data.
-    machine, data = narrowed(detect(), devices), prepared_folder(loaded, _workspace(path))
+    machine, count = training_devices(loaded, devices)
+    data = prepared_folder(loaded, _workspace(path))
     if machine.software.torch is None:
         raise torch_missing(machine)
     if finished(loaded, data) is None:
         streams(loaded.recipe)  # raises for missing files
-    refuse_several_devices(loaded.recipe)
-    plan = resolve(loaded, gather(loaded, machine, prepared=data))
+    refuse_pipeline(loaded.recipe)
+    plan = resolve(loaded, gather(loaded, machine, prepared=data), gpus=count)
     if planned is not None:
         planned(plan, machine)
     with (
@@ -343,9 +344,9 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     if finished(loaded, data) is None:
         _prepare(flow, data)
     flow.check()
-    machine = narrowed(detect(), devices)
+    machine, count = training_devices(loaded, devices)
     facts = gather(loaded, machine, prepared=data)
-    report = advise(loaded, resolve(loaded, facts), facts)
+    report = advise(loaded, resolve(loaded, facts, gpus=count), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
@@ -361,6 +362,12 @@ def _write(
     """Writes plan and machine, replaced together with `others`."""
     files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
     write_sealed(folder.path, {**others, **files})
+
+
+def training_devices(loaded: LoadedRecipe, devices: str | None) -> tuple[Machine, int]:
+    """This machine with the devices that the recipe trains on, and their number. Raises UserError."""
+    machine, count = chosen_devices(detect(), devices)
+    return device_count(loaded.recipe, machine, count, named=devices not in (None, "auto"))
 
 
 def _workspace(run: Path) -> Path:
@@ -393,10 +400,16 @@ def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Seq
     _refuse_other_dataset(flow, loaded, plan)
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
     before = read_machine(folder.machine)
-    machine = same_devices(detect(), before) if devices is None else narrowed(detect(), devices)
+    if devices is None:
+        machine = same_devices(detect(), before)
+        count = min(plan.train.ranks, len(machine.accelerators)) if machine.accelerators else plan.train.ranks
+    else:
+        machine, count = training_devices(loaded, devices)
     changes = differences(before, machine)
+    if count != plan.train.ranks:
+        changes.append(f"devices changed: {plan.train.ranks} -> {count}")
     if changes or overrides:
-        fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared))
+        fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared), gpus=count)
         if changes:
             plan, choices = moved(plan, fresh)
             rounding = () if UP_TO_ROUNDING in choices else (f"rounding may differ on this machine: {UP_TO_ROUNDING}",)

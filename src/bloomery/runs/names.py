@@ -73,7 +73,7 @@ def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":
     """
     from bloomery.hardware.detect.detect import detect
     from bloomery.hardware.profile import apply_environment, build_profile
-    from bloomery.runs.resume_plan import narrowed
+    from bloomery.runs.devices import narrowed
 
     machine = narrowed(detect(), devices)
     profile = build_profile(machine)

@@ -1,13 +1,11 @@
 """The plan of a resumed run: overrides of the user, and choices that another machine changes. No torch."""
 
-import re
 from collections.abc import Sequence
 
 from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
-from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
-from bloomery.hardware.probes.run import with_cached_probes
+from bloomery.hardware.machine import Machine
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS
@@ -21,6 +19,8 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
         "micro_batch_size", "accumulation", "precision", "compile", "activation_checkpointing", "deterministic",
         "threads",
         "device",
+        "replicate",
+        "shard",
     ),
     "checkpoint": ("async_save",),
     "eval": ("micro_batch_size",),
@@ -46,53 +46,6 @@ def refuse_overrides(words: Sequence[str]) -> None:
                 "logging.*, or start a new run with `bloomery train`",
                 code=2,
             )
-
-
-def narrowed(machine: Machine, devices: str | None) -> Machine:
-    """The machine with only the given device: "cpu", a GPU number, or "cuda:" and that (AMD too). "auto": all devices.
-
-    Raises UserError.
-    """
-    if devices is None or devices == "auto":
-        return machine
-    if devices == "cpu":
-        return with_cached_probes(machine.model_copy(update={"accelerators": ()}))
-    if "," in devices:
-        raise UserError(
-            f"not supported yet: {len(devices.split(','))} devices", where="--devices", code=2,
-            fix="use one device, for example --devices " + devices.partition(",")[0],
-        )  # fmt: skip
-    number = re.sub(r"^(cuda|hip|rocm):", "", devices)
-    chosen = next((device for device in machine.accelerators if str(device.index) == number), None)
-    if chosen is None:
-        known = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
-        fix = f"use cpu or one of these GPUs: {known}"
-        raise UserError(f"no such device: {devices!r}", where="--devices", fix=fix, code=2)
-    return _alone(machine, chosen)
-
-
-def _alone(machine: Machine, chosen: Accelerator) -> Machine:
-    """The machine with one device. Raises UserError where the user's visibility mask selects another one."""
-    mask = mask_of(machine, chosen.vendor)
-    shown = [device for device in visible_devices(machine) if device.vendor == chosen.vendor]
-    if mask and chosen not in shown[:1]:
-        named = shown[0].name if shown else "no GPU"
-        value = machine.software.environment[mask]
-        raise UserError(
-            f"cannot use device {chosen.index} ({chosen.name}): {mask}={value} selects {named}",
-            where="--devices", fix=f"unset {mask}", code=2,
-        )  # fmt: skip
-    return with_cached_probes(only(machine, {chosen.index}))
-
-
-def same_devices(machine: Machine, before: Machine) -> Machine:
-    """The machine with only the devices of the run, where they still exist: `--devices` stays after a resume."""
-    known = {(device.index, device.arch) for device in before.accelerators}
-    kept = [device for device in machine.accelerators if (device.index, device.arch) in known]
-    if len(kept) == 1 and len(machine.accelerators) > 1:
-        return _alone(machine, kept[0])
-    narrow = kept or not before.accelerators
-    return with_cached_probes(only(machine, {device.index for device in kept})) if narrow else machine
 
 
 def differences(before: Machine, now: Machine) -> list[str]:
@@ -131,7 +84,7 @@ def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
         exact = exact and not (changed and section in BITWISE)
     if not exact:
         changes.append(UP_TO_ROUNDING)
-    facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "choices")}
+    facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "choices", "parallel")}
     return stored.model_copy(update=sections | facts), changes
 
 

@@ -92,10 +92,13 @@ def _name(reading: SensorReading) -> str:
 
 @final
 class Waiting:
-    """In the training process: waits between two steps while the file exists, or until a stop is requested."""
+    """In the training process: waits between two steps while the file exists, or until a stop is requested.
 
-    def __init__(self, pause: Path, emit: Emit) -> None:
-        self._pause, self._emit, self._step = pause, emit, 0
+    `most`: the largest of each number over all ranks: all of them wait, and none inside a collective.
+    """
+
+    def __init__(self, pause: Path, emit: Emit, most: Callable[..., Sequence[float]] = lambda *own: own) -> None:
+        self._pause, self._emit, self._step, self._most = pause, emit, 0, most
 
     def emit(self, event: Event) -> None:
         self._step = event.step if isinstance(event, StepDone) else self._step
@@ -103,11 +106,13 @@ class Waiting:
 
     def until(self, asked: Callable[[], bool], poll_seconds: float = 0.5) -> bool:
         """Waits until the pause ends; returns whether a stop was requested."""
-        if self._pause.exists() and not asked():
+        stop, pause = self._most(asked(), self._pause.exists())
+        if pause and not stop:
             self._emit(Phase(step=self._step, name="paused"))
-            while self._pause.exists() and not asked():
-                time.sleep(poll_seconds)
-        return asked()
+        while pause and not stop:
+            time.sleep(poll_seconds)
+            stop, pause = self._most(asked(), self._pause.exists())
+        return bool(stop)
 
 
 SAMPLE_SECONDS = 5.0  # between two samples

@@ -132,26 +132,37 @@ def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float],
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
     began = time.perf_counter()  # train.max_time includes the import of torch
     with loading():
+        from bloomery.parallel.mesh import join
         from bloomery.plan.store import read_plan
-        from bloomery.train.checkpoint import newest_valid
         from bloomery.train.length import Timer
         from bloomery.train.loop import run
         from bloomery.train.process import out_of_memory
+        from bloomery.train.recover import agreed_checkpoint
 
     plan = read_plan(folder.plan)
-    checkpoint = newest_valid(folder.checkpoints, on_damage=lambda reason: emit(Warned(reason=reason)))
+    mesh = join(plan.train)
+    emit = emit if mesh.first else _no_event
+    checkpoint = agreed_checkpoint(mesh, folder.checkpoints, lambda reason: emit(Warned(reason=reason)))
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
-    waiting = Waiting(folder.path / PAUSE, flag.watching(emit))
+    waiting = Waiting(folder.path / PAUSE, flag.watching(emit), mesh.most)
+
+    def stop() -> bool:
+        asked = waiting.until(lambda: flag.asked)
+        if asked and mesh.world > 1:  # for the launcher, which ends ranks that never agree
+            emit(Phase(step=flag.step, name="saving"))
+        return asked
+
     try:
         outcome = run(
             plan,
             run_dir=folder.path,
             emit=waiting.emit,
-            stop=lambda: waiting.until(lambda: flag.asked),
-            save_asked=flag.take_save,
+            stop=stop,
+            save_asked=lambda: mesh.any(flag.take_save()),
             resume_from=checkpoint,
             timer=Timer(began),
+            mesh=mesh,
         )
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -163,6 +174,10 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
             fix="close other programs that use its memory, or use a smaller model or optimizer.kind=adafactor",
         ) from error
     return DONE if outcome == "done" else STOPPED
+
+
+def _no_event(_event: Event) -> None:
+    """One rank writes the events."""
 
 
 if __name__ == "__main__":

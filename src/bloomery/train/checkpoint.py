@@ -31,7 +31,6 @@ from bloomery.train.sealed import (
     NOT_SAVED,
     Lineage,
     best_step,
-    clear_drafts,
     damage,
     newest_valid,
     note_best,
@@ -93,7 +92,7 @@ class Saver:
     ) -> None:
         """`writer` returns, at each save, the function that writes the part MODEL.
 
-        `tokenizer`: a folder with the tokenizer to copy. Deletes the remains of killed saves in `folder`.
+        `tokenizer`: a folder with the tokenizer to copy.
         """
         self.folder, self.keep, self.async_save, self.tokenizer = folder, keep, async_save, tokenizer
         self._writer = writer
@@ -104,8 +103,6 @@ class Saver:
         self._failed: str | None = None  # why the last save failed
         self._head: RunIdentity | None = None
         self._before: tuple[int, str] | None = None  # step and seal of the previous checkpoint
-        if folder.exists():
-            clear_drafts(folder)
 
     def follow(self, checkpoint: Path | None) -> None:
         """The next checkpoint follows this one; None: the start of the run."""

@@ -22,10 +22,11 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.store import note_model, read_identity
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.attention_check import check_attention
@@ -36,22 +37,24 @@ from bloomery.train.length import Timer
 from bloomery.train.objectives.build import Objective, build_objective
 from bloomery.train.objectives.reference import ReferenceProgress, precompute, reference_file
 from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
+from bloomery.train.sealed import clear_drafts
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
 
 
-def with_base(plan: RunPlan, run_dir: Path) -> RunPlan:
+def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = ALONE) -> RunPlan:
     """The plan with the folder of its adapter's base model: `run_dir/base` for a base with fresh weights."""
     if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
         return plan
     folder = run_dir / "base"
-    if not folder.exists():  # written under another name, then renamed
+    if mesh.first and not folder.exists():  # written under another name, then renamed
         draft, config = folder.with_name(f".tmp-{folder.name}-{os.getpid()}"), plan.model.config
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         write_model(model_state(fresh_decoder(config, seed=plan.train.seed)), config, draft)
         copy_tokenizer(plan.data.prepared, draft)
         draft.rename(folder)
+    mesh.barrier()
     return plan.model_copy(update={"model": plan.model.model_copy(update={"source": folder.resolve()})})
 
 
@@ -87,6 +90,10 @@ class RunContext:
     timer: Timer = field(default_factory=lambda: Timer(time.perf_counter()))
 
     @property
+    def mesh(self) -> Mesh:
+        return self.state.model_and_optimizer.mesh
+
+    @property
     def step(self) -> int:
         return self.state.progress.step
 
@@ -103,16 +110,18 @@ class RunContext:
 
     def source(self) -> AbstractContextManager[BatchSource]:
         """Micro-batches from the current position in the data."""
-        data, rows = self.plan.data, self.plan.train.micro_batch_size
+        data, train = self.plan.data, self.plan.train
         return Prefetcher(
-            self.loader, self.state.cursor, sequences=rows, depth=data.prefetch, pin_memory=data.pin_memory
-        )
+            self.loader, self.state.cursor, sequences=train.micro_batch_size * train.ranks,
+            depth=data.prefetch, pin_memory=data.pin_memory,
+        )  # fmt: skip
 
     def emit_step(
         self, result: StepResult, batches: Sequence[Batch], *, lr_scale: float, seconds: float, waited: float
     ) -> None:
         """Emit StepDone, and the health of the step where it was measured."""
         plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
+        memory = max(gib for (gib,) in self.mesh.each(peak_memory_gib(plan.device)))
         self.emit(
             StepDone(
                 step=self.step,
@@ -121,10 +130,10 @@ class RunContext:
                 grad_norm=result.grad_norm if result.taken else None,
                 tokens=self.state.progress.tokens,
                 tokens_per_second=plan.tokens_per_step / seconds,
-                sequences_per_second=plan.accumulation * plan.micro_batch_size / seconds,
+                sequences_per_second=plan.sequences_per_step / seconds,
                 step_seconds=seconds,
                 data_wait_seconds=waited,
-                memory_gib=peak_memory_gib(plan.device),
+                memory_gib=memory,
                 loss_tokens=result.loss_tokens,
                 metrics=result.metrics,
             )
@@ -138,16 +147,17 @@ class RunContext:
 
 
 def open_context(
-    plan: RunPlan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False
-) -> RunContext:
+    plan: RunPlan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh = ALONE,
+) -> RunContext:  # fmt: skip
     """Prepare everything that the first step needs. Raises Stopped when `stop` returns True before it."""
     began = time.perf_counter()
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
-    plan = with_base(plan, run_dir)
-    if isinstance(plan.objective, Distill):
+    plan = with_base(plan, run_dir, mesh)
+    if isinstance(plan.objective, Distill) and mesh.first:
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
-    state = build_state(plan, resume_from=resume_from, run_dir=run_dir)
+    state = build_state(plan, resume_from=resume_from, run_dir=run_dir if mesh.first else None, mesh=mesh)
     check_attention(state.model, plan)
     prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
     named = state.model.named_parameters()
@@ -158,13 +168,15 @@ def open_context(
     head = read_identity(run_dir)
     run = "" if head is None else head.run  # a plan may be trained outside a run folder
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
-    loaders = {split: open_loader(plan, split, references.get(split), run) for split in splits}
+    loaders = {split: open_loader(plan, split, references.get(split), run, mesh) for split in splits}
+    if mesh.first:
+        clear_drafts(run_dir / "checkpoints")
     context = RunContext(
         plan=plan,
         run_dir=run_dir,
         emit=emit,
         state=state,
-        objective=build_objective(plan),
+        objective=build_objective(plan, mesh=mesh),
         loader=loaders["train"],
         validation=loaders.get("validation"),
         tokenizer=tokenizer,
@@ -179,7 +191,7 @@ def open_context(
         ),
         # Without an adapter every parameter should be trainable: a frozen one is reported.
         health_check=HealthCheck({name: p for name, p in named if p.requires_grad or not adapts}, is_adapter=adapts),
-        recorder=Recorder(run_dir, state.model_and_optimizer, emit),
+        recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was interrupted is saved again with its result.
         saved_step=-1 if state.progress.eval_due else state.progress.step,
@@ -195,7 +207,7 @@ def open_context(
 def announce(context: RunContext) -> None:
     """Emit RunStarted."""
     plan = context.plan
-    adapters = sum(p.numel() for name, p in context.model.named_parameters() if is_adapter(name))
+    adapters = sum(p.numel() for name, p in context.model.named_parameters() if is_adapter(name))  # whole, not a shard
     parameters = parameter_count(plan.model.config) + adapters
     trained = sum(p.numel() for p in context.state.optimizer.parameters)
     context.emit(
@@ -205,6 +217,8 @@ def announce(context: RunContext) -> None:
             version=__version__,
             parameters=parameters,
             trainable=None if trained == parameters else trained,
+            world_size=plan.train.ranks,
+            mesh=axes(plan.train),
             steps=plan.train.steps or 0,
             attention=plan.model.attention,
             device=plan.train.device,
@@ -217,6 +231,12 @@ def announce(context: RunContext) -> None:
         context.emit(Phase(step=context.step, name="compile"))  # compilation happens in the first step
 
 
+def axes(plan: TrainPlan) -> dict[str, int]:
+    """The axes of the mesh with more than one device."""
+    sizes = {"replicate": plan.replicate, "shard": plan.shard}
+    return {name: size for name, size in sizes.items() if size > 1}
+
+
 def reference_files(
     plan: RunPlan, run_dir: Path, run: str, splits: Sequence[SplitName], state: TrainState, emit: Emit,
     resume_from: Path | None, stop: Callable[[], bool],
@@ -224,17 +244,17 @@ def reference_files(
     """The files of the reference model's log-probabilities by split, computed where missing; {} if not needed."""
     if reference_of(plan.objective, plan.adapter).value != "precomputed":
         return {}
-    files = {split: reference_file(run_dir, split) for split in splits}
-    missing = {split: file for split, file in files.items() if not file.is_file()}
+    mesh, files = state.model_and_optimizer.mesh, {split: reference_file(run_dir, split) for split in splits}
+    missing = {split: file for split, file in files.items() if mesh.number(not file.is_file())}
     if missing and resume_from is not None:
         go_back(state, plan, None)
-    loaders = {split: open_loader(plan, split) for split in missing}
+    loaders = {split: open_loader(plan, split, mesh=mesh) for split in missing}
     done, total = 0, sum(loader.stored_sequences for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
             state.model, loader, files[split], batch_size=plan.eval.micro_batch_size,
             score_chunk=plan.model.score_chunk, precision=plan.train.precision, run=run,
-            progress=ReferenceProgress(emit, stop, done, total),
+            progress=ReferenceProgress(emit, stop, done, total), mesh=mesh,
         )  # fmt: skip
         done += loader.stored_sequences
     if missing and resume_from is not None:
@@ -242,9 +262,11 @@ def reference_files(
     return files
 
 
-def open_loader(plan: RunPlan, split: SplitName, reference: Path | None = None, run: str = "") -> Loader:
+def open_loader(
+    plan: RunPlan, split: SplitName, reference: Path | None = None, run: str = "", mesh: Mesh = ALONE
+) -> Loader:
     data = plan.data
     return Loader(
         data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split,
-        reference=reference, run=run,
+        rank=mesh.rank, world=mesh.world, reference=reference, run=run,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Literal
 
 from bloomery.data.loading.loader import Cursor
 from bloomery.monitor.events import Emit
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.context import BatchSource, RunContext, open_context
 from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
@@ -30,16 +31,18 @@ def run(
     save_asked: Callable[[], bool] = lambda: False,
     resume_from: Path | None = None,
     timer: Timer | None = None,
+    mesh: Mesh = ALONE,
 ) -> Outcome:
     """Train for the planned length, or until `stop` returns True after a step, and save a checkpoint at the end.
 
     `save_asked`: returns True to save after this step; called after each. `resume_from`: a valid checkpoint; the run
-    then equals the uninterrupted one. `timer`: the clock of a wall-time length. Raises Diverged when the loss stays
+    then equals the uninterrupted one. `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` and
+    `save_asked` answer alike on all of them. Raises Diverged when the loss stays
     non-finite after skipping and rewinding, UserError when the last checkpoint cannot be written.
     """
     try:
         timer = timer or Timer(time.perf_counter())
-        context = open_context(plan, run_dir, emit, resume_from, stop)
+        context = open_context(plan, run_dir, emit, resume_from, stop, mesh)
         context.timer, timer.before = timer, context.state.progress.seconds
     except Stopped:  # before the first step
         return "stopped"
@@ -88,11 +91,14 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     state.model_and_optimizer.health_check = context.health_check if measured else None
     objective = context.recorder.objective(context.objective)
     listing = partial(context.recorder.record_out_of_memory, context.plan, context.step + 1, f"step {context.step + 1}")
-    work = partial(train_step, state.model_and_optimizer, batches, objective, plan=plan, lr_scale=lr_scale)
+    work = partial(
+        train_step, state.model_and_optimizer, batches, objective,
+        plan=plan, lr_scale=lr_scale, position=state.cursor.consumed,
+    )  # fmt: skip
     result = attempt(work, state, listing)
     if isinstance(result, AllocationFailed):
         return shrink(context, result)
-    sequences = range(state.cursor.consumed, state.cursor.consumed + plan.accumulation * plan.micro_batch_size)
+    sequences = range(state.cursor.consumed, state.cursor.consumed + plan.sequences_per_step)
     state.cursor = Cursor(state.cursor.seed, sequences.stop)
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar, final
 
 import torch
@@ -12,7 +13,9 @@ import torch
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.loading.loader import Batch
 from bloomery.hardware.detect.system import GpuProcess, gpu_processes
+from bloomery.model.io.sharded import local
 from bloomery.monitor.events import Recovered, Warned
+from bloomery.parallel.mesh import Mesh
 from bloomery.plan.fallback import smaller_micro_batch
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
@@ -21,7 +24,7 @@ from bloomery.train.context import RunContext
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.process import out_of_memory
 from bloomery.train.run import Diverged, OutOfMemory
-from bloomery.train.state import TrainState, go_back, random_states, set_random_states
+from bloomery.train.state import TrainState, go_back
 from bloomery.train.step import StepResult
 
 R = TypeVar("R")
@@ -47,20 +50,22 @@ class AllocationFailed:
 def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str) -> R | AllocationFailed:
     """The result of `work`, or `AllocationFailed` with the state as before.
 
-    `listing` runs before memory is freed and returns the name of the file that it wrote. Gradients are dropped, RNG
-    states restored and the allocator's cache freed. An interrupted update cannot be undone:
-    `state.model_and_optimizer.updating` is then True.
+    `listing` runs before memory is freed and returns the name of the file that it wrote. Gradients are dropped and the
+    allocator's cache freed. An interrupted update cannot be undone: `state.model_and_optimizer.updating` is then True.
+    One of several ranks cannot undo an attempt while the others wait for it: raises OutOfMemory, and the launcher
+    restarts all of them.
     """
-    random = random_states()
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         full = AllocationFailed(_requested(str(error)), listing())
+        if state.model_and_optimizer.mesh.world > 1:
+            where = f"rank {state.model_and_optimizer.mesh.rank}" + (f", {full.listed}" if full.listed else "")
+            raise OutOfMemory(full.at(f"after step {state.progress.step}"), where=where) from error
     # Outside the handler: the traceback holds every tensor of the attempt.
     state.optimizer.zero_grad()
-    set_random_states(random)
     gc.collect()  # a compiled graph may be part of a cycle
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -106,7 +111,7 @@ def shrink(context: RunContext, full: AllocationFailed) -> Action:
 
 def replan(context: RunContext, plan: RunPlan) -> None:
     """Continue with another plan of the same training; timings of the old one are dropped."""
-    context.plan, context.objective = plan, build_objective(plan)
+    context.plan, context.objective = plan, build_objective(plan, mesh=context.mesh)
     context.timer.forget()
     write_plan(plan, context.run_dir / "plan.json")
 
@@ -185,8 +190,8 @@ def rewind(context: RunContext) -> None:
 def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
     """Restore the newest valid checkpoint or the initial weights; with `policy` the count of non-finite steps too."""
     context.saver.drain()
-    folder = newest_valid(
-        context.saver.folder, on_damage=lambda problem: context.emit(Warned(step=context.step, reason=problem))
+    folder = agreed_checkpoint(
+        context.mesh, context.saver.folder, lambda problem: context.emit(Warned(step=context.step, reason=problem))
     )
     go_back(context.state, context.plan, folder, policy=policy)
     context.saver.follow(folder)
@@ -205,18 +210,29 @@ def save(context: RunContext) -> None:
     """
     if context.step == context.saved_step:
         return
-    for name, parameter in context.model.named_parameters():
-        if parameter.requires_grad and not bool(parameter.isfinite().all()):
-            context.saver.drain()
-            raise Diverged(
-                f"non-finite weights after step {context.step} ({name}); no checkpoint was saved",
-                where=f"step {context.step}",
-                fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
-            )
+    trained = ((name, local(weight)) for name, weight in context.model.named_parameters() if weight.requires_grad)
+    bad = next((name for name, weight in trained if not bool(weight.isfinite().all())), None)
+    if context.mesh.any(bad is not None):
+        context.saver.drain()
+        raise Diverged(
+            f"non-finite weights after step {context.step} ({bad or 'on another rank'}); no checkpoint was saved",
+            where=f"step {context.step}",
+            fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
+        )
     context.saved_step, context.saving_due = context.step, False
     loss = context.evaluated[1] if context.evaluated is not None and context.evaluated[0] == context.step else None
     best = context.state.progress.note_save(loss)
     context.state.progress.seconds = context.timer.elapsed
     with context.timer.aside() as seconds:
-        context.saver.save(context.step, context.state.parts(), context.state.scalars(), best=best)
+        parts = context.mesh.whole(context.state.parts(), context.state.optimizer.is_split)
+        if context.mesh.first:
+            context.saver.save(context.step, parts, context.state.scalars(), best=best)
+        context.mesh.barrier()
         context.timer.note_save(seconds())
+
+
+def agreed_checkpoint(mesh: Mesh, folder: Path, on_damage: Callable[[str], None]) -> Path | None:
+    """The newest valid checkpoint that the first rank finds, on every rank: others might see an older one."""
+    found = newest_valid(folder, on_damage=on_damage) if mesh.first else None
+    word = mesh.text("" if found is None else str(found))
+    return Path(word) if word else None

@@ -1,13 +1,11 @@
 """Training state: model, optimizer, RNG states, position in the data and progress, in and out of checkpoints."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.data.loading.loader import Cursor
@@ -19,6 +17,7 @@ from bloomery.model.adapters.targets import Adaptation, adaptation
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import init_weights, quantize_model, read_model, write_model
 from bloomery.parallel.apply import apply
+from bloomery.parallel.mesh import ALONE, Mesh, shard
 from bloomery.plan.store import note_model
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
@@ -222,8 +221,7 @@ class TrainState:
 
     def parts(self) -> Parts:
         """The live tensors of a checkpoint by part."""
-        tensors = self.optimizer.named_tensors()
-        return {**self.checkpointed.parts(), "optimizer": tensors, "rng": random_states()}
+        return {**self.checkpointed.parts(), "optimizer": self.optimizer.named_tensors()}
 
     def scalars(self) -> dict[str, Any]:
         """Everything else, for `state.json`."""
@@ -240,13 +238,21 @@ class TrainState:
         }
 
 
-def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path | None = None) -> TrainState:
-    """The state before the first step, or of a checkpoint: built on the meta device, filled in place.
+def build_state(
+    plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path | None = None, mesh: Mesh = ALONE
+) -> TrainState:
+    """The state before the first step, or of a checkpoint: built on the meta device, sharded there, filled in place.
 
     The optimizer is built before the first forward. Raises UserError for a checkpoint of another model, and for an
     adapter whose base model differs from the one it was trained on or the run in `run_dir` started with.
     """
     model = empty_model(plan)
+    model.tie()
+    if not isinstance(plan.adapter, Peft):  # PEFT replaces modules first
+        apply(model, plan.train)
+    if mesh.devices is not None:
+        whole_in_half = isinstance(plan.adapter, NoAdapter) and plan.quantize.kind == "none"
+        shard(model, plan.train, mesh.devices, policy=whole_in_half)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
     start, adapter = InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter
@@ -256,10 +262,10 @@ def build_state(plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path
         start.fill(model)  # PEFT initializes its parameters from the base weights
         config = method_config(adapter, plan.model.config, steps=plan.train.steps)
         method = PeftAdapter(model, config, seed=plan.train.seed)
-    apply(model, plan.train)
+        apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
     model_and_optimizer = ModelAndOptimizer(
-        model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method
+        model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method, mesh=mesh
     )
     checkpointed = CheckpointedModel(model, start, base, settings, method)
     state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), checkpointed, base)
@@ -294,7 +300,6 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
     if policy:
         state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
     if folder is None:
-        torch.manual_seed(plan.train.seed)
         state.checkpointed.begin()
         state.optimizer.load({}, {})
         state.cursor, state.progress = Cursor(plan.train.seed, 0), RunProgress()
@@ -305,30 +310,7 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
         raise UserError(problem, where=str(folder), fix="move it out of the run's checkpoints folder")
     state.checkpointed.read(folder)
     state.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
-    set_random_states(read_part(folder, "rng"))
     if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:
         state.model_and_optimizer.scale = LossScale(**stored["loss_scale"])
     state.cursor = Cursor(**stored["cursor"])
     state.progress = RunProgress(**stored["progress"])
-
-
-def random_states() -> dict[str, Tensor]:
-    """The states of torch's default generators, one per device; dropout uses no other."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return states
-
-
-def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Raises UserError when a state does not fit this PyTorch. Skips devices that this machine lacks."""
-    try:
-        torch.set_rng_state(states["cpu"])
-        for index in range(torch.cuda.device_count()):
-            if f"cuda:{index}" in states:
-                torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
-    except RuntimeError as error:
-        raise UserError(
-            f"the random state of the checkpoint does not fit PyTorch {torch.__version__} ({error})",
-            fix="resume with the PyTorch version that wrote the checkpoint",
-        ) from error

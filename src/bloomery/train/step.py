@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loading.loader import Batch, mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
+from bloomery.model.io.sharded import local
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.forward import forward, to_device
@@ -69,6 +70,7 @@ class ModelAndOptimizer:
     health_check: HealthCheck | None = None  # measures the next update
     method: PeftAdapter | None = None  # a PEFT method with a schedule of its own
     updating: bool = False  # True outside a step: an update was interrupted, weights and states are inconsistent
+    mesh: Mesh = ALONE
 
 
 def compute_loss(model: Decoder, batch: Batch, objective: Objective, *, precision: str) -> LossParts:
@@ -83,24 +85,29 @@ def train_step(
     *,
     plan: TrainPlan,
     lr_scale: float,
+    position: int = 0,
 ) -> StepResult:
     """Take one step at `lr_scale` times the peak learning rate. A non-finite step changes neither weights nor states.
 
-    The loss is divided by the count (loss tokens, pairs) of all micro-batches, known before the first backward, so
-    that gradient accumulation gives the gradient of one large batch. The host waits for the device once, for loss and
-    norm; the update then runs while the host continues.
+    The loss is divided by the count (loss tokens, pairs) of all micro-batches of all ranks, known before the first
+    backward, so that gradient accumulation gives the gradient of one large batch. The host waits for the device once,
+    for loss and norm; the update then runs while the host continues. `position`: the first sequence of the step, which
+    keys dropout, so that no generator state is part of a run.
     """
     model, optimizer, scale = model_and_optimizer.model, model_and_optimizer.optimizer, model_and_optimizer.scale
     method, health_check = model_and_optimizer.method, model_and_optimizer.health_check
+    mesh = model_and_optimizer.mesh
     device = next(model.parameters()).device
-    loss_tokens = sum(float(batch.loss_mask.sum()) for batch in batches)
-    count = max(1.0, sum(objective.count(batch) for batch in batches))
+    own_count = sum(objective.count(batch) for batch in batches)
+    loss_tokens, count = mesh.total(sum(float(batch.loss_mask.sum()) for batch in batches), own_count)
+    count = max(1.0, count)
     if objective.before is not None:
         batches = objective.before(model, batches)
     factor = 1.0 if scale is None else scale.value
     total, sums = torch.zeros((), dtype=torch.float32, device=device), dict[str, Tensor]()
     fused_norm: Tensor | None = None  # computed by the fused optimizer, which frees the gradients
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        torch.manual_seed(mix(plan.seed, position, number, mesh.rank) >> 1)
         parts = compute_loss(model, to_device(batch, device), objective, precision=plan.precision)
         scaled = parts.total * (factor / count)
         if optimizer.fused_backward:
@@ -111,9 +118,11 @@ def train_step(
         total += parts.total.detach()
         sums = added(sums, parts.metrics)
     if method is not None and (penalty := method.penalty()) is not None:
-        (penalty * factor).backward()  # once per step, not part of the reported loss
-    gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
-    norm_now = global_norm(gradients) / factor if fused_norm is None else fused_norm
+        (penalty * (factor / mesh.world)).backward()  # once per step, not part of the reported loss
+    mesh.sum_gradients(optimizer.parameters)
+    gradients = [local(p.grad) for p in optimizer.parameters if p.grad is not None]
+    norm_now = global_norm(gradients, mesh) / factor if fused_norm is None else fused_norm
+    total, sums = summed(total, sums, mesh)
     means = [some[0] / some[1] for some in sums.values()]
     loss, norm, *values = torch.stack([total / count, norm_now, *means]).tolist()
     overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
@@ -152,12 +161,23 @@ def fused_step(
     return norm
 
 
-def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits."""
-    # Only where needed: PyTorch 2.15 cannot place a dtype argument when gradients are sharded.
+def summed(total: Tensor, sums: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss and the sums of metrics over all ranks, in one reduction."""
+    if mesh.world == 1:
+        return total, sums
+    flat = mesh.summed(torch.cat([total.reshape(1), *(some.reshape(-1).to(total) for some in sums.values())]))
+    parts = flat[1:].split([some.numel() for some in sums.values()]) if sums else ()
+    return flat[0], {name: part.view_as(some) for (name, some), part in zip(sums.items(), parts, strict=True)}
+
+
+def global_norm(gradients: Sequence[Tensor], mesh: Mesh = ALONE) -> Tensor:
+    """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits.
+
+    `gradients`: this rank's rows where they are sharded.
+    """
     exact = {} if all(gradient.dtype == torch.float32 for gradient in gradients) else {"dtype": torch.float32}
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2, **exact)))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return mesh.norm_over_shards(norm)
 
 
 def clip_factor(norm: float, clip: float | None) -> float:

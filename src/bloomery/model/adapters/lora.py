@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bloomery.model.adapters.targets import Adaptation, Pair, adaptation
 from bloomery.model.decoder import Decoder
+from bloomery.model.io.sharded import put
 from bloomery.model.norms import widened
 from bloomery.model.quantization.weight import QuantizedWeight
 from bloomery.model.randomness import stream
@@ -176,7 +177,7 @@ def init_adapters(model: Decoder, seed: int) -> None:
             _principal(module, generator)
         else:
             bound = 1 / math.sqrt(module.in_features)
-            module.lora_A.copy_(torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator))
+            put(torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator), module.lora_A)
             module.lora_B.zero_()
         module.note_base()
         if module.dora:

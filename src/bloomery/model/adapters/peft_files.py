@@ -37,6 +37,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.families.presets import grown
 from bloomery.model.io.safetensors import TensorReader, to_hf_names
+from bloomery.model.io.sharded import first_row, local, put
 from bloomery.model.io.stored import WEIGHTS, Stored, places, refuse_whole_numbers, stored_in
 
 TASKS = {"tokens": "CAUSAL_LM", "values": "SEQ_CLS"}
@@ -172,8 +173,8 @@ def read_trained(
                 module = model.get_submodule(part.module)
                 assert isinstance(module, LoraLinear)
                 A, B = held["lora_A.weight"][part.ranks], held["lora_B.weight"][part.outputs, part.ranks]
-                module.lora_A.copy_(A[: module.rank])
-                module.lora_B.copy_(B[:, : module.rank])
+                put(A[: module.rank], module.lora_A)
+                put(B[:, : module.rank], module.lora_B)
                 if module.pissa:
                     module.first_A.copy_(A[module.rank :])
                     module.first_B.copy_(-B[:, module.rank :])
@@ -182,7 +183,8 @@ def read_trained(
         for name, place in places(config).items():
             if name.rpartition(".")[0] in settings.whole:
                 target = model.get_parameter(name).data
-                reader.fill(target, stored(place.name), first=place.first, transposed=place.transposed)
+                first = place.first + first_row(target)
+                reader.fill(local(target), stored(place.name), first=first, transposed=place.transposed)
 
 
 def adapter_tensors(folder: Path) -> dict[str, Stored]:

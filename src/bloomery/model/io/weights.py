@@ -21,6 +21,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import grown, read_config
 from bloomery.model.families.registry import config_to_hf
 from bloomery.model.io.safetensors import TensorReader, split_shards, to_hf_names, write_tensors
+from bloomery.model.io.sharded import first_row, full, local, put
 from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
 from bloomery.model.quantization.weight import QuantizedWeight
 from bloomery.model.randomness import stream
@@ -162,7 +163,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
         elif parameter.ndim == 1:
             parameter.fill_((last if name == "model.norm.weight" else 1.0) - offset)
         else:
-            parameter.copy_(_drawn(name, parameter.shape, config, seed))
+            put(_drawn(name, parameter.shape, config, seed), parameter)
     for name, weight in quantized_weights(decoder):
         weight.fill([_drawn(name, (weight.outputs, weight.inputs), config, seed)], name=name)
 
@@ -290,11 +291,11 @@ class StoredModel:
         if name not in self.tensors:
             drawn = torch.empty(parameter.shape)
             drawn.normal_(0.0, self.config.initializer_range, generator=stream(self.seed or 0, name))
-            parameter.copy_(drawn)
+            put(drawn, parameter)
             return
-        place = self.places[name]
-        held = parameter.data[: self.known] if name in VOCABULARY else parameter.data
-        self.reader.fill(held, self.tensors[name], first=place.first, transposed=place.transposed)
+        place, start, held = self.places[name], first_row(parameter), local(parameter.data)
+        held = held[: max(0, self.known - start)] if name in VOCABULARY else held
+        self.reader.fill(held, self.tensors[name], first=place.first + start, transposed=place.transposed)
         if name in VOCABULARY:
             _fill_new_rows(parameter, self.known, self.new)
 
@@ -312,8 +313,11 @@ def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[
 
 def _fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
     rows = sorted({*new, *range(known, len(parameter))})
-    if rows:
-        parameter.data[rows] = parameter.data[: rows[0]].mean(0, dtype=torch.float32).to(parameter.dtype)
+    if not rows:
+        return
+    start, held = first_row(parameter), local(parameter.data)
+    mean = full(parameter.data)[: rows[0]].mean(0, dtype=torch.float32)
+    held[[row - start for row in rows if start <= row < start + len(held)]] = mean.to(held)
 
 
 def _read_quantized(

@@ -70,7 +70,7 @@ def mesh_memory(
     else:
         parts = _sharded(step, split) if split.shard > 1 else estimate_memory(step, limit=limit).parts
     found = dict(parts)
-    contexts = split.communicators  # of the collective library, outside PyTorch's allocator
+    contexts = 0 if vendor == "cpu" else split.communicators  # of the collective library, outside PyTorch's allocator
     found["collectives"] = FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (contexts - 1) if contexts else 0.0
     if split.replicate > 1 and split.shard == 1:
         found["gradient buckets"] = float(2 * BUCKET)

@@ -1,7 +1,7 @@
 """Seconds of a step by operation: matmuls and attention by FLOPs, everything else by bytes moved."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
@@ -106,6 +106,10 @@ class Rate:
 
     def at(self, index: int) -> float:
         return self.peak * self.share[index]
+
+    def shared(self, ranks: int) -> "Rate":
+        """Of each of so many processes on the cores of one CPU."""
+        return replace(self, peak=self.peak / ranks, bandwidth=self.bandwidth and self.bandwidth / ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,13 @@ def refuse_recipe(recipe: Recipe) -> None:
 
 
 def refuse_several_devices(recipe: Recipe) -> None:
-    """Raises UserError where the recipe sets more than one device, which this version does not train on."""
+    """Raises UserError where the recipe sets more than one device, for a measurement of one."""
     _refuse_keys(_keys_of_mesh(recipe, "replicate", "shard", "pipeline"))
+
+
+def refuse_pipeline(recipe: Recipe) -> None:
+    """Raises UserError for pipeline stages, which this version plans and does not train."""
+    _refuse_keys(_keys_of_mesh(recipe, "pipeline"))
 
 
 def _keys_of_mesh(recipe: Recipe, *keys: str) -> list[str]:
@@ -74,9 +79,11 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
         return
     where = " ".join(asked)
     if profile.accelerator is None:
-        fix = f'name a GPU: --gpu "MI300X" {where}'
-        raise UserError("a CPU is one device", where=where, fix=fix, code=2)
-    if profile.gpu is None or profile.accelerator.integrated or profile.gpu.link == "APU":
+        if nodes > 1:
+            fix = f'name a GPU: --gpu "MI300X" {where}'
+            raise UserError("several nodes without GPUs are not planned", where=where, fix=fix, code=2)
+        return  # ranks of one CPU share its cores and its memory
+    if profile.accelerator.integrated or (profile.gpu is not None and profile.gpu.link == "APU"):
         problem = f"the table has no links between several {profile.accelerator.name}"
         raise UserError(problem, where=where, fix=f"leave out {where}", code=2)
 

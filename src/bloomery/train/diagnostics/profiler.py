@@ -165,18 +165,23 @@ OPERATORS = 40  # in the table of times
 class Recorder:
     """Records profiles without changing the run. Failed writes emit warnings."""
 
-    def __init__(self, run_dir: Path, model_and_optimizer: ModelAndOptimizer, emit: Emit) -> None:
+    def __init__(
+        self, run_dir: Path, model_and_optimizer: ModelAndOptimizer, emit: Emit, *, writes: bool = True
+    ) -> None:
+        """`writes`: whether this rank records; only the first does."""
+        self._writes = writes
         self._folder, self._request = run_dir / PROFILE, run_dir / PROFILE_ASKED
         self._model_and_optimizer, self._emit = model_and_optimizer, emit
         self._open: _Recording | None = None
         self._lists = 0
-        self._request.unlink(missing_ok=True)  # a request to an earlier process
+        if writes:
+            self._request.unlink(missing_ok=True)  # a request to an earlier process
 
     @contextmanager
     def around(self, plan: RunPlan, step: int) -> Iterator[None]:
         """Wraps a step; records it if planned or requested."""
         planned = plan.logging.profile_steps
-        if self._open is None:
+        if self._open is None and self._writes:
             steps = asked_steps(self._request) or (planned[1] - step + 1 if planned and step >= planned[0] else 0)
             if steps > 0:
                 self._request.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bloomery.data.loading.loader import Batch
 from bloomery.model.heads import Divergence, LabelScores
+from bloomery.model.io.sharded import local
 from bloomery.monitor.events import StepHealth
 from bloomery.train.objectives.build import Objective
 
@@ -51,7 +52,7 @@ class HealthCheck:
         """Wraps the update. `gradients`: they still exist, so count those that are None or zero."""
         self._without = None
         if gradients:
-            some = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            some = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
             most = list(torch._foreach_norm(list(some.values()), math.inf)) if some else []
             zero = dict(zip(some, (torch.stack(most) == 0).tolist(), strict=True)) if most else {}
             self._without = sum(size for name, size in self._sizes.items() if zero.get(name, True)) / self._all
@@ -92,7 +93,7 @@ class HealthCheck:
 
 def _sampled(parameter: nn.Parameter) -> Tensor:
     """Evenly spaced elements. The odd stride visits every column of a matrix whose width is a power of two."""
-    flat = parameter.detach().view(-1)
+    flat = local(parameter.detach()).view(-1)
     return flat[:: max(1, flat.numel() // SAMPLE) | 1]
 
 

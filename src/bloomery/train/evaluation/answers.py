@@ -14,6 +14,7 @@ from bloomery.data.shards import DOCUMENTS_PER_UNIT, Split, open_split, read_man
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import Sampling, known_ids, sample_tokens
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context
 
@@ -114,8 +115,13 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
         raise UserError(error.problem, where=f"sample.prompts, {error.where}", fix=fix) from error
 
 
-def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """(prompt, completion) for each prompt, with a generator of its own and the same seed at every step."""
+def samples(
+    model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: RunPlan, mesh: Mesh = ALONE
+) -> Iterator[tuple[str, str]]:
+    """(prompt, completion) for each prompt, with a generator of its own and the same seed at every step.
+
+    The first rank chooses each token: logits of other ranks may differ by rounding.
+    """
     sampling = Sampling(
         max_new_tokens=plan.sample.max_new_tokens,
         temperature=plan.sample.temperature,
@@ -127,7 +133,9 @@ def samples(model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: Run
     eager = torch.compiler.set_stance("force_eager")
     with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
         for prompt, ids in prompts.asked:
-            text = tokenizer.decode(list(sample_tokens(model, ids, sampling)))
+            text = tokenizer.decode(
+                list(sample_tokens(model, ids, sampling, agree=mesh.number if mesh.world > 1 else None))
+            )
             yield prompt, cut(text, prompts.stops)
 
 

@@ -14,9 +14,10 @@ from bloomery.data.loading.loader import Batch, Loader
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import NotFinite
 from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.store import write_plan
-from bloomery.plan.types import EvalPlan
+from bloomery.plan.types import EvalPlan, RunPlan
 from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
 from bloomery.train.forward import eval_mode, to_device
@@ -81,10 +82,11 @@ def evaluate(
     precision: str,
     token_bytes: np.ndarray,
     limit: int | None,
+    mesh: Mesh = ALONE,
 ) -> EvalResult | None:
-    """Loss over the validation set, in batches of one shape. None without loss tokens.
+    """Loss over the validation set, in batches of one shape, shared out over the ranks. None without loss tokens.
 
-    `token_bytes`: int32 [vocabulary], bytes of text per token. `limit`: sequences at most.
+    `token_bytes`: int32 [vocabulary], bytes of text per token. `limit`: sequences at most, of all ranks together.
     """
     begun = time.perf_counter()
     device = next(model.parameters()).device
@@ -99,6 +101,9 @@ def evaluate(
             sums = added(sums, parts.metrics)
             tokens += int((batch.loss_mask > 0).sum())
             size += int(token_bytes[batch.labels[batch.loss_mask > 0].numpy()].sum())
+    total, *counts = mesh.total(total, count, tokens, size)
+    count, tokens, size = (round(number) for number in counts)
+    sums = {name: mesh.summed(some) for name, some in sums.items()}
     if count == 0:
         return None
     scored = size if objective.per == "token" else None
@@ -128,7 +133,9 @@ def evaluate_and_sample(context: RunContext) -> None:
     step, progress_before = context.step, replace(context.state.progress, eval_due=True)
 
     def draw() -> None:
-        for prompt, text in samples(context.model, context.tokenizer, context.prompts, plan=context.plan):
+        for prompt, text in samples(
+            context.model, context.tokenizer, context.prompts, plan=context.plan, mesh=context.mesh
+        ):
             context.emit(Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers))
 
     try:
@@ -180,7 +187,7 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
         plan = context.plan
         work = partial(
             evaluate, context.model, context.validation, context.objective, plan=plan.eval,
-            precision=plan.train.precision, token_bytes=context.tokenizer.token_bytes(), limit=limit,
+            precision=plan.train.precision, token_bytes=context.tokenizer.token_bytes(), limit=limit, mesh=context.mesh,
         )  # fmt: skip
         listing = partial(context.recorder.record_out_of_memory, plan, context.step, where.removeprefix("in "))
         result = attempt(work, context.state, listing)
@@ -205,11 +212,16 @@ def keep_time(context: RunContext) -> None:
     if known is not None:
         context.plan = known
         return
-    with interruptible(context), context.timer.aside():
-        if context.timer.costs is None and measured(context.plan, context.timer, step=context.step) is not None:
-            context.timer.costs = measure_costs(context)  # which may shrink the evaluation's micro-batch
-        before, context.plan = context.plan.train.steps, with_next_block(context.plan, context.timer, step=context.step)
-        write_plan(context.plan, context.run_dir / "plan.json")
+    mesh, timer = context.mesh, context.timer
+    with interruptible(context), timer.aside():
+        if mesh.number(timer.costs is None and measured(context.plan, timer, step=context.step) is not None):
+            timer.costs = measure_costs(context)  # which may shrink the evaluation's micro-batch
+        before = context.plan.train.steps
+        if mesh.first:
+            context.plan = with_next_block(context.plan, timer, step=context.step)
+            write_plan(context.plan, context.run_dir / "plan.json")
+        if mesh.world > 1:  # each rank has a clock of its own
+            context.plan = RunPlan.model_validate_json(mesh.text(context.plan.model_dump_json()))
     if context.plan.train.steps not in (None, before):
         context.emit(Phase(step=context.step, name="length", done=context.step, total=context.plan.train.steps or 0))
 
@@ -226,7 +238,8 @@ def measure_costs(context: RunContext) -> Costs:
     except NotFinite:  # the run will not sample
         sampled = 0.0
     token_seconds = 0.0 if isinstance(sampled, AllocationFailed) else sampled / 16  # nor here
-    written = sum(tensor.nbytes for part in context.state.parts().values() for tensor in part.values())
+    tensors = (tensor for part in context.state.parts().values() for tensor in part.values())
+    written = sum(tensor.numel() * tensor.itemsize for tensor in tensors)  # whole, also where it is sharded
     save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
     return Costs(
         step=0.0,
@@ -242,7 +255,7 @@ def sampling_seconds(context: RunContext, *, tokens: int) -> float:
     """Seconds to sample `tokens` after the first prompt, measured on the second call."""
     plan = context.plan.model_copy(update={"sample": context.plan.sample.model_copy(update={"max_new_tokens": tokens})})
     prompts = replace(context.prompts, asked=context.prompts.asked[:1])
-    draw = partial(samples, context.model, context.tokenizer, prompts)
+    draw = partial(samples, context.model, context.tokenizer, prompts, mesh=context.mesh)
     list(draw(plan=plan))
     begun = context.timer.clock()
     list(draw(plan=plan))

@@ -18,6 +18,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import read_config
 from bloomery.model.heads import Divergence, Head, LabelScores, Teacher, Values
 from bloomery.model.io.weights import load_decoder
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.rules.objective import reference_of
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
 from bloomery.plan.types import RunPlan
@@ -164,7 +165,9 @@ class Scoring:
         return LabelScores(batch.labels, batch.loss_mask, self.chunk, self.compiled, into_grad=True)
 
 
-def build_objective(plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher) -> Objective:
+def build_objective(
+    plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher, mesh: Mesh = ALONE
+) -> Objective:
     """The plan's objective. `teacher` loads the model to distill."""
     scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
     if asked.kind in ("pretrain", "sft"):
@@ -174,7 +177,7 @@ def build_objective(plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_
     if isinstance(asked, Preference | SimPo | OrPo):
         return preference(asked, scoring, before=ask if disabled else None)
     if isinstance(asked, Kto):
-        return marked(asked, scoring, plan.train.precision, reference=ask if disabled else None)
+        return marked(asked, scoring, plan.train.precision, reference=ask if disabled else None, mesh=mesh)
     if asked.kind == "reward":
         return rewarding()
     if isinstance(asked, Distill):
@@ -228,10 +231,12 @@ def rewarding() -> Objective:
     return Objective(head=lambda _batch: Values(), loss=loss, count=_count_pairs, per="pair")
 
 
-def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | None = None) -> Objective:
-    """KTO. Its KL term is estimated over the whole step, without dropout and whatever the micro-batch size.
+def marked(
+    asked: Kto, scoring: Scoring, precision: str, *, reference: Before | None = None, mesh: Mesh = ALONE
+) -> Objective:
+    """KTO. Its KL term is estimated over the whole step of all ranks, without dropout.
 
-    A single micro-batch without dropout uses its own forward; else each micro-batch has one more forward first.
+    A single micro-batch of one rank without dropout uses its own forward; else each has one more forward first.
     """
 
     def kl(scores_BT: Tensor, batch: Batch) -> Tensor:
@@ -244,13 +249,13 @@ def marked(asked: Kto, scoring: Scoring, precision: str, *, reference: Before | 
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         batches = list(batches) if reference is None else reference(model, batches)
-        if len(batches) == 1 and not drops(model):
+        if len(batches) == 1 and mesh.world == 1 and not drops(model):
             return batches
         device = next(model.parameters()).device
         with eval_mode(model):
             there = (to_device(batch, device) for batch in batches)
             sums = [kl(forward(model, batch, mismatched(batch), precision=precision), batch) for batch in there]
-        baseline = _at_least_0(sum(sums[1:], start=sums[0]))
+        baseline = _at_least_0(mesh.summed(sum(sums[1:], start=sums[0])))
         return [replace(batch, baseline=baseline) for batch in batches]
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
 from bloomery.monitor.events import Emit, Phase
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.train.forward import eval_mode, forward, to_device
 
 REPORT_SECONDS = 1.0  # seconds
@@ -45,22 +47,29 @@ def reference_file(run_dir: Path, split: SplitName) -> Path:
 
 def precompute(
     model: Decoder, loader: Loader, path: Path, *, batch_size: int, score_chunk: int, precision: str, run: str,
-    progress: ReferenceProgress,
+    progress: ReferenceProgress, mesh: Mesh = ALONE,
 ) -> None:  # fmt: skip
     """Write the log-probability of every loss token of the split; resumes a killed computation. Raises Stopped.
 
-    `model` must be as before the first step.
+    `model` must be as before the first step. Ranks share out the sequences; the first one writes.
     """
     device, last = next(model.parameters()).device, 0.0
-    with ReferenceWriter(path, loader.tokens, run) as writer, eval_mode(model):
+    with ExitStack() as stack:
+        stack.enter_context(eval_mode(model))
+        writer = stack.enter_context(ReferenceWriter(path, loader.tokens, run)) if mesh.first else None
         for number, (batch, stored) in enumerate(loader.stored_batches(batch_size)):
-            if time.monotonic() - last > REPORT_SECONDS:
+            if mesh.number(time.monotonic() - last > REPORT_SECONDS):
                 last = time.monotonic()
-                progress(number * batch_size)
-            if writer.has(stored.numpy()):
+                progress(number * batch_size * mesh.world)
+            places = [each.numpy() for each in mesh.gathered(stored)]
+            if mesh.number(writer is not None and all(map(writer.has, places))):
                 continue
             scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
-            writer.add(stored.numpy(), scores_BT.cpu().numpy())
+            scored = mesh.gathered(scores_BT.cpu())
+            if writer is not None:
+                for place, scores in zip(places, scored, strict=True):
+                    writer.add(place, scores.numpy())
+    mesh.barrier()
     progress(loader.stored_sequences)
 
 

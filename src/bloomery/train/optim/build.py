@@ -3,13 +3,16 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import final
 
 import torch
 import torch._dynamo  # imported by every torch optimizer: better now, with everything else
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
+from bloomery.model.io.sharded import local, part_of
 from bloomery.model.limits import MUON_STACK
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
@@ -96,6 +99,7 @@ def head_weights(model: nn.Module) -> list[nn.Parameter]:
 # Quintic Newton-Schulz iteration, Keller Jordan, "Muon" (2024), the coefficients that torch.optim.Muon uses too.
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
+SAME_ON_RANKS = ("step", "col_var")  # slots that every rank has whole
 _AS_WEIGHTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # stored in the weight's dtype
 
 
@@ -168,8 +172,10 @@ class OptimizersContainer:
         members: list[torch.optim.Optimizer],
         names: Mapping[nn.Parameter, str],
         backward: FusedBackward | None = None,
+        shards: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
-        self._members, self._names, self._backward = members, dict(names), backward
+        """`names`: of the parameters that `members` update. `shards`: the model's parameter of each that is a shard."""
+        self._members, self._names, self._backward, self._shards = members, dict(names), backward, dict(shards)
         for group in self._groups():
             group["peak"] = group["lr"]
 
@@ -178,8 +184,8 @@ class OptimizersContainer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters, in the model's order."""
-        return list(self._names)
+        """The model's trainable parameters, in its order."""
+        return [self._shards.get(parameter, parameter) for parameter in self._names]
 
     @property
     def members(self) -> list[torch.optim.Optimizer]:
@@ -194,6 +200,9 @@ class OptimizersContainer:
     def step(self, lr_scale: float) -> None:
         """One update at `lr_scale` times each peak learning rate."""
         self._set_rate(lr_scale)
+        with torch.no_grad():
+            for part, whole in self._shards.items():
+                part.data, part.grad = local(whole), None if whole.grad is None else local(whole.grad)
         for member in self._members:
             member.step()
 
@@ -219,15 +228,20 @@ class OptimizersContainer:
         """Drop every gradient and the state of an interrupted backward."""
         if self._backward is not None:
             self._backward.drop()
-        for parameter in self._names:
+        for parameter in (*self._names, *self._shards.values()):
             parameter.grad = None
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """The live state tensors with dimensions, by "parameter.slot"."""
+        """The live state tensors with dimensions, by "parameter.slot": this rank's rows where it has a shard."""
         for member in self._members:
             if isinstance(member, ChunkedAdamW):
                 member.settle()
         return {name: value for name, value in self._slots() if value.ndim > 0}
+
+    def is_split(self, key: str) -> bool:
+        """Whether the state "parameter.slot" is this rank's rows of a larger tensor."""
+        name, _, slot = key.rpartition(".")
+        return slot not in SAME_ON_RANKS and name in {self._names[part] for part in self._shards}
 
     def scalars(self) -> dict[str, float]:
         """State without dimensions (step counts), by "parameter.slot"."""
@@ -241,7 +255,7 @@ class OptimizersContainer:
                     yield f"{self._names[parameter]}.{slot}", value
 
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> None:
-        """Replace all state by copies of the values of `named_tensors` and `scalars`.
+        """Replace all state by copies of the values of `named_tensors` and `scalars`, whole; a shard takes its rows.
 
         Raises UserError for parameters that this model does not train, or another state dtype.
         """
@@ -262,6 +276,11 @@ class OptimizersContainer:
                     slots = stored.get(self._names[parameter])
                     if slots is None:
                         continue
+                    if (whole := self._shards.get(parameter)) is not None:
+                        slots = {
+                            slot: value if slot in SAME_ON_RANKS else part_of(value, whole)
+                            for slot, value in slots.items()
+                        }
                     if isinstance(member, ChunkedAdamW):
                         member.state[parameter] = member.adopted(parameter, slots, name=self._names[parameter])
                     else:
@@ -291,8 +310,12 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
     Muon at `muon_learning_rate`, and embeddings, head, norms and biases to AdamW at `learning_rate`.
     """
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # Optimizers update this rank's rows as plain tensors: each operation of a DTensor costs the host time.
+    named = {name: nn.Parameter(local(p.detach())) if isinstance(p, DTensor) else p for name, p in trained.items()}
     names = {p: name for name, p in named.items()}
+    shards = {p: trained[name] for name, p in named.items() if p is not trained[name]}
+    container = partial(OptimizersContainer, names=names, shards=shards)
     rounding = Rounding(names, seed, plan.stochastic_rounding)
     placement = StatePlacement(away=plan.offload)
     chunked = partial(_chunked, plan=plan, rounding=rounding, placement=placement)
@@ -304,11 +327,11 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
         rest = {name: p for name, p in named.items() if name not in matrices}
         inside = list(matrices.values())
         muon = Muon(inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
-        return OptimizersContainer([muon, _torchs(rest, plan)], names)
+        return container([muon, _torchs(rest, plan)])
     plain = plan.kind == "adamw" and plan.state_dtype == "float32"
     if plain and not (plan.offload or plan.stochastic_rounding):
-        return OptimizersContainer([_torchs(named, plan)], names)
-    return OptimizersContainer([chunked(_decay_groups(named, plan.weight_decay))], names)
+        return container([_torchs(named, plan)])
+    return container([chunked(_decay_groups(named, plan.weight_decay))])
 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:

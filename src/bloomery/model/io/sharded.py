@@ -1,0 +1,45 @@
+"""Parameters that FSDP2 shards by rows over ranks (DTensors): this rank's rows. A plain tensor is whole."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows, sharing memory; a plain tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    rows: Tensor = tensor.to_local()
+    return rows
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor: a collective over the ranks of its shards."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: Tensor = tensor.full_tensor()
+    return whole
+
+
+def first_row(tensor: Tensor) -> int:
+    """The index in the whole tensor of this rank's first row. FSDP2 shards as `torch.chunk` does, the last axis."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh = tensor.device_mesh
+    rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
+    return min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1))
+
+
+def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of `whole` that belong to what this rank holds of `parameter`, a view."""
+    if not isinstance(parameter, DTensor) or not whole.ndim:
+        return whole
+    rows, start = parameter.shape[0], first_row(parameter)
+    stop, each = start + len(parameter.to_local()), len(whole) // rows  # several of its rows may belong to one
+    return whole[start * each : stop * each]
+
+
+@torch.no_grad()
+def put(whole: Tensor, parameter: Tensor) -> None:
+    """Copy a whole tensor into `parameter`, or its rows into this rank's shard."""
+    local(parameter).copy_(part_of(whole, parameter))

@@ -1,0 +1,225 @@
+"""The ranks of a run: who this process is, and the few things that ranks tell each other.
+
+A rank decides only from numbers that were reduced here: they have the same bits on every rank. Whatever else goes
+wrong on one rank ends it, and the launcher ends the others. One rank alone has no process group.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from bloomery.model.decoder import Decoder
+from bloomery.model.io.sharded import full
+from bloomery.plan.types import TrainPlan
+
+RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ranks meet; without it, MASTER_ADDR
+BUCKET_NUMBERS = 25 * 2**20 // 4  # float32 numbers of one all-reduce; DistributedDataParallel's bucket
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a backstop: the deadline of the worker ends a hang much earlier
+
+
+@final
+@dataclass(frozen=True)
+class Mesh:
+    """`replicate` x `shard` ranks; this process is `rank`. Ranks of one replica are consecutive."""
+
+    rank: int = 0
+    replicate: int = 1
+    shard: int = 1
+    device: str = "cpu"
+    devices: DeviceMesh | None = field(default=None, compare=False)
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes: events, checkpoints, the plan."""
+        return self.rank == 0
+
+    def total(self, *numbers: float) -> list[float]:
+        """The sum of each number over all ranks, in float64."""
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def most(self, *numbers: float) -> list[float]:
+        """The largest of each number over all ranks."""
+        return self._reduced(numbers, dist.ReduceOp.MAX)
+
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on at least one rank."""
+        return bool(self.most(condition)[0])
+
+    def each(self, *numbers: float) -> list[list[float]]:
+        """The numbers of every rank, by rank."""
+        own = torch.tensor(numbers, dtype=torch.float64)
+        if self.world == 1:
+            return [list(numbers)]
+        found = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(found, own)
+        return [numbers.tolist() for numbers in found]
+
+    def _reduced(self, numbers: Iterable[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        found = torch.tensor(list(numbers), dtype=torch.float64)
+        if self.world > 1:
+            dist.all_reduce(found, operation)  # on the CPU: gloo
+        result: list[float] = found.tolist()
+        return result
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """In place: the sum over all ranks of a tensor on the training device; the tensor."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        """A CPU tensor of one shape on every rank, of every rank."""
+        if self.world == 1:
+            return [tensor]
+        found = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(found, tensor.contiguous())
+        return found
+
+    def text(self, own: str) -> str:
+        """The text of the first rank, on every rank."""
+        if self.world == 1:
+            return own
+        words: list[str] = [own]
+        content = torch.frombuffer(bytearray(own.encode() or b"\0"), dtype=torch.uint8)
+        size = torch.tensor([len(own.encode())])
+        dist.broadcast(size, 0)
+        content = content if self.first else torch.empty(max(1, int(size)), dtype=torch.uint8)
+        dist.broadcast(content, 0)
+        words[0] = bytes(content.numpy()[: int(size)]).decode()
+        return words[0]
+
+    def number(self, own: float) -> float:
+        """The number of the first rank, on every rank."""
+        return self.total(own if self.first else 0.0)[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.total(0.0)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """In place, of replicated parameters: the sum over all ranks, in float32 buckets.
+
+        FSDP2 has summed those of shards already. A gradient that no rank has stays None.
+        """
+        if self.world == 1 or self.shard > 1:
+            return
+        known = list(parameters)
+        here = torch.tensor([parameter.grad is not None for parameter in known], dtype=torch.uint8)
+        dist.all_reduce(here, dist.ReduceOp.MAX)
+        bucket, size = list[Tensor](), 0
+        for parameter, exists in zip(known, here.tolist(), strict=True):
+            if not exists:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            bucket.append(parameter.grad)
+            size += parameter.numel()
+            if size >= BUCKET_NUMBERS:
+                _sum_bucket(bucket)
+                bucket, size = [], 0
+        if bucket:
+            _sum_bucket(bucket)
+
+    def norm_over_shards(self, norm: Tensor) -> Tensor:
+        """The norm of whole gradients from that of this rank's rows; without shards, the norm itself."""
+        if self.shard == 1 or self.devices is None:
+            return norm
+        squares = norm.square()
+        dist.all_reduce(squares, group=self.devices.get_group(self.devices.ndim - 1))
+        return squares.sqrt()
+
+    def whole(
+        self, parts: Mapping[str, Mapping[str, Tensor]], is_split: Callable[[str], bool]
+    ) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a checkpoint, whole and on the CPU of the first rank; {} on the others.
+
+        `is_split`: whether a plain tensor of that name is this rank's rows. Tensor by tensor: a rank holds one whole
+        tensor at a time, the first rank's host all of them.
+        """
+        if self.shard == 1:
+            return {name: dict(tensors) for name, tensors in parts.items()} if self.first else {}
+        kept: dict[str, dict[str, Tensor]] = {}
+        for name, tensors in parts.items():
+            for key, tensor in tensors.items():
+                entire = self._joined(tensor) if is_split(key) else full(tensor.detach())
+                if self.first:
+                    kept.setdefault(name, {})[key] = entire.cpu()
+                del entire
+        return kept
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        """The tensor whose rows the ranks of a replica hold in turn, not all of them equally many."""
+        assert self.devices is not None, "only shards are joined"
+        group, rows = self.devices.get_group(self.devices.ndim - 1), rows.detach().contiguous()
+        counts = [torch.zeros((), dtype=torch.int64, device=rows.device) for _ in range(self.shard)]
+        dist.all_gather(counts, torch.tensor(len(rows), device=rows.device), group=group)
+        found = [rows.new_empty(max(map(int, counts)), *rows.shape[1:]) for _ in counts]
+        padded = rows.new_zeros(found[0].shape)
+        padded[: len(rows)] = rows
+        dist.all_gather(found, padded, group=group)
+        return torch.cat([part[: int(count)] for part, count in zip(found, counts, strict=True)])
+
+
+ALONE = Mesh()
+
+
+def join(plan: TrainPlan) -> Mesh:
+    """This process among the ranks of the plan, as the launcher's variables say. Raises no error for one rank alone."""
+    if plan.ranks == 1:
+        return ALONE
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    backend = "gloo"
+    if plan.device == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # one visible device under some launchers
+        backend = "cpu:gloo,cuda:nccl"
+    meeting = os.environ.get(RENDEZVOUS)
+    where = f"file://{meeting}" if meeting else "env://"
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=plan.ranks, timeout=COLLECTIVE_TIMEOUT)
+    devices = None
+    if plan.shard > 1:
+        sizes = (plan.shard,) if plan.replicate == 1 else (plan.replicate, plan.shard)
+        devices = init_device_mesh(plan.device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    return Mesh(rank, plan.replicate, plan.shard, plan.device, devices)
+
+
+def leave() -> None:
+    """End the process group, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, *, policy: bool) -> None:
+    """In place, on the meta device, after checkpointing and compilation: FSDP2 per block and for the rest.
+
+    `policy`: weights are gathered in the dtype of matmuls. Gradients are summed in float32. Adapters and quantized
+    bases have their frozen weights in that dtype already and need none.
+    """
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if policy else None
+    precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is divided by the count of all ranks before backward; gloo has no pre-multiplied sums.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _sum_bucket(gradients: list[Tensor]) -> None:
+    flat = torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

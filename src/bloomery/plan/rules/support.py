@@ -1,0 +1,82 @@
+"""What trains on several devices: every feature by every axis, tested or refused with a reason."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from bloomery.core.errors import UserError
+from bloomery.recipe.schema import Lora, Peft, Recipe
+
+Axis = Literal["replicate", "shard"]
+AXES: tuple[Axis, ...] = ("replicate", "shard")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`: why not; "" where it is tested."""
+
+    name: str
+    used: Callable[[Recipe], bool]
+    replicate: str = ""
+    shard: str = ""
+
+    def reason(self, axis: Axis) -> str:
+        return self.replicate if axis == "replicate" else self.shard
+
+
+def _lora(recipe: Recipe) -> Lora | None:
+    return recipe.adapter if isinstance(recipe.adapter, Lora) else None
+
+
+ONE_GRADIENT = "its updates run inside backward, before gradients are summed over devices"
+WHOLE_WEIGHT = "it reads whole weight matrices, and each device holds some rows of them"
+ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
+FEATURES: tuple[Feature, ...] = (
+    Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
+    Feature("objective sft", lambda r: r.objective.kind == "sft"),
+    Feature("objective dpo", lambda r: r.objective.kind == "dpo"),
+    Feature("objective kto", lambda r: r.objective.kind == "kto"),
+    Feature("objective reward", lambda r: r.objective.kind == "reward"),
+    Feature("objective distill", lambda r: r.objective.kind == "distill"),
+    Feature("adapter lora", lambda r: _lora(r) is not None),
+    Feature("adapter dora", lambda r: (one := _lora(r)) is not None and one.kind == "dora", shard=WHOLE_WEIGHT),
+    Feature("adapter pissa", lambda r: (one := _lora(r)) is not None and one.init == "pissa", shard=WHOLE_WEIGHT),
+    Feature("PEFT methods", lambda r: isinstance(r.adapter, Peft), shard=ALL_PARAMETERS),
+    Feature("quantize nf4, int8", lambda r: r.quantize.kind != "none"),
+    Feature("optimizer adamw", lambda r: r.optimizer.kind == "adamw"),
+    Feature("optimizer muon", lambda r: r.optimizer.kind == "muon", shard="not built yet"),
+    Feature("optimizer adafactor", lambda r: r.optimizer.kind == "adafactor", shard="not built yet"),
+    Feature(
+        "optimizer.state_dtype int8, bfloat16", lambda r: r.optimizer.state_dtype != "float32", shard="not built yet"
+    ),
+    Feature("optimizer.stochastic_rounding", lambda r: r.optimizer.stochastic_rounding, shard="not built yet"),
+    Feature("optimizer.paged, offload", lambda r: r.optimizer.paged or r.optimizer.offload),
+    Feature(
+        "optimizer.fused_backward", lambda r: r.optimizer.fused_backward, replicate=ONE_GRADIENT, shard=ONE_GRADIENT
+    ),
+    Feature(
+        "train.offload_activations", lambda r: r.train.offload_activations,
+        shard="gathered weights cannot be told from activations",
+    ),
+    Feature(
+        "model.load_with=transformers", lambda r: r.model.load_with == "transformers",
+        shard="only Bloomery's decoder is sharded",
+    ),
+)  # fmt: skip
+
+
+def refusals(recipe: Recipe, axis: Axis) -> list[str]:
+    """Why the recipe does not train over this axis: "feature: reason" for each."""
+    return [f"{one.name}: {one.reason(axis)}" for one in FEATURES if one.reason(axis) and one.used(recipe)]
+
+
+def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
+    """Raises UserError where a feature of the recipe does not train over these sizes."""
+    for axis, size in (("replicate", replicate), ("shard", shard)):
+        found = refusals(recipe, axis) if size > 1 else []  # type: ignore[arg-type]
+        if found:
+            other = "shard" if axis == "replicate" else "replicate"
+            free = not refusals(recipe, other)  # type: ignore[arg-type]
+            fix = f"set parallel.{axis}=1 and parallel.{other}={size}" if free else "train on one device"
+            problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
+            raise UserError(problem, where=f"parallel.{axis}", fix=fix, code=2)

@@ -1,0 +1,111 @@
+"""The devices that a run trains on, one process each. No torch."""
+
+import re
+
+from bloomery.core.errors import UserError
+from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
+from bloomery.hardware.probes.run import with_cached_probes
+from bloomery.hardware.profile import choose_device
+from bloomery.plan.rules.support import refusals
+from bloomery.recipe.schema import Recipe
+
+
+def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]:
+    """The machine with only the given devices, and their number: "0,1", "cuda:0" (AMD too), "cpu", "cpu,cpu".
+
+    None or "auto": every GPU like the best one, or the CPU as one device. Raises UserError.
+    """
+    if devices is None or devices == "auto":
+        alike = _alike(machine)
+        if len(alike) < len(machine.accelerators) and len(alike) > 1:
+            machine = with_cached_probes(only(machine, {device.index for device in alike}))
+        return machine, max(1, len(alike))
+    words = [word.strip() for word in devices.split(",")]
+    if set(words) == {"cpu"}:
+        return with_cached_probes(machine.model_copy(update={"accelerators": ()})), len(words)
+    chosen = [_named(machine, word) for word in words]
+    if len({device.index for device in chosen}) < len(chosen):
+        problem = f"a device is named twice: {devices!r}"
+        raise UserError(problem, where="--devices", fix="name each device once", code=2)
+    if len({(device.vendor, device.arch, device.name) for device in chosen}) > 1:
+        names = ", ".join(f"{device.index} ({device.name})" for device in chosen)
+        fix = "train on GPUs of one model"
+        raise UserError(f"these devices are not alike: {names}", where="--devices", fix=fix, code=2)
+    return _only_these(machine, chosen), len(chosen)
+
+
+def narrowed(machine: Machine, devices: str | None) -> Machine:
+    """The machine with only the given devices, for work of one process. Raises UserError."""
+    return machine if devices is None or devices == "auto" else chosen_devices(machine, devices)[0]
+
+
+def device_count(recipe: Recipe, machine: Machine, count: int, *, named: bool) -> tuple[Machine, int]:
+    """The machine and how many of its `count` devices the recipe trains on. `named`: the user chose them.
+
+    Fewer where `parallel` asks for fewer; one where a setting of the recipe trains on one device only.
+    Raises UserError where `parallel` asks for more, or for another number than was chosen.
+    """
+    sizes = (recipe.parallel.replicate, recipe.parallel.shard)
+    asked = [size for size in sizes if size != "auto"]
+    product = 1
+    for size in asked:
+        product *= size
+    exact = len(asked) == len(sizes)
+    if product > count or count % product or (named and exact and product != count):
+        problem = f"parallel asks for {product:,} devices, and there are {count:,}"
+        words = "cpu," * (product - 1) + "cpu" if not machine.accelerators else ",".join(map(str, range(product)))
+        fix = f"pass --devices {words}, or change parallel.replicate and parallel.shard"
+        raise UserError(problem, where="parallel", fix=fix, code=2)
+    if exact:
+        count = product
+    elif count > 1 and not named and all(refusals(recipe, axis) for axis in ("replicate", "shard")):
+        count = 1
+    if count < len(machine.accelerators):
+        machine = only(machine, {device.index for device in _alike(machine)[:count]})
+    return machine, count
+
+
+def _alike(machine: Machine) -> list[Accelerator]:
+    """The GPU that training on one device would use, and the visible ones of the same model."""
+    best, _ = choose_device(machine)
+    if best is None:
+        return []
+    if best.integrated:
+        return [best]
+    same = (best.vendor, best.arch, best.name, best.memory_bytes)
+    return [each for each in visible_devices(machine) if (each.vendor, each.arch, each.name, each.memory_bytes) == same]
+
+
+def _named(machine: Machine, word: str) -> Accelerator:
+    number = re.sub(r"^(cuda|hip|rocm):", "", word)
+    found = next((device for device in machine.accelerators if str(device.index) == number), None)
+    if found is None:
+        known = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
+        fix = f"use cpu or one of these GPUs: {known}"
+        raise UserError(f"no such device: {word!r}", where="--devices", fix=fix, code=2)
+    return found
+
+
+def _only_these(machine: Machine, chosen: list[Accelerator]) -> Machine:
+    """Raises UserError where the user's visibility mask selects others."""
+    mask = mask_of(machine, chosen[0].vendor)
+    shown = [device for device in visible_devices(machine) if device.vendor == chosen[0].vendor]
+    if mask and any(device not in shown[: len(chosen)] for device in chosen):
+        named = ", ".join(device.name for device in shown) if shown else "no GPU"
+        value = machine.software.environment[mask]
+        hidden = next(device for device in chosen if device not in shown[: len(chosen)])
+        raise UserError(
+            f"cannot use device {hidden.index} ({hidden.name}): {mask}={value} selects {named}",
+            where="--devices", fix=f"unset {mask}", code=2,
+        )  # fmt: skip
+    return with_cached_probes(only(machine, {device.index for device in chosen}))
+
+
+def same_devices(machine: Machine, before: Machine) -> Machine:
+    """The machine with only the devices of the run, where they still exist: `--devices` stays after a resume."""
+    known = {(device.index, device.arch) for device in before.accelerators}
+    kept = [device for device in machine.accelerators if (device.index, device.arch) in known]
+    if len(kept) == 1 and len(machine.accelerators) > 1:
+        return _only_these(machine, kept)
+    narrow = kept or not before.accelerators
+    return with_cached_probes(only(machine, {device.index for device in kept})) if narrow else machine
