@@ -404,10 +404,16 @@ def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Seq
         machine = same_devices(detect(), before)
         count = min(plan.train.ranks, len(machine.accelerators)) if machine.accelerators else plan.train.ranks
     else:
-        machine, count = training_devices(loaded, devices)
+        machine, count = chosen_devices(detect(), devices)
+    if count != plan.train.ranks and not any(word.startswith("parallel.") for word in overrides):
+        overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")  # sizes of other devices
+        loaded = load_recipe(folder.recipe, overrides)
+    machine, count = device_count(loaded.recipe, machine, count, named=devices not in (None, "auto"))
     changes = differences(before, machine)
     if count != plan.train.ranks:
         changes.append(f"devices changed: {plan.train.ranks} -> {count}")
+    if any(word.startswith("parallel.") for word in overrides) and not changes:
+        changes.append("parallel changed")
     if changes or overrides:
         fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared), gpus=count)
         if changes:

@@ -10,7 +10,15 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS
 
-ALLOWED = (*(f"train.{key}" for key in LENGTHS), "eval.", "sample.", "checkpoint.", "logging.")
+ALLOWED = (
+    *(f"train.{key}" for key in LENGTHS),
+    "eval.",
+    "sample.",
+    "checkpoint.",
+    "logging.",
+    "parallel.replicate",
+    "parallel.shard",
+)
 MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "model": ("attention", "score_chunk"),
     "data": ("pin_memory", "prefetch"),
@@ -42,8 +50,8 @@ def refuse_overrides(words: Sequence[str]) -> None:
             raise UserError(
                 f"cannot change {key} in a resumed run",
                 where="bloomery resume",
-                fix="change only the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.* and "
-                "logging.*, or start a new run with `bloomery train`",
+                fix="change only the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.*, logging.* "
+                "and parallel.*, or start a new run with `bloomery train`",
                 code=2,
             )
 
