@@ -7,7 +7,7 @@ from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import Probe
 from bloomery.hardware.probes import run as probes
 from bloomery.hardware.profile import build_profile, with_gpu
-from bloomery.runs.resume_plan import narrowed
+from bloomery.runs.devices import narrowed
 from changed_machines import AMD_WHEEL, ids, machine, only
 
 TRAIN = "bloomery train RECIPE"

@@ -10,9 +10,9 @@ from bloomery.bench import measuring
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import MASKS, Machine, read_machine
 from bloomery.hardware.profile import build_profile
+from bloomery.runs.devices import narrowed, same_devices
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.lifecycle import _environment
-from bloomery.runs.resume_plan import narrowed, same_devices
 
 MACHINES = Path(__file__).parents[1] / "machines"
 NAME = "PYTORCH_ALLOC_CONF"

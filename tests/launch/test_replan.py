@@ -10,7 +10,8 @@ from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.load import load_recipe
-from bloomery.runs.resume_plan import differences, moved, narrowed, prolonged, refuse_overrides, same_devices
+from bloomery.runs.devices import narrowed, same_devices
+from bloomery.runs.resume_plan import differences, moved, prolonged, refuse_overrides
 
 RECIPE = """
 model: {family: llama, hidden_size: 64, intermediate_size: 128, num_layers: 2, num_heads: 2, num_kv_heads: 2}

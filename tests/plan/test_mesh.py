@@ -37,16 +37,16 @@ def eight_b():
 
 def test_a_gradient_sum_moves_twice_its_bytes_but_for_one_share():
     """2 k N (d-1)/d over 310 GB/s, and seven hops of 5 us each way."""
-    fabric = fabric_of(spec("MI300X"), per_node=8, nodes=1)
+    fabric = fabric_of(spec("MI300X").link, per_node=8, nodes=1)
     amount = 4 * 124e6
     assert reduce_seconds(amount, fabric) == pytest.approx(2 * (amount * 7 / 8 / 310e9 + 7 * 5e-6))
 
 
 def test_between_nodes_the_network_of_a_node_decides():
-    fabric = fabric_of(spec("MI250X"), per_node=8, nodes=64)
+    fabric = fabric_of(spec("MI250X").link, per_node=8, nodes=64)
     amount = 16e9
     assert gather_seconds(amount, fabric) == pytest.approx(amount * 63 / 64 / 70e9 + 7 * 5e-6 + 63 * 20e-6)
-    slow = fabric_of(spec("MI250X"), per_node=8, nodes=64, sockets=True)
+    slow = fabric_of(spec("MI250X").link, per_node=8, nodes=64, sockets=True)
     assert gather_seconds(amount, slow) == pytest.approx(amount * 63 / 64 / 5e9 + 7 * 5e-6 + 63 * 20e-6)
 
 

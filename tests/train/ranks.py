@@ -1,0 +1,143 @@
+"""Ranks of one machine for tests: processes from a fork server that has imported torch, one pool per number of ranks."""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import tempfile
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SECONDS = 180.0  # for one case, on a crowded machine
+PRELOADED = ["torch", "bloomery.train.loop", "bloomery.parallel.mesh", "safetensors.torch"]
+
+
+class Ranks:
+    """Runs a function of this test folder on every rank at once; a case is the function and plain arguments."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self._members = world, []
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        for _ in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._members.append((process, ours))
+
+    def call(self, function, *arguments) -> list[Any]:
+        """The results by rank. Raises AssertionError with the tracebacks of those that failed, or never answered."""
+        meeting = tempfile.mktemp(prefix="ranks-")
+        for rank, (_, pipe) in enumerate(self._members):
+            pipe.send((function, arguments, rank, self.world, meeting))
+        answers = [pipe.recv() if pipe.poll(SECONDS) else ("silent", "") for _, pipe in self._members]
+        failed = {rank: text for rank, (kind, text) in enumerate(answers) if kind != "done"}
+        if failed:
+            self.close()
+            raise AssertionError("\n".join(f"rank {rank}: {text or 'silent'}" for rank, text in failed.items()))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        for process, _ in self._members:
+            process.kill()
+            process.join()
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process, _ in self._members)
+
+
+_pools: dict[int, Ranks] = {}
+
+
+def ranks(world: int) -> Ranks:
+    """The pool of this test process; a new one after a failure."""
+    if world not in _pools or not _pools[world].alive:
+        _pools[world] = Ranks(world)
+    return _pools[world]
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, rank, world, meeting = pipe.recv()
+        except EOFError:
+            return
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo",
+            "BLOOMERY_RENDEZVOUS": meeting,
+        }  # fmt: skip
+        try:
+            pipe.send(("done", function(*arguments)))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
+            return
+        finally:
+            with contextlib.suppress(Exception):
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+
+
+def on_ranks(plan, *, replicate: int = 1, shard: int = 1):
+    """The same training over `replicate` x `shard` ranks: the same sequences in each step."""
+    world = replicate * shard
+    sequences = plan.train.accumulation * plan.train.micro_batch_size
+    assert sequences % world == 0
+    micro = min(plan.train.micro_batch_size, sequences // world)
+    train = plan.train.model_copy(
+        update={"replicate": replicate, "shard": shard, "micro_batch_size": micro,
+                "accumulation": sequences // world // micro}
+    )  # fmt: skip
+    return plan.model_copy(update={"train": train})
+
+
+def train(plan, folder: Path, *, resume_from: Path | None = None, stop_after: int | None = None) -> list[Any]:
+    """Train on the plan's ranks; the events of the first one."""
+    world = plan.train.ranks
+    folder.mkdir(exist_ok=True)
+    if world == 1:
+        return train_here(plan.model_dump_json(), str(folder), resume_from and str(resume_from), stop_after)
+    words = (plan.model_dump_json(), str(folder), resume_from and str(resume_from), stop_after)
+    return ranks(world).call(train_here, *words)[0]
+
+
+def train_here(plan_json: str, folder: str, resume_from: str | None, stop_after: int | None) -> list[Any]:
+    """One rank of a run; its events."""
+    import torch
+
+    from bloomery.monitor.events import StepDone
+    from bloomery.parallel.mesh import join
+    from bloomery.plan.types import RunPlan
+    from bloomery.train.loop import run
+
+    torch.set_num_threads(1)
+    plan, events = RunPlan.model_validate_json(plan_json), []
+    mesh = join(plan.train)
+    steps = 0
+
+    def emit(event: Any) -> None:
+        nonlocal steps
+        steps = event.step if isinstance(event, StepDone) else steps
+        events.append(event)
+
+    def stop() -> bool:
+        return mesh.any(stop_after is not None and steps >= stop_after)
+
+    resume = None if resume_from is None else Path(resume_from)
+    run(plan, run_dir=Path(folder), emit=emit, stop=stop, resume_from=resume, mesh=mesh)
+    return events
+
+
+def losses(events: list[Any]) -> dict[int, float]:
+    """By step."""
+    return {event.step: event.loss for event in events if type(event).__name__ == "StepDone"}
+
+
+def fields(events: list[Any], kind: str) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(event) for event in events if type(event).__name__ == kind]

@@ -1,0 +1,84 @@
+"""Two and four ranks train as one does, and take over each other's checkpoints. Oracle: one rank."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from plans_for_tests import tiny_config, tiny_plan
+from ranks import fields, losses, on_ranks, train
+from runs_of_the_loop import assert_same_tensors
+from safetensors.torch import load_file
+
+MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
+
+
+def plan_of(prepared: Path, **sections):
+    config = sections.pop("config", None) or tiny_config(vocab_size=300, num_layers=3)
+    train = {"micro_batch_size": 2, "accumulation": 2, "tokens_per_step": 128, "steps": 6} | sections.pop("train", {})
+    return tiny_plan(prepared, config=config, train=train, **sections)
+
+
+def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    files = (folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+    return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(("replicate", "shard"), MESHES.values(), ids=MESHES)
+def test_losses_and_weights_are_those_of_one_rank(prepared, tmp_path, replicate, shard) -> None:
+    plan = plan_of(prepared)
+    alone = train(plan, tmp_path / "one")
+    several = train(on_ranks(plan, replicate=replicate, shard=shard), tmp_path / "several")
+    assert losses(several).keys() == losses(alone).keys() == set(range(1, 7))
+    assert losses(several) == pytest.approx(losses(alone), rel=0, abs=1e-5)
+    norms = [{e["step"]: e["grad_norm"] for e in fields(run, "StepDone")} for run in (alone, several)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    scored = [[e["loss"] for e in fields(run, "EvalDone")] for run in (alone, several)]
+    assert scored[1] == pytest.approx(scored[0], abs=1e-5)
+    one, other = (tensors(tmp_path / name, 6) for name in ("one", "several"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(2, 1), (1, 2)], ids=["copies", "shards"])
+def test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits(prepared, tmp_path, replicate, shard) -> None:
+    config = tiny_config(vocab_size=300, num_layers=2, residual_dropout=0.1)
+    plan = on_ranks(plan_of(prepared, config=config), replicate=replicate, shard=shard)
+    whole = train(plan, tmp_path / "whole")
+    first = train(plan, tmp_path / "halves", stop_after=3)
+    checkpoint = tmp_path / "halves" / "checkpoints" / "step-00000003"
+    second = train(plan, tmp_path / "halves", resume_from=checkpoint)
+    assert losses(first) | losses(second) == losses(whole)
+    assert_same_tensors(tensors(tmp_path / "halves", 6), tensors(tmp_path / "whole", 6))
+
+
+RESHARDS = [("1", "2c"), ("1", "2s"), ("2c", "1"), ("2s", "1"), ("2s", "4s"), ("4s", "2s"), ("4c", "2s"), ("2s", "4c"),
+            ("1", "4s")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), RESHARDS, ids="-".join)
+def test_a_checkpoint_resumes_on_another_mesh(prepared, tmp_path, before, after) -> None:
+    def mesh(word: str) -> dict[str, int]:
+        return {"shard" if word.endswith("s") else "replicate": int(word[0])}
+
+    plan = plan_of(prepared)
+    train(on_ranks(plan, **mesh(before)), tmp_path / "run", stop_after=3)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
+    stored = tensors(tmp_path / "run", 3)
+    again = on_ranks(plan, **mesh(after)).model_copy(update={"checkpoint": plan.checkpoint})
+    # What the other mesh holds after reading is what was stored: it saves the same bits before any step.
+    train(again, tmp_path / "copy", resume_from=checkpoint, stop_after=0)
+    assert_same_tensors(tensors(tmp_path / "copy", 3), stored)
+    rest = train(again, tmp_path / "rest", resume_from=checkpoint)
+    whole = train(plan, tmp_path / "whole")
+    assert losses(rest) == pytest.approx({s: loss for s, loss in losses(whole).items() if s > 3}, rel=0, abs=1e-5)
+
+
+def test_the_first_rank_tells_of_all_of_them(prepared, tmp_path) -> None:
+    plan = on_ranks(plan_of(prepared), shard=2)
+    events = train(plan, tmp_path / "run")
+    (started,) = fields(events, "RunStarted")
+    assert (started["world_size"], started["mesh"]) == (2, {"shard": 2})
+    tokens = {e["step"]: e["loss_tokens"] for e in fields(events, "StepDone")}
+    alone = {e["step"]: e["loss_tokens"] for e in fields(train(plan_of(prepared), tmp_path / "one"), "StepDone")}
+    assert tokens == alone
