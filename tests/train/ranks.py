@@ -1,4 +1,4 @@
-"""Ranks of one machine for tests: processes from a fork server that has imported torch, one pool per number of ranks."""
+"""Ranks of one machine for tests: processes of a fork server with torch imported, one pool per number of ranks."""
 
 import contextlib
 import dataclasses
