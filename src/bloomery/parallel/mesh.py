@@ -136,9 +136,25 @@ class Mesh:
         """The norm of whole gradients from that of this rank's rows; without shards, the norm itself."""
         if self.shard == 1 or self.devices is None:
             return norm
-        squares = norm.square()
-        dist.all_reduce(squares, group=self.devices.get_group(self.devices.ndim - 1))
-        return squares.sqrt()
+        return self.sum_over_shards(norm.square()).sqrt()
+
+    @property
+    def shard_rank(self) -> int:
+        """The place of this rank among those that share a replica."""
+        return self.rank % self.shard
+
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """In place: the sum over the ranks of a replica; the tensor."""
+        if self.shard > 1 and self.devices is not None:
+            dist.all_reduce(tensor, group=self.devices.get_group(self.devices.ndim - 1))
+        return tensor
+
+    def exchange(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """An all-to-all over the ranks of a replica: so many numbers to each, and so many from each, in their order."""
+        assert self.devices is not None, "shards exchange rows"
+        found = flat.new_empty(sum(received))
+        dist.all_to_all_single(found, flat, received, sent, group=self.devices.get_group(self.devices.ndim - 1))
+        return found
 
     def whole(
         self, parts: Mapping[str, Mapping[str, Tensor]], is_split: Callable[[str], bool]

@@ -265,7 +265,7 @@ def build_state(
         apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
     model_and_optimizer = ModelAndOptimizer(
-        model, build_optimizer(model, plan.optimizer, seed=plan.train.seed), scale, method=method, mesh=mesh
+        model, build_optimizer(model, plan.optimizer, seed=plan.train.seed, mesh=mesh), scale, method=method, mesh=mesh
     )
     checkpointed = CheckpointedModel(model, start, base, settings, method)
     state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), checkpointed, base)

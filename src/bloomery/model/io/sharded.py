@@ -30,13 +30,18 @@ def first_row(tensor: Tensor) -> int:
     return min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1))
 
 
-def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The rows of `whole` that belong to what this rank holds of `parameter`, a view."""
+def part_of(whole: Tensor, parameter: Tensor, *, block: int = 1) -> Tensor:
+    """The rows of `whole` that belong to what this rank holds of `parameter`, a view.
+
+    A row of `whole` is one of the parameter, or a block of so many of its numbers; no block lies on two ranks.
+    """
     if not isinstance(parameter, DTensor) or not whole.ndim:
         return whole
-    rows, start = parameter.shape[0], first_row(parameter)
-    stop, each = start + len(parameter.to_local()), len(whole) // rows  # several of its rows may belong to one
-    return whole[start * each : stop * each]
+    start, held = first_row(parameter), parameter.to_local()
+    if len(whole) == len(parameter):
+        return whole[start : start + len(held)]
+    first = start * (parameter.numel() // len(parameter)) // block
+    return whole[first : first + -(-held.numel() // block)]
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from bloomery.train.optim.common import (
     Gate,
     Rounding,
+    Shards,
     State,
     alike,
     counted,
@@ -51,14 +52,16 @@ class Adafactor(torch.optim.Optimizer):
     ) -> None:
         for group in self.param_groups:
             ready = with_states(self, group, _fresh)
-            for run in alike(ready, lambda p: (p.shape, p.dtype, float(self.state[p]["step"]))):
+            shape, numel = self._rounding.shards.shape, self._rounding.shards.numel
+            for run in alike(ready, lambda p: (shape(p), p.dtype, float(self.state[p]["step"])), numel):
                 self._step(run, lr=group["lr"], decay=group["weight_decay"], gate=gate)
 
     def _step(self, run: list[nn.Parameter], *, lr: float, decay: float, gate: Gate | None) -> None:
         states = [self.state[parameter] for parameter in run]
         step = max([counted(state) for state in states])  # they are equal
-        sizes_N = root_mean_square([p.detach() for p in run]).clamp(min=SMALLEST_WEIGHT)
-        update = _Update(run, gate)
+        shards, weights = self._rounding.shards, [p.detach() for p in run]
+        sizes_N = root_mean_square(weights, shards, shards.numel(run[0])).clamp(min=SMALLEST_WEIGHT)
+        update = _Update(run, gate, shards)
         update.learn(states, step**DECAY)
         update.scale_by(-min(lr, step**-0.5) * sizes_N / (update.size_N() / LARGEST_UPDATE).clamp(min=1.0))
         for rows in update.slices:
@@ -101,13 +104,13 @@ class _Update:
     to rows, columns and the result.
     """
 
-    def __init__(self, run: list[nn.Parameter], gate: Gate | None) -> None:
+    def __init__(self, run: list[nn.Parameter], gate: Gate | None, shards: Shards) -> None:
         shape, device = run[0].shape, run[0].device
+        self._mesh, self._shape = shards.mesh, shards.shape(run[0])  # of the whole parameter
         whole = len(run) > 1 or len(shape) != 2
         self.slices = [slice(None)] if whole else row_slices(shape[0], shape[1], device)
         self._gradient_NRC = stacked([p.grad for p in run if p.grad is not None])
         self._gate, self._one = gate, len(self.slices) == 1
-        self._numel = math.prod(shape)
         self._scales: tuple[Tensor, Tensor] | None = None  # of rows and columns; of a vector: all, and one
         self._kept: Tensor | None = None
 
@@ -121,9 +124,12 @@ class _Update:
             return
         row_new, col_new = self._sums([state["row_var"] for state in states], [s["col_var"] for s in states])
         row = self._moved(states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), weight)
-        col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._gradient_NRC.shape[-2]), weight)
+        col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._shape[-2]), weight)
         # The paper's R C / sum(R) as two factors: their product underflows float32 for small gradients.
-        self._scales = (row / row.mean(-2, keepdim=True)).rsqrt_().mul_(factor), col.rsqrt_()
+        mean = row.mean(-2, keepdim=True)
+        if self._mesh.shard > 1:
+            mean = self._mesh.sum_over_shards(row.sum(-2, keepdim=True)) / self._shape[-2]
+        self._scales = (row / mean).rsqrt_().mul_(factor), col.rsqrt_()
 
     def _sums(self, rows_like: list[Tensor], cols_like: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Sums of squares along rows and along columns."""
@@ -131,7 +137,7 @@ class _Update:
         for rows in self.slices:
             row[:, rows], of_columns = _square_sums(self._gradient_NRC[:, rows], -1, -2)
             col += of_columns
-        return row, col
+        return row, self._mesh.sum_over_shards(col)
 
     def _moved(self, states: list[State], slot: str, squares: Tensor, weight: float) -> Tensor:
         """The new second moments, also stored in `states`, clamped above zero."""
@@ -152,7 +158,7 @@ class _Update:
             else:
                 squares_N += (by_columns * self._scales[0]).square_().sum(1)
             self._kept = by_columns if self._one else None
-        return (squares_N / self._numel).sqrt_()
+        return (self._mesh.sum_over_shards(squares_N) / math.prod(self._shape)).sqrt_()
 
     def _by_columns(self, rows: slice) -> Tensor:
         assert self._scales is not None

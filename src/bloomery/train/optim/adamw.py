@@ -137,7 +137,7 @@ class Int8Moment:
 
 def moment(slot: str, parameter: nn.Parameter, states: str, rounding: Rounding) -> MomentFormat:
     """`states`: float32, bfloat16 or int8. With float32, moments of bfloat16 weights are bfloat16, as in torch."""
-    if states == "int8" and parameter.numel() >= SMALL:
+    if states == "int8" and rounding.shards.numel(parameter) >= SMALL:
         return Int8Moment(slot, signed=slot == "exp_avg")
     half = states == "bfloat16" or (states == "float32" and parameter.dtype == torch.bfloat16)
     return FloatMoment(slot, torch.bfloat16 if half else torch.float32, rounding)
@@ -250,7 +250,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
             ready = with_states(self, group, self._fresh)
             for parameter in ready:
                 counted(self.state[parameter])
-            for run in alike(ready, self._kind):
+            for run in alike(ready, self._kind, nn.Parameter.numel):
                 self._step(run, group, gate)
 
     def _moments(self, parameter: nn.Parameter) -> tuple[MomentFormat, MomentFormat]:

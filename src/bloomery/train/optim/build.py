@@ -1,7 +1,7 @@
 """Building the plan's optimizer; its state is named after the parameters."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import final
@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
 from bloomery.model.io.sharded import local, part_of
-from bloomery.model.limits import MUON_STACK
+from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST, MUON_STACK
+from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
 from bloomery.train.optim.adamw import ChunkedAdamW, StatePlacement
-from bloomery.train.optim.common import Gate, Rounding, exact_norm
+from bloomery.train.optim.common import Gate, Rounding, Shards, exact_norm
 
 Rule = Adafactor | ChunkedAdamW
+ONE_RANK = Shards({})
 
 
 @final
@@ -118,11 +120,42 @@ def orthogonalize(stack_NRC: Tensor) -> Tensor:
     return x
 
 
-def stacks(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Matrices of one shape or its transpose, in stacks of bounded size and a fixed order."""
+def orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """`orthogonalize` of matrices of one shape or its transpose, in their own orientation."""
+    stack_NRC = orthogonalize(torch.stack([_wide(matrix) for matrix in matrices]))
+    return [u if matrix.shape == u.shape else u.mT for u, matrix in zip(stack_NRC, matrices, strict=True)]
+
+
+def across_shards(
+    work: Callable[[Sequence[Tensor]], list[Tensor]], parts: Sequence[Tensor], rows: Sequence[Sequence[int]], mesh: Mesh
+) -> list[Tensor]:
+    """`work` on whole matrices of which each rank has some rows: this rank's rows of the results.
+
+    `rows`: of each matrix, by rank. Each rank works on its share of the matrices: one all-to-all brings it their rows,
+    another returns those of the results.
+    """
+    owner = [place * mesh.shard // len(parts) for place in range(len(parts))]
+    own, widths = mesh.shard_rank, [part.shape[1] for part in parts]
+    mine = [place for place, rank in enumerate(owner) if rank == own]
+    sent = [sum(parts[i].numel() for i in range(len(parts)) if owner[i] == rank) for rank in range(mesh.shard)]
+    held = [sum(rows[i][rank] * widths[i] for i in mine) for rank in range(mesh.shard)]
+    arrived = mesh.exchange(torch.cat([part.reshape(-1) for part in parts]), sent, held)
+    pieces = arrived.split([rows[i][rank] * widths[i] for rank in range(mesh.shard) for i in mine])
+    count = len(mine)
+    whole = [torch.cat([pieces[rank * count + place].view(-1, widths[i]) for rank in range(mesh.shard)])
+             for place, i in enumerate(mine)]  # fmt: skip
+    results = [result.split(list(rows[i])) for result, i in zip(work(whole) if whole else [], mine, strict=True)]
+    back = [result[rank].reshape(-1) for rank in range(mesh.shard) for result in results]
+    outgoing = torch.cat(back).to(parts[0].dtype) if back else parts[0].new_empty(0)
+    returned = mesh.exchange(outgoing, held, sent).split([part.numel() for part in parts])
+    return [flat.view_as(part) for flat, part in zip(returned, parts, strict=True)]
+
+
+def stacks(parameters: Iterable[nn.Parameter], shape: Callable[[nn.Parameter], torch.Size]) -> list[list[nn.Parameter]]:
+    """Matrices of one `shape` or its transpose, in stacks of bounded size and a fixed order."""
     by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_shape.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
+        by_shape.setdefault(tuple(sorted(shape(parameter))), []).append(parameter)
     runs = []
     for shape, members in by_shape.items():
         size = max(1, MUON_STACK // math.prod(shape))
@@ -142,13 +175,16 @@ class Muon(torch.optim.Optimizer):
     AdamW's 0.2 (arXiv:2502.16982, section 2.2), so that both can use one learning rate.
     """
 
-    def __init__(self, params: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self, params: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float, shards: Shards = ONE_RANK
+    ) -> None:
+        self._shards = shards
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 (torch's, unused)
         for group in self.param_groups:
-            for run in stacks(p for p in group["params"] if p.grad is not None):
+            for run in stacks((p for p in group["params"] if p.grad is not None), self._shards.shape):
                 self._step(run, group["lr"], group["momentum"], group["weight_decay"])
 
     def _step(self, run: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
@@ -156,11 +192,14 @@ class Muon(torch.optim.Optimizer):
         gradients = [p.grad for p in run if p.grad is not None]
         buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in run]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        steepest = [_wide(g.lerp(m, momentum)) for g, m in zip(gradients, buffers, strict=True)]
-        stack_NRC = orthogonalize(torch.stack(steepest))
+        steepest = [g.lerp(m, momentum) for g, m in zip(gradients, buffers, strict=True)]
+        if self._shards.whole:
+            found = across_shards(orthogonal, steepest, [self._shards.rows(p) for p in run], self._shards.mesh)
+        else:
+            found = orthogonal(steepest)
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
-        update = [(u if p.shape == u.shape else u.mT).to(p.dtype) for u, p in zip(stack_NRC, weights, strict=True)]
-        torch._foreach_add_(weights, update, alpha=-lr * 0.2 * math.sqrt(max(run[0].shape)))
+        update = [u.to(p.dtype) for u, p in zip(found, weights, strict=True)]
+        torch._foreach_add_(weights, update, alpha=-lr * 0.2 * math.sqrt(max(self._shards.shape(run[0]))))
 
 
 @final
@@ -278,7 +317,7 @@ class OptimizersContainer:
                         continue
                     if (whole := self._shards.get(parameter)) is not None:
                         slots = {
-                            slot: value if slot in SAME_ON_RANKS else part_of(value, whole)
+                            slot: value if slot in SAME_ON_RANKS else part_of(value, whole, block=INT8_BLOCK)
                             for slot, value in slots.items()
                         }
                     if isinstance(member, ChunkedAdamW):
@@ -304,7 +343,7 @@ def _decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> lis
     return [{"params": p, "weight_decay": w} for p, w in ((decayed, weight_decay), (others, 0.0)) if p]
 
 
-def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> OptimizersContainer:
+def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mesh: Mesh = ALONE) -> OptimizersContainer:
     """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
 
     Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
@@ -314,9 +353,11 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
     # Optimizers update this rank's rows as plain tensors: each operation of a DTensor costs the host time.
     named = {name: nn.Parameter(local(p.detach())) if isinstance(p, DTensor) else p for name, p in trained.items()}
     names = {p: name for name, p in named.items()}
-    shards = {p: trained[name] for name, p in named.items() if p is not trained[name]}
-    container = partial(OptimizersContainer, names=names, shards=shards)
-    rounding = Rounding(names, seed, plan.stochastic_rounding)
+    shards = Shards({p: trained[name] for name, p in named.items() if p is not trained[name]}, mesh)
+    container = partial(OptimizersContainer, names=names, shards=shards.whole)
+    rounding = Rounding(names, seed, plan.stochastic_rounding, shards)
+    if plan.state_dtype == "int8" and shards.whole:
+        refuse_split_blocks(shards, names)
     placement = StatePlacement(away=plan.offload)
     chunked = partial(_chunked, plan=plan, rounding=rounding, placement=placement)
     if plan.fused_backward:
@@ -326,12 +367,27 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0) -> 
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}
         inside = list(matrices.values())
-        muon = Muon(inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay)
+        muon = Muon(
+            inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay, shards=shards
+        )
         return container([muon, _torchs(rest, plan)])
     plain = plan.kind == "adamw" and plan.state_dtype == "float32"
     if plain and not (plan.offload or plan.stochastic_rounding):
         return container([_torchs(named, plan)])
     return container([chunked(_decay_groups(named, plan.weight_decay))])
+
+
+def refuse_split_blocks(shards: Shards, names: Mapping[nn.Parameter, str]) -> None:
+    """Raises UserError where a block of INT8_BLOCK numbers, which share a scale, would lie on two ranks."""
+    for part, name in names.items():
+        shape = shards.shape(part)
+        if shards.numel(part) >= INT8_SMALLEST and shards.rows(part)[0] * math.prod(shape[1:]) % INT8_BLOCK:
+            raise UserError(
+                f"int8 states need {INT8_BLOCK} numbers of a parameter together, and {shards.mesh.shard} devices "
+                f"divide {name} {list(shape)} elsewhere",
+                where="optimizer.state_dtype",
+                fix="set optimizer.state_dtype=bfloat16, or another parallel.shard",
+            )
 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:

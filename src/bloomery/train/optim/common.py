@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.acting import kind_of
+from bloomery.model.io.sharded import first_row
 from bloomery.model.limits import CPU_PIECE, GPU_PIECE
+from bloomery.parallel.mesh import ALONE, Mesh
 
 _HALF = 1 << 15
 
@@ -84,22 +86,62 @@ def times(rate: float, gate: Gate | None) -> Any:
 
 @final
 @dataclass(frozen=True)
+class Shards:
+    """The whole parameters of which optimizers update this rank's rows; empty where every rank has all rows."""
+
+    whole: Mapping[nn.Parameter, nn.Parameter]
+    mesh: Mesh = ALONE
+
+    def shape(self, part: nn.Parameter) -> torch.Size:
+        """Of the whole parameter."""
+        return self.whole.get(part, part).shape
+
+    def numel(self, part: nn.Parameter) -> int:
+        return self.shape(part).numel()
+
+    def rows(self, part: nn.Parameter) -> list[int]:
+        """The rows of each rank, as `torch.chunk` divides them."""
+        rows = self.shape(part)[0]
+        most = -(-rows // self.mesh.shard)
+        return [min(most, max(0, rows - most * rank)) for rank in range(self.mesh.shard)]
+
+    def start(self, part: nn.Parameter) -> int:
+        """The place of this rank's first number among those of the whole, flat."""
+        whole = self.whole.get(part)
+        return 0 if whole is None else first_row(whole) * math.prod(whole.shape[1:])
+
+
+@final
+@dataclass(frozen=True)
 class Rounding:
-    """How bfloat16 numbers are written: to nearest, or stochastically, keyed by seed, parameter, step and offset."""
+    """How bfloat16 numbers are written: to nearest, or stochastically, keyed by seed, parameter, step and offset.
+
+    The random bits of a number do not depend on how many ranks share its parameter out.
+    """
 
     names: Mapping[nn.Parameter, str]
     seed: int
     stochastic: bool
+    shards: Shards = Shards({})
 
-    def to_bfloat16(self, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> Tensor:
-        """Stochastic rounding, whatever the setting. Overwrites `exact`."""
-        key = key_of(self.seed, self.names[parameter], *place)
-        return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
+    def to_bfloat16(self, exact: Tensor, parameter: nn.Parameter, step: int, start: int, *slot: str) -> Tensor:
+        """Stochastic rounding, whatever the setting, from the flat `start`. Overwrites `exact`."""
+        if parameter not in self.shards.whole:
+            key = key_of(self.seed, self.names[parameter], step, start, *slot)
+            return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
+        length, numel = piece_size(exact.device), self.shards.numel(parameter)
+        begin = self.shards.start(parameter) + start
+        end, bits = begin + exact.numel(), [torch.empty(0, dtype=torch.int16, device=exact.device)]
+        for first in range(begin // length * length, end, length):  # the pieces that one device would draw
+            key = key_of(self.seed, self.names[parameter], step, first, *slot)
+            drawn = random_bits(min(length, numel - first), key=key, device=exact.device)
+            bits.append(drawn[max(0, begin - first) : end - first])
+        return rounded(exact, torch.cat(bits))
 
-    def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, *place: int | str) -> None:
-        """Write in the target's dtype; may overwrite `exact`. `place`: step and offset, unique per write."""
+    def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, step: int, start: int) -> None:
+        """Write in the target's dtype; may overwrite `exact`. `step` and offset `start`: unique per write."""
         if self.stochastic and target.dtype == torch.bfloat16:
-            target.copy_(self.to_bfloat16(exact.contiguous(), parameter, *place))
+            target.copy_(self.to_bfloat16(exact.contiguous(), parameter, step, start))
         elif not same_place(target, exact):
             target.copy_(exact)
 
@@ -128,13 +170,15 @@ def same_place(one: Tensor, other: Tensor) -> bool:
     return here == there and one.storage_offset() == other.storage_offset()
 
 
-def alike(parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object]) -> list[list[nn.Parameter]]:
-    """Groups of parameters with equal keys, up to one chunk in size, in a fixed order."""
+def alike(
+    parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object], numel: Callable[[nn.Parameter], int]
+) -> list[list[nn.Parameter]]:
+    """Groups of parameters with equal keys, up to one chunk of `numel` in size, in a fixed order."""
     waiting: dict[object, list[nn.Parameter]] = {}
     runs: list[list[nn.Parameter]] = []
     for parameter in parameters:
         run = waiting.get(key(parameter), [])
-        if run and sum(p.numel() for p in run) + parameter.numel() <= piece_size(parameter.device):
+        if run and sum(map(numel, run)) + numel(parameter) <= piece_size(parameter.device):
             run.append(parameter)
         else:
             waiting[key(parameter)] = run = [parameter]
@@ -181,19 +225,19 @@ def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
 
 def exact_norm(tensor: Tensor) -> Tensor:
     """The Euclidean norm in float32; in chunks, as a CPU converts other dtypes by a copy."""
-    pieces = tensor.reshape(-1).split_with_sizes(_sizes(tensor.numel(), piece_size(tensor.device)))
+    pieces = tensor.reshape(-1).split_with_sizes(_sizes(tensor.numel(), piece_size(tensor.device)) or [0])
     norms: list[Tensor] = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     return whole
 
 
-def root_mean_square(tensors: Sequence[Tensor]) -> Tensor:
-    """Float32 [N], of tensors of one size."""
+def root_mean_square(tensors: Sequence[Tensor], shards: Shards, numel: int) -> Tensor:
+    """Float32 [N], of tensors of one size: `numel` numbers, of which this rank may hold some rows."""
     if tensors[0].numel() <= piece_size(tensors[0].device):
         norms = list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
     else:
         norms = [exact_norm(tensor) for tensor in tensors]
-    return torch.stack(norms) / math.sqrt(tensors[0].numel())
+    return shards.mesh.norm_over_shards(torch.stack(norms)) / math.sqrt(numel)
 
 
 def _sizes(size: int, piece: int) -> list[int]:
