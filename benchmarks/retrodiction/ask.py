@@ -101,7 +101,7 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
         rate = replace(rate, bandwidth=row["card"]["bandwidth_gbs"] * 1e9)
     nodes = row.get("nodes", 1)
     devices = row["gpus"] * nodes
-    fabric = fabric_of(profile.gpu, per_node=row["gpus"], nodes=nodes, sockets=program.get("network") == "sockets")
+    fabric = fabric_of(profile.gpu.link, per_node=row["gpus"], nodes=nodes, sockets=program.get("network") == "sockets")
     split = MeshSplit(shard=devices) if row["layout"] == "fsdp" else MeshSplit(replicate=devices)
     rows = recipe.tokens_per_step // length // devices
     operators = program.get("checkpointing") == "operators"

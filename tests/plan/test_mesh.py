@@ -170,10 +170,19 @@ def test_more_devices_do_not_change_the_training():
     )
 
 
-def test_more_devices_leave_a_step_in_backward_as_large_as_it_was_asked_for():
+def test_a_step_in_backward_is_of_one_device():
     loaded = load_recipe("llama2-7b-full-24gb")
-    plans = [planned(loaded, gpu_machine("RTX 4090"), gpus=count) for count in (1, 2)]
-    assert [plan.train.tokens_per_step for plan in plans] == [8192, 8192]
+    assert planned(loaded, gpu_machine("RTX 4090"), gpus=1).train.tokens_per_step == 8192
+    with pytest.raises(UserError, match=r"optimizer\.fused_backward") as refused:
+        planned(loaded, gpu_machine("RTX 4090"), gpus=2)
+    assert "optimizer.fused_backward=false" in refused.value.fix
+
+
+def test_a_micro_batch_of_the_recipe_is_cut_to_the_sequences_of_a_device():
+    alone, two = (planned(load_recipe("demo"), machine(), gpus=count) for count in (1, 2))
+    assert (alone.train.micro_batch_size, alone.train.accumulation) == (8, 1)
+    assert (two.train.micro_batch_size, two.train.accumulation) == (4, 1)
+    assert alone.train.tokens_per_step == two.train.tokens_per_step
 
 
 def test_fewer_rows_than_devices_is_refused_with_a_number():
@@ -182,9 +191,13 @@ def test_fewer_rows_than_devices_is_refused_with_a_number():
     assert "train.tokens_per_step=49152" in error.value.fix
 
 
-def test_a_processor_is_one_device():
-    with pytest.raises(UserError, match="one device"):
-        planned(load_recipe("demo"), machine(), gpus=2)
+def test_ranks_of_a_cpu_share_its_cores_and_its_memory():
+    alone, two = (planned(load_recipe("demo"), machine(), gpus=count) for count in (1, 2))
+    assert (two.train.replicate, two.train.shard) == (2, 1)
+    assert two.train.threads == max(1, alone.train.threads // 2)
+    assert two.memory.limit == pytest.approx(alone.memory.limit / 2)
+    with pytest.raises(UserError, match="several nodes without GPUs"):
+        planned(load_recipe("demo"), machine(), gpus=2, nodes=2)
 
 
 @pytest.mark.parametrize(

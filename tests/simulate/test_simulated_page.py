@@ -62,12 +62,11 @@ def test_the_page_shows_it_below_memory():
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
-def test_what_no_code_runs_yet_is_not_simulated_and_says_so(optimizer):
+def test_every_optimizer_is_simulated_over_shards(optimizer):
     here = gpu_machine("MI300X")
     plan = planned(loaded(optimizer={"kind": optimizer}), here, gpus=2)
     (index,) = [index for index, layout in enumerate(plan.parallel.layouts) if layout.name == "shard"]
     chosen = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"chosen": index})})
     simulated = SimulationResult(chosen, simulate(chosen, here))
-    assert simulated.document()["peak"] is None
-    assert simulated.fits == chosen.fits
-    assert optimizer in " ".join(simulated.lines())
+    assert simulated.document()["peak"] > 0
+    assert simulated.simulated.parts["optimizer"] > 0

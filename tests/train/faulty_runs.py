@@ -73,8 +73,8 @@ def through_the_loader(monkeypatch, change: Change) -> None:
 def through_the_objective(monkeypatch, change: Change) -> None:
     made = context.build_objective
 
-    def broken(plan):
-        sound = made(plan)
+    def broken(plan, **rest):
+        sound = made(plan, **rest)
         return replace(sound, head=lambda batch: sound.head(change(batch)))
 
     monkeypatch.setattr(context, "build_objective", broken)

@@ -154,6 +154,7 @@ def test_a_good_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
 def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:
     (tmp_path / ".tmp-7-123").mkdir()
     (tmp_path / ".tmp-7-123/optimizer.safetensors").write_bytes(b"x")
+    sealed.clear_drafts(tmp_path)  # by the first rank, before training
     save(tmp_path, 8)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
 
@@ -165,6 +166,7 @@ def test_a_checkpoint_that_is_a_link_is_read_and_pruned_and_what_it_points_to_st
     (tmp_path / "run/step-00000001").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "run/.tmp-step-00000000-17-gone").symlink_to(tmp_path / "elsewhere")
     assert sealed.damage(tmp_path / "run/step-00000001") is None
+    sealed.clear_drafts(tmp_path / "run")
     events = save(tmp_path / "run", 3, 4, keep=2)
     assert [type(event) for event in events] == [Saved, Saved]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000003", "step-00000004"]

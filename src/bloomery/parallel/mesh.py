@@ -216,13 +216,14 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, *, policy: bool) -> None:
-    """In place, on the meta device, after checkpointing and compilation: FSDP2 per block and for the rest.
+def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh) -> None:
+    """In place, after checkpointing and compilation, before weights are read: FSDP2 per block and for the rest.
 
-    `policy`: weights are gathered in the dtype of matmuls. Gradients are summed in float32. Adapters and quantized
-    bases have their frozen weights in that dtype already and need none.
+    Weights are gathered in the dtype of matmuls, gradients are summed in float32. A model with frozen weights has
+    these in that dtype already, and its adapters are gathered as they are.
     """
-    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if policy else None
+    trains_all = all(parameter.requires_grad for parameter in model.parameters())
+    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if trains_all else None
     precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=precision)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import Profile
-from bloomery.model.counting import parameter_count
+from bloomery.model.counting import parameter_count, parameter_shapes
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape, learning_bytes
-from bloomery.plan.rules.support import refusals, refuse_unsupported
+from bloomery.plan.rules.support import refusals, refuse_split_blocks, refuse_unsupported
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.recipe.schema import Parallel, Recipe, Train
 
@@ -211,6 +211,8 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
             copies = left // (1 if shards == "auto" else shards)
         split = MeshSplit(replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages)
         refuse_unsupported(recipe, replicate=split.replicate, shard=split.shard)
+        if split.shard > 1 and recipe.optimizer.state_dtype == "int8" and recipe.adapter.kind == "none":
+            refuse_split_blocks(parameter_shapes(workload.step.config), split.shard)
         both = "shard" if split.replicate == 1 else "shard and replicate"
         yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
         return
@@ -257,9 +259,11 @@ def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSpl
 
 def _micro_batches(train: Train, sequences: int, split: MeshSplit) -> Iterator[Train]:
     """A pipeline wants many small micro-batches, everything else the largest that fits."""
-    if split.pipeline == 1 or train.micro_batch_size != "auto":
-        if train.micro_batch_size == "auto" or sequences % train.micro_batch_size == 0:
-            yield train
+    if train.micro_batch_size != "auto":  # the batch stays what one device would train on
+        yield train.model_copy(update={"micro_batch_size": math.gcd(train.micro_batch_size, sequences)})
+        return
+    if split.pipeline == 1:
+        yield train
         return
     size = 1
     while size <= sequences and sequences % size == 0:

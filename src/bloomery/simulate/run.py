@@ -80,9 +80,6 @@ def simulate(
     if plan.parallel is not None:
         layout = plan.parallel.layout
         split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
-    if split.shard > 1 and plan.optimizer.kind != "adamw":  # this version has no code for it that could run
-        missing = f"{plan.optimizer.kind} over shards"
-        return Simulated({}, (f"not yet for {missing}: this layout is counted from shapes alone",))
     started = time.monotonic()
     fused = build_profile(machine).attention.value == "fused"
     job = {

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bloomery.data.loading.loader import Batch
 from bloomery.model.acting import acting_as
 from bloomery.model.decoder import Backbone, Block, Decoder
 from bloomery.parallel.apply import apply
+from bloomery.parallel.mesh import ALONE, Mesh, shard
 from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit, kinds_of_stages, stage_config
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
@@ -32,7 +32,6 @@ from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, scale_gradients, train_step
 
-HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 OnProgress = Callable[[str], None]
 
 
@@ -184,11 +183,11 @@ def _model_and_optimizer(
     if train.compile:
         compile_blocks(blocks, tracker)
     apply(model, train.model_copy(update={"compile": False, "offload_activations": False}))
-    if mesh is not None:  # layers are gathered in the type of products, gradients summed in float32
-        policy = MixedPrecisionPolicy(param_dtype=HALVES.get(train.precision), reduce_dtype=torch.float32)
-        for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    optimizer = build_optimizer(model, plan.optimizer)
+    ranks = ALONE
+    if mesh is not None:
+        shard(model, train, mesh)
+        ranks = Mesh(0, mesh.size() // mesh.size(mesh.ndim - 1), mesh.size(mesh.ndim - 1), "cpu", mesh)
+    optimizer = build_optimizer(model, plan.optimizer, mesh=ranks)
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))
     return ModelAndOptimizer(model, optimizer, LossScale() if train.precision == "float16" else None)

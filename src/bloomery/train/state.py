@@ -251,8 +251,7 @@ def build_state(
     if not isinstance(plan.adapter, Peft):  # PEFT replaces modules first
         apply(model, plan.train)
     if mesh.devices is not None:
-        whole_in_half = isinstance(plan.adapter, NoAdapter) and plan.quantize.kind == "none"
-        shard(model, plan.train, mesh.devices, policy=whole_in_half)
+        shard(model, plan.train, mesh.devices)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
     start, adapter = InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter

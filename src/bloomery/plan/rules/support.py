@@ -1,10 +1,12 @@
 """What trains on several devices: every feature by every axis, tested or refused with a reason."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.core.errors import UserError
+from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 Axis = Literal["replicate", "shard"]
@@ -13,12 +15,16 @@ AXES: tuple[Axis, ...] = ("replicate", "shard")
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`: why not; "" where it is tested."""
+    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`: why not; "" where it is tested.
+
+    `fix`: what to set instead.
+    """
 
     name: str
     used: Callable[[Recipe], bool]
     replicate: str = ""
     shard: str = ""
+    fix: str = ""
 
     def reason(self, axis: Axis) -> str:
         return self.replicate if axis == "replicate" else self.shard
@@ -44,15 +50,20 @@ FEATURES: tuple[Feature, ...] = (
     Feature("PEFT methods", lambda r: isinstance(r.adapter, Peft), shard=ALL_PARAMETERS),
     Feature("quantize nf4, int8", lambda r: r.quantize.kind != "none"),
     Feature("optimizer adamw", lambda r: r.optimizer.kind == "adamw"),
-    Feature("optimizer muon", lambda r: r.optimizer.kind == "muon", shard="not built yet"),
-    Feature("optimizer adafactor", lambda r: r.optimizer.kind == "adafactor", shard="not built yet"),
+    Feature("optimizer muon", lambda r: r.optimizer.kind == "muon"),
+    Feature("optimizer adafactor", lambda r: r.optimizer.kind == "adafactor"),
+    Feature("optimizer.state_dtype int8, bfloat16", lambda r: r.optimizer.state_dtype != "float32"),
+    Feature("optimizer.stochastic_rounding, adamw", lambda r: r.optimizer.stochastic_rounding),
     Feature(
-        "optimizer.state_dtype int8, bfloat16", lambda r: r.optimizer.state_dtype != "float32", shard="not built yet"
+        "optimizer.stochastic_rounding, adafactor",
+        lambda r: r.optimizer.stochastic_rounding and r.optimizer.kind == "adafactor",
+        shard="its random numbers are drawn by slices of the rows of one device",
+        fix="optimizer.kind=adamw optimizer.state_dtype=int8",
     ),
-    Feature("optimizer.stochastic_rounding", lambda r: r.optimizer.stochastic_rounding, shard="not built yet"),
     Feature("optimizer.paged, offload", lambda r: r.optimizer.paged or r.optimizer.offload),
     Feature(
-        "optimizer.fused_backward", lambda r: r.optimizer.fused_backward, replicate=ONE_GRADIENT, shard=ONE_GRADIENT
+        "optimizer.fused_backward", lambda r: r.optimizer.fused_backward, replicate=ONE_GRADIENT, shard=ONE_GRADIENT,
+        fix="optimizer.fused_backward=false parallel.shard=auto: shards save more memory",
     ),
     Feature(
         "train.offload_activations", lambda r: r.train.offload_activations,
@@ -77,6 +88,18 @@ def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
         if found:
             other = "shard" if axis == "replicate" else "replicate"
             free = not refusals(recipe, other)  # type: ignore[arg-type]
+            edits = [one.fix for one in FEATURES if one.fix and one.used(recipe)]
             fix = f"set parallel.{axis}=1 and parallel.{other}={size}" if free else "train on one device"
+            fix = f"set {edits[0]}" if edits and not free else fix
             problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
             raise UserError(problem, where=f"parallel.{axis}", fix=fix, code=2)
+
+
+def refuse_split_blocks(shapes: Mapping[str, Sequence[int]], shard: int) -> None:
+    """Raises UserError where a block of an int8 state, whose numbers share a scale, would lie on two devices."""
+    for name, shape in shapes.items():
+        rows = -(-shape[0] // shard)
+        if math.prod(shape) >= INT8_SMALLEST and rows * math.prod(shape[1:]) % INT8_BLOCK:
+            problem = f"int8 states need {INT8_BLOCK} numbers of a parameter together; {shard} devices divide "
+            fix = "set optimizer.state_dtype=bfloat16, or another parallel.shard"
+            raise UserError(f"{problem}{name} {list(shape)} elsewhere", where="optimizer.state_dtype", fix=fix, code=2)

@@ -52,9 +52,12 @@ class Adafactor(torch.optim.Optimizer):
     ) -> None:
         for group in self.param_groups:
             ready = with_states(self, group, _fresh)
-            shape, numel = self._rounding.shards.shape, self._rounding.shards.numel
-            for run in alike(ready, lambda p: (shape(p), p.dtype, float(self.state[p]["step"])), numel):
+            for run in alike(ready, self._kind, self._rounding.shards.numel):
                 self._step(run, lr=group["lr"], decay=group["weight_decay"], gate=gate)
+
+    def _kind(self, parameter: nn.Parameter) -> object:
+        """Parameters of one kind, the same ones on every rank, share a stack."""
+        return self._rounding.shards.shape(parameter), parameter.dtype, float(self.state[parameter]["step"])
 
     def _step(self, run: list[nn.Parameter], *, lr: float, decay: float, gate: Gate | None) -> None:
         states = [self.state[parameter] for parameter in run]

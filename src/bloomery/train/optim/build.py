@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
 from bloomery.model.io.sharded import local, part_of
-from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST, MUON_STACK
+from bloomery.model.limits import INT8_BLOCK, MUON_STACK
 from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.plan.rules.support import refuse_split_blocks
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
 from bloomery.train.optim.adamw import ChunkedAdamW, StatePlacement
@@ -151,11 +152,14 @@ def across_shards(
     return [flat.view_as(part) for flat, part in zip(returned, parts, strict=True)]
 
 
-def stacks(parameters: Iterable[nn.Parameter], shape: Callable[[nn.Parameter], torch.Size]) -> list[list[nn.Parameter]]:
-    """Matrices of one `shape` or its transpose, in stacks of bounded size and a fixed order."""
+def stacks(
+    parameters: Iterable[nn.Parameter],
+    shape_of: Callable[[nn.Parameter], Sequence[int]] = lambda parameter: parameter.shape,
+) -> list[list[nn.Parameter]]:
+    """Matrices of one shape or its transpose, in stacks of bounded size and a fixed order."""
     by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_shape.setdefault(tuple(sorted(shape(parameter))), []).append(parameter)
+        by_shape.setdefault(tuple(sorted(shape_of(parameter))), []).append(parameter)
     runs = []
     for shape, members in by_shape.items():
         size = max(1, MUON_STACK // math.prod(shape))
@@ -357,7 +361,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mes
     container = partial(OptimizersContainer, names=names, shards=shards.whole)
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards)
     if plan.state_dtype == "int8" and shards.whole:
-        refuse_split_blocks(shards, names)
+        refuse_split_blocks({name: shards.shape(part) for part, name in names.items()}, mesh.shard)
     placement = StatePlacement(away=plan.offload)
     chunked = partial(_chunked, plan=plan, rounding=rounding, placement=placement)
     if plan.fused_backward:
@@ -375,19 +379,6 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mes
     if plain and not (plan.offload or plan.stochastic_rounding):
         return container([_torchs(named, plan)])
     return container([chunked(_decay_groups(named, plan.weight_decay))])
-
-
-def refuse_split_blocks(shards: Shards, names: Mapping[nn.Parameter, str]) -> None:
-    """Raises UserError where a block of INT8_BLOCK numbers, which share a scale, would lie on two ranks."""
-    for part, name in names.items():
-        shape = shards.shape(part)
-        if shards.numel(part) >= INT8_SMALLEST and shards.rows(part)[0] * math.prod(shape[1:]) % INT8_BLOCK:
-            raise UserError(
-                f"int8 states need {INT8_BLOCK} numbers of a parameter together, and {shards.mesh.shard} devices "
-                f"divide {name} {list(shape)} elsewhere",
-                where="optimizer.state_dtype",
-                fix="set optimizer.state_dtype=bfloat16, or another parallel.shard",
-            )
 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
