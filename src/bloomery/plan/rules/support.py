@@ -88,7 +88,7 @@ def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
         if found:
             other = "shard" if axis == "replicate" else "replicate"
             free = not refusals(recipe, other)  # type: ignore[arg-type]
-            edits = [one.fix for one in FEATURES if one.fix and one.used(recipe)]
+            edits = [one.fix for one in FEATURES if one.fix and one.reason(axis) and one.used(recipe)]  # type: ignore[arg-type]
             fix = f"set parallel.{axis}=1 and parallel.{other}={size}" if free else "train on one device"
             fix = f"set {edits[0]}" if edits and not free else fix
             problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
