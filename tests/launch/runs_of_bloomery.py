@@ -109,8 +109,13 @@ class Bloomery:
         """With a system call that kills or fails, in whichever process gets there: "fsync:error=EIO:when=3"."""
         if why := why_no_strace():
             pytest.skip(why)
-        under = ("strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={CALLS}", "-e", f"inject={fault}")
+        trace = str(self.folder / "strace.txt")
+        under = ("strace", "-f", "-qq", "-o", trace, "-e", f"trace={CALLS}", "-e", f"inject={fault}")
         return self.run(*words, under=under)
+
+    def injected(self) -> bool:
+        """Whether a system call of the last `faulted` failed; one that kills shows in the exit code."""
+        return "(INJECTED)" in (self.folder / "strace.txt").read_text(errors="replace")
 
     def here(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """The same in this process, which need not start: for words that are refused or lead to nothing."""
