@@ -290,7 +290,7 @@ def test_the_report_and_the_terminal_have_one_planned_time_and_one_of_the_run():
         step_seconds=SimpleNamespace(value=2.0), seconds=SimpleNamespace(value=104.0),
         train=SimpleNamespace(tokens_per_step=10), memory=SimpleNamespace(total=2**30),
     )  # fmt: skip
-    summary = SimpleNamespace(seconds=149.0, peak_gib=1.0)
+    summary = SimpleNamespace(training_seconds=149.0, peak_gib=1.0)
     record = SimpleNamespace(plan=plan, summary=summary, steps=[step_done(1)], state="done", tokens_per_second=5.0)
     assert ("training time, s", 104.0, 149.0) in page.compared(record)
 

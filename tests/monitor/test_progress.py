@@ -122,6 +122,14 @@ def test_time_left_counts_evaluations_too():
     assert summary.eta_seconds == (100 - 11) * 1.0
 
 
+def test_preparing_the_dataset_is_not_training_time():
+    """Planned seconds of a run begin with its training process."""
+    phases = [Phase(name=name, done=1, total=1, time=time) for name, time in (("tokenizer", 0.0), ("checksums", 30.0))]
+    started = RunStarted(schema=2, version="1", parameters=1, steps=9, attention="sdpa", device="cpu", time=34.0)
+    summary = summary_of([*phases, started, step_done(1, time=35.0), step_done(2, time=40.0)])
+    assert (summary.seconds, summary.training_seconds) == (40.0, 10.0)
+
+
 def test_a_first_step_that_compiled_says_nothing_of_the_time_left():
     summary = RunSummary(steps=100)
     for step in range(1, 12):

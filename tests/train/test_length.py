@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 from plans_for_tests import tiny_plan
 
+from bloomery.cli.demo.pretrain import KILL_AT, planned_seconds
 from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import RunPlan, ScheduleBlock
 from bloomery.recipe.schema import Wsd
 from bloomery.train.length import Costs, Timer, current, due, fitted, measured, with_next_block
 from bloomery.train.optim.schedules import fraction_done, planned_lr_scale
@@ -220,6 +221,7 @@ def test_a_least_number_of_steps_takes_longer_where_it_must(step):
     run = Simulated(timed(60.0, min_steps=200), machine)
     assert run.steps == max(200, round(60 / step)) or run.steps == pytest.approx(60 / step, abs=2)
     assert machine.now == pytest.approx(max(60, 200 * step), rel=0.03)
+    assert run.plan.seconds.value == pytest.approx(machine.now, rel=0.03), "planned once the steps were measured"
     assert run.shares[run.steps - 1] < 0.02
 
 
@@ -286,3 +288,19 @@ def test_steps_are_timed_without_what_lies_between_them():
             assert seconds() == pytest.approx(5.0)
     assert timer.step_seconds(10.0) == pytest.approx(1.0)
     assert timer.elapsed == pytest.approx(180.0)
+
+
+def measured_demo(*, steps: int, every: int, step_seconds: float, ends: float) -> RunPlan:
+    """The plan of the demo once its steps are measured; later blocks do not change what was planned."""
+    first = ScheduleBlock(step=0, until=10, fraction=0.0, steps=200)
+    blocks = [ScheduleBlock(step=at, until=at + 5, fraction=0.1, steps=steps, step_seconds=each, ends=whole)
+              for at, each, whole in ((10, step_seconds, ends), (15, 9 * step_seconds, 9 * ends))]  # fmt: skip
+    train = {"steps": steps, "seconds": 104.0, "min_steps": 240, "blocks": (first, *blocks)}
+    return tiny_plan(train=train, checkpoint={"every_steps": every})
+
+
+@pytest.mark.parametrize(("step_seconds", "ends"), [(0.36, 104.0), (0.8, 215.0)], ids=["quiet", "busy"])
+def test_the_plan_counts_the_least_steps_and_those_that_the_kill_repeats(step_seconds, ends):
+    plan = measured_demo(steps=240, every=48, step_seconds=step_seconds, ends=ends)
+    repeated = 240 * KILL_AT - 3 * 48
+    assert planned_seconds(plan) == pytest.approx(ends + repeated * step_seconds)

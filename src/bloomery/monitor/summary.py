@@ -174,6 +174,7 @@ class RunSummary:
     latest: float | None = None
     clock: Elapsed = field(default_factory=Elapsed)
     trained_seconds: float = 0.0
+    preparation_seconds: float = 0.0  # of the dataset, before training
     smoothed: float | None = None
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
     warnings: list[str] = field(default_factory=list)
@@ -204,6 +205,8 @@ class RunSummary:
                 self.recent.clear()
             case Phase(name="stopping"):
                 self.stopping = True
+            case Phase(name="tokenizer" | "tokens" | "checksums"):
+                self.phase, self.preparation_seconds = event, self.clock.seconds
             case Phase():
                 self.phase = event
                 if event.name == "length" and event.total:
@@ -295,6 +298,11 @@ class RunSummary:
     def seconds(self) -> float:
         """Wall time from the first event to the last, without the time between two processes."""
         return self.clock.seconds
+
+    @property
+    def training_seconds(self) -> float:
+        """`seconds` without the preparation of the dataset."""
+        return self.seconds - self.preparation_seconds
 
 
 def summary_of(events: Iterable[Event]) -> RunSummary:

@@ -142,7 +142,7 @@ class ScheduleBlock(PlanPart):
     """Steps of a wall-time run whose learning rates are fixed, and written to plan.json, before the first of them.
 
     `fraction` of the run is done after `step` steps; from there to step `until` it grows as if the run had
-    `steps` steps. `step_seconds`: measured; None: not measured yet.
+    `steps` steps. `step_seconds`: measured; None: not measured yet. `ends`: the estimated seconds of the whole run.
     """
 
     step: int
@@ -150,6 +150,7 @@ class ScheduleBlock(PlanPart):
     fraction: float
     steps: int
     step_seconds: float | None = None
+    ends: float | None = None
 
 
 class TrainPlan(PlanPart):
@@ -298,8 +299,13 @@ class RunPlan(PlanPart):
 
     @property
     def seconds(self) -> Estimate | None:
-        """Of the whole run: a wall-time run takes at least `min_steps`. None when the device or length is unknown."""
+        """Of the whole run: a wall-time run takes at least `min_steps`. None when the device or length is unknown.
+
+        A wall-time run that has begun: as estimated when its steps were first measured.
+        """
         step, steps, asked = self.step_seconds, self.train.steps, self.train.seconds
+        for ends in (block.ends for block in self.train.blocks if block.ends is not None):
+            return Estimate(value=ends, low=ends, high=ends, origin="measured")
         if asked is not None:
             least = step.scaled(self.train.min_steps or 1) if step is not None else None
             ends = (asked,) * 3 if least is None else (max(asked, e) for e in (least.value, least.low, least.high))

@@ -126,7 +126,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (_short(perplexity), "perplexity, validation set"),
         (figure(summary.smoothed, ".3f", ""), f"training loss, {summary.unit}"),
         (in_millions(summary.tokens) if summary.tokens else "", "tokens"),
-        (format_seconds(summary.seconds), "training time"),
+        (format_seconds(summary.training_seconds), "training time"),
         (figure(record.tokens_per_second or None, ",.0f", ""), "tokens per second"),
         (figure(record.utilization, ".1%", ""), "MFU"),
         (figure(summary.peak_gib or None, ".2f", " GiB"), "peak memory"),
@@ -308,7 +308,7 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     return [
         ("seconds per step", step, ran),
         ("tokens per second", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
-        ("training time, s", whole, summary.seconds),
+        ("training time, s", whole, summary.training_seconds),
         ("peak memory, GiB", plan.memory.total / GIB, summary.peak_gib),
     ]
 

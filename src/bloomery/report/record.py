@@ -249,7 +249,7 @@ def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
                 speed = record.tokens_per_second
                 return "not measured" if speed is None else KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
             case "duration":
-                return at_the_end(claimed, summary.seconds, f"training time {format_seconds(summary.seconds)}")
+                return at_the_end(claimed, took := summary.training_seconds, f"training time {format_seconds(took)}")
             case "memory":
                 peak = summary.peak_gib
                 return KnownRange(peak * GIB, peak * GIB, f"peak memory {peak:.2f} GiB") if peak else "not measured"

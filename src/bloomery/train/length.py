@@ -209,7 +209,8 @@ def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
     steps = plan.train.steps
     assert steps is not None
     length = max(1, min(int(BLOCK * seconds / lasts), (steps - step + 2) // 3)) if steps > step else 0
-    block = ScheduleBlock(step=step, until=step + length, fraction=fraction, steps=steps, step_seconds=lasts)
+    ends = timer.elapsed + timer.costs.until_the_end(plan, done=step, fraction=fraction)
+    block = ScheduleBlock(step=step, until=step + length, fraction=fraction, steps=steps, step_seconds=lasts, ends=ends)
     return _with(plan, steps, (*blocks, block))
 
 
@@ -234,8 +235,6 @@ def _longer(plan: RunPlan, steps: int, step_seconds: float) -> RunPlan:
 
 
 def _with(plan: RunPlan, steps: int | None, blocks: tuple[ScheduleBlock, ...] | None = None) -> RunPlan:
-    train: dict[str, object] = {"steps": steps}
-    if blocks is not None:
-        train["blocks"] = blocks
+    train: dict[str, object] = {"steps": steps, **({} if blocks is None else {"blocks": blocks})}
     total = None if steps is None else steps * plan.train.tokens_per_step
     return plan.model_copy(update={"train": plan.train.model_copy(update=train), "total_tokens": total})

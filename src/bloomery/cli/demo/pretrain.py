@@ -170,8 +170,16 @@ def _show_plan(story: Story, plan: RunPlan) -> None:
     reason = next(choice.reason for choice in plan.choices if choice.key == "train.precision")
     size = format_count(parameter_count(plan.model.config))
     tokens = f"{train.steps:,} steps x {train.tokens_per_step:,} tokens"
-    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB · about {format_seconds(train.seconds or 0)}"
+    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB · about {format_seconds(planned_seconds(plan))}"
     story.write("plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", fits)
+
+
+def planned_seconds(plan: RunPlan) -> float:
+    """Of training, as estimated once steps were measured, and of the steps between checkpoint and kill, taken twice."""
+    steps, every = plan.train.steps, plan.checkpoint.every_steps
+    assert plan.seconds is not None and steps is not None, "the length of the run is known"
+    step_seconds = next(block.step_seconds for block in plan.train.blocks if block.step_seconds is not None)
+    return plan.seconds.value + KILL_AT * steps % every * step_seconds
 
 
 def _resume(folder: Path, story: Story, kill: Kill) -> None:
@@ -211,10 +219,10 @@ def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
     story.write()
     summary = summary_of(read_events(folder / "events.jsonl"))
-    memory, planned = plan.memory.total / GIB, plan.seconds.value if plan.seconds else 0.0
-    took = f"time {planned:.0f} s, took {summary.seconds:.0f} s ({summary.seconds / planned - 1:+.0%})"
+    memory, planned, took = plan.memory.total / GIB, planned_seconds(plan), summary.training_seconds
+    time_taken = f"time {planned:.0f} s, took {took:.0f} s ({took / planned - 1:+.0%})"
     peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
-    story.write("planned", f"{took} · {peak}")
+    story.write("planned", f"{time_taken} · {peak}")
     model = folder / "export" / "hf"
     with story.busy("writing the report"):
         if not model.exists():
