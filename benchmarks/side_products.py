@@ -3,9 +3,10 @@
 A lower bound of the time that any float32 step of the folder's recipe takes, on the tokens of Bloomery's own steps:
 forward and input gradients of every frozen matrix over real tokens (no padding), the LoRA matrices, and the head over
 loss tokens. Nothing is computed that a step can do without: the first layer's q, k and v need no input gradients, as
-the embeddings are frozen, and behind the keys and values of the last layer only loss tokens count. Left out: norms,
-attention, activation functions, softmax, optimizer, and every copy; results are written over memory that is already
-there.
+the embeddings are frozen, and behind the keys and values of the last layer only loss tokens count. Of attention
+the two products of forward and the four of backward over the pairs of tokens that its causal mask and its documents
+leave. Left out: norms, activation functions, softmax, optimizer, and every copy; results are written over memory that
+is already there.
 """
 
 import json
@@ -53,7 +54,7 @@ def linears(config: ModelConfig, rank: int, targets: list[str]) -> list[Linear]:
 class Products:
     """One step's products; memory for the results is allocated once."""
 
-    def __init__(self, plan: RunPlan, rank: int, targets: list[str], most: int) -> None:
+    def __init__(self, plan: RunPlan, rank: int, targets: list[str], most: int, sequences: int) -> None:
         config = plan.model.config
         self.linears = linears(config, rank, targets)
         self.head = torch.randn(config.vocab_size, config.hidden_size)
@@ -61,15 +62,32 @@ class Products:
         self.inputs = {width: torch.randn(most, width) for width in widths}
         self.outputs = {width: torch.empty(most, width) for width in widths}
         self.logits = torch.randn(CHUNK, config.vocab_size)
+        self.layers, heads, width = config.num_layers, config.num_heads, config.head_dim
+        self.queries, self.keys = torch.randn(heads, most, width), torch.randn(heads, most, width)
+        self.heads_out, self.scores = torch.empty_like(self.queries), torch.randn(heads * most * most // sequences)
 
-    def step(self, tokens: int, loss_tokens: int) -> None:
+    def step(self, tokens: int, loss_tokens: int, pairs: int) -> None:
         for linear in self.linears:
             self.linear(linear, loss_tokens if linear.loss_tokens_only else tokens)
+        for _ in range(self.layers):
+            self.attention(tokens, pairs // tokens)
         for start in range(0, loss_tokens, CHUNK):
             count = min(CHUNK, loss_tokens - start)
             width = self.head.shape[1]
             torch.mm(self.inputs[width][:count], self.head.T, out=self.logits[:count])
             torch.mm(self.logits[:count], self.head, out=self.outputs[width][:count])
+
+    def attention(self, tokens: int, seen: int) -> None:
+        """`seen`: tokens that a token attends to, on average."""
+        q, k = self.queries[:, :tokens], self.keys[:, :seen]
+        over_q, over_k = self.heads_out[:, :tokens], self.heads_out[:, :seen]
+        scores = self.scores[: len(q) * tokens * seen].view(len(q), tokens, seen)
+        for _ in range(2):  # scores, and their gradients from those of the output
+            torch.bmm(q, k.mT, out=scores)
+        for _ in range(2):  # the output, and the gradients of the queries
+            torch.bmm(scores, k, out=over_q)
+        for _ in range(2):  # the gradients of keys and values
+            torch.bmm(scores.mT, q, out=over_k)
 
     def linear(self, linear: Linear, count: int) -> None:
         """Forward, then the gradients of the input and of the pair."""
@@ -91,9 +109,14 @@ class Products:
                 dx.addmm_(inner, A)
 
 
-def counts(batch: Batch) -> tuple[int, int]:
-    """Tokens of the text and loss tokens."""
-    return int((batch.documents >= 0).sum()), int(batch.loss_mask.sum())
+def counts(batch: Batch) -> tuple[int, int, int]:
+    """Tokens of the text, loss tokens, and pairs of a token and one that it attends to."""
+    real = batch.documents >= 0
+    pairs = 0
+    for documents in (row[kept] for row, kept in zip(batch.documents, real, strict=True)):
+        lengths = documents.unique_consecutive(return_counts=True)[1]
+        pairs += int((lengths * (lengths + 1) // 2).sum())
+    return int(real.sum()), int(batch.loss_mask.sum()), pairs
 
 
 def main() -> None:
@@ -103,15 +126,15 @@ def main() -> None:
     data, sequences = plan.data, plan.train.accumulation * plan.train.micro_batch_size
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed)
     cursor = Cursor(plan.train.seed, 0)
-    products = Products(plan, asked["rank"], asked["target_modules"], sequences * data.sequence_length)
+    products = Products(plan, asked["rank"], asked["target_modules"], sequences * data.sequence_length, sequences)
     while True:
-        tokens, loss_tokens = counts(loader.batch(cursor, sequences))
+        tokens, loss_tokens, pairs = counts(loader.batch(cursor, sequences))
         cursor = Cursor(cursor.seed, cursor.consumed + sequences)
         try:
             pace.begin()
         except Ended:
             return
-        products.step(tokens, loss_tokens)
+        products.step(tokens, loss_tokens, pairs)
         pace.stop()
         pace.tell(None, loss_tokens)
 
