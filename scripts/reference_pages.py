@@ -153,7 +153,7 @@ ABOUT = {
 HEAD_OF_FORMATS = f"""# Dataset formats
 
 Set `data.path` to a file, a folder or a Hub id. `bloomery prepare RECIPE --preview 3` prints how rows are read.
-[Prepare data](../how-to/prepare-data.md) has file types, splits and validation. {NOTE}
+[Prepare a dataset](../how-to/prepare-data.md) has file types, splits and validation. {NOTE}
 
 `data.format: auto` detects the format by the columns of the first row.
 Otherwise set `data.format` to a name of this page.

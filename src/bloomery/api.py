@@ -108,7 +108,9 @@ class Run:
     ) -> "Run":
         """Resume, with overrides of the length, eval, sample, checkpoint and logging. Raises UserError.
 
-        run = run.resume("train.epochs=4")
+        `step`: the checkpoint to continue from, by default the newest. Example:
+
+            run = run.resume("train.epochs=4")
         """
         from bloomery.runs.lifecycle import resume
 
@@ -123,7 +125,9 @@ def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
 def plan(recipe: Recipe, *, gpu: str | None = None, gpus: int = 1, nodes: int = 1, **overrides: Any) -> "PlanReport":
     """The plan of a recipe for this machine, or for `gpu`: `.plan` (memory, time, choices), `.claims`, `.suggestions`.
 
-    report = bloomery.plan("go-coder-125m", gpu="RX 6700 XT", train={"max_tokens": "10B"})
+    Nothing is run. `gpus` and `nodes`: how many, also more than `bloomery.train` uses.
+
+        report = bloomery.plan("go-coder-125m", gpu="RX 6700 XT", train={"max_tokens": "10B"})
     """
     from bloomery.plan.advice.advise import advise
     from bloomery.plan.local import local_plan

@@ -123,7 +123,7 @@ def test_text_stays_text(tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft", "rows are preference pairs", "kind=dpo"),
         ({"text": "words"}, "pairs", "is plain text; the objective needs pairs", "kind=sft"),
         ({"prompt": "a", "completion": "b"}, "kto", "rows are completions", "kind=sft"),
-        ({"riddle": "a", "secret": "b"}, "sft", "no column with a usual name for the text or a response",
+        ({"riddle": "a", "secret": "b"}, "sft", "no column with a usual name for the messages or a response",
          "data.columns={messages: NAME}"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """`bloomery recipes`: the packaged recipes"""
 
+import shutil
 from pathlib import Path
 
 import click
@@ -26,7 +27,7 @@ def list_() -> None:
     """List the packaged recipes with model, dataset and GPU."""
     from bloomery.recipe.load import packaged
 
-    rows, others = [("recipe", "method", "model", "dataset", "smallest GPU")], []
+    rows, others = [("recipe", "method", "model", "GPU", "dataset")], []
     for name, path in packaged().items():
         comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".")
         method, colon, rest = comment.partition(": ")
@@ -34,13 +35,17 @@ def list_() -> None:
             others.append(name)
             continue
         model, dataset, gpu = rest.split(", ")
-        rows.append((name, method, model, dataset, gpu.removesuffix(" GPU").replace("one ", "").replace("no", "none")))
+        smallest = gpu.removesuffix(" GPU").replace("one ", "").replace("no", "none")
+        rows.append((name, method, model, smallest, dataset))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = shutil.get_terminal_size((1000, 24)).columns  # a pipe gets whole lines
     for row in rows:
-        echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        echo(line if len(line) <= room else line[: room - 1] + "…")
     twins = sum(name.endswith("-tiny") for name in others)
-    echo(f"\nNAME-tiny   {twins} of them with a small random model, on a CPU in under a minute: a test of your setup")
-    echo("everything  every key with its default and its meaning: bloomery recipes show everything")
+    echo("\nGPU         the smallest one that fits, estimated")
+    echo(f"NAME-tiny   {twins} of them with a small random model: test your setup on a CPU")
+    echo("everything  every key with its default: bloomery recipes show everything")
 
 
 @command.command()

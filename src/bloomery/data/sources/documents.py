@@ -245,7 +245,7 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
     """Role and name of the column to train on: the recipe's, else a usual name, else the only text."""
 
     def refused(problem: str, role: str = "text") -> UserError:
-        problem = f"{problem}; it has: {', '.join(list(types)[:12])}"
+        problem = f"the dataset {problem}; it has: {', '.join(list(types)[:12])}"
         return UserError(problem, where=where, fix=f"name it: data.columns={{{role}: NAME}}")
 
     for role, column in ((role, name) for role, name in dataset.columns.items() if role in ("text", "tokens")):
@@ -262,9 +262,11 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
         return "tokens", (usual_tokens or names["tokens"])[0]
     if len(names["text"]) == 1 and not tokens:
         return "text", names["text"][0]
-    meant = "text" if dataset.required_format in ("text", "any") else "text or a response"
+    meant = {"text": "text", "any": "text", "sft": "messages or a response"}.get(dataset.required_format)
     role = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(dataset.required_format, "text")
-    error = refused(f"has no column with a usual name for the {'tokens' if tokens else meant}", role)
+    error = refused(
+        f"has no column with a usual name for the {'tokens' if tokens else meant or 'text or a response'}", role
+    )
     if any(name not in types for name in dataset.columns.values()):
         error.fix = "set data.columns={}: it maps another dataset"
     raise error

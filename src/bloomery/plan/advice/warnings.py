@@ -63,8 +63,8 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
     if steps is None:
         return
     if warmup >= steps:
-        lasts = f"{counted(warmup, 'steps')} and the run {steps:,}"
-        yield f"optimizer.warmup lasts {lasts}: the learning rate never reaches its peak"
+        lasts = f"{counted(warmup, 'steps')} and the run {steps:,}: the learning rate never reaches its peak"
+        yield f"optimizer.warmup lasts {lasts}; shorten it, or train longer"
     elif warmup + decay > steps:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
     if plan.eval.every_steps is not None and plan.eval.every_steps > steps:
@@ -75,9 +75,10 @@ def _truncated(plan: RunPlan) -> Iterator[str]:
     """Prepared conversations and pairs that are dropped or truncated."""
     dataset, length = plan.dataset, plan.data.sequence_length
     if dataset is not None and dataset.left_out:
-        yield f"{dataset.left_out:,} examples are dropped: all labels within {length:,} tokens are masked"
+        dropped = counted(dataset.left_out, "examples")
+        yield f"{dropped} dropped: all labels within {length:,} tokens are masked"
     if dataset is not None and dataset.cut_short:
-        yield f"{dataset.cut_short:,} examples are longer than {length:,} tokens: truncated"
+        yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
 
 
 def _rank(recipe: Recipe, plan: RunPlan) -> Iterator[str]:

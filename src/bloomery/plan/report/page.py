@@ -168,7 +168,7 @@ def _steps(plan: RunPlan) -> str:
         return "steps unknown until a dataset is here"
     in_epochs = plan.lengths is not None and plan.lengths.train.unit == "epochs"
     if in_epochs and plan.dataset is not None and plan.dataset.spread > 0:
-        return f"about {two_digits(plan.train.steps)} steps"
+        return f"about {two_digits(plan.train.steps)} step{'s' if plan.train.steps > 1 else ''}"
     length = next((choice for choice in plan.choices if choice.key == "train.epochs"), None)
     return f"{plan.train.steps:,} steps" if length is None else f"{length.value}: {length.reason}"
 
