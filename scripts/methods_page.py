@@ -29,6 +29,7 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.rules.choices import state_parts
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
+from bloomery.report.charts import Series, line_chart
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "methods.json"
@@ -204,22 +205,22 @@ def draw() -> None:
     })  # fmt: skip
     FIGURES.mkdir(exist_ok=True)
     for name, picture in PICTURES.items():
-        path = FIGURES / f"{name}.svg"
-        picture(report()).savefig(path, metadata={"Date": None, "Creator": None})
+        path, drawn = FIGURES / f"{name}.svg", picture(report())
+        if isinstance(drawn, str):
+            path.write_text(drawn, encoding="utf-8")
+        else:
+            drawn.savefig(path, metadata={"Date": None, "Creator": None})
         lines = [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
         path.write_text("\n".join([*lines, f"<!-- drawn from {number()} -->"]) + "\n", encoding="utf-8")
 
 
-def loss_curves(found: dict[str, Any]) -> Any:
-    """Validation loss of each method over steps, beginning with that of the base."""
-    axes = _axes(7.2, 3.6)
-    for row in found["rows"]:
-        steps, losses = zip(*[[0, found["before"]["loss"]], *row["curve"]], strict=True)
-        style = "-" if row["name"] == "full" else "--" if "A" in row["name"][:2] or "D" in row["name"][:1] else "-."
-        axes.plot(steps, losses, style, marker="o", markersize=3, label=f"{row['name']}: {row['held_out']:.3f}")
-    axes.set(xlabel="step", ylabel="validation loss, nats per token")
-    axes.legend(frameon=False)
-    return axes.figure
+def loss_curves(found: dict[str, Any]) -> str:
+    """Validation loss of each method over steps, beginning with that of the base, as the report draws it."""
+    curves = []
+    for at, row in enumerate(found["rows"]):
+        points = [(0, found["before"]["loss"]), *map(tuple, row["curve"])]
+        curves.append(Series(f"{row['name']}: {row['held_out']:.3f}", points, f"d{at}"))
+    return str(line_chart("Validation loss of each method", curves, unit="nats per token", height=300, shape="image"))
 
 
 def singular_values(found: dict[str, Any]) -> Any:
