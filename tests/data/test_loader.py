@@ -1,5 +1,6 @@
 """The order of rows is arithmetic: each once an epoch, the same on any number of ranks, any batch at any time."""
 
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def test_prefetcher_gives_the_cursor_s_batches_and_closes(folder):
     with Prefetcher(data, Cursor(3, 5), sequences=2, depth=3) as ahead:
         read = [row for _ in range(6) for row in as_rows(ahead.next())]
     assert read == as_rows(data.batch(Cursor(3, 5), 12))
-    assert not ahead._thread.is_alive()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_prefetcher_hands_over_errors(folder, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 import bloomery
 from bloomery.core.errors import UserError
-from bloomery.data.chat import sandbox as template_process
+from bloomery.data.chat import render
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.sandbox_worker import environment
 from bloomery.data.examples import BadRow, Example, Message
@@ -143,7 +143,7 @@ HANGS = "{% if messages[0].content == 'boom' %}{{ (messages | length + 7)**(9**9
 
 
 def test_a_conversation_that_kills_the_process_is_a_flaw_and_the_next_ones_are_read(monkeypatch):
-    monkeypatch.setattr(template_process, "CPU_SECONDS", 0.2)
+    monkeypatch.setattr(render, "CPU_SECONDS", 0.2)
     with Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer:
         first, second, third = renderer.encode_batch([TALK, BOOM, TALK])
     assert isinstance(second, BadRow) and "more than 0.2 seconds" in second.problem and second.where == "a.jsonl:4"
@@ -157,7 +157,7 @@ def test_a_template_that_refuses_in_half_characters_is_quoted():
 
 
 def test_a_template_that_kills_the_process_again_and_again_ends_the_run(monkeypatch):
-    monkeypatch.setattr(template_process, "CPU_SECONDS", 0.2)
+    monkeypatch.setattr(render, "CPU_SECONDS", 0.2)
     with (
         Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer,
         pytest.raises(UserError, match=r"it took more than 0\.2 seconds"),

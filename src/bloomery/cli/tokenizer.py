@@ -33,7 +33,7 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     loaded = load_recipe(recipe, overrides)
     folder = prepared_folder(loaded, Path())
     with reporting() as report, preparation(loaded, folder, report=report) as work:
-        _, tokenizer = work.begin()
+        tokenizer = work.begin()
     print_tokenizer(loaded, tokenizer.vocab_size, tokenizer.hash)
     click.echo(f"folder     {folder}")
 

@@ -124,6 +124,12 @@ def texts_of(example: Example) -> list[str]:
     return [text for side in sides for text in ([side] if isinstance(side, str) else [turn.content for turn in side])]
 
 
+def num_equal(one: Sequence[object], other: Sequence[object]) -> int:
+    """The length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
 def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, responses: bool = True) -> None:
     """Raises BadRow for an invalid conversation. `start`: the place of these messages in their list; `responses`: the
     last turn must be the assistant's.

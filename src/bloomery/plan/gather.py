@@ -16,7 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.render import Renderer
 from bloomery.data.examples import BadRow, Example
 from bloomery.data.loading.packing import count_sequences
-from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on, verbatim
+from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on
 from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
@@ -334,7 +334,7 @@ def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: 
     Raises UserError for conversations without a template, for a template that cannot be used, and for rows that it
     refuses. With a tokenizer that is not trained yet nothing is rendered.
     """
-    asked, stays = recipe.data.chat.template, verbatim(recipe)
+    asked, stays = recipe.data.chat.template, recipe.objective.spec.reads_text
     config = {} if tokenizer is None else tokenizer.config
     unknown = tokenizer is None and "train" not in tokenizer_spec(recipe)
     if unknown or not kinds.formatted(asked, config, verbatim=stays):

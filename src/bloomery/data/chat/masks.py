@@ -9,7 +9,7 @@ response with the generation prompt, for its begin, and of the turns up to the r
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, Protocol
 
@@ -78,17 +78,6 @@ class Marked:
         """The text between a mark and the next one, or the end."""
         end = self.marks[index + 1][1] if index + 1 < len(self.marks) else len(self.text)
         return self.text[self.marks[index][1] : end]
-
-
-@dataclass
-class Memory:
-    """Where pieces of template between two contents were split before. Equal pieces are split equally."""
-
-    cuts: dict[tuple[str, ...], int] = field(default_factory=dict)
-
-    def keep(self, key: tuple[str, ...], cut: int) -> None:
-        if len(self.cuts) < _KEPT and len(key[-1]) <= _SHORT:
-            self.cuts[key] = cut
 
 
 @cache
@@ -161,7 +150,7 @@ class RenderedConversation:
     turns: Sequence[Turn]
     tools: list[dict[str, Any]] | None
     enders: re.Pattern[str]  # the tokenizer's special tokens, any of which may end a turn
-    memory: Memory
+    cuts: dict[tuple[str, ...], int]  # where pieces of template between two contents were split before
 
     def __post_init__(self) -> None:
         if len(self.turns) > MAX_TURNS:
@@ -214,6 +203,11 @@ class RenderedConversation:
             raise Unclear(f"turn {turn + 1} is not where the template's generation prompt ends")
         return start, end
 
+    def _keep(self, key: tuple[str, ...], cut: int) -> None:
+        """Equal pieces are split equally."""
+        if len(self.cuts) < _KEPT and len(key[-1]) <= _SHORT:
+            self.cuts[key] = cut
+
     def _start(self, turn: int) -> int:
         """The place after the generation prompt."""
         assert self._marked is not None
@@ -222,8 +216,8 @@ class RenderedConversation:
         if before is not None and self._marked.once(before):
             index = self._marked.place(before)
             key = ("start", self.turns[turn - 1]["role"], self._marked.after(index))
-            if key in self.memory.cuts:
-                return self._marked.marks[index][1] + self.memory.cuts[key]
+            if key in self.cuts:
+                return self._marked.marks[index][1] + self.cuts[key]
         try:
             asked = self._prefix(turn, prompt=True)
             if not asked.marks:
@@ -235,7 +229,7 @@ class RenderedConversation:
         index = self._marked.last_of(asked)
         cut = _agreed(asked.after(len(asked.marks) - 1), self._marked.after(index))
         if key is not None and asked.marks[-1][0] == before:
-            self.memory.keep(key, cut)
+            self._keep(key, cut)
         return self._marked.marks[index][1] + cut
 
     def _end(self, turn: int, start: int) -> int:
@@ -247,8 +241,8 @@ class RenderedConversation:
         if mark is not None and self._marked.once(mark):
             within = self._marked.after(self._marked.place(mark))
             key = ("last" if last else "end", _without_arguments(self.turns[turn], within)) if self._both else None
-            if key in self.memory.cuts:  # counted from the end, as the arguments of calls differ in length
-                return self._marked.places(mark)[0] + len(within) - self.memory.cuts[key]
+            if key in self.cuts:  # counted from the end, as the arguments of calls differ in length
+                return self._marked.places(mark)[0] + len(within) - self.cuts[key]
         whole = self._marked if last else self._prefix(turn + 1, prompt=False)
         if not whole.marks:
             raise Unclear("the template does not write the first turns")
@@ -257,7 +251,7 @@ class RenderedConversation:
         within = self._marked.after(index)
         cut = self._ended(whole.after(len(whole.marks) - 1), within, header)
         if key is not None and whole.marks[-1][0] == mark:
-            self.memory.keep(key, len(within) - cut)
+            self._keep(key, len(within) - cut)
         return self._marked.marks[index][1] + cut
 
     def _ended(self, alone: str, within: str, header: int = 0) -> int:

@@ -1,19 +1,24 @@
 """Examples as token ids with their loss mask; conversations as prompts of a model, and the ends of its responses."""
 
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, final
 
+from bloomery.core.child import Child
+from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.data.chat.masks import loss_tokens
-from bloomery.data.chat.sandbox import TemplateProcess
-from bloomery.data.examples import BadRow, Example, Message, check_turns
+from bloomery.data.examples import BadRow, Example, Message, check_turns, num_equal
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
-from bloomery.data.tokenizer.templates import NONE, ChatTemplate, find_template, formats_texts, own_templates
+from bloomery.data.tokenizer.templates import BUILTIN, NONE, ChatTemplate, find_template, formats_texts, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 TrainOn = Literal["assistant", "all", "last"]
@@ -23,6 +28,12 @@ _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")  # mark
 _FIX = "remove the row, set data.on_error to skip, or set data.chat.template to another"
 _UNCLEAR = "add {% generation %} and {% endgeneration %} to the template, or set data.chat.template to another"
 _TRIAL = (Message("user", "a"), Message("assistant", "b"))
+CPU_SECONDS = 2.0  # for one conversation
+WALL_SECONDS = 30.0  # plus CPU_SECONDS for every conversation of a batch
+_PATIENCE = 3  # conversations that may kill the process; one more per thousand
+_KEPT = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME", "VIRTUAL_ENV", "TZ")
+_TEMPLATE_FIX = f"correct the template, or set data.chat.template to another: {', '.join(BUILTIN)}"
+_SOURCES = Path(__file__).parents[3]  # where the child finds this package
 Json = dict[str, Any]
 
 
@@ -35,6 +46,74 @@ class EncodedText:
 
 
 EncodedExample = tuple[EncodedText, ...]
+
+
+@final
+class TemplateProcess:
+    """Renders batches of conversations with one template. The child starts with the first batch; `close` ends it."""
+
+    def __init__(self, template: ChatTemplate, names: Mapping[str, str], enders: Sequence[str]) -> None:
+        self._template, self._names, self._enders = template, dict(names), list(enders)
+        self._child: Child | None = None
+        self._deaths = self._answered = 0
+
+    def read(self, jobs: Sequence[Json]) -> list[Json]:
+        """One answer per job: {"text", "spans"} or {"error"}. Raises UserError for a template that always fails."""
+        if not jobs:
+            return []
+        answers = self._ask(jobs)
+        if isinstance(answers, list):
+            self._answered += len(answers)
+            return answers
+        if len(jobs) > 1:  # one of them killed the child: one by one
+            return [answer for job in jobs for answer in self.read([job])]
+        self._deaths += 1
+        if self._deaths >= _PATIENCE + self._answered // 1000:
+            raise self.error(answers)
+        return [{"error": answers}]
+
+    def error(self, problem: str) -> UserError:
+        return UserError(f"the chat template failed: {problem}", where=self._template.origin, fix=_TEMPLATE_FIX)
+
+    def _ask(self, jobs: Sequence[Json]) -> list[Json] | str:
+        """The answers, or the reason why the process ended."""
+        child = self._child or self._start()
+        answer = child.ask({"jobs": jobs}, seconds=WALL_SECONDS + CPU_SECONDS * len(jobs))
+        if isinstance(answer, str):
+            return self._ended(answer)
+        answers: list[Json] = answer["answers"]
+        return answers
+
+    def _start(self) -> Child:
+        """Start the child with only the environment variables that Python needs: no token, no key."""
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
+        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}
+        settings = {"text": self._template.text, "names": self._names, "enders": self._enders, "seconds": CPU_SECONDS}
+        self._child = Child("bloomery.data.chat.sandbox_worker", settings, environment=environment).start()
+        ready = self._child.next(WALL_SECONDS + CPU_SECONDS)
+        if isinstance(ready, str):
+            raise self.error(self._ended(ready))
+        if "error" in ready:
+            self.close()
+            raise self.error(ready["error"])
+        return self._child
+
+    def _ended(self, how: str) -> str:
+        """The reason why the child ended. Closes it."""
+        assert self._child is not None
+        code = self._child.code if how == "ended" else -signal.SIGKILL
+        self.close()
+        if code == -signal.SIGPROF:
+            return f"it took more than {CPU_SECONDS:g} seconds for one conversation"
+        if code == -signal.SIGKILL:
+            return "its process was killed: it took too long, or the machine ran out of memory"
+        return f"its process ended with code {code}"
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
 
 
 @final
@@ -90,39 +169,35 @@ class Renderer:
 
     def encode_batch(self, examples: list[Example]) -> list[EncodedExample | BadRow]:
         """One entry per example. Raises UserError when the template itself fails."""
-        turned = [self._turned(example) for example in examples]
         encoded = dict[int, EncodedExample | BadRow]()
-        for tools in (False, True):
-            chats = list[int]()
-            for index, each in enumerate(turned):
-                if isinstance(each, BadRow):
-                    encoded[index] = each
-                elif isinstance(each.responses[0], str):
-                    if not tools:
-                        encoded[index] = self._encode_texts(each)
-                elif bool(each.tools) is tools:
-                    chats.append(index)
-            for start in range(0, len(chats), BATCH):
-                numbers = chats[start : start + BATCH]
-                some = [each for each in (turned[index] for index in numbers) if isinstance(each, Example)]
-                encoded |= zip(numbers, self._render(some, tools), strict=True)
+        chats: dict[bool, dict[int, Example]] = {False: {}, True: {}}  # without and with tools
+        for index, example in enumerate(examples):
+            try:
+                turned = self._turned(example)
+                if isinstance(turned.responses[0], str):
+                    encoded[index] = self._encode_texts(turned)
+                else:
+                    chats[bool(turned.tools)][index] = turned
+            except BadRow as bad_row:
+                encoded[index] = bad_row
+        for tools, turned_ones in chats.items():
+            for start in range(0, len(turned_ones), BATCH):
+                some = dict(islice(turned_ones.items(), start, start + BATCH))
+                encoded |= zip(some, self._render(list(some.values()), tools), strict=True)
         return [encoded[index] for index in range(len(examples))]
 
-    def _turned(self, example: Example) -> Example | BadRow:
-        """A prompt and responses that are texts as turns, where the template formats them."""
+    def _turned(self, example: Example) -> Example:
+        """A prompt and responses that are texts as turns, where the template formats them. Raises BadRow."""
         if not self._formats or example.implicit or not isinstance(example.prompt, str) or not example.prompt:
             return example
         if mark := next((mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None):
             problem = f"begins with {mark}, which {self.template.origin} writes: the prompt is already formatted"
             fix = f"set data.chat.template={NONE} to train on texts as they are"
-            return BadRow(f"{example.source}, prompt", problem, fix)
+            raise BadRow(f"{example.source}, prompt", problem, fix)
         prompt = Message("user", example.prompt)
         responses = [(Message("assistant", text),) for text in example.responses if isinstance(text, str)]
-        try:
-            for response in responses:
-                check_turns((prompt, *response), example.source)
-        except BadRow as bad_row:
-            return bad_row
+        for response in responses:
+            check_turns((prompt, *response), example.source)
         return replace(example, prompt=(prompt,), responses=tuple(responses))
 
     @cached_property
@@ -141,19 +216,19 @@ class Renderer:
             raise self._process(bool(tools)).error(answer["error"])
         return self._tokenizer.encode_places([answer["text"]])[0][0]
 
-    def _encode_texts(self, example: Example) -> EncodedExample | BadRow:
+    def _encode_texts(self, example: Example) -> EncodedExample:
         """Prompt and response as one text, as in TRL: ids equal to those of the prompt are masked; EOS is trained
-        on. The responses of one prompt have the same masked length.
+        on. The responses of one prompt have the same masked length. Raises BadRow for a text that is too long.
         """
         assert isinstance(example.prompt, str)
         prompt, prefix = example.prompt, self._tokenizer.prefix
         texts = [prompt, *(prompt + answer for answer in example.responses if isinstance(answer, str))]
         for text in texts:
             if (error := self._tokenizer.too_long(text, special=True)) is not None:
-                return BadRow(example.source, error.problem, error.fix)
+                raise BadRow(example.source, error.problem, error.fix)
         prompt_ids, *wholes = self._tokenizer.encode_batch(texts, special=True)
         prefix = [] if prompt_ids[: len(prefix)] == prefix else prefix
-        start = min(_shared(prompt_ids, ids) for ids in wholes)
+        start = min(num_equal(prompt_ids, ids) for ids in wholes)
         if self._train_on == "all" and example.kind == "completion":
             start = 0
         end, encoded = self._tokenizer.eos_id, []
@@ -169,22 +244,18 @@ class Renderer:
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
                 answer["error"] = f"it writes {format_bytes(size)} of text"
         good = [answer for answer in answers if "error" not in answer]
-        placed = iter(self._tokenizer.encode_places([answer["text"] for answer in good]))
+        placed = self._tokenizer.encode_places([answer["text"] for answer in good])
+        for answer, (ids, offsets) in zip(good, placed, strict=True):
+            mask = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
+            answer["encoded"] = EncodedText(ids, mask)
         left, encoded = iter(answers), list[EncodedExample | BadRow]()
         for example in examples:
-            sides, refused = list[EncodedText](), list[Json]()
-            for answer in (next(left) for _ in example.responses):
-                if "error" in answer:
-                    refused.append(answer)
-                    continue
-                ids, offsets = next(placed)
-                loss_mask = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
-                sides.append(EncodedText(ids, loss_mask))
-            if refused:
-                problem = f"cannot be formatted with {self.template.origin}: {refused[0]['error']}"
-                encoded.append(BadRow(example.source, problem, _UNCLEAR if refused[0].get("unclear") else _FIX))
+            own = [next(left) for _ in example.responses]
+            if refused := next((answer for answer in own if "error" in answer), None):
+                problem = f"cannot be formatted with {self.template.origin}: {refused['error']}"
+                encoded.append(BadRow(example.source, problem, _UNCLEAR if refused.get("unclear") else _FIX))
             else:
-                encoded.append(tuple(sides))
+                encoded.append(tuple(answer["encoded"] for answer in own))
         return encoded
 
     def _job(self, example: Example, response: object) -> Json:
@@ -200,11 +271,8 @@ class Renderer:
         alone = example.kind in ("chat", "completion")  # pairs train on responses alone
         trained = trained[-1:] if self._train_on == "last" and alone else trained
         train_on = None if self._train_on == "all" and alone else trained
-        return {
-            "messages": [as_turn(message) for message in messages],
-            "tools": list(example.tools),
-            "train_on": train_on,
-        }
+        turns = [as_turn(message) for message in messages]
+        return {"messages": turns, "tools": list(example.tools), "train_on": train_on}
 
     def _process(self, tools: bool) -> TemplateProcess:
         text = self.template.tool_use if tools and self.template.tool_use else self.template.text
@@ -215,9 +283,7 @@ class Renderer:
             self._processes[text] = process = TemplateProcess(template, names, tokenizer.control_tokens())
             trial = {"messages": [as_turn(message) for message in _TRIAL], "tools": [], "train_on": None}
             error = process.read([trial])[0].get("error", "")
-            if error and not error.startswith(
-                "it refuses"
-            ):  # a template that fails for one prompt and response always fails
+            if error and not error.startswith("it refuses"):  # it fails for the simplest conversation, so for all
                 raise process.error(error)
         return self._processes[text]
 
@@ -234,12 +300,6 @@ def as_turn(message: Message) -> Json:
     if message.call_id is not None:
         turn["tool_call_id"] = message.call_id
     return turn
-
-
-def _shared(one: list[int], other: list[int]) -> int:
-    """The length of the common beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def _name(token: object) -> str:

@@ -16,7 +16,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bloomery.core.child import accept, reply, requests
 from bloomery.data.chat.masks import (
-    Memory,
     Refused,
     RenderedConversation,
     Turn,
@@ -62,10 +61,6 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment of transformers (utils/chat_template_utils.py), so that templates render equally."""
     made = ImmutableSandboxedEnvironment(
@@ -73,7 +68,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     )
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = _now
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return made
 
 
@@ -86,7 +81,7 @@ class Template:
     names: Json  # bos_token, eos_token, ...
     enders: re.Pattern[str]
     seconds: float = 2.0  # CPU time of one conversation
-    memory: Memory = field(default_factory=Memory)
+    cuts: dict[tuple[str, ...], int] = field(default_factory=dict)  # of RenderedConversation
 
     def __post_init__(self) -> None:
         self._environment = environment()
@@ -117,7 +112,7 @@ class Template:
         def render(turns: Sequence[Turn], *, prompt: bool = False) -> str:
             return self.render(turns, tools, prompt=prompt)
 
-        rendered = RenderedConversation(render, turns, tools, self.enders, self.memory)
+        rendered = RenderedConversation(render, turns, tools, self.enders, self.cuts)
         return {"text": rendered.text, "spans": rendered.spans(job["train_on"])}
 
     def _read_marks(self, turns: Sequence[Turn], tools: list[Json] | None, train_on: Sequence[int]) -> Json:

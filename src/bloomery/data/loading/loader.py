@@ -1,9 +1,8 @@
 """Batches of a prepared dataset: index arithmetic from a step's number to its sequences."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -209,49 +208,31 @@ class Prefetcher:
         self, loader: Loader, cursor: Cursor, *, sequences: int, depth: int = 2, pin_memory: bool = False
     ) -> None:
         self._loader, self._cursor, self._size, self._pin = loader, cursor, sequences, pin_memory
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=depth)
-        self._closed = threading.Event()
-        self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._depth, self._ahead = depth, deque[Future[Batch]]()
 
     def __enter__(self) -> "Prefetcher":
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        for _ in range(self._depth):
+            self._read_one()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed.set()
-        while self._thread.is_alive():
-            with suppress(queue.Empty):  # frees a thread that waits for room
-                while True:
-                    self._queue.get_nowait()
-            self._thread.join(0.05)
+        self._thread.shutdown(cancel_futures=True)
 
     def next(self) -> Batch:
         """The next batch; blocks while it is read."""
-        if self._failed is not None:
-            raise self._failed
-        batch = self._queue.get()
-        if isinstance(batch, BaseException):
-            self._failed = batch
-            raise batch
+        batch = self._ahead[0].result()  # a failed one stays and raises again
+        self._ahead.popleft()
+        self._read_one()
         return batch
 
-    def _run(self) -> None:
-        consumed = self._cursor.consumed
-        try:
-            while not self._closed.is_set():
-                batch = self._loader.batch(Cursor(self._cursor.seed, consumed), self._size)
-                self._put(batch.each(Tensor.pin_memory) if self._pin else batch)
-                consumed += self._size
-        except BaseException as error:  # raised by `next`
-            self._put(error)
+    def _read_one(self) -> None:
+        cursor = self._cursor
+        self._cursor = Cursor(cursor.seed, cursor.consumed + self._size)
+        self._ahead.append(self._thread.submit(self._read, cursor))
 
-    def _put(self, item: Batch | BaseException) -> None:
-        while not self._closed.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
+    def _read(self, cursor: Cursor) -> Batch:
+        batch = self._loader.batch(cursor, self._size)
+        return batch.each(Tensor.pin_memory) if self._pin else batch

@@ -17,6 +17,8 @@ conversations and pairs, to a text that is trained on.
 """
 
 import functools
+from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -27,48 +29,6 @@ from bloomery.core.errors import UserError
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, Split
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
-_BITS = 10  # of a word of _FreeSpace: two small integers are faster to search than one large
-
-
-@final
-class _FreeSpace:
-    """Sequences by their free positions. Finds the least room that is enough in O(capacity / 2^20)."""
-
-    def __init__(self, capacity: int) -> None:
-        self._sequences: list[list[int]] = [[] for _ in range(capacity + 1)]
-        self._words = [0] * ((capacity >> _BITS) + 1)  # bit r of word w: a sequence has room (w << _BITS) + r
-        self._used = 0  # bit w: word w is not 0
-
-    def put(self, room: int, sequence: int) -> None:
-        if not self._sequences[room]:
-            word = room >> _BITS
-            self._words[word] |= 1 << (room & (1 << _BITS) - 1)
-            self._used |= 1 << word
-        self._sequences[room].append(sequence)
-
-    def take(self, length: int) -> tuple[int, int] | None:
-        """A sequence with the least room of at least `length`, and that room."""
-        word = length >> _BITS
-        low = length & (1 << _BITS) - 1
-        bits = self._words[word] >> low << low
-        if not bits:
-            later = self._used >> word + 1 << word + 1
-            if not later:
-                return None
-            word = _lowest(later)
-            bits = self._words[word]
-        room = (word << _BITS) + _lowest(bits)
-        sequence = self._sequences[room].pop()
-        if not self._sequences[room]:
-            self._words[word] ^= 1 << (room & (1 << _BITS) - 1)
-            if not self._words[word]:
-                self._used ^= 1 << word
-        return sequence, room
-
-
-def _lowest(bits: int) -> int:
-    """The number of the lowest bit that is set."""
-    return (bits & -bits).bit_length() - 1
 
 
 def best_fit(lengths: Ids, capacity: int) -> Ids:
@@ -79,18 +39,25 @@ def best_fit(lengths: Ids, capacity: int) -> Ids:
     `lengths`: each from 1 to `capacity`.
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= capacity
-    rooms, count = _FreeSpace(capacity), 0
+    rooms, count = list[int](), 0  # rooms: the free positions that a sequence has, each once, sorted
+    having: dict[int, list[int]] = defaultdict(list)  # the sequences of each room
     sequences = np.zeros(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     for text, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        place = rooms.take(length)
-        if place is None:
-            place = count, capacity
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            sequence, room = count, capacity
             count += 1
-        sequence, room = place
+        else:
+            room = rooms[place]
+            sequence = having[room].pop()
+            if not having[room]:
+                del rooms[place]
         sequences[text] = sequence
-        if room > length:
-            rooms.put(room - length, sequence)
+        if left := room - length:
+            if not having[left]:
+                insort(rooms, left)
+            having[left].append(sequence)
     return sequences
 
 
@@ -116,15 +83,11 @@ class PackedSource:
 def pack_source(split: Split, part: int, *, sequence_length: int, layout: Literal["packed", "padded"]) -> PackedSource:
     """The sequences of one source of conversations or pairs. Deterministic; a million units in about a second."""
     (_, begin), (_, end) = split.part_starts[part], split.part_starts[part + 1]
-    answers = DOCUMENTS_PER_UNIT[split.kind]
+    texts = DOCUMENTS_PER_UNIT[split.kind]  # of a unit
     bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
-    whole = np.diff(bounds).reshape(-1, answers)
+    whole = (bounds[1:] - bounds[:-1]).reshape(-1, texts)
     first = np.zeros(end - begin, np.int64) if split.first is None else np.asarray(split.first[begin:end], np.int64)
-    return pack_units(whole, first.reshape(-1, answers), sequence_length=sequence_length, layout=layout)
-
-
-def pack_units(whole: Ids, first: Ids, *, sequence_length: int, layout: Literal["packed", "padded"]) -> PackedSource:
-    """`whole`: tokens of each text [units, texts per unit]; `first`: the place of its first loss token."""
+    first = first.reshape(-1, texts)  # the place of its first loss token
     lengths = truncated_lengths(whole, sequence_length)
     trainable = (first < whole).all(1)
     kept = np.flatnonzero((first < lengths).all(1))
@@ -165,20 +128,6 @@ class PackedSequence:
     positions: Ids
     documents: Ids
     stored: Ids
-    kto_labels: Ids | None = None
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Tokens of a sequence, one more than it has positions: number and begin (in the sequence) of each one's document,
-    its place in the split, and whether it is trained on.
-    """
-
-    ids: Ids
-    documents: Ids
-    begins: Ids
-    places: Ids
-    loss_mask: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     kto_labels: Ids | None = None
 
 
@@ -229,11 +178,10 @@ class PackedSequences:
             raise pairs_need_packing()
         self._packed_sources: dict[int, PackedSource] = {}
         if layout != "fixed" and split.kind != "text":
-            structured = [number for number, part in enumerate(parts) if not part.plain]
-            self._packed_sources = {
-                number: pack_source(split, number, sequence_length=sequence_length, layout=layout)
-                for number in structured
-            }
+            for number, part in enumerate(parts):
+                if not part.plain:
+                    packed = pack_source(split, number, sequence_length=sequence_length, layout=layout)
+                    self._packed_sources[number] = packed
         self.packed = list(self._packed_sources.values())
         self.counts = [
             self._packed_sources[number].sequences
@@ -245,18 +193,25 @@ class PackedSequences:
     def read(self, part: int, index: int) -> PackedSequence:
         assert 0 <= index < self.counts[part]
         if part in self._packed_sources:
-            return self._padded(self._packed(part, index))
+            return self._packed(part, index)
+        split = self._split
+        (first, document), (end, _) = split.part_starts[part], split.part_starts[part + 1]
+        start = first + index * self._length
         if self._layout == "padded":
-            return self._one_document(self._split.part_starts[part][1] + index)
-        return self._stream(part, index)
+            start, end = (int(place) for place in split.bounds[document + index : document + index + 2])
+        stop = min(start + self._length + 1, end)
+        documents = begins = np.zeros(stop - start, np.int64)
+        if self._layout == "packed":
+            documents, begins = self._documents(start, stop - start)
+        loss_mask = None if split.loss_mask is None else split.loss_mask[start:stop] > 0
+        return self._padded(split.tokens[start:stop], documents, begins, np.arange(start, stop), loss_mask)
 
     def empty(self) -> PackedSequence:
         """A sequence of padding."""
         none = np.zeros(0, np.int64)
-        kto_labels = none if self._split.kind == "kto" else None
-        return self._padded(_Span(none, none, none, none, None, kto_labels))
+        return self._padded(none, none, none, none, kto_labels=none if self._split.kind == "kto" else None)
 
-    def _packed(self, part: int, index: int) -> _Span:
+    def _packed(self, part: int, index: int) -> PackedSequence:
         packed, answers = self._packed_sources[part], DOCUMENTS_PER_UNIT[self._split.kind]
         units = packed.units[packed.starts[index] : packed.starts[index + 1]]
         numbers = (units[:, None] * answers + np.arange(answers)).ravel() + self._split.part_starts[part][1]
@@ -273,31 +228,14 @@ class PackedSequences:
         kto_labels = None
         if self._split.kto_labels is not None:
             kto_labels = np.repeat(np.asarray(self._split.kto_labels[numbers]).astype(np.int64), sizes)
-        return _Span(
-            ids=np.append(ids, self._pad_id),  # the last position also has a label, of another document
-            documents=np.append(documents, -1),
-            begins=np.append(begins, 0),
-            places=np.append(places, -1),
-            loss_mask=np.append(loss_mask, False),
-            kto_labels=kto_labels,
+        return self._padded(
+            np.append(ids, self._pad_id),  # the last position also has a label, of another document
+            np.append(documents, -1),
+            np.append(begins, 0),
+            np.append(places, -1),
+            np.append(loss_mask, False),
+            kto_labels,
         )
-
-    def _one_document(self, document: int) -> PackedSequence:
-        start, end = int(self._split.bounds[document]), int(self._split.bounds[document + 1])
-        count = min(end - start, self._length + 1)
-        none = np.zeros(count, np.int64)
-        return self._padded(_Span(self._split.tokens[start : start + count], none, none, start + np.arange(count)))
-
-    def _stream(self, part: int, index: int) -> PackedSequence:
-        first, end = self._split.part_starts[part][0], self._split.part_starts[part + 1][0]
-        start = first + index * self._length
-        stop = min(start + self._length + 1, end)
-        ids, places = self._split.tokens[start:stop], np.arange(start, stop)
-        loss_mask = None if self._split.loss_mask is None else self._split.loss_mask[start:stop] > 0
-        if self._layout == "fixed":
-            none = np.zeros(len(ids), np.int64)
-            return self._padded(_Span(ids, none, none, places, loss_mask))
-        return self._padded(_Span(ids, *self._documents(start, len(ids)), places, loss_mask))
 
     def _documents(self, start: int, count: int) -> tuple[Ids, Ids]:
         """The document of each token, numbered from 0 in this sequence, and the place where that document begins."""
@@ -309,24 +247,35 @@ class PackedSequences:
         numbers = np.searchsorted(begins, np.arange(count), side="right") - 1
         return numbers, begins[numbers]
 
-    def _padded(self, of: _Span) -> PackedSequence:
-        """`of` has one more token than positions where the text continues. The rest is padding: document -1, mask 0."""
-        count, length = max(min(len(of.ids) - 1, self._length), 0), self._length
+    def _padded(
+        self,
+        ids: Ids,
+        documents: Ids,
+        begins: Ids,
+        places: Ids,
+        loss_mask: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
+        kto_labels: Ids | None = None,
+    ) -> PackedSequence:
+        """A sequence of tokens, one more than it has positions where the text continues. The rest is padding: document
+        -1, mask 0. Of each token: the number of its document and where that begins in the sequence, its place in the
+        split, and whether it is trained on.
+        """
+        count, length = max(min(len(ids) - 1, self._length), 0), self._length
 
         def padded(values: Ids, fill: int) -> Ids:
             filled = np.full(length, fill, np.int64)
             filled[:count] = values[:count]
             return filled
 
-        together = of.documents[1 : count + 1] == of.documents[:count]
-        loss_mask = np.zeros(length, np.float32)
-        loss_mask[:count] = together if of.loss_mask is None else together & of.loss_mask[1 : count + 1]
+        together = documents[1 : count + 1] == documents[:count]
+        mask = np.zeros(length, np.float32)
+        mask[:count] = together if loss_mask is None else together & loss_mask[1 : count + 1]
         return PackedSequence(
-            tokens=padded(of.ids, self._pad_id),
-            labels=padded(of.ids[1:], self._pad_id),
-            loss_mask=loss_mask,
-            positions=padded(np.arange(count) - of.begins[:count], 0),
-            documents=padded(of.documents, -1),
-            stored=padded(np.where(together, of.places[1 : count + 1], -1), -1),
-            kto_labels=None if of.kto_labels is None else padded(of.kto_labels, 0),
+            tokens=padded(ids, self._pad_id),
+            labels=padded(ids[1:], self._pad_id),
+            loss_mask=mask,
+            positions=padded(np.arange(count) - begins[:count], 0),
+            documents=padded(documents, -1),
+            stored=padded(np.where(together, places[1 : count + 1], -1), -1),
+            kto_labels=None if kto_labels is None else padded(kto_labels, 0),
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
@@ -12,10 +11,9 @@ from bloomery.data.chat.render import Renderer
 from bloomery.data.examples import Example
 from bloomery.data.shards import ShardKind, Texts
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, read_documents
-from bloomery.data.sources.formats import FORMATS
-from bloomery.data.tokenizer.templates import BUILTIN, builtin_template, formats_texts
+from bloomery.data.tokenizer.templates import formats_texts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.recipe.schema import Chat, Recipe
+from bloomery.recipe.schema import Recipe
 
 KINDS: dict[str, ShardKind] = {"chat": "chat", "completion": "chat", "pair": "pairs", "kto": "kto"}
 _MIXED: tuple[ShardKind, ShardKind] = ("text", "chat")  # the kinds that one dataset may mix
@@ -53,17 +51,10 @@ class Kinds(NamedTuple):
         return frozenset(number for number, kind in enumerate(self.sources) if kind != self.whole)
 
 
-def kinds_of(datasets: list[Dataset], *, on_error: str) -> Kinds:
+def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
     """Kinds by the first document of each source. Raises UserError for a mixture other than plain text with
     conversations.
     """
-    return kinds_among(
-        [next(read_documents(dataset, on_error=on_error, stats=ReadStats()), None) for dataset in datasets]
-    )
-
-
-def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
-    """`kinds_of` from those first documents. Raises UserError."""
     present = [document for document in firsts if document is not None]
     mixed = {kind_of(document) for document in present} == set(_MIXED)
     whole: ShardKind = "chat" if mixed else kind_of(present[0]) if present else "text"
@@ -159,31 +150,3 @@ def checked_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray[Any, 
         fix = "set tokenizer.from to the tokenizer that made these tokens"
         raise UserError(problem, where=document.source, fix=fix)
     return tokens
-
-
-def template_identity(asked: str | None) -> str | None:
-    """The text of the template; None for the tokenizer's own."""
-    if asked is None:
-        return None
-    if asked in BUILTIN:
-        return builtin_template(asked)
-    try:
-        is_file = Path(asked).is_file()
-    except OSError:  # a template in the recipe is longer than any path
-        is_file = False
-    return Path(asked).read_text(encoding="utf-8", errors="replace") if is_file else asked
-
-
-def learns_examples(recipe: Recipe) -> bool:
-    """Whether the keys of data.chat can change the tokens."""
-    data = recipe.data
-    formats = {data.format, *(source.format for source in data.sources)}
-    if recipe.objective.spec.reads_text:
-        mined = data.builtin in ("stdlib-chat", "stdlib-pairs")
-        return mined or data.chat != Chat() or bool(formats & set(FORMATS))
-    return data.builtin != "stdlib-code" and not formats <= {"text", "code", "tokens"}
-
-
-def verbatim(recipe: Recipe) -> bool:
-    """Whether prompts and responses that are texts are not formatted with the chat template: pretraining reads text."""
-    return recipe.objective.spec.reads_text

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -22,8 +22,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
 from bloomery.data.examples import BadRow, texts_of
-from bloomery.data.prepare.kinds import KtoPairCheck, checked_tokens, kinds_of, refuse_mixture, train_on, verbatim
-from bloomery.data.prepare.split import Splitter, content_key, make_splitter, validation_datasets
+from bloomery.data.prepare.kinds import KtoPairCheck, checked_tokens, kinds_among, refuse_mixture, train_on
+from bloomery.data.prepare.split import content_key, make_splitter, validation_datasets
 from bloomery.data.prepare.workers import Array, EncodedBatch, Rendering, count_workers, encode_in_order, encoders
 from bloomery.data.shards import (
     DOCUMENTS_PER_UNIT,
@@ -31,7 +31,6 @@ from bloomery.data.shards import (
     MANIFEST,
     Lost,
     Manifest,
-    ShardKind,
     SourceRecord,
     SplitName,
     SplitProgress,
@@ -42,7 +41,7 @@ from bloomery.data.shards import (
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_datasets, read_documents, unpadded
 from bloomery.data.sources.files import SourceFile
 from bloomery.data.tokenizer.templates import NONE, find_template
-from bloomery.data.tokenizer.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from bloomery.data.tokenizer.tokenizer import TOKENIZER_FILES, Tokenizer, find_tokenizer, load_tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
 
@@ -188,8 +187,8 @@ class Limits:
 
 def streams(recipe: Recipe) -> list[Dataset]:
     """The sources, followed by those of data.validation."""
-    required_format = recipe.objective.spec.data_kind
-    return open_datasets(recipe.data, required_format) + validation_datasets(recipe.data, required_format)
+    kind = recipe.objective.spec.data_kind
+    return open_datasets(recipe.data, kind) + validation_datasets(recipe.data, kind)
 
 
 @dataclass
@@ -224,102 +223,97 @@ class Preparation:
     """One `prepare`, from its journal to the manifest."""
 
     def __init__(self, recipe: Recipe, name: str, identity: str, folder: Path, report: Report, limits: Limits) -> None:
-        self._recipe, self._name, self._identity = recipe, name, identity
+        self._recipe, self._data, self._name, self._identity = recipe, recipe.data, name, identity
         self._folder, self._report, self._limits = folder, report, limits
-        self._data, self._on_error = recipe.data, recipe.data.on_error
-        self._required_format = recipe.objective.spec.data_kind
         self._datasets = streams(recipe)
-        self._num_train = len(self._datasets) - len(validation_datasets(self._data, self._required_format))
+        self._num_train = len(self._datasets) - len(validation_datasets(recipe.data, recipe.objective.spec.data_kind))
         self._states = file_states(self._datasets)
-        self._journal = open_journal(folder, identity=identity, sources=_digest(self._states))
-        self._failed, self._first_failed = self._journal.failed, self._journal.first_failed
-        self._summary = ReadStats()
-        self.kinds = kinds_of(self._datasets, on_error=self._on_error)
-        self.kind = self.kinds.whole
         self._bytes = sum(state.bytes for state in self._states)
+        self._journal = open_journal(folder, identity=identity, sources=_digest(self._states))
+        self._summary = ReadStats()
+        firsts = (read_documents(one, on_error=self._data.on_error, stats=ReadStats()) for one in self._datasets)
+        self.kinds = kinds_among([next(documents, None) for documents in firsts])
+        self.kind = self.kinds.whole
 
-    def begin(self) -> tuple[Splitter, Tokenizer]:
-        """The validation split and the tokenizer. The tokenizer is saved to the folder with the chat template in use,
+    def begin(self) -> Tokenizer:
+        """The tokenizer, after choosing the validation split. It is saved to the folder with the chat template in use,
         so that other programs format conversations alike.
         """
-        splitter = make_splitter(self._datasets[: self._num_train], self._data, self._required_format)
-        tokenizer = self._tokenizer(splitter)
-        self._too_long = tokenizer.too_long
-        self._unpadded = partial(unpadded, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id))
+        train = self._datasets[: self._num_train]
+        self._splitter = make_splitter(train, self._data, self._recipe.objective.spec.data_kind)
+        self._tokenizer = tokenizer = self._find_tokenizer()
         if self.rendering is not None and self.rendering.template not in (None, NONE):
             with self.rendering.renderer(tokenizer) as renderer:
                 text = renderer.template.text
             if tokenizer.config.get("chat_template") != text:
                 tokenizer.config["chat_template"] = text
                 tokenizer.save(self._folder)
-        return splitter, tokenizer
+        return tokenizer
 
     @property
     def rendering(self) -> Rendering | None:
         """How examples are tokenized; None for plain text."""
         if self.kind == "text":
             return None
-        template = self._data.chat.template
-        return Rendering(template, train_on(self._recipe), DOCUMENTS_PER_UNIT[self.kind], verbatim(self._recipe))
+        template, verbatim = self._data.chat.template, self._recipe.objective.spec.reads_text
+        return Rendering(template, train_on(self._recipe), DOCUMENTS_PER_UNIT[self.kind], verbatim)
 
-    def first_documents(self, splitter: Splitter, count: int) -> Iterator[tuple[SplitName, Document]]:
-        """The first documents of each train source, at most `count` in total."""
+    def first_documents(self, count: int) -> Iterator[tuple[SplitName, Document]]:
+        """The first documents of each train source, at most `count` in total. Call `begin` before."""
         for source in range(self._num_train):
             share = count // self._num_train + (source < count % self._num_train)
             start = PrepareJournal(identity="", sources="")
-            tasks = self._tasks(splitter, start, only=source) if share else ()
+            tasks = self._tasks(start, only=source) if share else ()
             yield from islice((found for task in tasks for found in task.documents), share)
 
     def run(self) -> Manifest:
-        splitter, tokenizer = self.begin()
+        tokenizer = self.begin()
         try:
-            writers = self._writers(tokenizer)
+            self._open_writers()
         except Lost:  # the disk lost writes: begin the shards again
             self._journal = PrepareJournal(identity=self._journal.identity, sources=self._journal.sources)
-            self._failed, self._first_failed = 0, ""
-            writers = self._writers(tokenizer)
+            self._open_writers()
         try:
             size = sum(dataset.text_bytes for dataset in self._datasets)
             workers = count_workers(self._data.num_proc, size, rendered=self.rendering is not None)
             with encoders(self._folder, tokenizer, workers, self.rendering) as using:
                 tasks = (
                     (task, [document for _, document in task.documents if document.tokens is None])
-                    for task in self._tasks(splitter, self._journal)
+                    for task in self._tasks(self._journal)
                 )
-                self._write_all(encode_in_order(tasks, using), writers, tokenizer)
-            return self._finish(writers, tokenizer)
+                self._write_all(encode_in_order(tasks, using))
+            return self._finish()
         except BaseException:
-            for name, writer in writers.items():  # keep exactly what is in the journal
+            for name, writer in self._writers.items():  # keep exactly what is in the journal
                 writer.cut_back(getattr(self._journal, name))
             raise
 
-    def _writers(self, tokenizer: Tokenizer) -> dict[SplitName, SplitWriter]:
-        size, kept = self._limits.shard_tokens, self._journal
-        return {
-            name: SplitWriter(self._folder, name, tokenizer.dtype, size, getattr(kept, name), self.kind)
+    def _open_writers(self) -> None:
+        dtype, size = self._tokenizer.dtype, self._limits.shard_tokens
+        self._writers = {
+            name: SplitWriter(self._folder, name, dtype, size, getattr(self._journal, name), self.kind)
             for name in SPLITS
         }
 
-    def _tokenizer(self, splitter: Splitter) -> Tokenizer:
+    def _find_tokenizer(self) -> Tokenizer:
         """The one in the folder; else the recipe's; else a new one, trained on the train documents."""
-        if any((self._folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        if any((self._folder / name).is_file() for name in TOKENIZER_FILES):
             return load_tokenizer(self._folder)
         found = find_tokenizer(self._recipe)
         if isinstance(found, Tokenizer):
             found.save(self._folder)
             return found
         self._report("tokenizer", 0, 0)
-        return train_tokenizer(self._train_texts(splitter), found, self._folder, partial(self._report, "tokenizer"))
+        return train_tokenizer(self._train_texts(), found, self._folder, partial(self._report, "tokenizer"))
 
-    def _train_texts(self, splitter: Splitter) -> Iterator[str]:
+    def _train_texts(self) -> Iterator[str]:
         """Texts of the train split, up to `tokenizer_bytes`."""
         taken, any_tokens, stats = 0, False, ReadStats()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
-        for dataset in self._datasets[: self._num_train]:
-            for document in read_documents(dataset, on_error=self._on_error, stats=stats):
+        for source, dataset in enumerate(self._datasets[: self._num_train]):
+            for document in read_documents(dataset, on_error=self._data.on_error, stats=stats):
                 any_tokens = any_tokens or document.tokens is not None
-                key = content_key(document)
-                if document.tokens is not None or splitter.keeps(key) or key in splitter.held:
+                if document.tokens is not None or self._split_of(source, document) != "train":
                     continue
                 texts = [document.text] if document.example is None else texts_of(document.example)
                 taken += sum(len(text.encode()) for text in texts)
@@ -331,39 +325,40 @@ class Preparation:
             raise untokenised() if any_tokens else self._empty(stats)
 
     def _empty(self, stats: ReadStats) -> UserError:
-        return no_documents(self._datasets, stats.skipped + self._failed, stats.first_skipped or self._first_failed)
+        journal = self._journal
+        return no_documents(self._datasets, stats.skipped + journal.failed, stats.first_skipped or journal.first_failed)
 
-    def _tasks(self, splitter: Splitter, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
+    def _tasks(self, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
         """Batches of about batch_bytes, after the documents in the journal `start`. The end of a source ends its batch.
         `only`: of one source.
         """
-        empty, held_back = start.empty, start.held_back
+        tokenizer, empty, held_back = self._tokenizer, start.empty, start.held_back
         for source in range(len(self._datasets)) if only is None else (only,):
             batch, size, read = list[tuple[SplitName, Document]](), 0, 0
             passed = start.read if source == start.source else 0
-            dataset = self._datasets[source]
-            split_of = partial(self._split_of, source, splitter=splitter)
-            kto_pairs = KtoPairCheck(dataset, split_of, on_error=self._on_error) if self.kind == "kto" else None
-            for document in read_documents(dataset, on_error=self._on_error, stats=self._summary):
+            dataset, on_error = self._datasets[source], self._data.on_error
+            kto_pairs = KtoPairCheck(dataset, partial(self._split_of, source), on_error=on_error)
+            for whole in read_documents(dataset, on_error=on_error, stats=self._summary):
                 read += 1
-                refuse_mixture(document, self.kinds.sources[source])
+                refuse_mixture(whole, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
-                whole, document = document, self._unpadded(document)
+                document = unpadded(whole, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id))
                 self._summary.padding += document.padding or 0
-                if behind and kto_pairs is None:
+                if behind and self.kind != "kto":
                     continue
-                name = split_of(whole) if document.tokens != () else "empty"
-                if name in SPLITS and document.example is None and (error := self._too_long(document.text)) is not None:
+                name = self._split_of(source, whole) if document.tokens != () else "empty"
+                if name in SPLITS and document.example is None and (error := tokenizer.too_long(document.text)):
                     bad_row, name = BadRow(document.source, error.problem, error.fix), "bad"
-                    if self._on_error != "skip":
+                    if on_error != "skip":
                         raise bad_row
                     self._summary.skip(bad_row)
-                paired = kto_pairs.of(document, name) if kto_pairs is not None and name in SPLITS else document
+                if self.kind == "kto" and name in SPLITS:
+                    document = kto_pairs.of(document, name)
                 if behind:
                     continue
                 empty, held_back = empty + (name == "empty"), held_back + (name == "held")
                 if name in SPLITS:
-                    batch.append((name, paired))
+                    batch.append((name, document))
                     size += len(document.wire if document.example else document.text) + 4 * len(document.tokens or ())
                 if size >= self._limits.batch_bytes:
                     yield EncodeTask(batch, source, read, empty, held_back)
@@ -371,108 +366,99 @@ class Preparation:
             if source >= start.source:
                 yield EncodeTask(batch, source, read, empty, held_back)
 
-    def _split_of(self, source: int, document: Document, splitter: Splitter) -> str:
+    def _split_of(self, source: int, document: Document) -> str:
         if not document.content and not document.tokens:
             return "empty"
         if source >= self._num_train:
             return "validation"
         key = content_key(document)
-        if key in splitter.held:
+        if key in self._splitter.held:
             return "held"
-        return "validation" if splitter.keeps(key) else "train"
+        return "validation" if self._splitter.keeps(key) else "train"
 
-    def _write_all(
-        self,
-        encoded: Iterator[tuple[EncodeTask, EncodedBatch]],
-        writers: dict[SplitName, SplitWriter],
-        tokenizer: Tokenizer,
-    ) -> None:
+    def _write_all(self, encoded: Iterator[tuple[EncodeTask, EncodedBatch]]) -> None:
         written, begun = time.monotonic(), len(self._journal.train.parts)
-        for task, ids in encoded:
+        for task, batch in encoded:
             self._last = task
-            while begun <= task.source:
-                for writer in writers.values():
+            for writer in self._writers.values():
+                for _ in range(begun, task.source + 1):
                     writer.begin_part()
-                begun += 1
-            for bad_row in ids.bad_rows.values():
-                if self._on_error != "skip":
+            begun = max(begun, task.source + 1)
+            for bad_row in batch.bad_rows.values():
+                if self._data.on_error != "skip":
                     raise bad_row
-                self._failed += 1
-                self._first_failed = self._first_failed or f"{bad_row.where}: {bad_row.reason}"
-            _add(task, ids, writers, tokenizer, self.kind)
-            text_bytes = sum(writer.progress.bytes for writer in writers.values())
+                self._journal.failed += 1
+                self._journal.first_failed = self._journal.first_failed or f"{bad_row.where}: {bad_row.reason}"
+            self._add(task, batch)
+            text_bytes = sum(writer.progress.bytes for writer in self._writers.values())
             self._report("tokens", min(max(text_bytes, self._summary.bytes_read), self._bytes), self._bytes)
             if time.monotonic() - written >= self._limits.journal_seconds:
-                self._commit(task, writers)
+                self._commit()
                 written = time.monotonic()
 
-    def _commit(self, task: EncodeTask, writers: dict[SplitName, SplitWriter]) -> None:
-        counters: dict[str, Any] = {name: writer.sync() for name, writer in writers.items()}
-        counters |= {"source": task.source, "read": task.read, "empty": task.empty, "held_back": task.held_back}
-        counters |= {"failed": self._failed, "first_failed": self._first_failed}
-        self._journal = self._journal.model_copy(update=counters)
+    def _add(self, task: EncodeTask, encoded: EncodedBatch) -> None:
+        """Append the documents of a batch to their splits, in order. An example has one document per response, a
+        refused one none. Pre-tokenized documents keep their tokens.
+        """
+        made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {name: [] for name in SPLITS}
+        responses, ends = DOCUMENTS_PER_UNIT[self.kind], [0, *np.cumsum(encoded.lengths).tolist()]
+        number, loss_mask = 0, encoded.loss_mask
+        for name, document in task.documents:
+            if document.tokens is not None:
+                ids = checked_tokens(document, self._tokenizer)
+                flags = np.ones(len(ids), np.uint8)
+                if document.loss_mask is not None:
+                    flags = np.array(document.loss_mask, np.uint8)
+                made[name].append((document, ids, np.array([len(ids)], np.uint64), flags))
+                continue
+            first, last = number * responses, (number + 1) * responses
+            if number not in encoded.bad_rows:
+                place = slice(int(ends[first]), int(ends[last]))
+                flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[place]
+                made[name].append((document, encoded.ids[place], encoded.lengths[first:last], flags))
+            number += 1
+        for name, mine in ((name, mine) for name, mine in made.items() if mine):
+            ids = np.concatenate([part for _, part, _, _ in mine])
+            lengths = np.concatenate([part for _, _, part, _ in mine])
+            if self.kind == "text":
+                size = sum(len(document.text.encode()) for document, *_ in mine)
+                self._writers[name].add(ids, lengths, size)
+                continue
+            desirable = [document.example is not None and document.example.desirable is True for document, *_ in mine]
+            kto_labels = np.repeat(np.array(desirable, np.uint8), responses)
+            size = int(self._tokenizer.token_bytes()[ids].sum())
+            self._writers[name].add(ids, lengths, size, np.concatenate([part for *_, part in mine]), kto_labels)
+
+    def _commit(self) -> None:
+        """Flush the shards, then write the journal: after a kill, `prepare` resumes from here."""
+        last = self._last
+        splits = {name: writer.sync() for name, writer in self._writers.items()}
+        counters = {"source": last.source, "read": last.read, "empty": last.empty, "held_back": last.held_back}
+        self._journal = self._journal.model_copy(update=splits | counters)
         write_durably(self._folder / JOURNAL, self._journal.model_dump_json())
 
-    def _finish(self, writers: dict[SplitName, SplitWriter], tokenizer: Tokenizer) -> Manifest:
+    def _finish(self) -> Manifest:
         """Write checksums, sources.jsonl and the manifest; remove the journal."""
-        if not any(writer.progress.documents for writer in writers.values()):
+        if not any(writer.progress.documents for writer in self._writers.values()):
             raise self._empty(self._summary)
-        self._commit(self._last, writers)
+        self._commit()
         weights = [dataset.weight for dataset in self._datasets]
-        splits = {name: writer.finish(weights, self.kinds.plain) for name, writer in writers.items()}
+        splits = {name: writer.finish(weights, self.kinds.plain) for name, writer in self._writers.items()}
         sources = record_sources(self._datasets, self._states, self._folder, partial(self._report, "checksums"))
-        chat = self._data.chat
-        formatted = self.kinds.formatted(chat.template, tokenizer.config, verbatim=verbatim(self._recipe))
+        template, summary, journal, tokenizer = self._data.chat.template, self._summary, self._journal, self._tokenizer
+        verbatim = self._recipe.objective.spec.reads_text
+        formatted = self.kinds.formatted(template, tokenizer.config, verbatim=verbatim)
         manifest = Manifest(
             recipe=self._name, identity=self._identity, tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size,
             bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, unk_id=tokenizer.unk_id,
             dtype=tokenizer.dtype, shard_tokens=self._limits.shard_tokens, train=splits["train"],
-            validation=splits["validation"], sources=sources, skipped=self._summary.skipped + self._failed,
-            first_skipped=self._summary.first_skipped or self._first_failed, empty=self._last.empty,
-            held_back=self._last.held_back, kind=self.kind, formats=tuple(sorted(self._summary.formats)),
-            padding=self._summary.padding, turns=formatted,
-            template=find_template(chat.template, tokenizer.config).origin if formatted else "",
+            validation=splits["validation"], sources=sources, skipped=summary.skipped + journal.failed,
+            first_skipped=summary.first_skipped or journal.first_failed, empty=journal.empty,
+            held_back=journal.held_back, kind=self.kind, formats=tuple(sorted(summary.formats)),
+            padding=summary.padding, turns=formatted,
+            template=find_template(template, tokenizer.config).origin if formatted else "",
             texts=self.kinds.texts, snapshot=file_record(self._folder / FINGERPRINT),
         )  # fmt: skip
         manifest = write_manifest(self._folder, manifest)
         (self._folder / JOURNAL).unlink()
         return manifest
-
-
-def _add(
-    task: EncodeTask,
-    encoded: EncodedBatch,
-    writers: dict[SplitName, SplitWriter],
-    tokenizer: Tokenizer,
-    kind: ShardKind,
-) -> None:
-    """Append the documents of a batch to their splits, in order. An example has one document per response, a refused
-    one none. Pre-tokenized documents keep their tokens.
-    """
-    made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {name: [] for name in SPLITS}
-    responses, ends = DOCUMENTS_PER_UNIT[kind], [0, *np.cumsum(encoded.lengths).tolist()]
-    number, loss_mask = 0, encoded.loss_mask
-    for name, document in task.documents:
-        if document.tokens is not None:
-            ids = checked_tokens(document, tokenizer)
-            flags = (
-                np.ones(len(ids), np.uint8) if document.loss_mask is None else np.array(document.loss_mask, np.uint8)
-            )
-            made[name].append((document, ids, np.array([len(ids)], np.uint64), flags))
-            continue
-        first, last = number * responses, (number + 1) * responses
-        if number not in encoded.bad_rows:
-            place = slice(int(ends[first]), int(ends[last]))
-            flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[place]
-            made[name].append((document, encoded.ids[place], encoded.lengths[first:last], flags))
-        number += 1
-    for name, mine in ((name, mine) for name, mine in made.items() if mine):
-        ids = np.concatenate([part for _, part, _, _ in mine])
-        lengths = np.concatenate([part for _, _, part, _ in mine])
-        if kind == "text":
-            writers[name].add(ids, lengths, sum(len(document.text.encode()) for document, *_ in mine))
-            continue
-        desirable = [document.example is not None and document.example.desirable is True for document, *_ in mine]
-        kto_labels = np.repeat(np.array(desirable, np.uint8), responses)
-        size = int(tokenizer.token_bytes()[ids].sum())
-        writers[name].add(ids, lengths, size, np.concatenate([part for *_, part in mine]), kto_labels)

@@ -13,27 +13,22 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
 from bloomery.data.loading.packing import count_sequences, pairs_need_packing
-from bloomery.data.prepare.kinds import learns_examples, template_identity, train_on, verbatim
+from bloomery.data.prepare.kinds import train_on
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO
 from bloomery.data.shards import FORMAT, MANIFEST, Manifest, check_record, check_shards, read_manifest
 from bloomery.data.sources import builtin
+from bloomery.data.sources.formats import FORMATS
+from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
 from bloomery.data.tokenizer.tokenizer import tokenizer_spec
 from bloomery.hub import data_place
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Data, Recipe
+from bloomery.recipe.schema import Chat, Data, Recipe
 
 DEFAULT = Limits()
-_NOT_TOKENS = {
-    "sequence_length",
-    "packing",
-    "document_masking",
-    "chat",
-    "prepared",
-    "num_proc",
-    "pin_memory",
-    "prefetch",
-}  # change no token
+_NOT_TOKENS = {  # keys that change no token
+    "sequence_length", "packing", "document_masking", "chat", "prepared", "num_proc", "pin_memory", "prefetch",
+}  # fmt: skip
 
 
 def identity(loaded: LoadedRecipe) -> str:
@@ -45,12 +40,24 @@ def identity(loaded: LoadedRecipe) -> str:
     parts: dict[str, Any] = {"format": FORMAT, "data": data, "tokenizer": tokenizer_spec(recipe)}
     if recipe.data.builtin:
         parts["python"] = builtin.identity()
-    if learns_examples(recipe):
+    formats = {recipe.data.format, *(source.format for source in recipe.data.sources)}
+    reads_text = recipe.objective.spec.reads_text
+    if reads_text:  # can the keys of data.chat change the tokens?
+        mined = recipe.data.builtin in ("stdlib-chat", "stdlib-pairs")
+        formatted = mined or recipe.data.chat != Chat() or bool(formats & set(FORMATS))
+    else:
+        formatted = recipe.data.builtin != "stdlib-code" and not formats <= {"text", "code", "tokens"}
+    if formatted:
+        template = recipe.data.chat.template  # its text; None for the tokenizer's own
+        if template in BUILTIN:
+            template = builtin_template(template)
+        elif template is not None and os.path.isfile(template):  # noqa: PTH113 (Path's raises for a long template)
+            template = Path(template).read_text(encoding="utf-8", errors="replace")
         parts["examples"] = {
             "required_format": recipe.objective.spec.data_kind,
-            "template": template_identity(recipe.data.chat.template),
+            "template": template,
             "train_on": train_on(recipe),
-            "verbatim": verbatim(recipe),
+            "verbatim": reads_text,
         }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -61,11 +68,9 @@ def prepared_folder(loaded: LoadedRecipe, root: Path) -> Path:
     return Path(said) if said else root / "prepared" / f"{loaded.name}-{identity(loaded)[:8]}"
 
 
-def silent(phase: str, done: float, total: float) -> None:
-    """A report that prints nothing."""
-
-
-def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT) -> Manifest:
+def prepare(
+    loaded: LoadedRecipe, folder: Path, *, report: Report = lambda *_: None, limits: Limits = DEFAULT
+) -> Manifest:
     """Write the recipe's dataset to `folder` as tokens. A finished folder is checked and kept.
 
     Raises UserError for a dataset that cannot be read, a folder of something else, a second `prepare` in it, a full
@@ -84,12 +89,12 @@ def prepare(loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limi
 
 @contextmanager
 def preparation(
-    loaded: LoadedRecipe, folder: Path, *, report: Report = silent, limits: Limits = DEFAULT
+    loaded: LoadedRecipe, folder: Path, *, report: Report = lambda *_: None, limits: Limits = DEFAULT
 ) -> Iterator[Preparation]:
     """The folder, created and locked, with its Preparation. Raises UserError as `prepare` does."""
     if not (folder / MANIFEST).is_file():
         streams(loaded.recipe)  # raises for a missing path before the folder exists
-    with writing(folder), locked(folder):
+    with locked(folder):
         yield Preparation(loaded.recipe, loaded.name, identity(loaded), folder, report, limits)
 
 
@@ -153,11 +158,17 @@ def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Create the folder. A full disk or a folder without write permission is a UserError."""
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder, for one `prepare`: the lock ends with its process. A full disk or a folder without write
+    permission is a UserError.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        yield
+        with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
+            if not try_lock(file.fileno()):
+                problem, fix = "another process is preparing this folder", "wait until it ends, then run again"
+                raise UserError(problem, where=str(folder), fix=fix)
+            yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             fix = "free some space and run the same command again; it resumes"
@@ -167,13 +178,3 @@ def writing(folder: Path) -> Iterator[None]:
             fix = "set data.prepared to a folder with write permission"
             raise UserError(problem, where=where, fix=fix) from error
         raise
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """One `prepare` per folder. The lock ends with its process."""
-    with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
-        if not try_lock(file.fileno()):
-            problem, fix = "another process is preparing this folder", "wait until it ends, then run again"
-            raise UserError(problem, where=str(folder), fix=fix)
-        yield

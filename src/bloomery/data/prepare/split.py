@@ -1,6 +1,7 @@
 """The validation set: chosen by a hash of the content, so that copies of a document stay in one split."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -40,58 +41,38 @@ class Splitter:
         return key < self.threshold
 
 
-def validation_share(data: Data, required_format: RequiredFormat = "text") -> float | None:
-    """The share in `data.validation`; None for a path or a split. Raises UserError for a share outside 0 to 1."""
-    said = data.validation
-    if said == AUTO:
-        return None if _own_splits(data, required_format) else _USUAL_SHARE
-    try:
-        percent = isinstance(said, str) and said.rstrip().endswith("%")
-        share = float(said.rstrip("% ") if isinstance(said, str) else said) / (100 if percent else 1)
-    except ValueError:
-        return None
-    if not 0 <= share < 1:
-        fix = "set a share such as 5%, 0, a path, or the name of a split of the dataset"
-        raise UserError(f"{said} is not a share of the dataset", where="data.validation", fix=fix)
-    return share
+def validation_of(data: Data, required_format: RequiredFormat = "text") -> tuple[float, list[Dataset]]:
+    """`data.validation`: a share, or datasets. Those are a path, a split of the sources that have it, or with auto the
+    validation split of each source. Raises UserError for a share outside 0 to 1, and for no such path or split.
+    """
+    asked = data.validation
+    if asked != AUTO:
+        with suppress(ValueError):  # not a number
+            percent = isinstance(asked, str) and asked.rstrip().endswith("%")
+            share = float(asked.rstrip("% ") if isinstance(asked, str) else asked) / (100 if percent else 1)
+            if not 0 <= share < 1:
+                fix = "set a share such as 5%, 0, a path, or the name of a split of the dataset"
+                raise UserError(f"{asked} is not a share of the dataset", where="data.validation", fix=fix)
+            return share, []
+    splits = [(source, other_splits(source, rows=required_format in ROW_FORMATS)) for source in sources_of(data)]
+    if asked == AUTO:
+        own = [(source, validation_split(names)) for source, names in splits]
+        held = [open_dataset(source, required_format, split=split) for source, split in own if split is not None]
+        return (0.0 if held else _USUAL_SHARE), held
+    name = str(asked)
+    held = [open_dataset(source, required_format, split=name) for source, names in splits if name in names]
+    if not held and not data_place(name).exists() and not name.startswith(PREFIX):
+        present = sorted({split for _, names in splits for split in names})
+        others = f"one of its splits: {', '.join(present)}" if present else "the path of a file or folder"
+        problem, where = "no such file, folder or split of the dataset", f"data.validation: {name}"
+        raise UserError(problem, where=where, fix=f"set a share such as 1%, or {others}")
+    whole = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
+    return 0.0, held or [open_dataset(whole, required_format)]
 
 
 def validation_datasets(data: Data, required_format: RequiredFormat = "text") -> list[Dataset]:
-    """The datasets in `data.validation`, none when it is a share: a path, a split of the sources that have it, or with
-    auto the validation split of each source.
-    """
-    if validation_share(data, required_format) is not None:
-        return []
-    if data.validation == AUTO:
-        return [
-            open_dataset(source, required_format, split=split) for source, split in _own_splits(data, required_format)
-        ]
-    name = str(data.validation)
-    named = [source for source in sources_of(data) if name in other_splits(source, rows=required_format in ROW_FORMATS)]
-    if named:
-        return [open_dataset(source, required_format, split=name) for source in named]
-    if not data_place(name).exists() and not name.startswith(PREFIX):
-        splits = sorted(
-            {
-                split
-                for source in sources_of(data)
-                for split in other_splits(source, rows=required_format in ROW_FORMATS)
-            }
-        )
-        others = f"one of its splits: {', '.join(splits)}" if splits else "the path of a file or folder"
-        problem, where = "no such file, folder or split of the dataset", f"data.validation: {name}"
-        raise UserError(problem, where=where, fix=f"set a share such as 1%, or {others}")
-    source = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
-    return [open_dataset(source, required_format)]
-
-
-def _own_splits(data: Data, required_format: RequiredFormat) -> list[tuple[Source, str]]:
-    """The sources with a validation split, and its name."""
-    found = [
-        (source, validation_split(other_splits(source, rows=required_format in ROW_FORMATS)))
-        for source in sources_of(data)
-    ]
-    return [(source, split) for source, split in found if split is not None]
+    """The datasets of `validation_of`, none when it is a share."""
+    return validation_of(data, required_format)[1]
 
 
 def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: RequiredFormat = "text") -> Splitter:
@@ -99,10 +80,10 @@ def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: Requ
 
     From two different documents on, neither split is empty: the lowest key is always validation, the highest never.
     """
-    held = validation_datasets(data, required_format)
+    share, held = validation_of(data, required_format)
     if held:
         return Splitter(0, frozenset().union(*(_held_keys(dataset, on_error=data.on_error) for dataset in held)))
-    threshold = round((validation_share(data, required_format) or 0.0) * 2**64)
+    threshold = round(share * 2**64)
     lowest, highest = 2**64, -1
     for dataset in datasets if threshold else ():
         for document in read_documents(dataset, on_error=data.on_error, stats=ReadStats()):
@@ -123,11 +104,8 @@ def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:
     if not keys:
         skipped = f": {counted(stats.skipped, 'rows')} skipped, the first: {stats.first_skipped}"
         fix = "set data.validation to another file, to a share such as 1%, or to 0 for no validation set"
-        raise UserError(
-            f"the validation set is empty{skipped if stats.skipped else ''}",
-            where=f"data.validation: {held.path}",
-            fix=fix,
-        )
+        problem = f"the validation set is empty{skipped if stats.skipped else ''}"
+        raise UserError(problem, where=f"data.validation: {held.path}", fix=fix)
     return keys
 
 

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -10,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.units import counted
-from bloomery.data.chat.render import EncodedExample, EncodedText, Renderer
-from bloomery.data.examples import BadRow
 from bloomery.data.loading.packing import Layout, PackedSequences, truncated_lengths
 from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
+from bloomery.data.prepare.workers import LocalEncoder
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, ShardKind, Split, open_split, read_manifest
-from bloomery.data.sources.documents import Document
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 2**20  # of a split: the entropy of 50,000 tokens to about 0.02 nats
@@ -171,15 +170,11 @@ def check_dataset(
         double_bos=double_bos, missing_eos=missing_eos, other_eos=other_eos, lengths=histogram, packing=packing,
         unit_name=unit_name(manifest),
     )  # fmt: skip
-    kto_labels = (
-        set()
-        if split.kto_labels is None
-        else set(np.asarray(split.kto_labels)[:: DOCUMENTS_PER_UNIT[split.kind]].tolist())
-    )
+    labels = [] if split.kto_labels is None else np.unique(split.kto_labels[:: DOCUMENTS_PER_UNIT[split.kind]]).tolist()
     one_sided = {
         (1,): "desirable: KTO needs undesirable ones too; objective.kind=sft trains on desirable ones in less time",
         (0,): "undesirable: KTO needs desirable ones too; are the labels inverted?",
-    }.get(tuple(kto_labels))
+    }.get(tuple(labels))
     warnings = (
         *_warnings(found, manifest, sequence_length),
         *_chat_warnings(found, manifest, tokenizer, missing or []),
@@ -238,10 +233,8 @@ def _warnings(check: DatasetCheck, manifest: Manifest, sequence_length: int) -> 
 
 def _chat_warnings(check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]) -> Iterator[str]:
     asked = sum(part.documents for part in manifest.train.parts if not part.plain)
-    texts, units = (
-        asked // (2 if check.kind == "kto" else 1),
-        UNITS[check.kind],
-    )  # the response for the KL term does not count
+    texts = asked // (2 if check.kind == "kto" else 1)  # the response for the KL term does not count
+    units = UNITS[check.kind]
     end = "(the tokenizer has none)" if manifest.eos_id is None else tokenizer.decode([manifest.eos_id])
     if check.kind == "text" and manifest.eos_id is not None and (check.missing_eos or check.other_eos):
         yield f"{check.missing_eos + check.other_eos:,} of {texts:,} texts do not end with the EOS token {end}"
@@ -291,62 +284,45 @@ class Preview:
 
 
 def preview(work: Preparation, count: int, *, sequence_length: int, layout: Layout) -> Iterator[Preview]:
-    """The first `count` documents, some of each source. Trains and saves the tokenizer when it does not exist yet;
-    writes nothing else.
+    """The first `count` documents, some of each source. Of a pair both responses; for KTO only the example's own, as
+    the response for the KL term is not trained on. Trains and saves the tokenizer when it does not exist yet; writes
+    nothing else.
     """
-    splitter, tokenizer = work.begin()
-    documents = work.first_documents(splitter, count)
-    if work.rendering is None:
-        yield from (_plain(*found, tokenizer, sequence_length, layout) for found in documents)
-        return
-    mixed = bool(work.kinds.plain)
-    with work.rendering.renderer(tokenizer) as renderer:
-        for name, document in documents:
-            if kind_of(document) == "text":
-                text = _plain(name, document, tokenizer, sequence_length, layout)
-                yield replace(text, loss_mask=[True] * len(text.ids), kind="text")
+    tokenizer = work.begin()
+    with closing(LocalEncoder(tokenizer, work.rendering)) as encoder:
+        for name, document in work.first_documents(count):
+            kind, example, sides = "", document.example, list[tuple[list[int], list[bool]]]()
+            if work.rendering is not None and (kind_of(document) == "text" or work.kinds.plain):
+                kind = "text" if kind_of(document) == "text" else "conversation"
+            if document.tokens is not None:
+                sides.append((list(document.tokens), list(document.loss_mask or [True] * len(document.tokens))))
             else:
-                sides = _structured(name, document, renderer, tokenizer, sequence_length)
-                yield from (replace(side, kind="conversation" if mixed else "") for side in sides)
-
-
-def _plain(name: str, document: Document, tokenizer: Tokenizer, sequence_length: int, layout: Layout) -> Preview:
-    if document.tokens is not None:
-        ids = list(document.tokens)
-    else:
-        begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        end = [] if tokenizer.eos_id in (None, tokenizer.bos_id) else [tokenizer.eos_id]
-        ids = [*begin, *tokenizer.encode(document.text), *[index for index in end if index is not None]]
-    cut = max(len(ids) - 1 - sequence_length, 0) if layout == "padded" else 0
-    sequences = 1 if layout == "padded" else -(-len(ids) // sequence_length)
-    return Preview(document.source, name, ids, pieces(ids, tokenizer), sequences, cut)
-
-
-def _structured(
-    name: str, document: Document, renderer: Renderer, tokenizer: Tokenizer, sequence_length: int
-) -> Iterator[Preview]:
-    """Both responses of a pair; for KTO only the example's own, as the response for the KL term is not trained on. Also
-    for pre-tokenized documents with a loss mask.
-    """
-    example, roles = document.example, [""]
-    if example is None:
-        assert document.tokens is not None and document.loss_mask is not None
-        sides: EncodedExample | BadRow = (EncodedText(list(document.tokens), list(document.loss_mask)),)
-    else:
-        sides = renderer.encode_batch([example])[0]
-        if example.kind == "pair":
-            roles = ["chosen", "rejected"]
-        elif example.kind == "kto":
-            roles = ["desirable" if example.desirable else "undesirable"]
-    if isinstance(sides, BadRow):
-        yield Preview(document.source, name, [], [], 0, 0, bad_row=sides.reason)
-        return
-    whole = np.array([[len(side.ids) for side in sides]], np.int64)
-    kept = truncated_lengths(whole, sequence_length)[0].tolist()
-    fits = all(any(side.loss_mask[1:count]) for side, count in zip(sides, kept, strict=True))
-    for side, count, role in zip(sides, kept, roles, strict=False):
-        text, cut = pieces(side.ids, tokenizer), len(side.ids) - count
-        yield Preview(document.source, name, side.ids, text, int(fits), cut, side.loss_mask, role)
+                batch = encoder.encode([document])
+                if batch.bad_rows:
+                    problem = batch.bad_rows[0].reason
+                    yield Preview(document.source, name, [], [], 0, 0, bad_row=problem, kind=kind)
+                    continue
+                flags = np.ones(len(batch.ids), np.uint8) if batch.loss_mask is None else batch.loss_mask
+                ends = np.cumsum(batch.lengths)[:-1].astype(np.int64)
+                parts = zip(np.split(batch.ids, ends), np.split(flags > 0, ends), strict=True)
+                sides += [(ids.tolist(), mask.tolist()) for ids, mask in parts]
+            if kind_of(document) == "text":
+                ids, mask = sides[0]
+                cut = max(len(ids) - 1 - sequence_length, 0) if layout == "padded" else 0
+                sequences = 1 if layout == "padded" else -(-len(ids) // sequence_length)
+                text = pieces(ids, tokenizer)
+                yield Preview(document.source, name, ids, text, sequences, cut, mask if kind else None, kind=kind)
+                continue
+            roles = [""]
+            if example is not None and example.kind == "pair":
+                roles = ["chosen", "rejected"]
+            elif example is not None and example.kind == "kto":
+                roles = ["desirable" if example.desirable else "undesirable"]
+            kept = truncated_lengths(np.array([[len(ids) for ids, _ in sides]], np.int64), sequence_length)[0].tolist()
+            fits = all(any(mask[1:count]) for (_, mask), count in zip(sides, kept, strict=True))
+            for (ids, mask), left, role in zip(sides, kept, roles, strict=False):
+                text = pieces(ids, tokenizer)
+                yield Preview(document.source, name, ids, text, int(fits), len(ids) - left, mask, role, kind=kind)
 
 
 def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:

@@ -7,7 +7,6 @@ import platform
 import sysconfig
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
@@ -45,43 +44,29 @@ _PHRASES = (
 )
 
 
-@dataclass(frozen=True)
-class StdlibFunction:
-    """A function of the library: its place, the prompt for it, and its source without the docstring."""
-
-    source: str
-    prompt: tuple[Message, ...]
-    response: str
-
-
 def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """One prompt and response per function."""
-    for function in _functions(files):
-        yield Example(function.source, "chat", (), (function.prompt + _response(function.response),))
+    for source, prompt, response in _functions(files):
+        yield Example(source, "chat", (), ((Message("user", prompt), Message("assistant", response)),))
 
 
 def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """Each prompt with its response and, as the rejected one, the same lines in reverse order where that is no valid
     Python: as long, of the same words, and wrong. Small models can be trained to distinguish them.
     """
-    for function in _functions(files):
-        backwards = "\n".join(reversed(function.response.splitlines()))
+    for source, prompt, response in _functions(files):
+        backwards = "\n".join(reversed(response.splitlines()))
         if not _is_python(backwards):
-            yield Example(
-                function.source, "pair", function.prompt, (_response(function.response), _response(backwards))
-            )
-
-
-def _response(response: str) -> tuple[Message, ...]:
-    return (Message("assistant", response),)
+            responses = (Message("assistant", response),), (Message("assistant", backwards),)
+            yield Example(source, "pair", (Message("user", prompt),), responses)
 
 
 @functools.lru_cache(maxsize=1)
-def _functions(files: tuple[SourceFile, ...]) -> list[StdlibFunction]:
-    """Functions in the order of the files, without repeated prompts and responses. A file that is no valid Python of
-    this version has none.
+def _functions(files: tuple[SourceFile, ...]) -> list[tuple[str, str, str]]:
+    """The place, prompt and response of functions, without repeated prompts and responses: the prompt asks for what the
+    docstring says, the response is the source without it. A file that is no valid Python of this version has none.
     """
-    prompts, responses, found = set[str](), set[str](), list[StdlibFunction]()
+    prompts, responses, found = set[str](), set[str](), list[tuple[str, str, str]]()
     for file in files:
         try:
             text = file.path.read_bytes().decode("utf-8")
@@ -96,9 +81,7 @@ def _functions(files: tuple[SourceFile, ...]) -> list[StdlibFunction]:
             if does and response and does.lower() not in prompts and response not in responses:
                 prompts.add(does.lower())
                 responses.add(response)
-                found.append(
-                    StdlibFunction(f"{file.name}:{node.lineno}", (Message("user", _prompt(node, does)),), response)
-                )
+                found.append((f"{file.name}:{node.lineno}", _prompt(node, does), response))
     return found
 
 

@@ -6,9 +6,10 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import closest
@@ -82,13 +83,17 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     if root.is_file():
         return [SourceFile(root, root.name, _format(root, source.format), str(shown))]
     if (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
-        return [replace(file, shown_path=str(shown / file.path.relative_to(root))) for file in _saved_dataset(root)]
+        return _saved_dataset(root, shown)
     found = sorted(_walk(root, source.glob))
     chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
     if not chosen:
         raise _nothing(root, source.glob, found)
     chosen = chosen if source.glob else train_files(chosen, str(root))
-    return [SourceFile(root / name, name, _format(root / name, source.format), str(shown / name)) for name in chosen]
+    return [_file(source, root, shown, name) for name in chosen]
+
+
+def _file(source: Source, root: Path, shown: Path, name: str) -> SourceFile:
+    return SourceFile(root / name, name, _format(root / name, source.format), str(shown / name))
 
 
 def _shown(name: str, root: Path) -> Path:
@@ -149,17 +154,15 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
         return {}
     shown, splits = _shown(source.path, root), dict[str, list[SourceFile]]()
     if (root / "dataset_dict.json").is_file():
-        for split in _names_of_splits(root):
-            files = _saved_dataset(root / split) if split != "train" else []
-            splits[split] = [replace(file, shown_path=str(shown / split / file.name)) for file in files]
+        others = [split for split in _names_of_splits(root) if split != "train"]
+        splits = {split: _saved_dataset(root / split, shown / split) for split in others}
         return {split: files for split, files in splits.items() if files}
     found = _recognized(sorted(_walk(root, None)), rows=rows or source.format in FORMATS)
     kept = set(train_files(found, str(root)))
     for name in found:
         own = _split_of(name)
         if own and name not in kept:
-            file = SourceFile(root / name, name, _format(root / name, source.format), str(shown / name))
-            splits.setdefault(own, []).append(file)
+            splits.setdefault(own, []).append(_file(source, root, shown, name))
     return splits
 
 
@@ -257,35 +260,38 @@ def _nothing(root: Path, glob: str | None, names: list[str]) -> UserError:
     return UserError(problem, where=f"data.path: {root}", fix='set data.glob="*.xyz"')
 
 
-def _saved_dataset(root: Path) -> list[SourceFile]:
+def _saved_dataset(root: Path, shown: Path) -> list[SourceFile]:
     """The files of a folder that datasets' save_to_disk wrote; of several splits, of train."""
     if (root / "dataset_dict.json").is_file():
         splits = _names_of_splits(root)
         if "train" not in splits:
             problem = f"none of its splits is called train: {', '.join(splits)}"
             raise UserError(problem, where=str(root), fix=f"set data.path to {root}/<split>")
-        return _saved_dataset(root / "train")
-    try:
-        state = json.loads((root / "state.json").read_text(encoding="utf-8"))
-        names = [str(entry["filename"]) for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problem, fix = "not a folder of datasets' save_to_disk, or damaged", "save the dataset again"
-        raise UserError(problem, where=str(root / "state.json"), fix=fix) from error
+        return _saved_dataset(root / "train", shown / "train")
+    names = _read_saved(root / "state.json", lambda state: [str(entry["filename"]) for entry in state["_data_files"]])
     missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
     if missing:
         raise UserError(f"{missing[0]} is missing", where=str(root), fix="save the dataset again")
-    return [SourceFile(root / name, name, "arrow") for name in names]
+    return [SourceFile(root / name, name, "arrow", str(shown / name)) for name in names]
 
 
 def _names_of_splits(root: Path) -> list[str]:
     """The splits that datasets' save_to_disk wrote. Raises UserError when the file is damaged."""
-    path = root / "dataset_dict.json"
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))["splits"]
+
+    def checked(description: Any) -> list[str]:
+        names = description["splits"]
         plain = (isinstance(name, str) and name != ".." and Path(name).name == name for name in names)
         if not isinstance(names, list) or not all(plain):
             raise TypeError("splits is no list of names")
+        return names
+
+    return _read_saved(root / "dataset_dict.json", checked)
+
+
+def _read_saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
+    """The `names` in a JSON file of datasets' save_to_disk. Raises UserError when it is damaged."""
+    try:
+        return names(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem, fix = "not a folder of datasets' save_to_disk, or damaged", "save the dataset again"
         raise UserError(problem, where=str(path), fix=fix) from error
-    return names

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
-from bloomery.data.examples import BadRow, Example, Message, Role, Turns, check_turns, kind_of, text_of
+from bloomery.data.examples import BadRow, Example, Message, Role, Turns, check_turns, kind_of, num_equal, text_of
 from bloomery.recipe.schema import Source
 
 MAX_CONVERSATION = 2 * MIB  # of text: half a million tokens, which take half a gigabyte to encode
@@ -286,8 +286,7 @@ def _preference(row: Row) -> Example:
 
 def _common(one: Turns, other: Turns) -> int:
     """The number of equal first turns, or of equal first characters up to white space, so that no word is cut."""
-    pairs = enumerate(zip(one, other, strict=False))
-    shared = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+    shared = num_equal(one, other)
     if isinstance(one, str):
         while shared and not one[shared - 1].isspace():
             shared -= 1

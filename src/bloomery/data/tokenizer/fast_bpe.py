@@ -158,7 +158,7 @@ def ascii_pattern(pattern: str) -> str:
 
 def word_pattern(description: dict[str, Any]) -> str | None:
     """The expression that splits words in a tokenizer.json that only splits, maps bytes and merges; else None."""
-    model = description["model"]
+    model = description.get("model") or {}
     return None if model.get("type") != "BPE" or model.get("dropout") else _pattern(description)
 
 

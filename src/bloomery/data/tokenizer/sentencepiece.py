@@ -156,10 +156,6 @@ class SentencePiece:
     def special(self) -> list[str]:
         return [piece for piece, index in self._ids.items() if self._processor.is_control(index)]
 
-    def merge(self, word: str) -> list[int]:
-        """Ids of one word; SentencePiece has no words."""
-        return self.encode_batch([word], special=False)[0]
-
     def decode(self, ids: list[int]) -> str:
         text: str = self._processor.decode(ids)
         return text

@@ -5,9 +5,10 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
@@ -44,8 +45,7 @@ def read_json(path: Path) -> Json:
 
 def canonical(description: Json) -> str:
     """The JSON of a tokenizer with sorted keys, without padding and truncation, which are settings of its use."""
-    kept = {key: value for key, value in description.items() if key not in ("padding", "truncation")}
-    return json.dumps({**kept, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True)
+    return json.dumps({**description, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True)
 
 
 def check_ids(description: Json, where: str) -> None:
@@ -163,27 +163,10 @@ def configuration(folder: Path) -> Json:
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")  # ids 0 to 3, in this order
 CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = ("tokenizer.json", MODEL_FILE)
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>")
 _Result = TypeVar("_Result")
 Placed = tuple[list[int], list[tuple[int, int]]]  # ids, and the characters of the text of each
-
-
-class TokenizerBackend(Protocol):
-    """Encoder and decoder of a file. `description`: the content of tokenizer.json, empty for other files."""
-
-    description: Json
-    growth: float  # the most characters of normalized text per character of text
-
-    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
-    def encode_places(self, texts: list[str]) -> list[Placed]: ...
-    def begins_with(self, token: int) -> bool: ...
-    def merge(self, word: str) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
-    def token_bytes(self) -> list[int]: ...
-    def id_of(self, token: str) -> int | None: ...
-    def special(self) -> list[str]: ...
-    def fingerprint(self) -> str: ...
-    def files(self) -> dict[str, bytes]: ...
 
 
 def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
@@ -210,7 +193,9 @@ def refuse_unknown_ids(ids: Iterable[int], vocab_size: int) -> None:
 
 @final
 class JsonBackend:
-    """A tokenizer.json in the tokenizers library."""
+    """A tokenizer.json in the tokenizers library. `description`: its content; `growth`: the most characters of
+    normalized text per character of text. SentencePiece has the same methods for a .model file, without `merge`.
+    """
 
     def __init__(self, description: Json, where: str, control: set[str]) -> None:
         check_ids(description, where)
@@ -228,7 +213,10 @@ class JsonBackend:
     def _loaded(self, text: str) -> Any:
         from tokenizers import Tokenizer as Library
 
-        return guarded(lambda: Library.from_str(text), "is not a valid tokenizer", self._where)
+        return self._guarded(lambda: Library.from_str(text), "is not a valid tokenizer")
+
+    def _guarded(self, call: Callable[[], _Result], problem: str = "the tokenizer failed on a text") -> _Result:
+        return guarded(call, problem, self._where)
 
     @cached_property
     def _library(self) -> Any:
@@ -241,11 +229,7 @@ class JsonBackend:
         return self._loaded(self._text.replace('"trim_offsets": true', '"trim_offsets": false'))
 
     def encode_places(self, texts: list[str]) -> list[Placed]:
-        found = guarded(
-            lambda: self._placing.encode_batch(texts, add_special_tokens=False),
-            "the tokenizer failed on a text",
-            self._where,
-        )
+        found = self._guarded(lambda: self._placing.encode_batch(texts, add_special_tokens=False))
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
     def begins_with(self, token: int) -> bool:
@@ -255,19 +239,15 @@ class JsonBackend:
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         library = self._library if special else self._plain
         call = getattr(library, "encode_batch_fast", library.encode_batch)
-        encodings = guarded(
-            lambda: call(texts, add_special_tokens=False), "the tokenizer failed on a text", self._where
-        )
-        return [encoding.ids for encoding in encodings]
+        return [encoding.ids for encoding in self._guarded(lambda: call(texts, add_special_tokens=False))]
 
     def merge(self, word: str) -> list[int]:
         """Ids of one word, without normalizing or splitting it."""
         return [token.id for token in self._plain.model.tokenize(word)]
 
     def decode(self, ids: list[int]) -> str:
-        text: str = guarded(
-            lambda: self._plain.decode(ids, skip_special_tokens=False), "the tokenizer cannot decode", self._where
-        )
+        call = partial(self._plain.decode, ids, skip_special_tokens=False)
+        text: str = self._guarded(call, "the tokenizer cannot decode")
         return text
 
     def token_bytes(self) -> list[int]:
@@ -305,7 +285,7 @@ class JsonBackend:
 class Tokenizer:
     """Encodes text without adding ids, and decodes ids without dropping any."""
 
-    def __init__(self, backend: TokenizerBackend, config: Json) -> None:
+    def __init__(self, backend: JsonBackend | SentencePiece, config: Json) -> None:
         self._backend, self._config = backend, config
         names = roles(backend.description, config)
         ids = {role: backend.id_of(name) if name else None for role, name in names.items()}
@@ -329,18 +309,17 @@ class Tokenizer:
         """Ids of a text. "<s>" or "</s>" in a text are characters, and control tokens only with `special`; other added
         tokens always match.
         """
-        if self._short(text):
-            return self._backend.encode_batch([text], special=special)[0]
-        return [index for piece in words.pieces(text, self._ends) for index in self._piece(piece, special=special)]
-
-    def _piece(self, text: str, *, special: bool) -> list[int]:
-        words.refuse_long(self._size(text))
-        return self._backend.encode_batch([text], special=special)[0]
+        return self.encode_batch([text], special=special)[0]
 
     def encode_batch(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
-        if not all(map(self._short, texts)):
-            return [self.encode(text, special=special) for text in texts]
-        return self._backend.encode_batch(texts, special=special)
+        if all(map(self._short, texts)):
+            return self._backend.encode_batch(texts, special=special)
+        cut = ([self._piece(piece, special=special) for piece in words.pieces(text, self._ends)] for text in texts)
+        return [list(chain.from_iterable(parts)) for parts in cut]
+
+    def _piece(self, text: str, *, special: bool = False) -> list[int]:
+        words.refuse_long(self._size(text))
+        return self._backend.encode_batch([text], special=special)[0]
 
     def _short(self, text: str) -> bool:
         return len(text) * self._backend.growth <= words.PIECE
@@ -351,7 +330,7 @@ class Tokenizer:
 
     @cached_property
     def _ends(self) -> re.Pattern[str] | None:
-        return words.word_ends(self._backend.description) if self._backend.description else None
+        return words.word_ends(self._backend.description)
 
     def too_long(self, text: str, *, special: bool = False) -> UserError | None:
         """The error when `encode_array`, or `encode` with `special`, needs too much memory for a text; else None."""
@@ -398,13 +377,13 @@ class Tokenizer:
     def _array(self, text: str) -> words.Ids:
         if self._fast is not None:
             return self._fast.encode(text)
-        return np.array(self._piece(text, special=False), dtype=self.dtype)
+        return np.array(self._piece(text), dtype=self.dtype)
 
     @cached_property
     def _fast(self) -> words.WordEncoder | None:
         description = self._backend.description
-        pattern = words.word_pattern(description) if description else None
-        if pattern is None or not words.plain_added(description):
+        pattern = words.word_pattern(description)
+        if pattern is None or not words.plain_added(description) or isinstance(self._backend, SentencePiece):
             return None
         control = set(roles(description, self._config).values())
         added = [entry["content"] for entry in description.get("added_tokens") or [] if entry["content"] not in control]
@@ -456,15 +435,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when it is missing or invalid."""
     config = configuration(path if path.is_dir() else path.parent)
     if path.is_dir():
-        names = ["tokenizer.json", MODEL_FILE, "spiece.model"]
-        names = [MODEL_FILE] if config.get(MADE_BY) == MODEL_FILE else names
+        names = [MODEL_FILE] if config.get(MADE_BY) == MODEL_FILE else [*TOKENIZER_FILES, "spiece.model"]
         files = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.model"))
         if not files:
-            raise UserError(
+            problem, fix = (
                 "no tokenizer.json or SentencePiece .model in it",
-                where=str(path),
-                fix="set tokenizer.from to the file or another folder",
+                "set tokenizer.from to the file or another folder",
             )
+            raise UserError(problem, where=str(path), fix=fix)
         path = files[0]
     if path.suffix == ".model":
         backend = SentencePiece(path)
@@ -472,9 +450,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     description = read_json(path)
     control = {name for name in roles(description, config).values() if name}
     return Tokenizer(JsonBackend(description, str(path), control), config)
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
@@ -490,16 +465,11 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
             raise UserError(problem, where="tokenizer.from", fix="set model.from, or tokenizer.train")
         name = recipe.model.from_
     if name:
-        return (
-            {"from": name, "additional_special_tokens": section.additional_special_tokens}
-            if section.additional_special_tokens
-            else {"from": name}
-        )
+        more = section.additional_special_tokens
+        return {"from": name, "additional_special_tokens": more} if more else {"from": name}
     train = section.train or TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
-    own = [
-        *train.special_tokens,
-        *(token for token in section.additional_special_tokens if token not in train.special_tokens),
-    ]
+    own = [*train.special_tokens]
+    own += [token for token in section.additional_special_tokens if token not in own]
     return {"train": train.model_copy(update={"special_tokens": own}).model_dump(mode="json")}
 
 
