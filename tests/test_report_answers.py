@@ -11,7 +11,7 @@ from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Sft
 from bloomery.report.render import part
-from bloomery.report.validation_text import compare_responses
+from bloomery.report.validation_text import compare_models
 from bloomery.train.evaluation.answers import answer, shown, validation_prompts
 from models_for_tests import make_config, make_model, save_model
 
@@ -40,7 +40,7 @@ def conversations(root, template, *more):
     save_model(root / "checkpoints", 1, fresh_decoder(config, seed=7), root / "prepared")
     plan = SimpleNamespace(
         model=SimpleNamespace(source=base, config=config), objective=Sft(kind="sft"),
-        data=SimpleNamespace(prepared=root / "prepared"),
+        data=SimpleNamespace(prepared=root / "prepared"), train=SimpleNamespace(seed=0),
     )  # fmt: skip
     return plan, root / "checkpoints", load_tokenizer(base)
 
@@ -58,7 +58,7 @@ def test_questions_end_where_the_first_answer_begins(made):
 
 def test_both_models_answer_the_same_questions(made):
     plan, checkpoints, tokenizer = made
-    told = compare_responses(plan, checkpoints, 1)
+    told = compare_models(plan, checkpoints, 1)[1]
     assert len(told) == 4 and all(one.prompt.startswith("return") and "def f" in one.reference for one in told)
     questions = validation_prompts(plan.data.prepared, 64)
     first = min(questions, key=lambda question: len(question.prompt))
@@ -73,21 +73,21 @@ def test_a_question_with_several_answers_is_asked_once(made, monkeypatch):
     plan, checkpoints, _ = made
     real = answers.validation_prompts
     monkeypatch.setattr(answers, "validation_prompts", lambda *words: [q for q in real(*words) for _ in range(2)])
-    told = [one.prompt for one in compare_responses(plan, checkpoints, 1)]
+    told = [one.prompt for one in compare_models(plan, checkpoints, 1)[1]]
     assert len(told) == len(set(told)) == 4
 
 
 def test_a_base_is_asked_in_tokens_that_the_run_has_added(tmp_path):
     plan, checkpoints, _ = conversations(tmp_path, TEMPLATE.replace("Q ", "<q>"),
         'tokenizer.additional_special_tokens=["<q>"]')
-    assert [one.prompt[:6] for one in compare_responses(plan, checkpoints, 1)] == ["return"] * 4
+    assert [one.prompt[:6] for one in compare_models(plan, checkpoints, 1)[1]] == ["return"] * 4
 
 
 def test_pretraining_and_runs_without_a_checkpoint_have_none(made, tmp_path):
     plan, checkpoints, _ = made
-    assert compare_responses(plan, tmp_path, 1) == []
-    fresh = SimpleNamespace(**{**vars(plan), "model": SimpleNamespace(source=None, config=None)})
-    assert compare_responses(fresh, checkpoints, 1) == []
+    assert compare_models(plan, tmp_path, 1)[1] == []
+    fresh = SimpleNamespace(**{**vars(plan), "model": SimpleNamespace(source=None, config=plan.model.config)})
+    assert compare_models(fresh, checkpoints, 1)[1] == []
 
 
 def test_answers_are_text_and_no_markup():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doctor_help import _a_folder_of_its_own, doctor  # noqa: F401
 
-from bloomery.cli.doctor.command import MOST_BYTES
+from bloomery.cli.doctor import MOST_BYTES
 from bloomery.core.errors import UserError
 
 HOST = {

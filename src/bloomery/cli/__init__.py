@@ -19,7 +19,7 @@ STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C with
 # Command -> (where its click command is, its line in --help).
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("bloomery.cli.demo:command", "Train a small model, kill and resume it, evaluate it."),
-    "doctor": ("bloomery.cli.doctor.command:command", "Check this machine and suggest fixes."),
+    "doctor": ("bloomery.cli.doctor:command", "Check this machine and suggest fixes."),
     "recipes": ("bloomery.cli.recipes:command", "List, show, copy and import recipes."),
     "tokenizer": ("bloomery.cli.tokenizer:command", "Train a tokenizer, or print the tokens of a text."),
     "prepare": ("bloomery.cli.prepare:command", "Tokenize a dataset; preview the loss mask."),
@@ -157,21 +157,17 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
     context = getattr(error, "ctx", None)  # None where an option lacks its value
     command = context.command_path if context is not None else _command_path(arguments)
     message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
-    fix = _recipe_key(error, arguments) or f"{command} --help"
-    return UserError(message[:1].lower() + message[1:], where=f"`{command}`", fix=fix, code=error.exit_code)
-
-
-def _recipe_key(error: click.ClickException, arguments: Sequence[str]) -> str:
-    """For an option that is the name of a setting, such as --learning-rate 1e-4: the override to write."""
-    context = getattr(error, "ctx", None)
+    override = None
     takes_overrides = context is not None and any(one.name == "overrides" for one in context.command.params)
-    if not isinstance(error, click.NoSuchOption) or error.possibilities or not takes_overrides:
-        return ""
-    from bloomery.recipe.aliases import look_up
+    if isinstance(error, click.NoSuchOption) and not error.possibilities and takes_overrides:
+        from bloomery.recipe.aliases import look_up
 
-    name = error.option_name.lstrip("-").replace("-", "_")
-    _, *after = [*" ".join(arguments).partition(error.option_name)[2].replace("=", " ", 1).split(" "), "true"]
-    return str(look_up(tuple(name.split(".")), after[0], {}) or "")
+        # An option that is the name of a setting, such as --learning-rate 1e-4: the override to write.
+        name = error.option_name.lstrip("-").replace("-", "_")
+        _, *after = [*" ".join(arguments).partition(error.option_name)[2].replace("=", " ", 1).split(" "), "true"]
+        override = look_up(tuple(name.split(".")), after[0], {})
+    fix = str(override or f"{command} --help")
+    return UserError(message[:1].lower() + message[1:], where=f"`{command}`", fix=fix, code=error.exit_code)
 
 
 def _command_path(arguments: Sequence[str]) -> str:

@@ -57,7 +57,7 @@ def command(
     if as_json:
         print_json(asdict(result))
         return
-    from bloomery.runs.evaluate import TextScores
+    from bloomery.train.evaluation.scoring import TextScores
 
     if isinstance(result, TextScores):
         bits = result.bits_per_byte

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from bloomery.cli.common import chosen_recipe, echo, recipe_or_model
+from bloomery.core.errors import UserError, one_line
+from bloomery.core.units import counted, format_count
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -90,8 +92,6 @@ def reporting() -> Iterator["Report"]:
 
 
 def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
-    from bloomery.core.errors import one_line
-    from bloomery.core.units import counted, format_count
     from bloomery.data.prepare.split import validation_datasets
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
     from bloomery.data.sources.documents import sources_of
@@ -120,11 +120,8 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
     for corpus in validation_set:
         echo(f"validation {one_line(corpus.path)}")
     read = {file.path for corpus in validation_set for file in corpus.files}
-    others = [
-        split
-        for source in sources_of(data)
-        for split in other_splits(source, rows=required_format in ROW_FORMATS).values()
-    ]
+    rows = required_format in ROW_FORMATS
+    others = [files for source in sources_of(data) for files in other_splits(source, rows=rows).values()]
     if aside := [file.shown for files in others for file in files if file.path not in read]:
         echo(f"not read   {counted(len(aside), 'files')} of other splits, such as {aside[0]}")
     for line in left_aside(loaded.recipe):
@@ -143,7 +140,6 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
 
 def _units(manifest: "Manifest", parts: "Sequence[SplitPart]") -> str:
     """The number of conversations, documents, or both in some sources."""
-    from bloomery.core.units import counted
     from bloomery.data.prepare.stats import UNITS
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
 
@@ -156,7 +152,6 @@ def _units(manifest: "Manifest", parts: "Sequence[SplitPart]") -> str:
 
 def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
     """Print the share of loss tokens, and how the examples are packed into sequences."""
-    from bloomery.core.units import counted
     from bloomery.data.prepare.stats import UNITS, packing_stats, unit_name
     from bloomery.data.shards import open_split
 
@@ -168,17 +163,14 @@ def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -
     )
     if fill is None:
         return
-    full = fill.positions / max(1, fill.sequences * data.sequence_length)
-    units = UNITS[manifest.kind]
-    lost = (
-        (fill.truncated, f"truncated: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens"),
-        (fill.dropped, f"left out: {counted(fill.dropped, units)}, no loss tokens after truncation"),
-        (fill.all_masked, f"left out: {counted(fill.all_masked, units)}, all labels are masked"),
-    )
-    parts = [
-        f"{fill.sequences:,} of {data.sequence_length:,} tokens, {full:.1%} full",
-        *(line for n, line in lost if n),
-    ]
+    full, units = fill.positions / max(1, fill.sequences * data.sequence_length), UNITS[manifest.kind]
+    parts = [f"{fill.sequences:,} of {data.sequence_length:,} tokens, {full:.1%} full"]
+    if fill.truncated:
+        parts.append(f"truncated: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens")
+    if fill.dropped:
+        parts.append(f"left out: {counted(fill.dropped, units)}, no loss tokens after truncation")
+    if fill.all_masked:
+        parts.append(f"left out: {counted(fill.all_masked, units)}, all labels are masked")
     echo(f"sequences  {'; '.join(parts)}")
 
 
@@ -208,16 +200,13 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
         console.print(_colored(document), soft_wrap=True)
         console.print()
     if any(document.loss_mask is not None for document in documents):
-        plain = console.color_system is None
-        console.print(
-            "loss on: between ⟦ and ⟧" if plain else Text.assemble(("loss on", _TRAINED[0]), (" · masked", _MASKED[0]))
-        )
+        colors = Text.assemble(("loss on", _TRAINED[0]), (" · masked", _MASKED[0]))
+        console.print("loss on: between ⟦ and ⟧" if console.color_system is None else colors)
 
 
 def _counts(document: "Preview", sequence_length: int) -> str:
     if document.bad_row:
         return f"left out: {_visible(document.bad_row)}"
-    from bloomery.core.units import counted
 
     cut = f" · {document.cut:,} tokens truncated" if document.cut else ""
     sequences = f"{counted(document.sequences, 'sequences')} of {sequence_length:,} tokens"
@@ -264,12 +253,11 @@ def _visible(piece: str) -> str:
 
 def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     """Print the health of the dataset, the epochs of the planned run, and whether these are too many."""
-    from bloomery.core.errors import UserError
     from bloomery.data.prepare.kinds import missing_markup
     from bloomery.data.prepare.stats import check_dataset
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
     from bloomery.hardware.detect.detect import detect
-    from bloomery.plan.gather import counted, facts_of
+    from bloomery.plan import gather
     from bloomery.plan.lengths import in_epochs, too_many_epochs
     from bloomery.plan.resolve import resolve
 
@@ -277,9 +265,9 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
     length, layout = data.sequence_length, data.layout
     _print_health(check_dataset(folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing))
-    corpus = counted(manifest, data, folder)
+    corpus = gather.counted(manifest, data, folder)
     try:
-        plan = resolve(loaded, facts_of(loaded, detect(), prepared=folder, dataset=corpus))
+        plan = resolve(loaded, gather.facts_of(loaded, detect(), prepared=folder, dataset=corpus))
     except UserError as error:
         echo(f"epochs     unknown: {error.problem}")
         return
@@ -290,7 +278,6 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
 
 
 def _print_health(check: "DatasetCheck") -> None:
-    from bloomery.core.units import counted
 
     longer = counted(check.longer, check.unit_name)
     echo(f"sequences  {check.sequences:,}; {longer} longer, {check.cut:,} tokens truncated")

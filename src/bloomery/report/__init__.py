@@ -25,22 +25,15 @@ def write_report(
     """
     from bloomery.report.page import page
     from bloomery.report.record import read_record
-    from bloomery.report.validation_text import (
-        ResponsePair,
-        ValidationText,
-        compare_responses,
-        score_validation_text,
-    )
+    from bloomery.report.validation_text import ResponsePair, ValidationText, compare_models
 
     run_dir = run_dir.absolute()
     record = read_record(run_dir)
     parameters = record.started.parameters if record.started else 0
     responses: list[ResponsePair] = []
-    if record.plan is None:
-        validation_text: ValidationText | str = "the run has no plan yet"
-    else:
-        validation_text = score_validation_text(record.plan, run_dir / "checkpoints", parameters, use)
-        responses = compare_responses(record.plan, run_dir / "checkpoints", parameters, use)
+    validation_text: ValidationText | str = "the run has no plan yet"
+    if record.plan is not None:
+        validation_text, responses = compare_models(record.plan, run_dir / "checkpoints", parameters, use)
     text = page(record, validation_text, extras, run_dir.name, responses)
     return _write(text, out or run_dir / "report.html")
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bloomery.core.units import counted, format_bytes, format_count
 from bloomery.core.version import __version__
@@ -20,6 +20,7 @@ from bloomery.model.families.registry import architecture_of
 from bloomery.model.io.stored import Stored, find_tensors, stored_in, stored_parameters
 from bloomery.report.render import render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ScoredText, heat_level
+from bloomery.train.evaluation.scoring import TextScores
 from bloomery.train.model_folder import ModelFiles
 
 
@@ -109,27 +110,12 @@ def _short(names: Iterable[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(name).rpartition(".")[2][:80] for name in names))
 
 
-class Figures(Protocol):
-    """Loss of a model on a text; `loss` is nats per token."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def perplexity(self) -> float: ...
-    @property
-    def bits_per_byte(self) -> float | None: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class CheckedModel:
     """Results of one model: figures on the text, the per-token loss of a part of it, a response per prompt."""
 
     title: str
-    figures: Figures | None
+    figures: TextScores | None
     scored: list[ScoredText]
     responses: tuple[str, ...]
 

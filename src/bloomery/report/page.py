@@ -71,7 +71,6 @@ def page(
             for title, planned, measured in compared(record)
             if planned and measured
         ],
-        repeated=_repeated(record),
         incidents=[
             (f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text) for i in record.incidents[-_SHOWN_INCIDENTS:]
         ],
@@ -315,19 +314,6 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
 
 def _short(value: float | None) -> str:
     return figure(value, ",.0f" if abs(value or 0) >= 1000 else ".4g", "")
-
-
-def _repeated(record: RunRecord) -> str:
-    again = record.repeated
-    if again is None:
-        return ""
-    text = f"A resume repeated steps {again.first:,} to {again.last:,}: "
-    if not again.different:
-        return text + "losses and gradient norms are bitwise identical."
-    text += f"{again.different:,} of {again.steps:,} differ."
-    if record.plan is not None and not record.plan.train.deterministic:
-        text += " Data order, RNG and states are exact; results are equal up to kernel rounding."
-    return text
 
 
 def _evaluations(record: RunRecord) -> dict[str, list[Any]]:

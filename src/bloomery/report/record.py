@@ -124,13 +124,14 @@ def read_record(folder: Path) -> RunRecord:
         summary.ended = None
     plan = _read(folder / "plan.json", RunPlan)
     recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
+    samples = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}  # the last of each
     return RunRecord(
         folder=folder,
         summary=summary,
         lost=history.problem,
         steps=last_per_step(events, StepDone),
         evals=last_per_step(events, EvalDone),
-        samples=_last_samples(events),
+        samples=[samples[key] for key in sorted(samples)],
         saves=last_per_step(events, Saved),
         device_samples=[event for event in events if isinstance(event, DeviceStats)],
         incidents=incidents_of(events),
@@ -158,12 +159,6 @@ def _expected(recipe: Path) -> Claims:
         return load_recipe(recipe).recipe.claims
     except UserError:
         return Claims()
-
-
-def _last_samples(events: Iterable[Event]) -> list[Sampled]:
-    """The last sample of each (step, prompt)."""
-    last = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
-    return [last[key] for key in sorted(last)]
 
 
 def incidents_of(events: list[Event]) -> list[Incident]:

@@ -15,8 +15,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.plan.types import RunPlan
 
 if TYPE_CHECKING:
-    from bloomery.train.evaluation.answers import PromptAndResponse
-    from bloomery.train.model_folder import ModelFiles
+    from bloomery.model.decoder import Decoder
     from bloomery.train.use import Use
 
 _TOKENS = 260  # of one document, for two columns
@@ -48,44 +47,74 @@ class ValidationText:
     step: int  # of the checkpoint that `after` is from
 
 
-def score_validation_text(
+@dataclass(frozen=True)
+class ResponsePair:
+    prompt: str
+    reference: str
+    before: str
+    after: str
+
+
+def compare_models(
     plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None
-) -> ValidationText | str:
-    """Both losses of the first long enough document of the validation split, or the reason why there are none."""
+) -> tuple[ValidationText | str, list[ResponsePair]]:
+    """The model before and after training, one in memory at a time: both losses of the first long enough document of
+    the validation split, or the reason why there are none; both responses to the shortest validation prompts.
+
+    No responses without a base model or conversations. Raises UserError for a model that cannot be loaded.
+    """
     from bloomery.train.sealed import newest_valid
 
-    if plan.objective.spec.values:
-        return "a reward model has no next-token loss"
+    objective = plan.objective.spec
+    if objective.values:
+        return "a reward model has no next-token loss", []
     if parameters > MOST_PARAMETERS:
-        return "the model is too large to load it twice"
+        return "the model is too large to load it twice", []
     checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
     if checkpoint is None:
-        return "there is no checkpoint"
-    try:
-        tokenizer = load_tokenizer(plan.data.prepared)
-        tokens, mask = excerpt(_validation(open_split(plan.data.prepared, "validation")), tokenizer)
-    except UserError as error:
-        return f"cannot read the validation split: {error.where} {error.problem}"
-    if len(tokens) < 2:
-        return "the validation split is empty"
+        return "there is no checkpoint", []
     import torch
 
     from bloomery.model.io.weights import fresh_decoder
+    from bloomery.train.evaluation.answers import answer, validation_prompts
     from bloomery.train.evaluation.scoring import score_documents
     from bloomery.train.model_folder import ModelFiles, find_model
     from bloomery.train.use import Use, load_used
 
-    use, trained = use or Use("cpu"), find_model(checkpoint)
+    chosen = []
+    try:
+        tokenizer = load_tokenizer(plan.data.prepared)
+        tokens, mask = excerpt(_validation(open_split(plan.data.prepared, "validation")), tokenizer)
+        if plan.model.source is not None and not objective.reads_text:
+            prompts = validation_prompts(plan.data.prepared, _PROMPTS_TRIED)
+            once = {tuple(each.prompt): each for each in reversed(prompts)}.values()  # pairs share a prompt
+            chosen = sorted(once, key=lambda each: len(each.prompt))[:_PROMPTS]
+    except UserError as error:
+        return f"cannot read the validation split: {error.where} {error.problem}", []
+    if len(tokens) < 2 and not chosen:
+        return "the validation split is empty", []
+    use, trained, config = use or Use("cpu"), find_model(checkpoint), plan.model.config
+
+    def results(decoder: "Decoder") -> tuple[list[ScoredText], list[str]]:
+        spans = []
+        if len(tokens) > 1:
+            spans = scored_spans(tokens, next(score_documents(decoder, [tokens])), tokenizer, mask)
+        completions = [answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS) for prompt in chosen]
+        return spans, [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in completions]
+
     if plan.model.source is None:
-        before = fresh_decoder(plan.model.config, seed=plan.train.seed, device=use.device)
-    else:
+        before = results(fresh_decoder(config, seed=plan.train.seed, device=use.device))
+    else:  # a base may lack tokens that the run added
         base = ModelFiles(plan.model.source, None, trained.tokenizer, trained.trained)
-        before = load_used(base, use, dtype=torch.float32, vocab_size=plan.model.config.vocab_size)
-    first = next(score_documents(before, [tokens]))
-    del before  # one model at a time
-    last = next(score_documents(load_used(trained, use, dtype=torch.float32), [tokens]))
-    spans = [scored_spans(tokens, nats, tokenizer, mask) for nats in (first, last)]
-    return ValidationText(spans[0], spans[1], int(checkpoint.name.rpartition("-")[2]))
+        before = results(load_used(base, use, dtype=torch.float32, vocab_size=config.vocab_size))
+    after = results(load_used(trained, use, dtype=torch.float32))
+    before_it, after_it = _around(tokenizer) if chosen else ("", "")  # kept after another system message or turn
+    bare = [_text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip() for q in chosen]
+    references = [_text(tokenizer, q.reference) for q in chosen]
+    responses = [ResponsePair(*texts) for texts in zip(bare, references, before[1], after[1], strict=True)]
+    if len(tokens) < 2:
+        return "the validation split is empty", responses
+    return ValidationText(before[0], after[0], int(checkpoint.name.rpartition("-")[2])), responses
 
 
 def _validation(split: Split) -> Iterable[Excerpt]:
@@ -134,62 +163,6 @@ def scored_spans(
 def heat_level(nats: float | None) -> int:
     """0 (no color) to 6."""
     return 0 if nats is None else sum(nats >= edge for edge in _EDGES)
-
-
-@dataclass(frozen=True)
-class ResponsePair:
-    prompt: str
-    reference: str
-    before: str
-    after: str
-
-
-def compare_responses(
-    plan: RunPlan, checkpoints: Path, parameters: int, use: "Use | None" = None
-) -> list[ResponsePair]:
-    """The shortest validation prompts with both responses.
-
-    Empty without a base model, conversations or a checkpoint, and for a model that is too large to load it twice.
-    """
-    from bloomery.train.evaluation.answers import validation_prompts
-    from bloomery.train.model_folder import ModelFiles, find_model
-    from bloomery.train.sealed import newest_valid
-
-    objective = plan.objective.spec
-    if plan.model.source is None or objective.reads_text or objective.values or parameters > MOST_PARAMETERS:
-        return []
-    checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
-    if checkpoint is None:
-        return []
-    try:
-        tokenizer = load_tokenizer(plan.data.prepared)
-        prompts = validation_prompts(plan.data.prepared, _PROMPTS_TRIED)
-        once = {tuple(each.prompt): each for each in reversed(prompts)}.values()  # pairs share a prompt
-        chosen = sorted(once, key=lambda each: len(each.prompt))[:_PROMPTS]
-        size = plan.model.config.vocab_size  # a base may lack tokens that the run added
-        found = find_model(checkpoint)
-        base = ModelFiles(plan.model.source, None, found.tokenizer, found.trained)
-        before, after = (_responses(one, chosen, tokenizer, size, use) for one in (base, found))
-    except UserError:  # score_validation_text returns the reason
-        return []
-    before_it, after_it = _around(tokenizer)  # kept after another system message or turn
-    bare = [_text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip() for q in chosen]
-    asked = zip(bare, (_text(tokenizer, q.reference) for q in chosen), strict=True)
-    return [ResponsePair(*texts, old, new) for texts, old, new in zip(asked, before, after, strict=True)]
-
-
-def _responses(
-    model: "ModelFiles", prompts: "list[PromptAndResponse]", tokenizer: Tokenizer, vocab_size: int, use: "Use | None"
-) -> list[str]:
-    """Loads one model at a time."""
-    import torch
-
-    from bloomery.train.evaluation.answers import answer
-    from bloomery.train.use import Use, load_used
-
-    decoder = load_used(model, use or Use("cpu"), dtype=torch.float32, vocab_size=vocab_size)
-    completions = [answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS) for prompt in prompts]
-    return [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in completions]
 
 
 def _around(tokenizer: Tokenizer) -> tuple[str, str]:

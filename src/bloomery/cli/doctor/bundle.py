@@ -5,7 +5,8 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ ADDRESS = re.compile(
     r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)\b"
     r"|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}\b|\bfe80::[\w:%]+"
 )
-FIXED_KEYS = frozenset(
-    ("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin")
-)  # their values are fixed words
+FIXED_KEYS = frozenset(("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin"))  # values: fixed words
+ALIASED_KEYS = frozenset(("groups", "listed_groups", "kfd_group", "unique_id", "hive_id"))
+USERS = ("USER", "LOGNAME", "SUDO_USER", "SLURM_JOB_USER", "SLURM_JOB_ACCOUNT")
+HOSTS = ("HOSTNAME", "SLURMD_NODENAME", "SLURM_SUBMIT_HOST", "SLURM_JOB_NODELIST", "MASTER_ADDR")
 NAMES_IN_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PARTITION")
 
 
@@ -38,11 +40,11 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
     content = {
         "bloomery": __version__,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": plain(anonymous(machine).model_dump(mode="json", exclude_defaults=True)),
-        "findings": plain(list(findings)),
-        "last_run_log": [without_addresses(line) for line in tail],
+        "machine": anonymous(machine, exclude_defaults=True),
+        "findings": _redacted(plain(list(findings)), {}),
+        "last_run_log": [without_names(without_addresses(line)) for line in tail],
     }
-    text = json.dumps(_redacted(content), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     target = expanded(file)
     if target.is_file() and not _bundle(target):
         fix = "pass a new file: bloomery doctor --bundle report.json"
@@ -64,52 +66,33 @@ def _bundle(file: Path) -> bool:
         return True  # writing it raises the error
 
 
-def anonymous_document(machine: Machine) -> dict[str, Any]:
-    """A machine as in machine.json, without names and secrets."""
-    document: dict[str, Any] = _redacted(plain(anonymous(machine)))
+def anonymous(machine: Machine, *, exclude_defaults: bool = False) -> dict[str, Any]:
+    """A machine as in machine.json, without secrets, names of users, groups and hosts, and the IDs of GPUs. Equal names
+    stay equal.
+    """
+    access, around = machine.host.access, machine.host.around
+    slurm = {name: value for name, value in around.slurm.items() if not NAMES_IN_SLURM.search(name)}
+    host = machine.host.model_copy(update={"around": around.model_copy(update={"slurm": slurm})})
+    groups = dict.fromkeys((*access.groups, *access.listed_groups, access.kfd_group))
+    named = (name for name in groups if name and name not in COMMON_GROUPS)
+    chips = dict.fromkeys(name for gpu in machine.accelerators for name in (gpu.unique_id, gpu.hive_id) if name)
+    aliases = {name: f"group{number}" for number, name in enumerate(named, 1)}
+    aliases |= {name: f"chip-{number}" for number, name in enumerate(chips)}
+    shown = machine.model_copy(update={"host": host}).model_dump(mode="json", exclude_defaults=exclude_defaults)
+    document: dict[str, Any] = _redacted(plain(shown), aliases)
     return document
 
 
-def _redacted(value: Any, key: str = "") -> Any:
+def _redacted(value: Any, aliases: Mapping[str, str], key: str = "") -> Any:
     """A document with its texts redacted, except under FIXED_KEYS: a host can be named "amd", a user "torch"."""
     if isinstance(value, dict):
-        return {name: _redacted(one, name) for name, one in value.items()}
+        return {name: _redacted(one, aliases, key if key == "environment" else name) for name, one in value.items()}
     if isinstance(value, list):
-        return [_redacted(one, key) for one in value]
-    return without_names(value) if isinstance(value, str) and key not in FIXED_KEYS else value
-
-
-def anonymous(machine: Machine) -> Machine:
-    """Without the names of users, groups, hosts and the IDs of GPUs; equal names stay equal."""
-    groups: dict[str, str] = {}
-    host = machine.host
-    access = host.access.model_copy(
-        update={
-            "groups": tuple(_group(name, groups) for name in host.access.groups),
-            "listed_groups": tuple(_group(name, groups) for name in host.access.listed_groups),
-            "kfd_group": _group(host.access.kfd_group, groups) if host.access.kfd_group else "",
-        }
-    )
-    slurm = {name: value for name, value in host.around.slurm.items() if not NAMES_IN_SLURM.search(name)}
-    around = host.around.model_copy(update={"slurm": slurm})
-    chips: dict[str, str] = {}
-    devices = tuple(
-        device.model_copy(
-            update={
-                "unique_id": chips.setdefault(device.unique_id, f"chip-{len(chips)}") if device.unique_id else "",
-                "hive_id": chips.setdefault(device.hive_id, f"chip-{len(chips)}") if device.hive_id else "",
-            }
-        )
-        for device in machine.accelerators
-    )
-    host = host.model_copy(update={"access": access, "around": around})
-    environment = {name: without_addresses(value) for name, value in machine.software.environment.items()}
-    software = machine.software.model_copy(update={"environment": environment})
-    return machine.model_copy(update={"accelerators": devices, "host": host, "software": software})
-
-
-def _group(name: str, aliases: dict[str, str]) -> str:
-    return name if name in COMMON_GROUPS else aliases.setdefault(name, f"group{len(aliases) + 1}")
+        return [_redacted(one, aliases, key) for one in value]
+    if not isinstance(value, str) or key in FIXED_KEYS:
+        return value
+    value = aliases.get(value, value) if key in ALIASED_KEYS else value
+    return without_names(without_addresses(value) if key == "environment" else value)
 
 
 def without_addresses(text: str) -> str:
@@ -122,23 +105,12 @@ def without_names(text: str) -> str:
     home = str(Path.home())
     text = text.replace(home, "~") if home != "/" else text
     text = re.sub(r"(/home/|/Users/)[\w.-]+", r"\1user", text)
-    for names, instead in ((_users(), "user"), (_hosts(), "host")):
+    users, hosts = ({os.environ.get(name, "") for name in variables} for variables in (USERS, HOSTS))
+    with suppress(KeyError, OSError):  # a user ID without a name, as in containers
+        users.add(getpass.getuser())
+    hosts.add(platform.node())
+    for names, instead in ((users, "user"), (hosts | {name.partition(".")[0] for name in hosts}, "host")):
         for name in sorted(names, key=len, reverse=True):
             if len(name) > 2 and name not in COMMON_NAMES:
                 text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)
     return redact_secrets(text)
-
-
-def _users() -> set[str]:
-    variables = ("USER", "LOGNAME", "SUDO_USER", "SLURM_JOB_USER", "SLURM_JOB_ACCOUNT")
-    names = {os.environ.get(name, "") for name in variables}
-    try:
-        return names | {getpass.getuser()}
-    except (KeyError, OSError):  # a user ID without a name, as in containers
-        return names
-
-
-def _hosts() -> set[str]:
-    variables = ("HOSTNAME", "SLURMD_NODENAME", "SLURM_SUBMIT_HOST", "SLURM_JOB_NODELIST", "MASTER_ADDR")
-    names = {platform.node(), *(os.environ.get(name, "") for name in variables)}
-    return names | {name.partition(".")[0] for name in names}

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -25,10 +24,8 @@ WRONG_TORCH = ("wrong-build", "wheel-unfit", "arch-not-in-wheel", "device-packag
 def apply_fix(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]) -> None:
     """Apply the fix of finding `number` after asking. Raises UserError if only the user can."""
     if not 1 <= number <= len(findings):
-        numbers = f"1 to {len(findings)}" if findings else "none"
-        raise UserError(
-            f"no finding has number {number}; findings: {numbers}", where="--fix", fix="bloomery doctor", code=2
-        )
+        problem = f"no finding has number {number}; findings: " + (f"1 to {len(findings)}" if findings else "none")
+        raise UserError(problem, where="--fix", fix="bloomery doctor", code=2)
     finding = findings[number - 1]
     if not finding.run:
         manual = "\n       ".join(finding.fix)
@@ -41,9 +38,7 @@ def apply_fix(number: int, findings: Sequence[Finding], machine: Machine, *, ask
         fix = "\n       ".join(wrong.fix)
         raise UserError("the wrong PyTorch is installed: it is not pinned", where=wrong.what, fix=fix)
     local = machine.software.torch if machine.software.torch and "+" in machine.software.torch else None
-    pin = _pin(local)
-    if _agreed(pin.shown, ask):
-        pin.set()
+    if _pin(local, lambda commands: _agreed(commands, ask)):
         click.echo("done       pip can no longer replace this PyTorch")
 
 
@@ -57,7 +52,7 @@ def _install(command: str, ask: Callable[[str], bool]) -> None:
         environment = dict(setting.split("=", 1) for setting in shlex.split(settings))
         _run([sys.executable, "-m", "pip", "install", *shlex.split(words)], shown=command, environment=environment)
         if settings:  # pip ignored the old pin
-            _pin(None).set()
+            _pin(None, lambda _: True)
         click.echo("done       verify with: bloomery doctor --probe")
 
 
@@ -65,9 +60,8 @@ def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "
     """Whether the user agrees to run these. Raises UserError if stdin is not a terminal."""
     click.echo("\n           ".join(["run        " + commands[0], *commands[1:], *([remark] if remark else [])]))
     if not sys.stdin.isatty():
-        raise UserError(
-            "cannot ask for confirmation: stdin is not a terminal", where="--fix", fix="\n       ".join(commands)
-        )
+        problem = "cannot ask for confirmation: stdin is not a terminal"
+        raise UserError(problem, where="--fix", fix="\n       ".join(commands))
     if not (agreed := ask("Run it?")):
         click.echo("canceled   nothing changed")
     return agreed
@@ -79,33 +73,11 @@ def _run(command: Sequence[str], *, shown: str, environment: Mapping[str, str] =
         raise UserError(f"pip failed: exit code {code}", where="see the output above", fix=shown)
 
 
-@dataclass(frozen=True)
-class Pin:
-    """A pip constraints file in the folder of the environment, set in the environment's pip configuration."""
+def _pin(torch: str | None, agreed: Callable[[Sequence[str]], bool]) -> bool:
+    """Pins the installed versions, as `make setup` does: a constraints file in the folder of the environment, set in
+    its pip configuration. `torch`: its full version, with the build. `agreed` gets the shell commands that do the same.
 
-    file: Path
-    lines: list[str]
-
-    @property
-    def _command(self) -> list[str]:
-        return [sys.executable, "-m", "pip", "config", "--site", "set", "install.constraint", self.file.as_uri()]
-
-    @property
-    def shown(self) -> list[str]:
-        """The shell commands that do the same as `set`."""
-        write = f"printf '%s\\n' {shlex.join(self.lines)} > {shlex.quote(str(self.file))}"
-        return [write, shlex.join(self._command)]
-
-    def set(self) -> None:
-        """Raises UserError if pip fails, OSError if the file cannot be written."""
-        write_durably(self.file, "".join(f"{line}\n" for line in self.lines))
-        _run(self._command, shown=self.shown[-1])
-
-
-def _pin(torch: str | None) -> Pin:
-    """The installed versions, as `make setup` pins them. `torch`: its full version, with the build.
-
-    Raises UserError if pip already uses a constraints file of the user.
+    Raises UserError if pip already uses a constraints file of the user or fails, OSError if the file cannot be written.
     """
     versions = {}
     for name in PINNED:
@@ -113,13 +85,17 @@ def _pin(torch: str | None) -> Pin:
             versions[name] = metadata.version(name)
     versions |= {"torch": torch} if torch else {}
     pins = [f"{name}=={version}" for name, version in versions.items()]
-    file = Path(sys.prefix) / "torch-pin.txt"
-    words = [sys.executable, "-m", "pip", "config", "get", "install.constraint"]
-    current = (
-        os.environ.get("PIP_CONSTRAINT") or subprocess.run(words, capture_output=True, text=True, check=False).stdout
-    )
+    file, pip = Path(sys.prefix) / "torch-pin.txt", [sys.executable, "-m", "pip", "config"]
+    words = [*pip, "get", "install.constraint"]
+    current = os.environ.get("PIP_CONSTRAINT")
+    current = current or subprocess.run(words, capture_output=True, text=True, check=False).stdout
     others = [one for one in current.split() if one not in (os.devnull, str(file), file.as_uri())]
     if others:
         fix = "\n       ".join(["add to this file:", *pins])
         raise UserError("this environment already has a pip constraints file", where=others[0], fix=fix)
-    return Pin(file, pins)
+    command = [*pip, "--site", "set", "install.constraint", file.as_uri()]
+    if not agreed([f"printf '%s\\n' {shlex.join(pins)} > {shlex.quote(str(file))}", shlex.join(command)]):
+        return False
+    write_durably(file, "".join(f"{line}\n" for line in pins))
+    _run(command, shown=shlex.join(command))
+    return True
