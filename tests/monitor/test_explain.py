@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from runs_for_tests import step_done
 
-from bloomery.monitor.diagnose.diagnosis import Diagnoser, PlanFacts, why_not_learning, why_slow
+from bloomery.monitor.diagnose import diagnosis
+from bloomery.monitor.diagnose.diagnosis import Diagnoser, PlanFacts
 from bloomery.monitor.diagnose.history import history_of
 from bloomery.monitor.events import DeviceStats, EvalDone, Recovered, Resumed, RunStarted, Saved, StepHealth, Warned
 
@@ -20,6 +21,14 @@ GPU = PlanFacts(
     vocab_size=1000,
     tokens_per_step=8192,
 )
+
+
+def why_slow(events, facts):
+    return tuple(map(str, diagnosis.why_slow(history_of(events), facts)))
+
+
+def why_not_learning(events, facts):
+    return tuple(map(str, diagnosis.why_not_learning(history_of(events), facts)))
 
 
 def steady(steps=100, attention="blockwise", start=0, **changes):

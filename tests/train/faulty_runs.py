@@ -10,6 +10,7 @@ from runs_of_the_loop import Run
 
 from bloomery.data.loading.loader import Batch, Loader
 from bloomery.monitor.diagnose.diagnosis import why_not_learning, why_slow
+from bloomery.monitor.diagnose.history import history_of
 from bloomery.monitor.events import StepDone
 from bloomery.plan.explained import diagnosis_facts
 from bloomery.train import context
@@ -29,8 +30,8 @@ def said(plan, folder: Path) -> tuple[str, ...]:
     """What is said of a run of this plan, slow causes first."""
     events = Run(plan, folder).events
     assert any(isinstance(event, StepDone) for event in events)
-    facts = diagnosis_facts(plan, None)
-    return (*why_slow(events, facts), *why_not_learning(events, facts))
+    history, facts = history_of(events), diagnosis_facts(plan, None)
+    return tuple(map(str, (*why_slow(history, facts), *why_not_learning(history, facts))))
 
 
 def labels_own(batch: Batch) -> Batch:

@@ -3,36 +3,38 @@
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+from rich.status import Status
 
 from bloomery.cli.common import literal
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.monitor.console.words import progress_text
 from bloomery.monitor.events import EvalDone, Event, Phase, RunStarted, Sampled, Saved, StepDone
-
-if TYPE_CHECKING:
-    from rich.status import Status
-
-    from bloomery.recipe.load import LoadedRecipe
-    from bloomery.runs.smoke_test import Requirements, SmokeTest
+from bloomery.recipe.load import LoadedRecipe
+from bloomery.report import write_report
+from bloomery.runs.folder import propose_folder
+from bloomery.runs.smoke_test import (
+    Requirements,
+    SmokeTest,
+    incidents,
+    requirements,
+    smoke_test,
+    validation_sequences,
+)
+from bloomery.train.model_folder import find_model
 
 TITLE, TEXT = 11, 78  # columns
 
 
-def run_smoke_test(loaded: "LoadedRecipe", *, words: str, run_dir: Path | None, devices: str | None) -> int:
+def run_smoke_test(loaded: LoadedRecipe, *, words: str, run_dir: Path | None, devices: str | None) -> int:
     """Runs the smoke test in a separate folder, deleted on success unless --run-dir names it.
 
     `words`: arguments of the real run, after `bloomery train`. Exit code 0 when the run is ready, 1 when the disk is
     too small. Raises UserError where the run would fail.
     """
-    from rich.console import Console
-
-    from bloomery.runs.folder import propose_folder
-    from bloomery.runs.smoke_test import incidents, requirements, smoke_test
-
     folder = run_dir or Path("smoke-tests").absolute() / propose_folder(loaded.name).name
     folder = folder.expanduser().absolute()
     report("smoke test", f"{loaded.name}, in {folder}")
@@ -45,9 +47,8 @@ def run_smoke_test(loaded: "LoadedRecipe", *, words: str, run_dir: Path | None, 
         _export(folder)
     except UserError as error:
         log = f"; see {folder / 'log.txt'}" if folder.exists() else ""
-        raise UserError(
-            f"smoke test failed: {error.problem}", where=f"{error.where}{log}", fix=error.fix, code=error.code
-        ) from error
+        problem, where = f"smoke test failed: {error.problem}", f"{error.where}{log}"
+        raise UserError(problem, where=where, fix=error.fix, code=error.code) from error
     except KeyboardInterrupt:
         _clear(folder, keep=run_dir is not None)
         click.echo("stopped    smoke test interrupted", err=True)
@@ -66,7 +67,7 @@ def report(title: str, text: str, seconds: float | None = None) -> None:
     click.echo(f"{title:<{TITLE}}{text:<{TEXT}}{took:>{10}}".rstrip())
 
 
-def report_event(result: "SmokeTest", event: Event, status: "Status") -> None:
+def report_event(result: SmokeTest, event: Event, status: Status) -> None:
     """Print a line for each first of its kind."""
     train, prompts = result.plan.train, len(result.plan.sample.prompts)
     match event:
@@ -85,13 +86,9 @@ def report_event(result: "SmokeTest", event: Event, status: "Status") -> None:
             report("sampling", f"{prompts} {'replies' if event.chat else 'completions'}", result.sample_seconds)
         case Saved():
             report("save", f"{format_bytes(event.bytes)}, hashed and flushed to disk", event.seconds)
-        case _:
-            pass
 
 
-def _report_resume(result: "SmokeTest", folder: Path) -> None:
-    from bloomery.runs.smoke_test import validation_sequences
-
+def _report_resume(result: SmokeTest, folder: Path) -> None:
     if not result.of(EvalDone):
         skipped = "skipped: see the warning below"
         report("evaluation", skipped if validation_sequences(result.plan, folder) else "none: no validation set")
@@ -107,8 +104,6 @@ def _report_resume(result: "SmokeTest", folder: Path) -> None:
 def _export(folder: Path) -> None:
     """Export the model and write the report of the stopped run."""
     from bloomery.export.layouts import export, export_adapter
-    from bloomery.report import write_report
-    from bloomery.train.model_folder import find_model
 
     begun, model, out = time.perf_counter(), find_model(folder, "last"), folder / "export"
     done = export(model.weights, out) if model.base is None else export_adapter(model, out)
@@ -119,7 +114,7 @@ def _export(folder: Path) -> None:
     report("report", f"{format_bytes(page.stat().st_size)}, one HTML page", time.perf_counter() - begun)
 
 
-def _report_requirements(needed: "Requirements", words: str) -> int:
+def _report_requirements(needed: Requirements, words: str) -> int:
     parts = f"{format_bytes(needed.checkpoints)} of checkpoints"
     parts += "" if needed.events is None else f", {format_bytes(needed.events)} of events"
     report("disk", f"{parts}; {format_bytes(needed.free)} free")

@@ -5,16 +5,24 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
 
 from bloomery.cli.common import echo, print_json, run_argument
+from bloomery.core.errors import UserError
+from bloomery.hardware.machine import read_machine
+from bloomery.monitor.console.screen import Screen, WatchedRun, frame, picture
+from bloomery.monitor.events import Tail
+from bloomery.monitor.sinks import metrics_of
+from bloomery.monitor.summary import RunFacts
+from bloomery.plan.explained import run_facts
+from bloomery.plan.store import read_plan
 from bloomery.runs.folder import worked_on
 from bloomery.runs.names import find_run
-
-if TYPE_CHECKING:
-    from bloomery.monitor.summary import RunFacts
+from bloomery.train.run import name_of
 
 WIDTH = 100  # without a terminal
 REDRAW_SECONDS = 0.5
@@ -49,18 +57,12 @@ class _Watch:
     """The run in its present state."""
 
     def __init__(self, folder: Path) -> None:
-        from bloomery.monitor.console.screen import WatchedRun
-        from bloomery.monitor.events import Tail
-        from bloomery.train.run import name_of
-
         self._folder, self._run, self._tail = folder, WatchedRun(), Tail(folder / "events.jsonl")
         self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
         self._facts: RunFacts | None = None
         self.name = name_of(folder.absolute())  # as an argument of commands
 
     def print(self) -> None:
-        from bloomery.monitor.console.screen import Screen, frame
-
         status, facts = self._read()
         screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._plain)
         for line in frame(self._run, facts, screen, state=status, now=time.time()):
@@ -80,11 +82,6 @@ class _Watch:
 
     def follow(self) -> None:
         """Redraws the view until the process of the run ends."""
-        from rich.console import Console
-        from rich.live import Live
-
-        from bloomery.monitor.console.screen import Screen, picture
-
         console = Console(highlight=False)
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while worked_on(self._folder):
@@ -95,8 +92,6 @@ class _Watch:
 
     def document(self) -> dict[str, Any]:
         """For programs: the keys of metrics.json and the present state."""
-        from bloomery.monitor.sinks import metrics_of
-
         status, facts = self._read()
         run, summary, running = self._run, self._run.summary, status == "running"
         return {
@@ -117,14 +112,8 @@ class _Watch:
             "unreadable_lines": self._tail.unknown_lines,
         }
 
-    def _read(self) -> tuple[str, "RunFacts"]:
+    def _read(self) -> tuple[str, RunFacts]:
         """Reads new events. Returns the status of the run, and figures of its plan once there is a readable one."""
-        from bloomery.core.errors import UserError
-        from bloomery.hardware.machine import read_machine
-        from bloomery.monitor.summary import RunFacts
-        from bloomery.plan.explained import run_facts
-        from bloomery.plan.store import read_plan
-
         folder, summary = self._folder, self._run.summary
         working = worked_on(folder)  # before the read, so that the last events are not missed
         for event in self._tail.read():

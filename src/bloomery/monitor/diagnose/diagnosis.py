@@ -6,7 +6,7 @@ from math import log
 from statistics import median
 from typing import final
 
-from bloomery.monitor.diagnose.history import FEW, Diagnosis, PlanFacts, RunHistory, history_of, middle, total
+from bloomery.monitor.diagnose.history import FEW, Diagnosis, PlanFacts, RunHistory, history_of, middle
 from bloomery.monitor.events import EvalDone, Event, StepDone, Warned
 
 __all__ = ["Diagnoser", "Diagnosis", "PlanFacts", "diagnose", "why_not_learning", "why_slow"]
@@ -340,7 +340,7 @@ def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
 def _cores(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     health = [v for v in history.health if v.core_wait_seconds is not None and v.seconds > 0][-FEW:]
     seconds = sum(v.seconds for v in health)
-    waited = total([v.core_wait_seconds for v in health])
+    waited = sum(v.core_wait_seconds or 0.0 for v in health)
     if seconds >= SECONDS / 3 and waited > CORES * seconds:
         evidence = f"the training thread waited for a core for {waited / seconds:.0%} of {seconds:,.0f} s"
         fix = "end other programs, or use fewer threads: OMP_NUM_THREADS=1 before the command"
@@ -434,8 +434,11 @@ def _apply(rules: str, history: RunHistory, facts: PlanFacts) -> list[Diagnosis]
     return [found for rule in RULES[rules] for found in rule(history, facts)]
 
 
-def _not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
-    """Rules with direct evidence first; the loss curve is only interpreted when none of them applies."""
+def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
+    """Reasons why the loss does not fall, the most certain first; empty for a healthy or a young run.
+
+    Rules with direct evidence first; the loss curve is only interpreted when none of them applies.
+    """
     direct = next((found for rule in RULES["direct"] if (found := list(rule(history, facts)))), None)
     if direct is not None:
         return direct
@@ -446,27 +449,18 @@ def _not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
     return [*found, *_apply("overfit", history, facts)]
 
 
-def _slow(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
+def why_slow(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
+    """Avoidable costs of time, after 30 seconds of steps; empty where there are none."""
     if sum(step.step_seconds for step in history.recent) < SECONDS or len(history.recent) < FEW:
         return _apply("slow at once", history, facts)
     found = _apply("slow", history, facts)
     return [*found, *_late(history, facts, explained=bool(found))]
 
 
-def why_slow(events: Iterable[Event], facts: PlanFacts) -> tuple[str, ...]:
-    """Avoidable costs of time, after 30 seconds of steps; empty where there are none."""
-    return tuple(str(found) for found in _slow(history_of(events), facts))
-
-
-def why_not_learning(events: Iterable[Event], facts: PlanFacts) -> tuple[str, ...]:
-    """Reasons why the loss does not fall, the most certain first; empty for a healthy or a young run."""
-    return tuple(str(found) for found in _not_learning(history_of(events), facts))
-
-
 def diagnose(events: Iterable[Event], facts: PlanFacts) -> list[Diagnosis]:
     """Why the loss does not fall, then why the run is slow."""
     history = history_of(events)
-    return [*_not_learning(history, facts), *_slow(history, facts)]
+    return [*why_not_learning(history, facts), *why_slow(history, facts)]
 
 
 @final
@@ -487,7 +481,7 @@ class Diagnoser:
         if not steps and not (isinstance(event, EvalDone) and event.step >= ENOUGH):
             return
         self._known = self._known or self._facts()
-        for found in (*_not_learning(self._history, self._known), *_slow(self._history, self._known)):
+        for found in (*why_not_learning(self._history, self._known), *why_slow(self._history, self._known)):
             if found.cause not in self._warned:
                 self._warned.add(found.cause)
                 yield Warned(step=self._history.step, reason=str(found), cause=found.cause)

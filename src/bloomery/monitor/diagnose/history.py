@@ -3,7 +3,7 @@
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -212,8 +212,3 @@ def history_of(events: Iterable[Event]) -> RunHistory:
     for event in events:
         history.add(event)
     return history
-
-
-def total(values: Sequence[float | None]) -> float:
-    """The sum of the known values."""
-    return sum(value for value in values if value is not None)
