@@ -50,8 +50,8 @@ def _results(
     template: str | None,
 ) -> "ModelResults":  # fmt: skip
     """Loads one model at a time."""
-    from bloomery.data.examples import Message
     from bloomery.data.chat.render import chat_format
+    from bloomery.data.examples import Message
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
     from bloomery.report.model_page import CheckedModel, ModelResults
     from bloomery.report.validation_text import MAX_TOKENS, excerpt, scored_spans
