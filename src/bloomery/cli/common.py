@@ -28,11 +28,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _complete(kind: str) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
     """Shell completion of recipes, runs or keys, imported when the shell asks."""
 
-    def complete(context: click.Context, parameter: click.Parameter, start: str) -> list[Any]:
-        from bloomery.cli import completion
+    def complete(_context: click.Context, _parameter: click.Parameter, start: str) -> list[Any]:
+        from bloomery.cli.completion import candidates
 
-        items: list[Any] = getattr(completion, kind)(context, parameter, start)
-        return items
+        return candidates(kind, start)
 
     return complete
 

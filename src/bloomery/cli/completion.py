@@ -26,26 +26,22 @@ def command(shell: str) -> None:
     echo(made(cli, {}, "bloomery", "_BLOOMERY_COMPLETE").source())
 
 
-def recipes(_context: click.Context, _parameter: click.Parameter, start: str) -> list[CompletionItem]:
-    """Packaged recipes and YAML files."""
-    from bloomery.recipe.load import packaged
+def candidates(kind: str, start: str) -> list[CompletionItem]:
+    """Of recipes: packaged ones and YAML files; of runs: `last` and the folders below runs/; of keys: `train.epochs=`.
 
-    files = [str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern)]
-    return _starting([*packaged(), *files], start) or [CompletionItem(start, type="file")]
+    A path where no recipe or run fits.
+    """
+    match kind:
+        case "recipes":
+            from bloomery.recipe.load import packaged
 
+            files = [str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern)]
+            names = [*packaged(), *files]
+        case "runs":
+            names = ["last", *sorted(path.name for path in Path("runs").glob("*") if path.is_dir())]
+        case _:
+            from bloomery.recipe.aliases import all_keys
 
-def runs(_context: click.Context, _parameter: click.Parameter, start: str) -> list[CompletionItem]:
-    """`last` and the folders below runs/."""
-    folders = [path.name for path in Path("runs").glob("*") if path.is_dir()]
-    return _starting(["last", *sorted(folders)], start) or [CompletionItem(start, type="file")]
-
-
-def keys(_context: click.Context, _parameter: click.Parameter, start: str) -> list[CompletionItem]:
-    """Recipe keys, as `train.epochs=`."""
-    from bloomery.recipe.aliases import all_keys
-
-    return _starting([".".join(path) + "=" for path in all_keys()], start)
-
-
-def _starting(names: list[str], start: str) -> list[CompletionItem]:
-    return [CompletionItem(name) for name in names if name.startswith(start)]
+            names = [".".join(path) + "=" for path in all_keys()]
+    found = [CompletionItem(name) for name in names if name.startswith(start)]
+    return found or ([] if kind == "keys" else [CompletionItem(start, type="file")])

@@ -193,13 +193,11 @@ def _devices(record: RunRecord) -> dict[str, Any]:
         return [((when - began) / 60, y) for when, y in samples if y is not None]
 
     def curve(title: str, unit: str, name: str, *, from_zero: bool = False) -> Markup | None:
-        series = [
-            Series(
-                device.name, points(device.latest.device, lambda s: getattr(s, name) if s.seconds else None), f"d{at}"
-            )
-            for at, device in enumerate(known.all[:_DRAWN])
-        ]
-        drawn = [one for one in series if one.points]
+        drawn = []
+        for at, device in enumerate(known.all[:_DRAWN]):
+            found = points(device.latest.device, lambda sample: getattr(sample, name) if sample.seconds else None)
+            if found:
+                drawn.append(Series(device.name, found, f"d{at}"))
         return line_chart(title, drawn, unit=unit, from_zero=from_zero, across="minute") if drawn else None
 
     charts = [
@@ -232,13 +230,18 @@ def _devices(record: RunRecord) -> dict[str, Any]:
         rows.append(((device.name, now.name), cells))
     filled, energy = [at for at in range(len(head)) if any(cells[at] for _, cells in rows)], _energy(record)
     with_plan = any(plan for *_, plan in energy)
+    parts = {device.latest.device == CPU_DEVICE for device in known.all if device.power_seconds}
+    source = "GPUs and CPU" if len(parts) == 2 else "the CPU" if True in parts else "the GPUs"
+    share = known.covered_seconds / record.summary.seconds if record.summary.seconds else 1.0
     return {
         "charts": [chart for chart in charts if chart is not None],
         "head": ["", *(head[at] for at in filled)],
         "rows": [(who, [cells[at] for at in filled]) for who, cells in rows],
         "energy_head": ["", "measured", "planned"] if with_plan else ["", "measured"],
         "energy": energy if with_plan else [row[:2] for row in energy],
-        "notes": _device_notes(record),
+        "energy_of": "" if known.joules is None else source,
+        "covered": "" if 0.95 <= share <= 1.05 else f"{share:.0%}",
+        "shown": f"{_DRAWN} of {len(known.all)}" if len(known.all) > _DRAWN else "",
     }
 
 
@@ -259,25 +262,6 @@ def _energy(record: RunRecord) -> list[tuple[str, str, str]]:
             ("per million tokens", format_joules(each * 1e6), format_joules(per_token * 1e6) if per_token else "")
         )
     return rows
-
-
-def _device_notes(record: RunRecord) -> list[str]:
-    """Notes on the figures of devices."""
-    known, notes = record.summary.devices, ["Utilization and power are means over the run."]
-    if known.joules is None:
-        notes.append(
-            "No power sensor is readable, so energy is unknown: on most systems only root reads that of a CPU."
-        )
-    else:
-        parts = {d.latest.device == CPU_DEVICE for d in known.all if d.power_seconds}
-        source = "GPUs and CPU" if len(parts) == 2 else "the CPU" if True in parts else "the GPUs"
-        notes.append(f"Energy is that of {source} from their sensors, without the rest of the machine.")
-        share = known.covered_seconds / record.summary.seconds if record.summary.seconds else 1.0
-        if not 0.95 <= share <= 1.05:
-            notes.append(f"Power measurements cover {share:.0%} of the training time.")
-    if len(known.all) > _DRAWN:
-        notes.append(f"The charts show {_DRAWN} of {len(known.all)} devices.")
-    return notes
 
 
 def _memory(record: RunRecord) -> Markup | None:

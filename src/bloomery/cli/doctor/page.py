@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bloomery.cli.plan import brief_document
@@ -26,34 +26,28 @@ PROBING = "  # tests matmul, attention and compilation, about 1 min"
 BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RecipePreview:
-    """A packaged recipe, planned for `machine` after its fixes. `waits`: the GPU is not accessible, planned for CPU."""
+    """The plan of a packaged recipe after the fixes. `waits`: the GPU is not accessible, it is planned for the CPU."""
 
     recipe: str
-    machine: Machine
     plan: RunPlan | None
-    problem: str = ""  # why there is no plan
-    waits: bool = False
-    same_gpus: int = 0
+    problem: str  # why there is no plan
+    waits: bool
+    same_gpus: int
 
 
 def preview(machine: Machine, findings: tuple[Finding, ...]) -> RecipePreview:
     """The plan of a packaged recipe: for the machine as it is if it is ready, otherwise as it is after the fixes."""
     device, is_ready = best_device(machine), ready(findings)
-    recipe = ON_A_CPU if device is None else ON_A_GPU
-    planned = machine if is_ready else fixed(machine)
-    result = RecipePreview(
-        recipe=recipe,
-        machine=planned,
-        plan=None,
-        waits=device is None and not is_ready and all(finding.id != "no-gpu" for finding in findings),
-        same_gpus=sum(device is not None and one.arch == device.arch for one in machine.accelerators),
-    )
+    recipe, plan, problem = ON_A_CPU if device is None else ON_A_GPU, None, ""
     try:
-        return replace(result, plan=local_plan(load_recipe(recipe, ()), machine=planned)[0])
+        plan = local_plan(load_recipe(recipe, ()), machine=machine if is_ready else fixed(machine))[0]
     except UserError as error:
-        return replace(result, problem=error.problem)
+        problem = error.problem
+    waits = device is None and not is_ready and all(finding.id != "no-gpu" for finding in findings)
+    same = sum(device is not None and one.arch == device.arch for one in machine.accelerators)
+    return RecipePreview(recipe, plan, problem, waits, same)
 
 
 def then_lines(result: RecipePreview) -> list[str]:
