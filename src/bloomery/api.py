@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from bloomery.plan.types import PlanReport
     from bloomery.recipe.load import LoadedRecipe
     from bloomery.report.charts import Plot
+    from bloomery.runs.evaluate import TextScores
     from bloomery.runs.generate import Model
-    from bloomery.train.evaluation.scoring import PairMetrics, TextScores
+    from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
 Layout = Literal["hf", "adapter", "merged"]

@@ -57,7 +57,7 @@ def command(
     if as_json:
         print_json(asdict(result))
         return
-    from bloomery.train.evaluation.scoring import TextScores
+    from bloomery.runs.evaluate import TextScores
 
     if isinstance(result, TextScores):
         bits = result.bits_per_byte

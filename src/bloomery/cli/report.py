@@ -1,6 +1,7 @@
 """`bloomery report`: the page about a run, or about a model and its base on a text and on prompts."""
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +96,8 @@ def _results(
             result, notes = evaluate(decoder, tokenizer, place, template=template)
             if tokens:
                 spans = scored_spans(tokens, next(score_documents(decoder, [tokens])), tokenizer, mask)
-        checked.append(CheckedModel(title, result, spans, tuple(responses)))
+        figures = None if result is None else asdict(result)
+        checked.append(CheckedModel(title, figures, spans, tuple(responses)))
     name = None if data is None else data.name or str(data)
     return ModelResults(name, tuple(notes), prompts, form, tuple(checked))
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from bloomery.model.families.registry import architecture_of
 from bloomery.model.io.stored import Stored, find_tensors, stored_in, stored_parameters
 from bloomery.report.render import render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ScoredText, heat_level
-from bloomery.train.evaluation.scoring import TextScores
 from bloomery.train.model_folder import ModelFiles
 
 
@@ -112,10 +111,12 @@ def _short(names: Iterable[Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """Results of one model: figures on the text, the per-token loss of a part of it, a response per prompt."""
+    """Results of one model: the figures of `bloomery eval --json` on the text, the per-token loss of a part of it, a
+    response per prompt.
+    """
 
     title: str
-    figures: TextScores | None
+    figures: Mapping[str, float | None] | None
     scored: list[ScoredText]
     responses: tuple[str, ...]
 
@@ -165,17 +166,13 @@ def _measured(results: ModelResults) -> list[tuple[str, str]]:
     known = [model.figures for model in results.models if model.figures is not None]
     if not known:
         return []
-    first, last = known[0], known[-1]
-    pairs = [
-        ("bits per byte", first.bits_per_byte, last.bits_per_byte, ".3f"),
-        ("nats per token", first.loss, last.loss, ".3f"),
-        ("perplexity", first.perplexity, last.perplexity, ".4g"),
-    ]
-    return [
-        (format(now, form), title + (f"; base {old:{form}}" if len(known) > 1 else ""))
-        for title, old, now, form in pairs
-        if old is not None and now is not None
-    ]
+    cards = []
+    for title, key, form in (("bits per byte", "bits_per_byte", ".3f"), ("nats per token", "loss", ".3f"),
+                             ("perplexity", "perplexity", ".4g")):  # fmt: skip
+        base, now = known[0][key], known[-1][key]
+        if base is not None and now is not None:
+            cards.append((f"{now:{form}}", title + (f"; base {base:{form}}" if len(known) > 1 else "")))
+    return cards
 
 
 def _sizes(facts: ModelFacts) -> list[tuple[str, str]]:
@@ -241,12 +238,10 @@ def described(facts: ModelFacts) -> list[tuple[str, str]]:
 def figures(results: ModelResults) -> dict[str, list[Any]]:
     """One row per figure, one column per model."""
     known = [(model.title, model.figures) for model in results.models if model.figures is not None]
-    bits = ["unknown" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}" for _, each in known]
+    forms = {"bits per byte": ".4f", "loss, nats per token": ".4f", "perplexity": ".4g", "tokens": ",", "bytes": ","}
+    keys = ("bits_per_byte", "loss", "perplexity", "tokens", "bytes")
     rows = [
-        ["bits per byte", *bits],
-        ["loss, nats per token", *(f"{each.loss:.4f}" for _, each in known)],
-        ["perplexity", *(f"{each.perplexity:.4g}" for _, each in known)],
-        ["tokens", *(f"{each.tokens:,}" for _, each in known)],
-        ["bytes", *(f"{each.bytes:,}" for _, each in known)],
+        [title, *("unknown" if (value := each[key]) is None else f"{value:{form}}" for _, each in known)]
+        for key, (title, form) in zip(keys, forms.items(), strict=True)
     ]
     return {"head": ["", *(title for title, _ in known)], "rows": rows}

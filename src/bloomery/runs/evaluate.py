@@ -27,12 +27,23 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Source
 from bloomery.train.context import open_loader
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
-from bloomery.train.evaluation.scoring import PairMetrics, TextScores, score_documents, score_pairs
+from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.model_folder import ModelFiles, find_model
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.use import OnText, Use, load_used
 
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """`loss` is nats per scored token; `bytes` are those of the scored tokens; None where no byte was scored."""
+
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    bytes: int
 
 
 @dataclass(frozen=True)

@@ -106,17 +106,6 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
 
 
 @dataclass(frozen=True)
-class TextScores:
-    """`loss` is nats per scored token; `bytes` are those of the scored tokens; None where no byte was scored."""
-
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    tokens: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class PairMetrics:
     """Means over pairs. `margin`: chosen minus rejected reward; `accuracy`: pairs with a positive margin; `loss`:
     -log sigmoid of the margin.
