@@ -99,7 +99,8 @@ def _stamp() -> dict[str, object]:
 
     digest = hashlib.sha256()
     digest.update(json.dumps(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]).encode())
-    for name in ("constraints.txt", "scripts/setup.py", "src/bloomery/hardware/specs/wheels.py"):
+    wheels = ("src/bloomery/hardware/specs/wheels.py", "src/bloomery/hardware/specs/wheels.toml")
+    for name in ("constraints.txt", "scripts/setup.py", *wheels):
         digest.update((ROOT / name).read_bytes())
     python = ".".join(map(str, sys.version_info[:2]))
     place = {"place": str(VENV), "python": python, "gpu": _gpu_hint()}

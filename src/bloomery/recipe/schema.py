@@ -1,15 +1,17 @@
 """The recipe's sections, keys and defaults. Sections do not depend on each other."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from bloomery.core.units import Duration, Unit, parse_bytes, parse_count
+from bloomery.core.units import Duration, Unit
 from bloomery.recipe.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.recipe.values import (
     Auto,
     Checkpointing,
-    ClaimedRange,
+    ClaimedBytes,
+    ClaimedNumber,
+    ClaimedTime,
     Count,
     Epochs,
     FilePath,
@@ -24,8 +26,6 @@ from bloomery.recipe.values import (
     Steps,
     Tokens,
     WallTime,
-    claimed,
-    wall_time,
 )
 
 LENGTHS: dict[str, Unit] = {"epochs": "epochs", "max_steps": "steps", "max_tokens": "tokens", "max_time": "seconds"}
@@ -38,6 +38,15 @@ Family = Literal[
 AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
 
 
+T = TypeVar("T")
+
+
+def key(default: T, description: str, *examples: object) -> T:
+    """A key with a default. `examples`: other values of it, for the reference page and for editors."""
+    field: T = Field(default, description=description, examples=list(examples) or None)
+    return field
+
+
 class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """A recipe section: unknown keys are errors, values never change after loading."""
 
@@ -45,24 +54,14 @@ class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 class Claims(Section):
     """Expectations of the recipe's author. `plan` checks each claim, `report` compares it with the run."""
 
-    tokens: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = Field(
-        None, description="Tokens that the run trains on, a value or a range.", examples=["2 to 4 M"]
+    tokens: ClaimedNumber | None = key(None, "Tokens that the run trains on, a value or a range.", "2 to 4 M")
+    epochs: ClaimedNumber | None = key(None, "Epochs that the run makes.", 1)
+    tokens_per_second: ClaimedNumber | None = key(
+        None, "Training speed in tokens per second, all devices.", "100 to 100000"
     )
-    epochs: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = Field(
-        None, description="Epochs that the run makes.", examples=[1]
-    )
-    tokens_per_second: Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")] | None = Field(
-        None, description="Training speed in tokens per second, all devices.", examples=["100 to 100000"]
-    )
-    duration: Annotated[ClaimedRange, claimed(wall_time, "8h or 5 to 7 days")] | None = Field(
-        None, description="Time that the whole run takes.", examples=["1m to 8h"]
-    )
-    memory: Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")] | None = Field(
-        None, description="Peak memory of one device.", examples=["0.5 to 16 GB"]
-    )
-    perplexity: dict[Length, Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")]] = Field(
-        {}, description="Validation perplexity by step.", examples=[{"100 steps": "20 to 2000"}]
-    )
+    duration: ClaimedTime | None = key(None, "Time that the whole run takes.", "1m to 8h")
+    memory: ClaimedBytes | None = key(None, "Peak memory of one device.", "0.5 to 16 GB")
+    perplexity: dict[Length, ClaimedNumber] = key({}, "Validation perplexity by step.", {"100 steps": "20 to 2000"})
 
 
 class RopeScalingSection(Section):
@@ -70,21 +69,19 @@ class RopeScalingSection(Section):
 
     kind: Literal["linear", "dynamic", "llama3", "yarn"] = Field(description="Method that extends the context.")
     factor: PositiveFloat = Field(description="Context length relative to original_max_positions.", examples=[8])
-    original_max_positions: PositiveInt | None = Field(
-        None, description="Context length of pretraining, in tokens.", examples=[8192]
+    original_max_positions: PositiveInt | None = key(None, "Context length of pretraining, in tokens.", 8192)
+    low_freq_factor: PositiveFloat = key(
+        1.0, "llama3: wavelengths above original_max_positions / low_freq_factor are scaled in full."
     )
-    low_freq_factor: PositiveFloat = Field(
-        1.0, description="llama3: wavelengths above original_max_positions / low_freq_factor are scaled in full."
+    high_freq_factor: PositiveFloat = key(
+        4.0, "llama3: wavelengths below original_max_positions / high_freq_factor are not scaled."
     )
-    high_freq_factor: PositiveFloat = Field(
-        4.0, description="llama3: wavelengths below original_max_positions / high_freq_factor are not scaled."
+    beta_fast: PositiveFloat = key(32.0, "yarn: rotations above which a dimension is not scaled.")
+    beta_slow: PositiveFloat = key(1.0, "yarn: rotations below which a dimension is scaled in full.")
+    attention_factor: PositiveFloat | None = key(
+        None, "yarn: factor of the attention logits; unset: from `factor`.", 1.0
     )
-    beta_fast: PositiveFloat = Field(32.0, description="yarn: rotations above which a dimension is not scaled.")
-    beta_slow: PositiveFloat = Field(1.0, description="yarn: rotations below which a dimension is scaled in full.")
-    attention_factor: PositiveFloat | None = Field(
-        None, description="yarn: factor of the attention logits; unset: from `factor`.", examples=[1.0]
-    )
-    truncate: bool = Field(True, description="yarn: round the boundaries of the dimensions to integers.")
+    truncate: bool = key(True, "yarn: round the boundaries of the dimensions to integers.")
 
 
 class Model(Section):
@@ -93,74 +90,52 @@ class Model(Section):
     Sizes override those of a preset. With `from` only rope_scaling, rope_theta and max_positions can be changed.
     """
 
-    from_: Annotated[str | None, Field(alias="from")] = Field(
-        None,
-        description="Pretrained model: a folder in Hugging Face format or a Hub id.",
-        examples=["Qwen/Qwen2.5-1.5B-Instruct"],
+    from_: Annotated[str | None, Field(alias="from")] = key(
+        None, "Pretrained model: a folder in Hugging Face format or a Hub id.", "Qwen/Qwen2.5-1.5B-Instruct"
     )
-    preset: Preset | None = Field(
-        None, description="Architecture and sizes of a packaged model, with random weights.", examples=["go-coder-tiny"]
+    preset: Preset | None = key(
+        None, "Architecture and sizes of a packaged model, with random weights.", "go-coder-tiny"
     )
-    family: Family | None = Field(
-        None, description="Architecture of a new model; the sizes follow below.", examples=["llama"]
+    family: Family | None = key(None, "Architecture of a new model; the sizes follow below.", "llama")
+    implementation: Auto | Literal["native", "transformers"] = key(
+        "auto", "Layers that compute the model: Bloomery's (native) or those of transformers."
     )
-    implementation: Auto | Literal["native", "transformers"] = Field(
-        "auto", description="Layers that compute the model: Bloomery's (native) or those of transformers."
+    load_with: Literal["native", "transformers"] = key(
+        "native", "Loader of a model that runs in transformers' layers; transformers: from_pretrained."
     )
-    load_with: Literal["native", "transformers"] = Field(
-        "native", description="Loader of a model that runs in transformers' layers; transformers: from_pretrained."
+    vocab_size: PositiveInt | None = key(None, "Tokens of the vocabulary; unset: those of the tokenizer.", 50000)
+    hidden_size: PositiveInt | None = key(None, "Width of the hidden states.", 512)
+    intermediate_size: PositiveInt | None = key(None, "Width of the MLP.", 2048)
+    num_layers: PositiveInt | None = key(None, "Number of transformer layers.", 8)
+    num_heads: PositiveInt | None = key(None, "Attention heads (queries).", 8)
+    num_kv_heads: PositiveInt | None = key(
+        None, "Key and value heads; fewer than num_heads: grouped-query attention.", 8
     )
-    vocab_size: PositiveInt | None = Field(
-        None, description="Tokens of the vocabulary; unset: those of the tokenizer.", examples=[50000]
+    head_dim: PositiveInt | None = key(None, "Width of one attention head; unset: hidden_size / num_heads.", 64)
+    max_positions: PositiveInt | None = key(None, "Context length in tokens.", 1024)
+    norm: Literal["rms", "rms_unit_offset", "layer"] | None = key(None, "Normalization layer.", "rms")
+    norm_eps: PositiveFloat | None = key(None, "Epsilon of the normalization layers.", 1e-05)
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = key(
+        None, "Activation function of the MLP.", "silu"
     )
-    hidden_size: PositiveInt | None = Field(None, description="Width of the hidden states.", examples=[512])
-    intermediate_size: PositiveInt | None = Field(None, description="Width of the MLP.", examples=[2048])
-    num_layers: PositiveInt | None = Field(None, description="Number of transformer layers.", examples=[8])
-    num_heads: PositiveInt | None = Field(None, description="Attention heads (queries).", examples=[8])
-    num_kv_heads: PositiveInt | None = Field(
-        None, description="Key and value heads; fewer than num_heads: grouped-query attention.", examples=[8]
+    qk_norm: Literal["none", "head", "full"] | None = key(
+        None, "Normalization of queries and keys: per head or over the full width.", "none"
     )
-    head_dim: PositiveInt | None = Field(
-        None, description="Width of one attention head; unset: hidden_size / num_heads.", examples=[64]
-    )
-    max_positions: PositiveInt | None = Field(None, description="Context length in tokens.", examples=[1024])
-    norm: Literal["rms", "rms_unit_offset", "layer"] | None = Field(
-        None, description="Normalization layer.", examples=["rms"]
-    )
-    norm_eps: PositiveFloat | None = Field(None, description="Epsilon of the normalization layers.", examples=[1e-05])
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = Field(
-        None, description="Activation function of the MLP.", examples=["silu"]
-    )
-    qk_norm: Literal["none", "head", "full"] | None = Field(
-        None, description="Normalization of queries and keys: per head or over the full width.", examples=["none"]
-    )
-    rope_theta: PositiveFloat | None = Field(
-        None, description="Base of the rotary position embedding.", examples=[10000]
-    )
-    rope_scaling: RopeScalingSection | None = Field(
-        None, description="Context extension of the rotary position embedding."
-    )
-    sliding_window: PositiveInt | None = Field(
-        None, description="Attention window in tokens; unset: the whole context.", examples=[4096]
-    )
-    tie_embeddings: bool | None = Field(
-        None, description="Use one matrix for the input embedding and the output head.", examples=[True]
-    )
-    dropout: Share | None = Field(
-        None, description="Dropout probability; unset: that of the preset or the pretrained model.", examples=[0.1]
-    )
-    initializer_range: PositiveFloat | None = Field(
-        None, description="Standard deviation of the random initial weights.", examples=[0.02]
-    )
+    rope_theta: PositiveFloat | None = key(None, "Base of the rotary position embedding.", 10000)
+    rope_scaling: RopeScalingSection | None = key(None, "Context extension of the rotary position embedding.")
+    sliding_window: PositiveInt | None = key(None, "Attention window in tokens; unset: the whole context.", 4096)
+    tie_embeddings: bool | None = key(None, "Use one matrix for the input embedding and the output head.", True)
+    dropout: Share | None = key(None, "Dropout probability; unset: that of the preset or the pretrained model.", 0.1)
+    initializer_range: PositiveFloat | None = key(None, "Standard deviation of the random initial weights.", 0.02)
 
 
 class TrainTokenizer(Section):
-    kind: Literal["bpe", "unigram"] = Field("bpe", description="Algorithm: byte-level BPE or unigram.")
-    vocab_size: Annotated[int, Field(gt=0, le=2**24)] = Field(
-        50_000, description="Tokens of the vocabulary, special tokens included."
+    kind: Literal["bpe", "unigram"] = key("bpe", "Algorithm: byte-level BPE or unigram.")
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)] = key(
+        50_000, "Tokens of the vocabulary, special tokens included."
     )
-    special_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="Special tokens besides <s> </s> <pad> <unk>.", examples=[["<PR_TITLE>"]]
+    special_tokens: list[Annotated[str, Field(min_length=1)]] = key(
+        [], "Special tokens besides <s> </s> <pad> <unk>.", ["<PR_TITLE>"]
     )
 
 
@@ -170,25 +145,21 @@ class TokenizerSection(Section):
     `additional_special_tokens`: added to it; the model's embeddings grow by one row each, the mean of the others.
     """
 
-    from_: Annotated[str | None, Field(alias="from")] = Field(
-        None, description="same (the model's), a folder, a tokenizer.json or a SentencePiece .model.", examples=["same"]
+    from_: Annotated[str | None, Field(alias="from")] = key(
+        None, "same (the model's), a folder, a tokenizer.json or a SentencePiece .model.", "same"
     )
-    additional_special_tokens: list[Annotated[str, Field(min_length=1)]] = Field(
-        [], description="Special tokens to add; each new embedding row is the mean of the others."
+    additional_special_tokens: list[Annotated[str, Field(min_length=1)]] = key(
+        [], "Special tokens to add; each new embedding row is the mean of the others."
     )
-    train: TrainTokenizer | None = Field(
-        None, description="Train a tokenizer on the data, once; a resumed run reuses it."
-    )
+    train: TrainTokenizer | None = key(None, "Train a tokenizer on the data, once; a resumed run reuses it.")
 
 
 class Chat(Section):
-    template: str | None = Field(
-        None,
-        description="Chat template: a name or a file; none: no template; unset: the tokenizer's.",
-        examples=["chatml"],
+    template: str | None = key(
+        None, "Chat template: a name or a file; none: no template; unset: the tokenizer's.", "chatml"
     )
-    train_on: Literal["assistant", "all", "last"] = Field(
-        "assistant", description="Messages with loss: the assistant's, all, or the last of the assistant."
+    train_on: Literal["assistant", "all", "last"] = key(
+        "assistant", "Messages with loss: the assistant's, all, or the last of the assistant."
     )
 
 
@@ -203,49 +174,39 @@ class Source(Section):
     """One dataset of several. `weight`: how often an epoch repeats it (2: twice, 0.5: half of its sequences)."""
 
     path: FilePath = Field(description="File, folder or Hub id.")
-    glob: str | None = Field(None, description="Pattern of file names below path.", examples=["*.go"])
-    format: Format = Field("auto", description="Format of the files; auto: by their content.")
-    columns: dict[str, str] = Field({}, description="Names of the columns in the files, by role.")
-    weight: PositiveFloat = Field(1.0, description="Passes per epoch: 2 reads the source twice, 0.5 half of it.")
+    glob: str | None = key(None, "Pattern of file names below path.", "*.go")
+    format: Format = key("auto", "Format of the files; auto: by their content.")
+    columns: dict[str, str] = key({}, "Names of the columns in the files, by role.")
+    weight: PositiveFloat = key(1.0, "Passes per epoch: 2 reads the source twice, 0.5 half of it.")
 
 
 class Data(Section):
-    path: FilePath | None = Field(None, description="File, folder or Hub id (ORG/NAME).", examples=["my-text"])
-    glob: str | None = Field(
-        None, description="Pattern of file names below path; unset: every file of the format.", examples=["*.py"]
+    path: FilePath | None = key(None, "File, folder or Hub id (ORG/NAME).", "my-text")
+    glob: str | None = key(None, "Pattern of file names below path; unset: every file of the format.", "*.py")
+    format: Format = key("auto", "Format of the files; auto: by their content.")
+    columns: dict[str, str] = key(
+        {}, "Names of the columns in the files, by role; default: the usual names.", {"text": "text"}
     )
-    format: Format = Field("auto", description="Format of the files; auto: by their content.")
-    columns: dict[str, str] = Field(
-        {},
-        description="Names of the columns in the files, by role; default: the usual names.",
-        examples=[{"text": "text"}],
+    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = key(
+        None, "Dataset made from the Python installation of this machine.", "stdlib-code"
     )
-    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = Field(
-        None, description="Dataset made from the Python installation of this machine.", examples=["stdlib-code"]
-    )
-    sources: list[Source] = Field(
+    sources: list[Source] = key(
         [],
-        description="Several datasets instead of path.",
-        examples=[
-            [{"path": "code", "glob": "*.go", "weight": 2.0}, {"path": "issues.jsonl", "columns": {"text": "body"}}]
-        ],
+        "Several datasets instead of path.",
+        [{"path": "code", "glob": "*.go", "weight": 2.0}, {"path": "issues.jsonl", "columns": {"text": "body"}}],
     )
-    sequence_length: Annotated[int, Field(ge=2)] = Field(1024, description="Tokens per training sequence.")
-    validation: str | float = Field(
-        "auto", description="Validation set: a share (5%), a path or a split; auto: the dataset's own split, else 1%."
+    sequence_length: Annotated[int, Field(ge=2)] = key(1024, "Tokens per training sequence.")
+    validation: str | float = key(
+        "auto", "Validation set: a share (5%), a path or a split; auto: the dataset's own split, else 1%."
     )
-    packing: bool = Field(
-        True, description="Fill each sequence with several documents; false: one document per sequence, padded."
-    )
-    document_masking: bool = Field(True, description="No attention across the documents of a packed sequence.")
-    chat: Chat = Field(Chat(), description="How conversations are formatted and masked.")
-    on_error: Literal["stop", "skip"] = Field("stop", description="At a malformed row: stop, or skip and count it.")
-    prepared: FilePath | None = Field(
-        None, description="Folder of the tokenized dataset; unset: prepared/<recipe>-<hash>.", examples=["shards"]
-    )
-    num_proc: Auto | Annotated[int, Field(ge=0)] = Field("auto", description="Processes that tokenize the dataset.")
-    pin_memory: Auto | bool = Field("auto", description="Copy batches to the GPU from pinned memory.")
-    prefetch: Auto | PositiveInt = Field("auto", description="Batches read ahead.")
+    packing: bool = key(True, "Fill each sequence with several documents; false: one document per sequence, padded.")
+    document_masking: bool = key(True, "No attention across the documents of a packed sequence.")
+    chat: Chat = key(Chat(), "How conversations are formatted and masked.")
+    on_error: Literal["stop", "skip"] = key("stop", "At a malformed row: stop, or skip and count it.")
+    prepared: FilePath | None = key(None, "Folder of the tokenized dataset; unset: prepared/<recipe>-<hash>.", "shards")
+    num_proc: Auto | Annotated[int, Field(ge=0)] = key("auto", "Processes that tokenize the dataset.")
+    pin_memory: Auto | bool = key("auto", "Copy batches to the GPU from pinned memory.")
+    prefetch: Auto | PositiveInt = key("auto", "Batches read ahead.")
 
     @property
     def layout(self) -> Layout:
@@ -268,7 +229,7 @@ class ObjectiveSection(Section):
 class Pretrain(ObjectiveSection):
     """Trains on every token."""
 
-    kind: Literal["pretrain"] = Field("pretrain", description="Cross-entropy on every token.")
+    kind: Literal["pretrain"] = key("pretrain", "Cross-entropy on every token.")
 
 
 class Sft(ObjectiveSection):
@@ -281,9 +242,9 @@ class Preference(ObjectiveSection):
     """Raises the likelihood of the chosen over the rejected response, relative to the reference model."""
 
     kind: Literal["dpo", "ipo"] = Field(description="Preference pairs against a reference model.")
-    beta: PositiveFloat = Field(0.1, description="Strength of the penalty for leaving the reference model.")
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = Field(
-        0.0, description="dpo: assumed share of pairs with swapped labels."
+    beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
+        0.0, "dpo: assumed share of pairs with swapped labels."
     )
 
 
@@ -291,24 +252,24 @@ class SimPo(ObjectiveSection):
     """Pairs without a reference model: mean log-probabilities a margin `gamma` apart (arXiv:2405.14734)."""
 
     kind: Literal["simpo"] = Field(description="Preference pairs without a reference model.")
-    beta: PositiveFloat = Field(2.0, description="Scale of the rewards.")
-    gamma: NonNegativeFloat = Field(1.0, description="Target margin between the rewards.")
+    beta: PositiveFloat = key(2.0, "Scale of the rewards.")
+    gamma: NonNegativeFloat = key(1.0, "Target margin between the rewards.")
 
 
 class OrPo(ObjectiveSection):
     """Trains on the chosen response and raises its odds over the rejected one's (arXiv:2403.07691)."""
 
     kind: Literal["orpo"] = Field(description="Cross-entropy plus an odds ratio loss.")
-    beta: PositiveFloat = Field(0.1, description="Weight of the odds ratio loss.")
+    beta: PositiveFloat = key(0.1, "Weight of the odds ratio loss.")
 
 
 class Kto(ObjectiveSection):
     """Single answers, each marked desirable or not (arXiv:2402.01306)."""
 
     kind: Literal["kto"] = Field(description="Single responses marked desirable or not.")
-    beta: PositiveFloat = Field(0.1, description="Strength of the penalty for leaving the reference model.")
-    desirable_weight: PositiveFloat = Field(1.0, description="Loss weight of desirable responses.")
-    undesirable_weight: PositiveFloat = Field(1.0, description="Loss weight of undesirable responses.")
+    beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
+    desirable_weight: PositiveFloat = key(1.0, "Loss weight of desirable responses.")
+    undesirable_weight: PositiveFloat = key(1.0, "Loss weight of undesirable responses.")
 
 
 class Reward(ObjectiveSection):
@@ -324,10 +285,9 @@ class Distill(ObjectiveSection):
     teacher: str = Field(
         description="Teacher model: a folder in Hugging Face format or a Hub id.", examples=["Qwen/Qwen2.5-7B-Instruct"]
     )
-    temperature: PositiveFloat = Field(1.0, description="Temperature of both distributions.")
-    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.5,
-        description="Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio).",
+    temperature: PositiveFloat = key(1.0, "Temperature of both distributions.")
+    kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = key(
+        0.5, "Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio)."
     )
 
 
@@ -345,26 +305,21 @@ Objective = Annotated[
 class NoAdapter(Section):
     """Every parameter is trained."""
 
-    kind: Literal["none"] = Field("none", description="No adapter: every parameter is trained.")
+    kind: Literal["none"] = key("none", "No adapter: every parameter is trained.")
 
 
 class Lora(Section):
     kind: Literal["lora", "dora"] = Field(description="Low-rank adapters.")
-    rank: PositiveInt = Field(16, description="Rank of the LoRA matrices.")
-    alpha: PositiveFloat = Field(32.0, description="Scale: the update is multiplied by alpha / rank.")
-    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(rank) instead (rsLoRA).")
-    init: Literal["default", "pissa"] = Field(
-        "default",
-        description="Initial LoRA matrices: random and zero, or from the singular values of the weight (pissa).",
+    rank: PositiveInt = key(16, "Rank of the LoRA matrices.")
+    alpha: PositiveFloat = key(32.0, "Scale: the update is multiplied by alpha / rank.")
+    use_rslora: bool = key(False, "Scale by alpha / sqrt(rank) instead (rsLoRA).")
+    init: Literal["default", "pissa"] = key(
+        "default", "Initial LoRA matrices: random and zero, or from the singular values of the weight (pissa)."
     )
-    dropout: Share = Field(0.0, description="Dropout probability before the LoRA matrices.")
-    target_modules: OneOrMore[str] = Field(
-        ["q_proj", "v_proj"], description="Modules with LoRA: names, patterns or all-linear."
-    )
-    modules_to_save: OneOrMore[str] = Field(
-        [], description="Modules trained in full, such as embed_tokens, lm_head, norms."
-    )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Data type of the LoRA matrices.")
+    dropout: Share = key(0.0, "Dropout probability before the LoRA matrices.")
+    target_modules: OneOrMore[str] = key(["q_proj", "v_proj"], "Modules with LoRA: names, patterns or all-linear.")
+    modules_to_save: OneOrMore[str] = key([], "Modules trained in full, such as embed_tokens, lm_head, norms.")
+    dtype: Literal["float32", "bfloat16"] = key("float32", "Data type of the LoRA matrices.")
 
 
 class Peft(BaseModel, frozen=True, extra="allow"):
@@ -378,48 +333,44 @@ Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]
 
 
 class Quantize(Section):
-    kind: Literal["none", "nf4", "int8"] = Field(
-        "none", description="Storage of the frozen base weights; needs an adapter."
-    )
-    double_quant: bool = Field(True, description="nf4: quantize the scales, too (arXiv:2305.14314).")
+    kind: Literal["none", "nf4", "int8"] = key("none", "Storage of the frozen base weights; needs an adapter.")
+    double_quant: bool = key(True, "nf4: quantize the scales, too (arXiv:2305.14314).")
 
 
 class Wsd(Section):
     """Warmup, stable, decay: `decay` is the length of the last part, `min_lr_ratio` where it ends, of the rate."""
 
-    kind: Literal["wsd"] = Field("wsd", description="Warmup, stable, decay.")
-    decay: Length = Field(Duration(20.0, "percent"), description="Length of the decay at the end of the run.")
-    min_lr_ratio: Share = Field(0.0, description="Final learning rate, relative to learning_rate.")
+    kind: Literal["wsd"] = key("wsd", "Warmup, stable, decay.")
+    decay: Length = key(Duration(20.0, "percent"), "Length of the decay at the end of the run.")
+    min_lr_ratio: Share = key(0.0, "Final learning rate, relative to learning_rate.")
 
 
 class OptimizerSection(Section):
-    kind: Literal["adamw", "muon", "adafactor"] = Field(
-        "adamw", description="muon updates the matrices of the layers, AdamW the rest."
+    kind: Literal["adamw", "muon", "adafactor"] = key(
+        "adamw", "muon updates the matrices of the layers, AdamW the rest."
     )
-    learning_rate: PositiveFloat = Field(5e-4, description="Peak learning rate.")
-    muon_learning_rate: PositiveFloat | None = Field(
-        None, description="muon: learning rate of the matrices; unset: learning_rate.", examples=[0.02]
+    learning_rate: PositiveFloat = key(5e-4, "Peak learning rate.")
+    muon_learning_rate: PositiveFloat | None = key(
+        None, "muon: learning rate of the matrices; unset: learning_rate.", 0.02
     )
-    momentum: Share = Field(0.95, description="muon: momentum.")
-    betas: tuple[Share, Share] = Field((0.9, 0.95), description="AdamW: decay rates of the two averages.")
-    eps: PositiveFloat = Field(1e-8, description="AdamW: added to the denominator.")
-    weight_decay: NonNegativeFloat = Field(0.1, description="Decoupled weight decay.")
-    state_dtype: Literal["float32", "bfloat16", "int8"] = Field("float32", description="Data type of AdamW's states.")
-    paged: bool = Field(False, description="Another name for offload, as in paged_adamw.")
+    momentum: Share = key(0.95, "muon: momentum.")
+    betas: tuple[Share, Share] = key((0.9, 0.95), "AdamW: decay rates of the two averages.")
+    eps: PositiveFloat = key(1e-8, "AdamW: added to the denominator.")
+    weight_decay: NonNegativeFloat = key(0.1, "Decoupled weight decay.")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = key("float32", "Data type of AdamW's states.")
+    paged: bool = key(False, "Another name for offload, as in paged_adamw.")
     offload: Annotated[bool, AfterValidator(lambda asked, info: asked or info.data.get("paged", False))] = Field(
         False, validate_default=True, description="Keep AdamW's states in pinned host memory, copied in pieces."
     )
-    fused_backward: bool = Field(
-        False, description="Update each parameter during backward and free its gradient; no gradient accumulation."
+    fused_backward: bool = key(
+        False, "Update each parameter during backward and free its gradient; no gradient accumulation."
     )
-    stochastic_rounding: bool = Field(False, description="Round bfloat16 weights stochastically.")
-    schedule: Literal["cosine", "linear", "constant", "wsd"] | Wsd = Field(
-        "cosine",
-        description="Shape of the learning rate after warmup.",
-        examples=[{"kind": "wsd", "decay": "20%", "min_lr_ratio": 0.0}],
+    stochastic_rounding: bool = key(False, "Round bfloat16 weights stochastically.")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] | Wsd = key(
+        "cosine", "Shape of the learning rate after warmup.", {"kind": "wsd", "decay": "20%", "min_lr_ratio": 0.0}
     )
-    min_lr_ratio: Share = Field(0.0, description="Final learning rate of cosine and linear, relative to learning_rate.")
-    warmup: LengthOrNothing = Field(Duration(1.0, "percent"), description="Length of the linear warmup.")
+    min_lr_ratio: Share = key(0.0, "Final learning rate of cosine and linear, relative to learning_rate.")
+    warmup: LengthOrNothing = key(Duration(1.0, "percent"), "Length of the linear warmup.")
 
 
 def _with_one_length(value: Any) -> Any:
@@ -430,45 +381,36 @@ def _with_one_length(value: Any) -> Any:
 
 
 class Train(Section):
-    epochs: Epochs | None = Field(
-        1.0,
-        description="Length in passes over the dataset. Set exactly one of epochs, max_steps, max_tokens, max_time.",
+    epochs: Epochs | None = key(
+        1.0, "Length in passes over the dataset. Set exactly one of epochs, max_steps, max_tokens, max_time."
     )
-    max_steps: Steps | None = Field(None, description="Length of the run in optimizer steps.", examples=[1000])
-    max_tokens: Tokens | None = Field(None, description="Length of the run in tokens.", examples=["10B"])
-    max_time: WallTime | None = Field(
-        None,
-        description="Length of the run in wall time; the number of steps follows from measured steps.",
-        examples=["8h"],
+    max_steps: Steps | None = key(None, "Length of the run in optimizer steps.", 1000)
+    max_tokens: Tokens | None = key(None, "Length of the run in tokens.", "10B")
+    max_time: WallTime | None = key(
+        None, "Length of the run in wall time; the number of steps follows from measured steps.", "8h"
     )
-    min_steps: PositiveInt | None = Field(
-        None, description="max_time: at least so many steps, even if they take longer.", examples=[200]
+    min_steps: PositiveInt | None = key(None, "max_time: at least so many steps, even if they take longer.", 200)
+    tokens_per_step: Auto | Count = key(
+        "auto", "Tokens per optimizer step on all devices (global batch); auto: from the model and the dataset."
     )
-    tokens_per_step: Auto | Count = Field(
-        "auto",
-        description="Tokens per optimizer step on all devices (global batch); auto: from the model and the dataset.",
+    batch_size: PositiveInt | None = key(
+        None, "Sequences per optimizer step on all devices, instead of tokens_per_step.", 16
     )
-    batch_size: PositiveInt | None = Field(
-        None, description="Sequences per optimizer step on all devices, instead of tokens_per_step.", examples=[16]
+    micro_batch_size: Auto | PositiveInt = key(
+        "auto", "Sequences per forward pass and device; changes memory and speed, not the result."
     )
-    micro_batch_size: Auto | PositiveInt = Field(
-        "auto", description="Sequences per forward pass and device; changes memory and speed, not the result."
+    precision: Precision = key(
+        "auto", "Data type of the computation; all but bfloat16-pure keep float32 master weights."
     )
-    precision: Precision = Field(
-        "auto", description="Data type of the computation; all but bfloat16-pure keep float32 master weights."
+    compile: Auto | bool = key("auto", "Use torch.compile.")
+    attention: Auto | AttentionBackend = key("auto", "Attention kernel.")
+    activation_checkpointing: Checkpointing = key(
+        "auto", "Recompute activations in backward: none, selected operations, all layers (true) or every N-th."
     )
-    compile: Auto | bool = Field("auto", description="Use torch.compile.")
-    attention: Auto | AttentionBackend = Field("auto", description="Attention kernel.")
-    activation_checkpointing: Checkpointing = Field(
-        "auto",
-        description="Recompute activations in backward: none, selected operations, all layers (true) or every N-th.",
-    )
-    offload_activations: bool = Field(False, description="Keep activations in host memory until backward.")
-    max_grad_norm: PositiveOrNone = Field(1.0, description="Clip the gradient to this norm; none or null: no clipping.")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="Seed of initial weights, data order and dropout."
-    )
-    deterministic: Auto | bool = Field("auto", description="Bitwise repeatable steps on a GPU, which are slower.")
+    offload_activations: bool = key(False, "Keep activations in host memory until backward.")
+    max_grad_norm: PositiveOrNone = key(1.0, "Clip the gradient to this norm; none or null: no clipping.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(0, "Seed of initial weights, data order and dropout.")
+    deterministic: Auto | bool = key("auto", "Bitwise repeatable steps on a GPU, which are slower.")
 
     _one_length = model_validator(mode="before")(_with_one_length)
 
@@ -490,41 +432,37 @@ class Train(Section):
 
 
 class Parallel(Section):
-    replicate: Auto | PositiveInt = Field("auto", description="Data parallel replicas.")
-    shard: Auto | PositiveInt = Field("auto", description="Devices that shard parameters, gradients and states (FSDP).")
-    tensor: PositiveInt = Field(1, description="Tensor parallel devices.")
-    context: PositiveInt = Field(1, description="Context parallel devices.")
-    pipeline: PositiveInt = Field(1, description="Pipeline stages.")
-    pipeline_schedule: Literal["1f1b"] = Field("1f1b", description="Order of the micro-batches in the pipeline.")
-    pipeline_microbatches: Auto | PositiveInt = Field("auto", description="Micro-batches per step in the pipeline.")
+    replicate: Auto | PositiveInt = key("auto", "Data parallel replicas.")
+    shard: Auto | PositiveInt = key("auto", "Devices that shard parameters, gradients and states (FSDP).")
+    tensor: PositiveInt = key(1, "Tensor parallel devices.")
+    context: PositiveInt = key(1, "Context parallel devices.")
+    pipeline: PositiveInt = key(1, "Pipeline stages.")
+    pipeline_schedule: Literal["1f1b"] = key("1f1b", "Order of the micro-batches in the pipeline.")
+    pipeline_microbatches: Auto | PositiveInt = key("auto", "Micro-batches per step in the pipeline.")
 
 
 class Checkpoint(Section):
-    every: Length = Field(Duration(1000.0, "steps"), description="Interval between checkpoints.")
-    keep: PositiveInt = Field(3, description="Checkpoints to keep, besides the best.")
-    async_save: Auto | bool = Field("auto", description="Write checkpoints in the background.")
+    every: Length = key(Duration(1000.0, "steps"), "Interval between checkpoints.")
+    keep: PositiveInt = key(3, "Checkpoints to keep, besides the best.")
+    async_save: Auto | bool = key("auto", "Write checkpoints in the background.")
 
 
 class Eval(Section):
-    every: Literal["none"] | Length = Field(
-        Duration(500.0, "steps"), description="Interval between evaluations; none: off."
-    )
-    tokens: Auto | Count = Field("auto", description="Tokens of the validation set per evaluation.")
-    early_stopping_patience: Literal["none"] | PositiveInt = Field(
-        "none", description="Evaluations without a lower loss after which the run ends; none: off."
+    every: Literal["none"] | Length = key(Duration(500.0, "steps"), "Interval between evaluations; none: off.")
+    tokens: Auto | Count = key("auto", "Tokens of the validation set per evaluation.")
+    early_stopping_patience: Literal["none"] | PositiveInt = key(
+        "none", "Evaluations without a lower loss after which the run ends; none: off."
     )
 
 
 class Sample(Section):
     """Texts that the model generates at every evaluation."""
 
-    prompts: list[str] = Field(
-        [], description="Prompts that the model completes or answers at every evaluation.", examples=[["def main():"]]
-    )
-    max_new_tokens: PositiveInt = Field(200, description="Longest completion in tokens.")
-    temperature: NonNegativeFloat = Field(0.8, description="Sampling temperature; 0: greedy.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.95, description="Nucleus sampling: share of the probability to sample from."
+    prompts: list[str] = key([], "Prompts that the model completes or answers at every evaluation.", ["def main():"])
+    max_new_tokens: PositiveInt = key(200, "Longest completion in tokens.")
+    temperature: NonNegativeFloat = key(0.8, "Sampling temperature; 0: greedy.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = key(
+        0.95, "Nucleus sampling: share of the probability to sample from."
     )
 
 
@@ -536,21 +474,19 @@ Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command
 
 
 class Logging(Section):
-    every: Length = Field(
-        Duration(10.0, "steps"), description="Interval of the terminal and the trackers; events.jsonl has every step."
+    every: Length = key(
+        Duration(10.0, "steps"), "Interval of the terminal and the trackers; events.jsonl has every step."
     )
-    trackers: OneOrMore[Tracker] = Field(
+    trackers: OneOrMore[Tracker] = key(
         ["tensorboard"],
-        description="Experiment trackers, one or a list; the default is silent if tensorboard is not installed.",
-        examples=[["wandb", {"command": "./hook.sh"}]],
+        "Experiment trackers, one or a list; the default is silent if tensorboard is not installed.",
+        ["wandb", {"command": "./hook.sh"}],
     )
-    max_gpu_temperature: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = Field(
-        "auto", description="Pause the run above this temperature in degrees Celsius; auto: 5 below the GPU's limit."
+    max_gpu_temperature: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = key(
+        "auto", "Pause the run above this temperature in degrees Celsius; auto: 5 below the GPU's limit."
     )
-    memory: bool = Field(False, description="Print the peak memory in each line.")
-    profile_steps: Literal["none"] | StepRange = Field(
-        "none", description="First and last step to profile.", examples=[[100, 102]]
-    )
+    memory: bool = key(False, "Print the peak memory in each line.")
+    profile_steps: Literal["none"] | StepRange = key("none", "First and last step to profile.", [100, 102])
 
     @property
     def libraries(self) -> list[str]:
@@ -561,28 +497,26 @@ class Logging(Section):
 class Recipe(Section):
     """One training run, everywhere the same. Runs and shards take its `name`; without one, that of the file."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = Field(
-        None, description="Name of the run folder; unset: the name of the recipe file.", examples=["my-run"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = key(
+        None, "Name of the run folder; unset: the name of the recipe file.", "my-run"
     )
-    extends: str | None = Field(
-        None, description="A packaged recipe or a file that this one changes.", examples=["go-coder-125m"]
-    )
-    claims: Claims = Field(
-        Claims(), description="What you expect of the run; plan checks each claim, report compares it with the run."
+    extends: str | None = key(None, "A packaged recipe or a file that this one changes.", "go-coder-125m")
+    claims: Claims = key(
+        Claims(), "What you expect of the run; plan checks each claim, report compares it with the run."
     )
     model: Model = Field(description="The model: exactly one of from, preset and family.")
-    tokenizer: TokenizerSection = Field(TokenizerSection(), description="The tokenizer: from or train.")
+    tokenizer: TokenizerSection = key(TokenizerSection(), "The tokenizer: from or train.")
     data: Data = Field(description="The dataset: exactly one of path, builtin and sources.")
-    objective: Objective = Field(Pretrain(), description="The training objective.")
-    adapter: Adapter = Field(NoAdapter(), description="Parameter-efficient fine-tuning.")
-    quantize: Quantize = Field(Quantize(), description="Quantization of the frozen base weights.")
-    optimizer: OptimizerSection = Field(OptimizerSection(), description="The optimizer and its learning rate schedule.")
-    train: Train = Field(Train(), description="Length, batch, precision and memory of training.")
-    parallel: Parallel = Field(Parallel(), description="Layout on several devices.")
-    checkpoint: Checkpoint = Field(Checkpoint(), description="Saving.")
-    eval: Eval = Field(Eval(), description="Evaluation on the validation set.")
-    sample: Sample = Field(Sample(), description="Texts sampled at every evaluation.")
-    logging: Logging = Field(Logging(), description="Terminal, trackers, temperature and profiling.")
+    objective: Objective = key(Pretrain(), "The training objective.")
+    adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")
+    quantize: Quantize = key(Quantize(), "Quantization of the frozen base weights.")
+    optimizer: OptimizerSection = key(OptimizerSection(), "The optimizer and its learning rate schedule.")
+    train: Train = key(Train(), "Length, batch, precision and memory of training.")
+    parallel: Parallel = key(Parallel(), "Layout on several devices.")
+    checkpoint: Checkpoint = key(Checkpoint(), "Saving.")
+    eval: Eval = key(Eval(), "Evaluation on the validation set.")
+    sample: Sample = key(Sample(), "Texts sampled at every evaluation.")
+    logging: Logging = key(Logging(), "Terminal, trackers, temperature and profiling.")
 
     @property
     def tokens_per_step(self) -> Literal["auto"] | int:

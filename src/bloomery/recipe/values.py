@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, PlainSerializer, PositiveInt
 from pydantic_core import CoreSchema
 
-from bloomery.core.units import Duration, Unit, parse_count, parse_duration, parse_range, whole_steps
+from bloomery.core.units import Duration, Unit, parse_bytes, parse_count, parse_duration, parse_range, whole_steps
 
 _MOST = 1e18  # of any quantity: what is beyond is a slip of the keyboard, and overflows what is computed from it
 
@@ -106,15 +106,20 @@ def claimed(parse: Callable[[str | float], float | Duration], examples: str) -> 
     return BeforeValidator(read, json_schema_input_type=str | float)
 
 
-def wall_time(text: str | float) -> Duration:
+def _wall_time(text: str | float) -> Duration:
     duration = parse_duration(text)
     if duration.unit != "seconds":
         raise ValueError(f"{text!r} is not a time; write 8h or 5 to 7 days")
     return duration
 
 
+ClaimedNumber = Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")]
+ClaimedTime = Annotated[ClaimedRange, claimed(_wall_time, "8h or 5 to 7 days")]
+ClaimedBytes = Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")]
+
+
 def _more_than_no_time(text: object) -> Duration:
-    return _more_than_nothing(wall_time(_word(text, "8h")))
+    return _more_than_nothing(_wall_time(_word(text, "8h")))
 
 
 WallTime = Annotated[

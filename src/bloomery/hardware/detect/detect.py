@@ -6,9 +6,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bloomery.core.child import output_of
-from bloomery.hardware.detect.kfd import KfdNode, number_of, read_kfd, text_of
+from bloomery.hardware.detect.kfd import number_of, read_kfd, text_of
 from bloomery.hardware.detect.software import read_software
 from bloomery.hardware.detect.system import read_access, read_driver, read_surroundings
 from bloomery.hardware.machine import Accelerator, Access, Display, Host, Machine, Opening
@@ -27,31 +28,14 @@ def amd_accelerators(root: Path, access: dict[str, Opening]) -> tuple[Accelerato
     line = re.compile(r"^([0-9A-Fa-f]{4}),\s*([0-9A-Fa-f]{2}),\s*(.+?)\s*$", re.MULTILINE)  # of libdrm's amdgpu.ids
     rows = (row for table in NAME_TABLES for row in line.findall(text_of(root / table)))
     names = {(int(device, 16), int(revision, 16)): name for device, revision, name in rows}
-    return tuple(_accelerator(root, index, node, names, access) for index, node in enumerate(read_kfd(root / "sys")))
-
-
-def _accelerator(
-    root: Path, index: int, node: KfdNode, names: dict[tuple[int, int], str], access: dict[str, Opening]
-) -> Accelerator:
-    render = f"/dev/dri/renderD{node.render_minor}"
-    product = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"  # Instinct and PRO
-    return Accelerator(
-        index=index,
-        vendor="amd",
-        name=names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME] or node.arch,
-        arch=node.arch,
-        memory_bytes=node.memory_bytes,
-        memory_used_bytes=node.memory_used_bytes,
-        integrated=node.integrated,
-        node=render,
-        access=access.get(render),
-        pci_address=node.pci_address,
-        device_id=node.device_id,
-        unique_id=node.unique_id,
-        compute_units=node.compute_units,
-        gtt_bytes=node.gtt_bytes,
-        hive_id=node.hive_id,
-    )
+    devices = []
+    for index, node in enumerate(read_kfd(root / "sys")):
+        render = f"/dev/dri/renderD{node.render_minor}"
+        product = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"  # Instinct and PRO
+        listed = names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME]
+        facts: dict[str, Any] = {**vars(node), "name": listed or node.arch, "node": render}
+        devices.append(Accelerator(index=index, vendor="amd", access=access.get(render), **facts))
+    return tuple(devices)
 
 
 def nvidia_accelerators(root: Path, *, start: int) -> tuple[Accelerator, ...]:

@@ -14,16 +14,13 @@ TOPOLOGY = "class/kfd/kfd/topology/nodes"
 
 @dataclass(frozen=True, kw_only=True)
 class KfdNode:
-    """One GPU of the topology. `compute_units` counts those of this die (a GCD of an MI250X has 110)."""
+    """One GPU of the topology; fields as in `Accelerator`. A GCD of an MI250X has 110 of its own compute units."""
 
-    node: int
     arch: str
     device_id: int
     revision: int
     render_minor: int
     compute_units: int
-    wave_size: int
-    lds_kib: int
     memory_bytes: int
     memory_used_bytes: int
     integrated: bool
@@ -43,9 +40,8 @@ def read_kfd(root: Path = Path("/sys")) -> tuple[KfdNode, ...]:
     folder = root / TOPOLOGY
     if not folder.is_dir():
         return ()
-    numbered = sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
-    nodes = (_read_node(root, folder / str(number), number) for number in numbered)
-    return tuple(node for node in nodes if node is not None)
+    folders = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    return tuple(node for path in folders if (node := _read_node(root, path)) is not None)
 
 
 def masked_gpus(root: Path = Path("/sys")) -> int:
@@ -75,25 +71,22 @@ def number_of(text: str, default: int = 0) -> int:
     return int(match[1], 16 if match[1][:2].lower() == "0x" else 10) if match else default
 
 
-def _read_node(root: Path, folder: Path, number: int) -> KfdNode | None:
+def _read_node(root: Path, folder: Path) -> KfdNode | None:
     facts = _properties(folder / "properties")
     if facts.get("gfx_target_version", 0) == 0 or facts.get("vendor_id") != AMD_VENDOR:
         return None
-    minor = facts.get("drm_render_minor", 0)
+    minor, bus = facts.get("drm_render_minor", 0), facts.get("location_id", 0)
     device = root / f"class/drm/renderD{minor}/device"
     return KfdNode(
-        node=number,
         arch=gfx_name(facts["gfx_target_version"]),
         device_id=facts.get("device_id", 0),
         revision=_integer(device / "revision"),
         render_minor=minor,
         compute_units=facts.get("simd_count", 0) // max(1, facts.get("simd_per_cu", 1)),
-        wave_size=facts.get("wave_front_size", 0),
-        lds_kib=facts.get("lds_size_in_kb", 0),
         memory_bytes=_integer(device / "mem_info_vram_total") or _local_memory(folder / "mem_banks"),
         memory_used_bytes=_integer(device / "mem_info_vram_used"),
         integrated=facts.get("cpu_cores_count", 0) > 0 or facts["gfx_target_version"] in INTEGRATED,
-        pci_address=_pci_address(facts.get("domain", 0), facts.get("location_id", 0)),
+        pci_address=f"{facts.get('domain', 0):04x}:{bus >> 8 & 0xFF:02x}:{bus >> 3 & 0x1F:02x}.{bus & 7}",
         gtt_bytes=_integer(device / "mem_info_gtt_total"),
         unique_id=_identity(facts.get("unique_id", 0)),
         hive_id=_identity(facts.get("hive_id", 0)),
@@ -117,10 +110,6 @@ def _local_memory(banks: Path) -> int:
 
 def _identity(number: int) -> str:
     return hex(number) if number else ""
-
-
-def _pci_address(domain: int, location: int) -> str:
-    return f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7}"
 
 
 def _integer(path: Path) -> int:

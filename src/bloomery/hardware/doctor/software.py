@@ -1,10 +1,9 @@
 """The doctor's rules about PyTorch: build, kernels, override, companion packages, pin; its driver and ROCm versions.
 
 Sources: AMD's "User and AMD GPU Driver support matrix" (driver and user space up to two releases apart, up to a year
-from ROCm 6.4 on; its lists for drivers 30.10 and 30.30 reach 13 months), ROCm's release notes (months), the names of
-AMD's amdgpu-dkms packages (6.10.5.60300, 6.14.14.30100100), ROCm/rocm-install-on-linux#684 (30.20.1 is 6.16.6),
-OLCF's pytorch_frontier.rst (the module matches the wheel), NVIDIA's "CUDA Compatibility" (CUDA 12 from driver 525 on,
-13 from 580 on) and its release notes (12.8 is the first CUDA with Blackwell, 13 the first without Volta).
+from ROCm 6.4 on; its lists for drivers 30.10 and 30.30 reach 13 months), OLCF's pytorch_frontier.rst (the module
+matches the wheel), NVIDIA's "CUDA Compatibility" (CUDA 12 from driver 525 on, 13 from 580 on) and its release notes
+(12.8 is the first CUDA with Blackwell, 13 the first without Volta).
 """
 
 import re
@@ -18,32 +17,12 @@ from bloomery.hardware.detect.system import version_key
 from bloomery.hardware.doctor.symptoms import PIN, PROBE, Finding, from_table, install_steps, to_install, vendors
 from bloomery.hardware.machine import Accelerator, Machine, Setting
 from bloomery.hardware.profile import best_device, fitting_builds, install
-from bloomery.hardware.specs.wheels import (
-    AMD_WHEELS,
-    NOT_FROM_PYTORCH,
-    OLDEST_TORCH,
-    PYTORCH_ROCM,
-    TorchBuild,
-    series,
-    torch_builds,
-)
+from bloomery.hardware.specs.wheels import OLDEST_TORCH, TorchBuild, series, torch_builds, wheel_table
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 BUILDS = {"cpu": ("CPU", "CPUs only"), "cuda": ("CUDA", "NVIDIA"), "rocm": ("ROCm", "AMD")}
 TOGETHER_SECONDS = 120.0  # packages installed within this time belong to one pip command
 SHARED_KERNELS = {"gfx1150": "gfx115x", "gfx1151": "gfx115x", "gfx1152": "gfx115x", "gfx1153": "gfx115x"}
-RELEASED = {  # ROCm -> year, month
-    "5.5": (2023, 5), "5.6": (2023, 6), "5.7": (2023, 9), "6.0": (2023, 12), "6.1": (2024, 4), "6.2": (2024, 8),
-    "6.3": (2024, 12), "6.4": (2025, 4), "7.0": (2025, 9), "7.1": (2025, 10), "7.2": (2026, 1), "7.14": (2026, 7),
-    "10.0": (2026, 8), "10.1": (2026, 10),
-}  # fmt: skip
-RELEASES = tuple(RELEASED)
-# /sys/module/amdgpu/version of AMD's driver package -> its ROCm release, the name of the package
-DRIVERS = (
-    ("6.0.5", "5.5", "5.5"), ("6.1.5", "5.6", "5.6"), ("6.2.4", "5.7", "5.7"), ("6.3.6", "6.0", "6.0"),
-    ("6.7.0", "6.1", "6.1"), ("6.8.5", "6.2", "6.2"), ("6.10.5", "6.3", "6.3"), ("6.12.12", "6.4", "6.4"),
-    ("6.14.14", "7.0", "30.10"), ("6.16.6", "7.1", "30.20"), ("6.16.13", "7.2", "30.30"), ("6.19.14", "7.14", "31.40"),
-)  # fmt: skip
 RELEASES_APART, MONTHS_APART = 2, 13
 INBOX_FROM = (6, 10)  # the first Linux whose own amdgpu AMD supports without its package
 OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}  # major version of CUDA -> of the NVIDIA driver
@@ -97,7 +76,7 @@ def amd_wheel(machine: Machine) -> bool:
     """Whether the installed build is one of AMD's own, with a kernel package per GPU architecture."""
     local = (machine.software.torch or "").partition("+")[2]
     shared = any(package.name.startswith("amd-torch-device-") for package in machine.software.packages)
-    return shared or local in AMD_WHEELS.values()
+    return shared or local in wheel_table().amd_wheels.values()
 
 
 def kernels_of(machine: Machine) -> frozenset[str] | None:
@@ -110,12 +89,11 @@ def kernels_of(machine: Machine) -> frozenset[str] | None:
         names = [p.name for p in machine.software.packages if p.name.startswith("amd-torch-device-")]
         packaged = {name.removeprefix("amd-torch-device-") for name in names}
         return frozenset(packaged | {arch for arch, shared in SHARED_KERNELS.items() if shared in packaged})
+    table = wheel_table()
     if local == "rocm6.3":
-        return frozenset(PYTORCH_ROCM[2, 9][1].split())
-    listed = dict(PYTORCH_ROCM.values())
-    if local not in listed:
-        return None
-    return frozenset(listed[local].split()) - frozenset(NOT_FROM_PYTORCH)
+        return frozenset(table.pytorch_kernels["rocm6.4"].split())
+    listed = table.pytorch_kernels.get(local)
+    return frozenset(listed.split()) - frozenset(table.not_from_pytorch) if listed else None
 
 
 def kernels(machine: Machine) -> Iterator[Finding]:
@@ -128,8 +106,8 @@ def kernels(machine: Machine) -> Iterator[Finding]:
         return
     if amd_wheel(machine):
         yield to_install("device-package-missing", machine, arch=arch)
-    elif arch in NOT_FROM_PYTORCH:
-        yield to_install("wheel-unfit", machine, arch=arch, torch=torch, reason=NOT_FROM_PYTORCH[arch])
+    elif reason := wheel_table().not_from_pytorch.get(arch):
+        yield to_install("wheel-unfit", machine, arch=arch, torch=torch, reason=reason)
     else:
         settings = next((b.environment for b in fitting_builds(machine, device) if b.environment), ())
         override = [f"export {name}={value}  # or, with the installed wheel" for name, value in dict(settings).items()]
@@ -257,20 +235,24 @@ def torch_missing(machine: Machine) -> UserError:
 
 def tested(driver: str, rocm: str) -> bool:
     """Whether AMD tests the `driver` of one ROCm release with the libraries of `rocm`: "6.4" and "7.2"."""
-    apart = abs(RELEASES.index(driver) - RELEASES.index(rocm))
-    (one, month), (other, later) = RELEASED[driver], RELEASED[rocm]
+    releases = wheel_table().rocm
+    order = list(releases)
+    (one, month), (other, later) = releases[driver]["month"], releases[rocm]["month"]
+    apart = abs(order.index(driver) - order.index(rocm))
     return apart <= RELEASES_APART or abs(12 * (other - one) + later - month) <= MONTHS_APART
 
 
 def release_of(version: str) -> str | None:
     """The listed release of a ROCm version such as 7.1.25424; None if it is older than all."""
-    return next((one for one in reversed(RELEASES) if version_key(one) <= version_key(version)), None)
+    return next((one for one in reversed(wheel_table().rocm) if version_key(one) <= version_key(version)), None)
 
 
 def driver_release(version: str) -> tuple[str, str]:
     """(ROCm release, package name) of an AMD driver version such as 6.14.14; the oldest listed for older ones."""
-    listed = [(rocm, name) for number, rocm, name in DRIVERS if version_key(number) <= version_key(version)]
-    return listed[-1] if listed else DRIVERS[0][1:]
+    drivers = [(rocm, row) for rocm, row in wheel_table().rocm.items() if "driver" in row]
+    listed = [each for each in drivers if version_key(each[1]["driver"]) <= version_key(version)]
+    rocm, row = (listed or drivers[:1])[-1]
+    return rocm, row["package"]
 
 
 def wheel_rocm(machine: Machine) -> str:
@@ -289,7 +271,7 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
     works = any(probe.name.startswith("matmul") and probe.outcome == "ok" for probe in machine.probes)
     if not driver.amdgpu_version:  # the kernel's own driver: AMD requires its package before a certain Linux
         kernel = version_key(driver.kernel)[:2]
-        if works or RELEASES.index(wheel) < RELEASES.index("7.0") or not kernel or kernel >= INBOX_FROM:
+        if works or version_key(wheel) < (7, 0) or not kernel or kernel >= INBOX_FROM:
             return
         fix = (f"{PROBE}  # if all probes pass, change nothing; otherwise:", *_newer_driver(machine, wheel))
         yield from_table("amd-driver-inbox", fix=fix, kernel=".".join(map(str, kernel)), wheel=wheel)
@@ -299,7 +281,7 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
         return
     version, torch = driver.amdgpu_version, machine.software.torch
     evidence = f"amdgpu {version} belongs to ROCm {rocm}, torch {torch} includes ROCm {wheel}"
-    if RELEASES.index(rocm) > RELEASES.index(wheel):
+    if version_key(rocm) > version_key(wheel):
         yield from_table("amd-driver-newer", package=package, wheel=wheel, evidence=evidence)
         return
     older = _build_for_driver(machine, device, rocm)
@@ -320,7 +302,8 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
 def _newer_driver(machine: Machine, wheel: str) -> tuple[str, ...]:
     """How to install a driver for ROCm `wheel`; on a cluster only its administrators can."""
     around = machine.host.around
-    name = next((name for _, rocm, name in reversed(DRIVERS) if version_key(rocm) <= version_key(wheel)), "")
+    drivers = [(rocm, row["package"]) for rocm, row in wheel_table().rocm.items() if "driver" in row]
+    name = next((name for rocm, name in reversed(drivers) if version_key(rocm) <= version_key(wheel)), "")
     if around.slurm or around.site:
         return (f"# ask the cluster's administrators for amdgpu {name} or newer: the driver belongs to the nodes",)
     tool = {"debian": "apt", "ubuntu": "apt", "sles": "zypper"}.get(machine.host.distribution.partition(" ")[0], "dnf")
@@ -331,7 +314,7 @@ def _newer_driver(machine: Machine, wheel: str) -> tuple[str, ...]:
 def _build_for_driver(machine: Machine, device: Accelerator, driver: str) -> TorchBuild | None:
     """The newest build with kernels for the GPU whose ROCm was tested with a driver."""
     python = version_key(machine.software.python)
-    for major, minor in sorted(PYTORCH_ROCM, reverse=True):
+    for major, minor in sorted(map(series, wheel_table().pytorch_rocm), reverse=True):
         torch = f"{major}.{minor}.{1 if minor == 9 else 0}"
         for build in torch_builds(device.arch, python=(python[0], python[1]), torch=torch):
             rocm = re.search(r"\+rocm(\d+\.\d+)", build.requirement)

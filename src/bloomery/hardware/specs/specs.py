@@ -5,9 +5,9 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import closest
@@ -76,13 +76,13 @@ class GpuSpec(TableEntry):
     name: str
     aliases: tuple[str, ...] = ()
     arch: str
-    memory_gib: tuple[int, ...]  # its variants; empty: shared with the CPU
+    memory_gib: tuple[int, ...] = Field(alias="gib")  # its variants; empty: shared with the CPU
     visible_mib: int | None = None
-    bandwidth_gbs: float
+    bandwidth_gbs: float = Field(alias="gbs")
     peak_tflops: dict[str, float]
     peaks_estimated: bool  # units x clock x rate per clock; otherwise published by the vendor
     achievable_tflops: dict[str, float] = {}
-    board_watts: float | None = None
+    board_watts: float | None = Field(None, alias="watts")
     dies_per_board: int = 1  # the operating system exposes each die as a device
     link: str
     sources: dict[str, str]  # figure -> keys of the table's sources
@@ -113,58 +113,26 @@ class GpuSpec(TableEntry):
         return "; ".join(table().sources[key] for key in self.sources.get(figure, "").split())
 
 
-class GpuEntry(TableEntry):
-    """One of the `gpus` of a [[line]], with the short keys of gpus.toml."""
-
-    name: str
-    aliases: tuple[str, ...] = ()
-    gib: tuple[int, ...]
-    gbs: float
-    units: int | None = None
-    mhz: float | None = None
-    watts: float | None = None
-    visible_mib: int | None = None
-    peak_tflops: dict[str, float] = {}
-    achievable_tflops: dict[str, float] = {}
-    dies_per_board: int = 1
-    link: str = ""
-    sources: dict[str, str] = {}
-
-
 class Line(TableEntry):
-    """Products of one architecture: their common figures, and each of them."""
+    """Products of one architecture: their common figures, and each of them with the short keys of gpus.toml."""
 
     arch: str
     flops_per_clock: dict[str, float] = {}  # of a compute unit or multiprocessor
     link: str
     sources: dict[str, str]
-    gpus: tuple[GpuEntry, ...]
+    gpus: tuple[dict[str, Any], ...]
 
     def specs(self) -> Iterator[GpuSpec]:
         for gpu in self.gpus:
-            sources = self.sources | gpu.sources
+            facts = {"arch": self.arch, "link": self.link, **gpu, "peaks_estimated": "peak_tflops" not in gpu}
+            rate = facts.pop("units", 0) * facts.pop("mhz", 0) / 1e6
+            peaks = {name: flops * rate for name, flops in self.flops_per_clock.items()}
+            facts.setdefault("peak_tflops", {name: round(tera, 1 if tera > 100 else 2) for name, tera in peaks.items()})
+            sources = self.sources | gpu.get("sources", {})
             shared = dict.fromkeys(("memory", "bandwidth", "power"), sources.pop("gpus", ""))
-            if not gpu.achievable_tflops:
+            if "achievable_tflops" not in gpu:
                 sources.pop("achievable", None)
-            rated = {
-                name: flops * (gpu.units or 0) * (gpu.mhz or 0) / 1e6 for name, flops in self.flops_per_clock.items()
-            }
-            yield GpuSpec(
-                name=gpu.name,
-                aliases=gpu.aliases,
-                arch=self.arch,
-                memory_gib=gpu.gib,
-                visible_mib=gpu.visible_mib,
-                bandwidth_gbs=gpu.gbs,
-                peak_tflops=gpu.peak_tflops
-                or {name: round(rate, 1 if rate > 100 else 2) for name, rate in rated.items()},
-                peaks_estimated=not gpu.peak_tflops,
-                achievable_tflops=gpu.achievable_tflops,
-                board_watts=gpu.watts,
-                dies_per_board=gpu.dies_per_board,
-                link=gpu.link or self.link,
-                sources=shared | sources,
-            )
+            yield GpuSpec.model_validate(facts | {"sources": shared | sources})
 
 
 class CpuSpec(TableEntry):
