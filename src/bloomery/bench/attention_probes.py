@@ -4,11 +4,12 @@ Each runs forward and backward on sequences of several documents, compared with 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.probes.run import ProbeSpec
-from bloomery.hardware.probes.worker import Result, backward, best_seconds, compared, difference, leave, main, worst
+from bloomery.hardware.probes.worker import Compute, Result, check, leave, main, seconds_of
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import BACKENDS
 
@@ -27,48 +28,22 @@ def specs(machine: Machine) -> tuple[ProbeSpec, ...]:
 
 
 def backend(name: str, job: Mapping[str, Any]) -> Result:
-    """`backend-blockwise`: three documents per sequence, or one without document masking; the kernel."""
+    """`backend-blockwise`: three documents per sequence, or one without document masking; the kernel.
+
+    The result and the three gradients are compared with those of `math`.
+    """
     kind, where = name.partition("-")[2], job["device"]
     dtype = "bfloat16" if kind == "varlen" and job["dtype"] == "float32" else job["dtype"]
-    error = checked(kind, where, dtype)
-    tokens = TIMED_TOKENS[where]
-    seconds = timed(kind, where, dtype, tokens)
-    facts = {"kernel": kernel(kind, where, dtype), "tokens": str(tokens)}
-    return compared(error, dtype, seconds=seconds, facts=facts)
+    queries, shared, tokens = (2, 4, TOKENS, 64), (2, 2, TOKENS, 64), TIMED_TOKENS[where]
 
+    def attention(kind: str, sequences: int, tokens: int, where: str) -> Compute:
+        documents = _documents(sequences, tokens, where, packed=name != "backend-sdpa")
+        return partial(_attend, kind=kind, documents=documents)
 
-def checked(kind: str, where: str, dtype: str) -> float:
-    """The greatest difference of the result and the three gradients from `math` in float64."""
-    import torch
-
-    torch.manual_seed(0)
-    q, g = (torch.randn(2, 4, TOKENS, 64).to(getattr(torch, dtype)) for _ in range(2))
-    k, v = (torch.randn(2, 2, TOKENS, 64).to(getattr(torch, dtype)) for _ in range(2))
-    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    given = [tensor.to(where).requires_grad_() for tensor in (q, k, v)]
-    truth = _attend(exact, "math", documents=_documents(2, TOKENS, "cpu", packed=kind != "sdpa"))
-    backward(truth, g.double())
-    result = _attend(given, kind, documents=_documents(2, TOKENS, where, packed=kind != "sdpa"))
-    backward(result, g.to(where))
-    pairs = [(result.detach(), truth.detach())]
-    pairs += [(a.grad, b.grad) for a, b in zip(given, exact, strict=True) if a.grad is not None and b.grad is not None]
-    assert len(pairs) == 4
-    return worst([difference(found, right) for found, right in pairs])
-
-
-def timed(kind: str, where: str, dtype: str, tokens: int) -> float:
-    """Forward and backward of one sequence, 8 heads, width 64."""
-    import torch
-
-    q, k, v = (torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(3))
-    gradient = torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype))
-    documents = _documents(1, tokens, where, packed=kind != "sdpa")
-
-    def work() -> None:
-        q.grad = k.grad = v.grad = None
-        backward(_attend([q, k, v], kind, documents=documents), gradient)
-
-    return best_seconds(work, where)
+    run, reference = attention(kind, 2, TOKENS, where), attention("math", 2, TOKENS, "cpu")
+    result = check(run, reference, (queries, shared, shared, queries), where, dtype)
+    seconds = seconds_of(attention(kind, 1, tokens, where), ((1, 8, tokens, 64),) * 4, where, dtype)
+    return result | {"seconds": seconds, "facts": {"kernel": kernel(kind, where, dtype), "tokens": str(tokens)}}
 
 
 def kernel(kind: str, where: str, dtype: str) -> str:
@@ -88,15 +63,14 @@ def kernel(kind: str, where: str, dtype: str) -> str:
         return kind
     tensors = [torch.randn(1, 8, TOKENS, 64).to(where, getattr(torch, dtype)) for _ in range(3)]
     with Listening():  # type: ignore[no-untyped-call]  # torch's own
-        _attend(tensors, kind, documents=_documents(1, TOKENS, where, packed=kind != "sdpa"))
+        _attend(*tensors, kind=kind, documents=_documents(1, TOKENS, where, packed=kind != "sdpa"))
     words = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
     return next((words[word] for word in words if any(f"{word}_attention" in name for name in called)), "math")
 
 
-def _attend(tensors: list["Tensor"], kind: str, *, documents: "Tensor | None") -> "Tensor":
+def _attend(q: "Tensor", k: "Tensor", v: "Tensor", *, kind: str, documents: "Tensor | None") -> "Tensor":
     from bloomery.model.attention.attend import attend, layout_of
 
-    q, k, v = tensors
     layout = layout_of(documents, backend=kind)
     return attend(q, k, v, layout, backend=kind, window=None, softcap=None, scale=64**-0.5, dropout=0.0)
 

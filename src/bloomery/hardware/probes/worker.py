@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,16 +19,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Result = dict[str, Any]  # fields of a Probe: outcome, message, seconds, error, facts
-Attend = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+Compute = Callable[..., "Tensor"]
+Shapes = Sequence[tuple[int, ...]]
 
 # The largest error due to rounding, relative to the largest value. Half precision: MI200 rounds the inputs of fp16
 # backward matmuls to bf16, and sums can be accumulated in half precision.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
 REPEATS, TIMING_SECONDS = 5, 1.0
-
-
-def backward(result: "Tensor", gradient: "Tensor") -> None:
-    result.backward(gradient)
 
 
 def compared(error: float, dtype: str, **fields: Any) -> Result:
@@ -70,70 +67,69 @@ def best_seconds(work: Callable[[], object], device: str) -> float:
     return min(times)
 
 
-def check_matmul(where: str, dtype: str, *, sizes: tuple[int, int, int]) -> Result:
-    """A matmul of normal values and both gradients, compared with float64 on the CPU."""
-    import torch
-
-    rows, inner, columns = sizes
-    kind = getattr(torch, dtype)
-    torch.manual_seed(0)
-    a, b, g = torch.randn(rows, inner), torch.randn(inner, columns), torch.randn(rows, columns)
-    a, b, g = (tensor.to(kind) for tensor in (a, b, g))
-    left, right = (tensor.to(where).requires_grad_() for tensor in (a, b))
-    result = left @ right
-    backward(result, g.to(where))
-    assert left.grad is not None and right.grad is not None
-    exact = a.double() @ b.double(), g.double() @ b.double().T, a.double().T @ g.double()
-    errors = [difference(x.detach(), y) for x, y in zip((result, left.grad, right.grad), exact, strict=True)]
-    return compared(worst(errors), dtype)
-
-
-def matmul_seconds(where: str, dtype: str, size: int) -> float:
-    """The time of a square matmul with both gradients."""
-    import torch
-
-    a, b = (torch.randn(size, size).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(2))
-    gradient = torch.randn(size, size).to(where, getattr(torch, dtype))
-
-    def work() -> None:
-        a.grad = b.grad = None
-        backward((a @ b), gradient)
-
-    return best_seconds(work, where)
-
-
-def check_attention(run: Attend, where: str, dtype: str, *, tokens: int) -> Result:
-    """Causal attention (batch 2, 4 heads of width 64) and its three gradients, compared with float64 on the CPU."""
+def check(run: Compute, reference: Compute, shapes: Shapes, where: str, dtype: str) -> Result:
+    """`run` of normal values and its gradients, compared with `reference` in float64 on the CPU. The last of the
+    `shapes` is that of the result.
+    """
     import torch
 
     torch.manual_seed(0)
-    q, k, v, g = (torch.randn(2, 4, tokens, 64).to(getattr(torch, dtype)) for _ in range(4))
-    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
-    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    scores = (exact[0] @ exact[1].mT / 8.0).masked_fill(~causal, float("-inf"))
-    reference = torch.softmax(scores, -1) @ exact[2]
-    backward(reference, g.double())
-    inputs = [tensor.to(where).requires_grad_() for tensor in (q, k, v)]
-    result = run(*inputs)
-    backward(result, g.to(where))
-    pairs = [(result.detach(), reference.detach())]
+    *given, gradient = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
+    exact = [tensor.double().requires_grad_() for tensor in given]
+    inputs = [tensor.to(where).requires_grad_() for tensor in given]
+    truth, result = reference(*exact), run(*inputs)
+    torch.autograd.backward(truth, gradient.double())
+    torch.autograd.backward(result, gradient.to(where))
+    pairs = [(result.detach(), truth.detach())]
     pairs += [(x.grad, y.grad) for x, y in zip(inputs, exact, strict=True) if x.grad is not None and y.grad is not None]
-    assert len(pairs) == 4
+    assert len(pairs) == len(shapes)
     return compared(worst([difference(*pair) for pair in pairs]), dtype)
 
 
-def attention_seconds(run: Attend, where: str, dtype: str, *, tokens: int) -> float:
-    """The time of forward and backward (batch 1, 8 heads of width 64)."""
+def seconds_of(run: Compute, shapes: Shapes, where: str, dtype: str) -> float:
+    """The time of `run` and its gradients. The last of the `shapes` is that of the result."""
     import torch
 
-    q, k, v = (torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype)).requires_grad_() for _ in range(3))
-    gradient = torch.randn(1, 8, tokens, 64).to(where, getattr(torch, dtype))
+    *inputs, gradient = (torch.randn(shape).to(where, getattr(torch, dtype)) for shape in shapes)
+    for tensor in inputs:
+        tensor.requires_grad_()
 
     def work() -> None:
-        q.grad = k.grad = v.grad = None
-        backward(run(q, k, v), gradient)
+        for tensor in inputs:
+            tensor.grad = None
+        torch.autograd.backward(run(*inputs), gradient)
 
     return best_seconds(work, where)
+
+
+def check_matmul(where: str, dtype: str, *, sizes: tuple[int, int, int]) -> Result:
+    import torch
+
+    rows, inner, columns = sizes
+    return check(torch.matmul, torch.matmul, ((rows, inner), (inner, columns), (rows, columns)), where, dtype)
+
+
+def matmul_seconds(where: str, dtype: str, size: int) -> float:
+    import torch
+
+    return seconds_of(torch.matmul, ((size, size),) * 3, where, dtype)
+
+
+def check_attention(run: Compute, where: str, dtype: str) -> Result:
+    """Causal attention of 256 tokens."""
+    import torch
+
+    def reference(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
+        causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+        scores = (q @ k.mT / 8.0).masked_fill(~causal, float("-inf"))
+        return torch.softmax(scores, -1) @ v
+
+    return check(run, reference, ((2, 4, 256, 64),) * 4, where, dtype)
+
+
+def attention_seconds(run: Compute, where: str, dtype: str, *, tokens: int) -> float:
+    """The time of one sequence, with 8 heads of width 64."""
+    return seconds_of(run, ((1, 8, tokens, 64),) * 4, where, dtype)
 
 
 LONGEST_SECONDS = 600.0  # the parent of the probe stops waiting earlier
@@ -165,9 +161,8 @@ def all_reduce(name: str, job: Mapping[str, Any]) -> Result:
     return next((answer for answer in answers if answer["outcome"] != "ok"), answers[0]) | {"name": name}
 
 
-def be_rank(name: str, job: Mapping[str, Any]) -> Result:
+def be_rank(_: str, job: Mapping[str, Any]) -> Result:
     """One rank of `all_reduce`."""
-    del name
     import torch
     from torch import distributed
 
@@ -278,7 +273,7 @@ def attention(name: str, job: Mapping[str, Any]) -> Result:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     try:
-        result = check_attention(run, job["device"], job["dtype"], tokens=256)
+        result = check_attention(run, job["device"], job["dtype"])
     except RuntimeError as error:
         if "No available kernel" in str(error) or "not compiled" in str(error):
             return {"outcome": "absent", "message": one_line(error)}
@@ -288,9 +283,8 @@ def attention(name: str, job: Mapping[str, Any]) -> Result:
     return result | {"seconds": seconds, "facts": {"tokens": str(tokens)}}
 
 
-def compile_(name: str, job: Mapping[str, Any]) -> Result:
+def compile_(_: str, job: Mapping[str, Any]) -> Result:
     """A small compiled block, forward and backward, compared with float64. `seconds`: the compilation time."""
-    del name
     import torch
     from torch import nn
 
@@ -313,9 +307,8 @@ def compile_(name: str, job: Mapping[str, Any]) -> Result:
     return compared(worst(errors), "float32", seconds=seconds)
 
 
-def blas(name: str, job: Mapping[str, Any]) -> Result:
+def blas(_: str, job: Mapping[str, Any]) -> Result:
     """`blas-hipblaslt`, `blas-rocblas`: the rate of a matmul; the environment selects the library."""
-    del name
     seconds = matmul_seconds(job["device"], job["dtype"], 4096)
     result = check_matmul(job["device"], job["dtype"], sizes=(192, 512, 256))
     chosen = os.environ.get("TORCH_BLAS_PREFER_HIPBLASLT", "")
@@ -323,9 +316,8 @@ def blas(name: str, job: Mapping[str, Any]) -> Result:
     return result | {"seconds": seconds, "facts": facts}
 
 
-def bitsandbytes(name: str, job: Mapping[str, Any]) -> Result:
+def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
     """Quantize to nf4 and back: the error of nf4 is known, and a faulty kernel exceeds it by far."""
-    del name
     if importlib.util.find_spec("bitsandbytes") is None:
         return {"outcome": "absent", "message": "not installed"}
     import torch
@@ -346,9 +338,8 @@ def bitsandbytes(name: str, job: Mapping[str, Any]) -> Result:
     }
 
 
-def flash_attn(name: str, job: Mapping[str, Any]) -> Result:
+def flash_attn(_: str, job: Mapping[str, Any]) -> Result:
     """The package flash-attn: useful only if torch has no fused kernel. Bloomery does not require it."""
-    del name
     if importlib.util.find_spec("flash_attn") is None:
         built = f"GPU_ARCHS={job['arch']} pip install --no-build-isolation --no-deps flash-attn"
         facts = {"build": built} if job["arch"] in FLASH_ATTN_ARCHS else {}
@@ -361,14 +352,13 @@ def flash_attn(name: str, job: Mapping[str, Any]) -> Result:
         out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
         return out.transpose(1, 2)
 
-    result = check_attention(run, job["device"], dtype, tokens=256)
+    result = check_attention(run, job["device"], dtype)
     seconds = attention_seconds(run, job["device"], dtype, tokens=4096)
     return result | {"seconds": seconds, "facts": {"version": __version__, "tokens": "4096"}}
 
 
-def bandwidth(name: str, job: Mapping[str, Any]) -> Result:
+def bandwidth(_: str, job: Mapping[str, Any]) -> Result:
     """Bytes read and written per second by a copy."""
-    del name
     import torch
 
     size = 2**26 if job["device"] == "cpu" else 2**28
@@ -378,9 +368,8 @@ def bandwidth(name: str, job: Mapping[str, Any]) -> Result:
     return {"outcome": "ok", "seconds": seconds, "facts": {"gb_per_second": f"{2 * size / seconds / 1e9:.1f}"}}
 
 
-def p2p(name: str, job: Mapping[str, Any]) -> Result:
+def p2p(_: str, __: Mapping[str, Any]) -> Result:
     """Copies between every two devices: correct, and how fast."""
-    del name, job
     import torch
 
     count, size = torch.cuda.device_count(), 2**26
