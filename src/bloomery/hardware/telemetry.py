@@ -18,6 +18,7 @@ from typing import Any, Protocol, final
 
 from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.units import GIB
+from bloomery.hardware.detect.kfd import text_of
 
 CPU_DEVICE = -1  # as `SensorReading.device`
 DEADLINE_SECONDS = 8.0  # for one read, including the start of the process
@@ -143,10 +144,14 @@ class Sysfs:
 def read_amdgpu(folder: Path, device: SensorDevice) -> SensorReading:
     """The sensors in the folder of a PCI device."""
     sensors = next(iter(sorted((folder / "hwmon").glob("hwmon*"))), folder / "hwmon")
-    labels = {_text(path): path.name.removesuffix("_label") for path in sorted(sensors.glob("temp*_label"))}
+    labels = {text_of(path).strip(): path.name.removesuffix("_label") for path in sorted(sensors.glob("temp*_label"))}
     sensor = labels.get("junction") or labels.get("edge") or next(iter(labels.values()), "temp1")
     watts = _number(sensors / "power1_average", 1e6)
     power = watts if watts else _number(sensors / "power1_input", 1e6)
+    try:
+        metrics = (folder / "gpu_metrics").read_bytes()
+    except OSError:  # missing, not readable, or the GPU sleeps (EBUSY, ENODATA)
+        metrics = b""
     return SensorReading(
         device=device.index,
         name=device.name,
@@ -158,7 +163,7 @@ def read_amdgpu(folder: Path, device: SensorDevice) -> SensorReading:
         critical=_number(sensors / f"{sensor}_crit", 1e3),
         power=power or None,  # a die without its own sensor reads 0
         clock_mhz=_number(sensors / "freq1_input", 1e6),
-        throttled=throttle_reason(_bytes(folder / "gpu_metrics")),
+        throttled=throttle_reason(metrics),
     )
 
 
@@ -209,7 +214,7 @@ class CpuSensors:
         )
 
     def _load(self) -> float | None:
-        line = _text(self._root / "proc/stat").partition("\n")[0].split()
+        line = text_of(self._root / "proc/stat").partition("\n")[0].split()
         if len(line) < 6 or line[0] != "cpu":
             return None
         ticks = [float(word) for word in line[1:9]]  # guests are part of user time
@@ -222,7 +227,7 @@ class CpuSensors:
     def _power(self, now: float) -> float | None:
         """From the energy counters of the packages, which only root can read on most systems since 2020."""
         folders = sorted((self._root / "sys/class/powercap").glob("*-rapl:*"))
-        packages = [folder for folder in folders if _text(folder / "name").startswith("package")]
+        packages = [folder for folder in folders if text_of(folder / "name").startswith("package")]
         counts = [_number(folder / "energy_uj", 1e6) for folder in packages]
         if not counts or any(count is None for count in counts):
             return None
@@ -234,14 +239,14 @@ class CpuSensors:
 
     def _temperature(self) -> float | None:
         for sensors in sorted((self._root / "sys/class/hwmon").glob("hwmon*")):
-            if _text(sensors / "name") in ("k10temp", "zenpower", "coretemp", "cpu_thermal"):
+            if text_of(sensors / "name").strip() in ("k10temp", "zenpower", "coretemp", "cpu_thermal"):
                 values = [_number(path, 1e3) for path in sorted(sensors.glob("temp*_input"))]
                 if degrees := [value for value in values if value is not None]:
                     return max(degrees)
         return None
 
     def _memory(self) -> tuple[float | None, float | None]:
-        text = _text(self._root / "proc/meminfo")
+        text = text_of(self._root / "proc/meminfo")
         kib = {key: float(value) for key, value in re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.M)}
         if len(kib) < 2:
             return None, None
@@ -249,20 +254,8 @@ class CpuSensors:
         return total - free, total
 
 
-def _bytes(path: Path) -> bytes:
-    """Empty if the file is missing, not readable, or the GPU sleeps (EBUSY, ENODATA)."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _text(path: Path) -> str:
-    return _bytes(path).decode(errors="replace").strip()
-
-
 def _number(path: Path, unit: float = 1.0) -> float | None:
-    text = _text(path)
+    text = text_of(path).strip()
     return float(text) / unit if re.fullmatch(r"-?\d+", text) else None
 
 
@@ -289,10 +282,6 @@ def _same_gpu(device: SensorDevice, address: str) -> bool:
     return len(ours) < 3 or len(theirs) < 3 or int(ours[-3], 16) == int(theirs[-3], 16)
 
 
-def _first(facts: Mapping[str, Any], *names: str) -> float | None:
-    return next((number for name in names if (number := figure(facts.get(name))) is not None), None)
-
-
 @final
 class AmdSmi:
     """The `amdsmi` Python package, which comes with ROCm. Raises if it or its library is missing."""
@@ -309,27 +298,23 @@ class AmdSmi:
             handles = library.amdsmi_get_processor_handles()
             self._handles = [(str(library.amdsmi_get_gpu_device_bdf(handle)), handle) for handle in handles]
         for device in devices:
-            for address, handle in self._handles:
-                if _same_gpu(device, address):
-                    yield _through_amdsmi(library, handle, device)
-
-
-def _through_amdsmi(library: Any, handle: Any, device: SensorDevice) -> SensorReading:
-    memory, power = library.amdsmi_get_gpu_vram_usage(handle), library.amdsmi_get_power_info(handle)
-    used, total = figure(memory.get("vram_used")), figure(memory.get("vram_total"))
-    heat = library.amdsmi_get_temp_metric(
-        handle, library.AmdSmiTemperatureType.JUNCTION, library.AmdSmiTemperatureMetric.CURRENT
-    )
-    return SensorReading(
-        device=device.index,
-        name=device.name,
-        source=AmdSmi.name,
-        utilization=figure(library.amdsmi_get_gpu_activity(handle).get("gfx_activity")),
-        memory_gib=None if used is None else used / 1024,
-        memory_total_gib=None if total is None else total / 1024,
-        temperature=figure(heat),
-        power=_first(power, "current_socket_power", "average_socket_power", "socket_power") or None,
-    )
+            for handle in (handle for address, handle in self._handles if _same_gpu(device, address)):
+                memory, power = library.amdsmi_get_gpu_vram_usage(handle), library.amdsmi_get_power_info(handle)
+                used, total = figure(memory.get("vram_used")), figure(memory.get("vram_total"))
+                watts = (figure(power.get(f"{kind}socket_power")) for kind in ("current_", "average_", ""))
+                heat = library.amdsmi_get_temp_metric(
+                    handle, library.AmdSmiTemperatureType.JUNCTION, library.AmdSmiTemperatureMetric.CURRENT
+                )
+                yield SensorReading(
+                    device=device.index,
+                    name=device.name,
+                    source=self.name,
+                    utilization=figure(library.amdsmi_get_gpu_activity(handle).get("gfx_activity")),
+                    memory_gib=None if used is None else used / 1024,
+                    memory_total_gib=None if total is None else total / 1024,
+                    temperature=figure(heat),
+                    power=next((number for number in watts if number is not None), None) or None,
+                )
 
 
 # nvml.h: why the clocks are reduced. 0x04, the power limit, is left out: a GPU reaches it at full load.
@@ -357,16 +342,15 @@ class Nvml:
             self._library = library
         for device in devices:
             if device.vendor == "nvidia":
-                yield _through_nvml(self._library, _nvml_handle(self._library, device), device)
+                yield _through_nvml(self._library, device)
 
 
-def _nvml_handle(library: Any, device: SensorDevice) -> Any:
+def _through_nvml(library: Any, device: SensorDevice) -> SensorReading:
     if device.pci_address:
-        return library.nvmlDeviceGetHandleByPciBusId(device.pci_address)
-    return library.nvmlDeviceGetHandleByIndex(device.index)
+        handle = library.nvmlDeviceGetHandleByPciBusId(device.pci_address)
+    else:
+        handle = library.nvmlDeviceGetHandleByIndex(device.index)
 
-
-def _through_nvml(library: Any, handle: Any, device: SensorDevice) -> SensorReading:
     def ask(name: str, *words: Any) -> Any:
         """None if this GPU or driver does not support it."""
         try:

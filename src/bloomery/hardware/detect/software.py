@@ -36,7 +36,7 @@ COMPANIONS = re.compile(
     r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
 )
 TRITONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
-REQUIRES_TORCH = re.compile(rb"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE)
+REQUIRES_TORCH = re.compile(r"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE)
 SHELL_FILES = (
     "~/.bashrc", "~/.bash_profile", "~/.profile", "~/.zshrc", "~/.zshenv", "~/.zprofile", "~/.config/fish/config.fish",
     "/etc/environment", "/etc/bash.bashrc", "/etc/profile",
@@ -128,14 +128,8 @@ def _packages() -> Iterator[Package]:
 
 def _requires_torch(folder: Path) -> str:
     """The requirement of torch, "torch>=2.8", without those of extras."""
-    try:
-        text = (folder / "METADATA").read_bytes()
-    except OSError:
-        return ""
-    for requirement, marker in REQUIRES_TORCH.findall(text):
-        if b"extra" not in marker:
-            return re.sub(r"[()\s]", "", str(requirement, "utf-8", "replace"))
-    return ""
+    found = REQUIRES_TORCH.findall(text_of(folder / "METADATA"))
+    return next((re.sub(r"[()\s]", "", requirement) for requirement, marker in found if "extra" not in marker), "")
 
 
 def _settings(root: Path) -> Iterator[Setting]:
@@ -177,9 +171,12 @@ def _pinned(root: Path) -> str:
     """
     own = (f"{sys.prefix}/pip.conf", "~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf")
     values = (os.environ.get("PIP_CONSTRAINT"), *(_constraint(_below(root, name)) for name in own))
-    files = next((value for value in values if value), "").split()
-    lines = (line for name in files for line in _constraint_lines(root, name))
-    return next((line for line in lines if re.match(r"torch\s*(==|@)", line)), "")
+    for name in next((value for value in values if value), "").split():
+        path = unquote(urlparse(name).path) if name.startswith("file:") else name
+        for line in text_of(_below(root, path)).splitlines():
+            if re.match(r"\s*torch\s*(==|@)", line):
+                return line.strip()
+    return ""
 
 
 def _constraint(file: Path) -> str:
@@ -191,11 +188,3 @@ def _constraint(file: Path) -> str:
         return ""
     sections = (section for section in ("install", "global") if parser.has_option(section, "constraint"))
     return next((parser.get(section, "constraint") for section in sections), "")
-
-
-def _constraint_lines(root: Path, name: str) -> list[str]:
-    path = unquote(urlparse(name).path) if name.startswith("file:") else name
-    try:
-        return [line.strip() for line in _below(root, path).read_text(errors="replace").splitlines()]
-    except OSError:
-        return []

@@ -5,14 +5,14 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from bloomery.core.child import output_of
 from bloomery.core.units import MIB
-from bloomery.hardware.detect.kfd import masked_gpus, text_of
+from bloomery.hardware.detect.kfd import masked_gpus, number_of, text_of
 from bloomery.hardware.machine import Access, Driver, Opening, Surroundings
 from bloomery.hardware.specs.wheels import detect_site
 
@@ -204,32 +204,16 @@ class GpuProcess:
 def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[GpuProcess, ...]:
     """Other processes with memory on a GPU, the largest first, without those hidden from this user."""
     used: dict[int, int] = {}
-    for pid, size in (*_of_kfd(root), *_of_nvidia(output_of(QUERY, seconds=SMI_SECONDS) or "")):
-        used[pid] = used.get(pid, 0) + size
-    others = [
-        GpuProcess(pid, _process_name(proc, pid), size) for pid, size in used.items() if size and pid != os.getpid()
-    ]
-    return tuple(sorted(others, key=lambda process: -process.bytes))
-
-
-def _of_kfd(root: Path) -> Iterator[tuple[int, int]]:
-    """`vram_<gpu id>` of each process: drivers/gpu/drm/amd/amdkfd/kfd_process.c, `kfd_procfs_show`."""
-    for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):
-        try:
-            yield int(path.parent.name), int(path.read_text())
-        except (OSError, ValueError):  # it has just ended, or belongs to another user
-            continue
-
-
-def _of_nvidia(answer: str) -> Iterator[tuple[int, int]]:
-    for line in answer.splitlines():
+    for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):  # kfd_process.c, `kfd_procfs_show`
+        owner = number_of(path.parent.name)
+        used[owner] = used.get(owner, 0) + number_of(text_of(path))  # none: it has just ended, or is another user's
+    for line in (output_of(QUERY, seconds=SMI_SECONDS) or "").splitlines():
         pid, _, mebibytes = line.partition(",")
         if pid.strip().isdigit() and mebibytes.strip().isdigit():  # "[N/A]" under WSL
-            yield int(pid), int(mebibytes) * MIB
-
-
-def _process_name(proc: Path, pid: int) -> str:
-    try:
-        return (proc / str(pid) / "comm").read_text(encoding="utf-8", errors="replace").strip() or "unknown"
-    except OSError:
-        return "unknown"
+            used[int(pid)] = used.get(int(pid), 0) + int(mebibytes) * MIB
+    others = [
+        GpuProcess(pid, text_of(proc / str(pid) / "comm").strip() or "unknown", size)
+        for pid, size in used.items()
+        if size and pid != os.getpid()
+    ]
+    return tuple(sorted(others, key=lambda process: -process.bytes))

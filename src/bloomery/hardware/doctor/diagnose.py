@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 from bloomery.core.units import GIB, format_bytes
 from bloomery.hardware.doctor import access, software
@@ -220,7 +219,7 @@ def diagnose(machine: Machine) -> tuple[Finding, ...]:
     """All findings, those that block training first; the number of a finding is its position, from 1."""
     findings = sorted((one for rule in RULES for one in rule(machine)), key=lambda one: ORDER[one.level])
     return tuple(
-        replace(one, fix=tuple(step.replace(NUMBER, str(number)) for step in one.fix))
+        one.model_copy(update={"fix": tuple(step.replace(NUMBER, str(number)) for step in one.fix)})
         for number, one in enumerate(findings, start=1)
     )
 

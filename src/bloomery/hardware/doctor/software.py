@@ -8,7 +8,6 @@ matches the wheel), NVIDIA's "CUDA Compatibility" (CUDA 12 from driver 525 on, 1
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -113,7 +112,7 @@ def kernels(machine: Machine) -> Iterator[Finding]:
         override = [f"export {name}={value}  # or, with the installed wheel" for name, value in dict(settings).items()]
         fields = {"arch": arch, "local": torch.partition("+")[2], "archs": ", ".join(sorted(archs))}
         one = to_install("arch-not-in-wheel", machine, **fields)
-        yield replace(one, fix=(*one.fix, *override))
+        yield one.model_copy(update={"fix": (*one.fix, *override)})
 
 
 def reported_arch(value: str) -> str:
@@ -413,7 +412,8 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
     elif capability >= BLACKWELL and cuda[:2] < (12, 8):
         newest = OLDEST_DRIVER["13"]  # the wheel to install is for CUDA 13
         one = to_install("cuda-too-old", machine, **fields)
-        yield replace(one, fix=(*one.fix, _nvidia_update(machine, newest))) if older_than(newest) else one
+        update = (_nvidia_update(machine, newest),) if older_than(newest) else ()
+        yield one.model_copy(update={"fix": (*one.fix, *update)})
     elif older_than(oldest):
         evidence = f"driver {driver}; {device.arch} with CUDA {cuda[0]} requires {oldest} or newer"
         one = to_install("cuda-too-new", machine, thing="driver", evidence=evidence, **fields)
@@ -422,9 +422,9 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
         other = build.requirement not in (f"torch=={torch}", f"torch=={torch.partition('+')[0]}")
         major = re.search(r"\+cu(\d\d)", build.requirement)
         if other and not older_than(OLDEST_DRIVER.get(major[1] if major else "13", 0)):
-            yield replace(one, fix=(*one.fix, update + "  # or: to keep this PyTorch"))
+            yield one.model_copy(update={"fix": (*one.fix, update + "  # or: to keep this PyTorch")})
         else:
-            yield replace(one, fix=(update,), run="")
+            yield one.model_copy(update={"fix": (update,), "run": ""})
 
 
 def _nvidia_update(machine: Machine, oldest: int) -> str:

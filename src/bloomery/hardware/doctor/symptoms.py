@@ -30,21 +30,8 @@ class Entry(BaseModel, frozen=True, extra="forbid"):
     """A table of TOML; unknown keys are errors."""
 
 
-class FindingTemplate(Entry):
-    """One [[finding]] table; the head of findings.toml describes its fields."""
-
-    id: str
-    level: Level
-    headline: str = ""
-    what: str
-    evidence: str
-    fix: tuple[str, ...] = ()
-    verify: str = "bloomery doctor"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A problem that blocks or slows training, or a note.
+class Finding(Entry):
+    """A problem that blocks or slows training, or a note: a [[finding]] of findings.toml with its {fields} filled in.
 
     `fix`: shell commands, each with an optional remark after two spaces and "# ". `run`: what `doctor --fix` can run
     after asking: a `pip install ...` that is also in `fix`, or PIN. `headline`: for the first line of the page.
@@ -54,7 +41,7 @@ class Finding:
     level: Level
     what: str
     evidence: str
-    fix: tuple[str, ...]
+    fix: tuple[str, ...] = ()
     verify: str = "bloomery doctor"
     run: str = ""
     headline: str = ""
@@ -64,10 +51,10 @@ Rule = Callable[[Machine], Iterator[Finding]]
 
 
 @cache
-def findings() -> dict[str, FindingTemplate]:
+def findings() -> dict[str, Finding]:
     """The validated table of findings by id."""
     text = resources.files("bloomery.hardware.doctor").joinpath("findings.toml").read_text(encoding="utf-8")
-    return {entry["id"]: FindingTemplate.model_validate(entry) for entry in tomllib.loads(text)["finding"]}
+    return {entry["id"]: Finding.model_validate(entry) for entry in tomllib.loads(text)["finding"]}
 
 
 def from_table(
@@ -80,18 +67,12 @@ def from_table(
     **fields: Any,
 ) -> Finding:
     """The finding of the table with its {fields} filled in; `level`, `fix` and `verify` replace those of the table."""
-    template = findings()[id]
+    row = findings()[id]
     fields |= {"number": NUMBER}
-    return Finding(
-        id=id,
-        level=level or template.level,
-        what=template.what.format_map(fields),
-        evidence=template.evidence.format_map(fields),
-        fix=tuple(fix) or tuple(step.format_map(fields) for step in template.fix),
-        verify=verify or template.verify.format_map(fields),
-        run=run,
-        headline=template.headline.format_map(fields),
-    )
+    texts = {name: getattr(row, name).format_map(fields) for name in ("what", "evidence", "verify", "headline")}
+    steps = tuple(fix) or tuple(step.format_map(fields) for step in row.fix)
+    given = {"level": level or row.level, "verify": verify or texts["verify"], "run": run}
+    return row.model_copy(update=texts | given | {"fix": steps})
 
 
 def install_steps(machine: Machine, *, reinstall: bool = True) -> tuple[str, ...]:
