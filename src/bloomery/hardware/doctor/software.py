@@ -412,8 +412,8 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
     elif capability >= BLACKWELL and cuda[:2] < (12, 8):
         newest = OLDEST_DRIVER["13"]  # the wheel to install is for CUDA 13
         one = to_install("cuda-too-old", machine, **fields)
-        update = (_nvidia_update(machine, newest),) if older_than(newest) else ()
-        yield one.model_copy(update={"fix": (*one.fix, *update)})
+        newer = (_nvidia_update(machine, newest),) if older_than(newest) else ()
+        yield one.model_copy(update={"fix": (*one.fix, *newer)})
     elif older_than(oldest):
         evidence = f"driver {driver}; {device.arch} with CUDA {cuda[0]} requires {oldest} or newer"
         one = to_install("cuda-too-new", machine, thing="driver", evidence=evidence, **fields)
