@@ -69,14 +69,14 @@ def test_newer_cards_have_only_power1_input_and_some_only_an_edge(tmp_path):
 @pytest.mark.parametrize("code", [errno.EBUSY, errno.ENODATA, errno.EPERM])
 def test_a_sleeping_card_has_figures_missing_and_nothing_breaks(tmp_path, monkeypatch, code):
     folder = card(tmp_path, **WARM)
-    read = Path.read_bytes
+    opened = Path.open
 
-    def asleep(path: Path) -> bytes:
+    def asleep(path: Path, *words, **named):
         if "hwmon" in str(path) or path == folder / "gpu_busy_percent":
             raise OSError(code, os.strerror(code))
-        return read(path)
+        return opened(path, *words, **named)
 
-    monkeypatch.setattr(Path, "read_bytes", asleep)
+    monkeypatch.setattr(Path, "open", asleep)
     (reading,) = sample([CARD], [Sysfs(tmp_path)])
     assert reading.memory_gib == 3.0 and not reading.has_sensors
 
