@@ -168,7 +168,8 @@ def match(text: str, *, machine: Machine | None = None, stream: Stream | None = 
         hits = [hit for pattern in symptom.patterns if (hit := re.search(pattern, joined, re.MULTILINE))]
         if not hits or (machine is not None and not agree(symptom.requires, machine)):
             continue
-        likely = 0 if machine is None else [_holds(*fact, machine) for fact in _given(symptom.likely)].count(True)
+        facts = symptom.likely.model_dump(exclude_none=True).items() if machine is not None else ()
+        likely = sum(_holds(*fact, machine) is True for fact in facts)
         position = min(hit.start() for hit in hits)
         end = joined.find("\n", position)
         matches.append(
@@ -189,11 +190,7 @@ def match(text: str, *, machine: Machine | None = None, stream: Stream | None = 
 
 def agree(facts: MachineFacts, machine: Machine) -> bool:
     """Whether `machine` contradicts none of the `facts`."""
-    return all(_holds(name, value, machine) is not False for name, value in _given(facts))
-
-
-def _given(facts: MachineFacts) -> list[tuple[str, object]]:
-    return [(name, value) for name, value in facts if value is not None]
+    return all(_holds(*fact, machine) is not False for fact in facts.model_dump(exclude_none=True).items())
 
 
 def _holds(name: str, required: object, machine: Machine) -> bool | None:

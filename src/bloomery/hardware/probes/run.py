@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +20,7 @@ from bloomery.hardware.profile import Profile, build_profile, local_caches
 
 VERSION = 2  # of the probes: a changed probe invalidates cached results
 START_SECONDS = 90.0  # importing torch and starting a driver, on a slow disk
+CACHE = "probes.json"
 CACHED = 20  # machines, or states of one, in the cache
 
 Progress = Callable[[str, int, int], None]  # the name of the probe that starts, probes done, all probes
@@ -81,34 +82,32 @@ def with_cached_probes(machine: Machine) -> Machine:
 
 def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
     """The probes of a machine, the fastest first."""
-    return tuple(_specs(machine, profile))
-
-
-def _specs(machine: Machine, profile: Profile) -> Iterator[ProbeSpec]:
     chosen = profile.accelerator
     peers = [device for device in visible_devices(machine) if chosen is not None and device.vendor == chosen.vendor]
-    yield ProbeSpec(name="device")
-    for number, peer in enumerate(peers):
-        if peer is not chosen and not peer.integrated:
-            yield ProbeSpec(name=f"device-{number}", every_device=True)
-    yield from (ProbeSpec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16"))
-    yield ProbeSpec(name="bandwidth")
+    others = [number for number, peer in enumerate(peers) if peer is not chosen and not peer.integrated]
     kernels = ["flash", "math"] if chosen is None else ["flash", "efficient", "math"]
-    if chosen is not None and chosen.vendor == "nvidia":
-        kernels.append("cudnn")
-    yield from (ProbeSpec(name=f"attention-{kernel}") for kernel in kernels)
-    yield ProbeSpec(name="bitsandbytes")
-    yield ProbeSpec(name="flash-attn")
+    kernels += ["cudnn"] if chosen is not None and chosen.vendor == "nvidia" else []
+    found = [
+        ProbeSpec(name="device"),
+        *(ProbeSpec(name=f"device-{number}", every_device=True) for number in others),
+        *(ProbeSpec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16")),
+        ProbeSpec(name="bandwidth"),
+        *(ProbeSpec(name=f"attention-{kernel}") for kernel in kernels),
+        ProbeSpec(name="bitsandbytes"),
+        ProbeSpec(name="flash-attn"),
+    ]
     if machine.software.build == "rocm" and chosen is not None:
-        yield ProbeSpec(name="blas-hipblaslt", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "1"})
-        yield ProbeSpec(name="blas-rocblas", environment={"TORCH_BLAS_PREFER_HIPBLASLT": "0"})
+        for name, value in (("blas-hipblaslt", "1"), ("blas-rocblas", "0")):
+            found.append(ProbeSpec(name=name, environment={"TORCH_BLAS_PREFER_HIPBLASLT": value}))
     if chosen is None or len(peers) > 1:
-        yield ProbeSpec(name="all-reduce", seconds=90, every_device=chosen is not None)
+        found.append(ProbeSpec(name="all-reduce", seconds=90, every_device=chosen is not None))
     if len(peers) > 1:
-        yield ProbeSpec(name="p2p", seconds=90, every_device=True)
+        found.append(ProbeSpec(name="p2p", seconds=90, every_device=True))
     if chosen is not None or machine.host.compiler is not None:
         # A cached kernel would hide a missing compiler.
-        yield ProbeSpec(name="compile", seconds=120, environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"})
+        uncached = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        found.append(ProbeSpec(name="compile", seconds=120, environment=uncached))
+    return tuple(found)
 
 
 def probe(
@@ -189,14 +188,10 @@ def cache_key(machine: Machine) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
-def _cache_file() -> Path:
-    return cache_folder() / "probes.json"
-
-
 def _cache() -> dict[str, Any]:
     """The content of the cache; a damaged file counts as empty."""
     try:
-        content = json.loads(_cache_file().read_bytes())
+        content = json.loads((cache_folder() / CACHE).read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -216,4 +211,4 @@ def _store(machine: Machine, results: Sequence[Probe]) -> None:
     cache[key] = {"at": time.time(), "probes": [each.model_dump(mode="json") for each in probes.values()]}
     entries = {name: entry for name, entry in cache.items() if isinstance(entry, dict)}
     newest = sorted(entries, key=lambda name: -float(entries[name].get("at", 0)))[:CACHED]
-    write_json(_cache_file(), {name: entries[name] for name in newest})
+    write_json(cache_folder() / CACHE, {name: entries[name] for name in newest})

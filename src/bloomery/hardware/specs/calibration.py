@@ -16,6 +16,7 @@ from bloomery.hardware.specs.specs import cpu_spec, gpu_spec
 
 OWN = "this machine"  # as the contributor of local results
 STORED = 50  # local results
+FILE = "measured.json"  # of local results
 
 
 class Point(Frozen):
@@ -92,7 +93,7 @@ def store(result: Calibration) -> bool:
 
     results = [one for one in _stored() if key(one) != key(result)]
     results.append(result.model_copy(update={"contributor": OWN}))
-    return write_json(_file(), [one.model_dump(mode="json") for one in results[-STORED:]])
+    return write_json(cache_folder() / FILE, [one.model_dump(mode="json") for one in results[-STORED:]])
 
 
 def write_calibration(result: Calibration, path: Path) -> None:
@@ -120,14 +121,10 @@ def contributed_folder() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[4] / "benchmarks/calibration"
 
 
-def _file() -> Path:
-    return cache_folder() / "measured.json"
-
-
 def _stored() -> list[Calibration]:
     """Damaged files and entries are skipped."""
     try:
-        content = json.loads(_file().read_bytes())
+        content = json.loads((cache_folder() / FILE).read_bytes())
     except (OSError, ValueError):
         return []
     results = []

@@ -2,14 +2,14 @@
 with stubs for its imports. If that fails, nothing is refused here.
 """
 
-import ast
+import builtins
 import dataclasses
 import math
 import re
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -73,12 +73,8 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     if asked in (ALL_LINEAR, [ALL_LINEAR]):  # PEFT supports it for transformers' models only
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
     names: Iterable[str] = parameter_shapes(config)
-    if (
-        config.transformers_backend is not None
-    ):  # by the names that files have, those in its layers: the rest has two owners
-        names = [
-            theirs for ours, theirs, _ in config.transformers_backend.parameters if ours.startswith("model.layers.")
-        ]
+    if backend := config.transformers_backend:  # by the names of files, those in its layers: the rest has two owners
+        names = [theirs for ours, theirs, _ in backend.parameters if ours.startswith("model.layers.")]
     known = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     if not isinstance(asked, str | list):
         problem = f"target_modules is {str(asked)[:40]}, no list of names"
@@ -99,7 +95,7 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
 
 
 RANKS = ("r", "rank", "init_r", "target_r")  # as methods call it; some have 0 where another key decides
-_TORCH_FREE = frozenset({"__future__", "collections", "dataclasses", "enum", "typing", "warnings"})
+_TORCH_FREE = frozenset({"__future__", "abc", "collections", "dataclasses", "enum", "typing", "warnings"})
 _KINDS: dict[Any, str] = {
     int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null", list: "a list",
     tuple: "a list", set: "a list", dict: "keys with values",
@@ -126,12 +122,8 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
     known = None if kind is None else {field.name for field in dataclasses.fields(kind)} | NATIVE_ONLY.keys()
     for name in given:
         if name in NATIVE_ONLY:
-            raise UserError(
-                f"{name} is not a recipe's to set: {NATIVE_ONLY[name]}",
-                where=f"adapter.{name}",
-                fix="take it out",
-                code=2,
-            )
+            problem = f"{name} is not a recipe's to set: {NATIVE_ONLY[name]}"
+            raise UserError(problem, where=f"adapter.{name}", fix="take it out", code=2)
         if known is not None and name not in known:
             raise unknown_key(adapter.method, name, known)
     if kind is not None:
@@ -139,12 +131,8 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
     if known is None or "target_modules" in known:
         given["target_modules"] = targets_of(adapter, config)
         refuse_stored_otherwise(config)
-    if (
-        known is not None and "feedforward_modules" in known
-    ):  # IA3 scales the inputs of these; PEFT has no default for this decoder
-        given.setdefault(
-            "feedforward_modules", [name for name in given["target_modules"] if name.endswith("down_proj")]
-        )
+    if known is not None and "feedforward_modules" in known:  # whose inputs IA3 scales; PEFT has no default for ours
+        given.setdefault("feedforward_modules", [one for one in given["target_modules"] if one.endswith("down_proj")])
     if known is not None and "total_step" in known:  # AdaLoRA: its schedule ends with the run
         given.setdefault("total_step", steps)
         if not given["total_step"]:
@@ -165,9 +153,8 @@ def constructed(kind: Any, given: Mapping[str, Any], method: str) -> Any:
             return kind(**given)
     except (ValueError, TypeError, NotImplementedError) as error:
         problem = f"PEFT refuses these settings of {method}: {str(error).splitlines()[0][:200]}"
-        raise UserError(
-            problem, where="adapter", fix=f"correct them: they are fields of {kind.__name__}", code=2
-        ) from error
+        fix = f"correct them: they are fields of {kind.__name__}"
+        raise UserError(problem, where="adapter", fix=fix, code=2) from error
 
 
 def refuse_stored_otherwise(config: ModelConfig) -> None:
@@ -243,6 +230,11 @@ class _Anything:
             raise AttributeError(name)
         return name
 
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[()]:
+        """As the base of a class, nothing."""
+        del bases
+        return ()
+
 
 @cache
 def config_class(method: str) -> Any:
@@ -252,7 +244,7 @@ def config_class(method: str) -> Any:
         return None
     home = Path(found.origin).parent
     try:
-        defined = _defined(home, home / "tuners" / method.lower() / "config.py")
+        defined = _executed(home, home / "tuners" / method.lower() / "config.py")
         name = next(name for name in defined if name.lower() == f"{method.lower().replace('_', '')}config")
         return defined[name]
     except Exception:  # another version of PEFT: it checks when it is imported
@@ -266,45 +258,26 @@ def _type_of(raw_config: Any, defined: dict[str, Any]) -> Any:
         return Any
 
 
-def _defined(home: Path, path: Path) -> dict[str, Any]:
-    """The dataclasses, enumerations, functions and constants of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    space: dict[str, Any] = {"__name__": __name__}  # a module that dataclasses finds
-    kept: list[ast.stmt] = []
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module not in _TORCH_FREE:
-            inner = _imported(home, path, node)
-            space |= {each.asname or each.name: inner.get(each.name, _Anything()) for each in node.names}
-        elif isinstance(node, ast.Import):
-            space |= {(each.asname or each.name).partition(".")[0]: _Anything() for each in node.names}
-            kept += [ast.Import([each]) for each in node.names if each.name in _TORCH_FREE]
-        elif isinstance(node, ast.ImportFrom | ast.FunctionDef | ast.Assign) or _is_plain(node):
-            kept.append(node)
-    exec(compile(ast.fix_missing_locations(ast.Module(kept, [])), str(path), "exec"), space)
+def _executed(home: Path, path: Path) -> dict[str, Any]:
+    """The names of a file that was run without its imports, but for the config classes that its own derive from."""
+
+    def imported(
+        name: str, space: Any = None, own: Any = None, names: Sequence[str] | None = (), level: int = 0
+    ) -> Any:
+        if name in _TORCH_FREE and level == 0:
+            return __import__(name, space, own, names or ())
+        below = home.joinpath(*name.split(".")[1:])
+        source = below / "config.py" if below.is_dir() else below.with_suffix(".py")
+        known: dict[str, Any] = {"PeftConfig": _Base} if name == "peft.config" else {}
+        if name.startswith("peft.tuners.") and level == 0 and source != path:
+            known = _executed(home, source)
+        return types.SimpleNamespace(**{each: known.get(each, _Anything()) for each in names}) if names else _Anything()
+
+    # A name of a module that dataclasses finds.
+    space: dict[str, Any] = {"__name__": __name__, "__builtins__": vars(builtins) | {"__import__": imported}}
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), space)
     for kind in list(space.values()):
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and "raw_config" not in vars(kind):
-            own = {
-                name: _type_of(raw_config, space) for name, raw_config in vars(kind).get("__annotations__", {}).items()
-            }
+            own = {name: _type_of(each, space) for name, each in vars(kind).get("__annotations__", {}).items()}
             kind.raw_config = getattr(kind, "raw_config", {}) | own  # type: ignore[attr-defined]
     return space
-
-
-def _is_plain(node: ast.stmt) -> bool:
-    """Whether a class is data: a dataclass or an enumeration, no layer."""
-    if not isinstance(node, ast.ClassDef):
-        return False
-    return any("dataclass" in ast.unparse(each) for each in node.decorator_list) or any(
-        "Enum" in ast.unparse(each) for each in node.bases
-    )
-
-
-def _imported(home: Path, path: Path, node: ast.ImportFrom) -> dict[str, Any]:
-    """Config classes that others derive from; everything else is anything."""
-    if node.module == "peft.config":
-        return {"PeftConfig": _Base}
-    if node.module is None or not node.module.startswith("peft.tuners.") or node.level:
-        return {}
-    below = home.joinpath(*node.module.split(".")[1:])
-    source = below / "config.py" if below.is_dir() else below.with_suffix(".py")
-    return _defined(home, source) if source != path else {}
