@@ -10,10 +10,9 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.seals import digest_of, digests_of_file
 from bloomery.hub import fetch_model, is_hub_id
+from bloomery.model.io.stored import INDEX, LARGEST_CONFIG, SINGLE, read_object
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-INDEX = "model.safetensors.index.json"
-LARGEST_CONFIG = 16 * 2**20
 AGAIN = "download or save the adapter again"
 
 
@@ -57,7 +56,7 @@ def _content(path: Path, size: int, mtime_ns: int) -> str:
 
 def _weights(folder: Path) -> list[Path]:
     """The files that the model is read from."""
-    index, single = folder / INDEX, folder / "model.safetensors"
+    index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -75,14 +74,8 @@ def is_adapter_folder(folder: Path) -> bool:
 def read_settings(folder: Path) -> dict[str, Any]:
     """adapter_config.json. Raises UserError when it is none."""
     path = folder / CONFIG
-    if path.stat().st_size > LARGEST_CONFIG:
-        raise UserError(f"{CONFIG} is larger than 16 MiB", where=str(path), fix=AGAIN)
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]
-        raise UserError(f"{CONFIG} is not JSON: {reason}", where=str(path), fix=AGAIN) from error
-    if not isinstance(said, dict) or not isinstance(said.get("peft_type"), str):
+    said = read_object(path, fix=AGAIN)
+    if not isinstance(said.get("peft_type"), str):
         raise UserError(f"{CONFIG} names no peft_type", where=str(path), fix=AGAIN)
     return said
 

@@ -11,6 +11,7 @@ from bloomery.core.errors import UserError
 from bloomery.hub import cached_model, local_model
 from bloomery.model.config import ModelConfig, RopeScaling, checked
 from bloomery.model.families.registry import config_from_hf, config_to_hf, fresh_config, known_family
+from bloomery.model.io.stored import AGAIN, read_object
 from bloomery.model.transformers_backend.config import chosen, transformers_config
 from bloomery.recipe import schema
 
@@ -60,9 +61,7 @@ def published_config(name: str) -> ModelConfig | None:
     return None if raw_config is None else config_from_hf(dict(raw_config), where=name)
 
 
-LARGEST_CONFIG = 16 * 2**20
 SAFE = "model.load_with=transformers asks for it"
-_AGAIN = "download or save the model again"
 
 
 @dataclass(frozen=True)
@@ -117,16 +116,7 @@ def stated_config(folder: Path) -> dict[str, Any]:
         raise UserError("this is an adapter, not a whole model", where=str(folder), fix=fix)
     if not path.is_file():
         raise UserError("no config.json is here", where=str(folder), fix="give the folder of a saved model")
-    if path.stat().st_size > LARGEST_CONFIG:
-        raise UserError("config.json is larger than 16 MiB", where=str(path), fix=_AGAIN)
-    try:
-        raw_config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # Python's advice on long numbers is not for our reader
-        raise UserError(f"config.json is not JSON: {reason}", where=str(path), fix=_AGAIN) from error
-    if not isinstance(raw_config, dict):
-        raise UserError("config.json holds no object", where=str(path), fix=_AGAIN)
-    return raw_config
+    return read_object(path, fix=AGAIN)
 
 
 def known_config(name: str, implementation: str = "auto") -> ModelConfig:

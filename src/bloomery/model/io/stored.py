@@ -19,6 +19,23 @@ if TYPE_CHECKING:
     import torch
 
 
+LARGEST_CONFIG = 16 * 2**20
+
+
+def read_object(path: Path, *, fix: str) -> dict[str, Any]:
+    """The JSON object in a config file of a model or an adapter. Raises UserError."""
+    if path.stat().st_size > LARGEST_CONFIG:
+        raise UserError(f"{path.name} is larger than 16 MiB", where=str(path), fix=fix)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        reason = str(error).partition(";")[0]  # Python's advice on long numbers is not for our reader
+        raise UserError(f"{path.name} is not JSON: {reason}", where=str(path), fix=fix) from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path.name} holds no object", where=str(path), fix=fix)
+    return found
+
+
 @dataclass(frozen=True)
 class TensorLocation:
     """A stored tensor, and the rows of it that are ours; `transposed`: it is stored as [inputs, outputs]."""
