@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -94,7 +94,9 @@ def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> L
         mistakes += wrong
     elif not mistakes:
         mistakes.append(Mistake((), label, "the recipe holds no keys", "see `bloomery recipes show everything`"))
-    refuse(name, _first_of_each_key(mistakes))
+    # The first mistake of each key: what follows from it would only repeat it.
+    firsts = {mistake.path or mistake: mistake for mistake in reversed(mistakes)}
+    refuse(name, list(firsts.values())[::-1])
     assert recipe is not None and recipe.name is not None
     return LoadedRecipe(recipe, recipe.name, provenance(recipe, document.origins))
 
@@ -135,10 +137,8 @@ def provenance(recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPa
         inner = (*path, key)
         if isinstance(value, BaseModel):
             found |= provenance(value, origins, inner)
-        elif inner in origins:
-            found[".".join(map(str, inner))] = origins[inner].place
         else:
-            found[".".join(map(str, inner))] = "default"
+            found[".".join(map(str, inner))] = origins[inner].place if inner in origins else "default"
     return found
 
 
@@ -149,11 +149,6 @@ def _refuse_unwritable_names(path: Path) -> None:
             fix = "set LANG=C.UTF-8, or rename the folder"
             problem = "the name of this folder is not text in this locale"
             raise UserError(problem, where=ascii(str(folder)), fix=fix, code=2)
-
-
-def _first_of_each_key(mistakes: list[Mistake]) -> list[Mistake]:
-    """The first mistake of each key: what follows from it would only repeat it."""
-    return list({mistake.path or mistake: mistake for mistake in reversed(mistakes)}.values())[::-1]
 
 
 # Finding and merging
@@ -253,14 +248,12 @@ def _override(word: str) -> Document:
     if value.mistakes and text.lstrip()[:1] not in ("[", "{", '"', "'", "!"):
         value = Document(text)  # data.glob=*.go is not YAML: keep the text
     origin = Origin(place, Path.cwd())
-    origins = {parts[:length]: origin for length in range(1, len(parts) + 1)} | {
-        parts + path: origin for path in value.origins
-    }
+    paths = [*(parts[:length] for length in range(1, len(parts) + 1)), *(parts + path for path in value.origins)]
     mistakes = [Mistake(parts + wrong.path, place, wrong.problem, wrong.fix) for wrong in value.mistakes]
     data = value.data
     for part in reversed(parts):
         data = {part: data}
-    return Document(data, origins, mistakes)
+    return Document(data, dict.fromkeys(paths, origin), mistakes)
 
 
 def _merged(base: Document, over: Document) -> Document:
@@ -276,7 +269,7 @@ def _merged(base: Document, over: Document) -> Document:
 
 def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: dict[KeyPath, Origin]) -> dict[str, Any]:
     result = dict(base)
-    for key in (*_dropped(base, over, path), *_of_other_data(over, path, origins)):
+    for key in _dropped(base, over, path, origins):
         result.pop(key, None)
         _forget(origins, (*path, key))
     for key, value in over.items():
@@ -291,26 +284,23 @@ def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: di
     return result
 
 
-def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath) -> list[str]:
+def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]) -> list[str]:
     """The inherited keys that the upper layer's values make meaningless."""
     if path in _KIND_REPLACES and "kind" in over and over["kind"] != base.get("kind"):
         return list(base)
     if path == ("model",) and over.get("from") is not None:
         return [key for key in base if key != "implementation"]  # a pretrained model has its own sizes
-    return [
+    dropped = [
         key
         for section, choices in _ALTERNATIVES
         if path == (section,) and any(over.get(key) is not None for key in choices)
         for key in choices
         if key in base and key not in over
     ]
-
-
-def _of_other_data(over: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]) -> list[str]:
-    """Reader settings of an inherited `data.path`, which another path does not take over."""
-    known = [key for key in ("glob", "format", "columns") if (*path, key) in origins and key not in over]
-    typed = [key for key in known if origins[*path, key].place == _COMMAND_LINE]  # overrides come in any order
-    return [key for key in known if key not in typed] if path == ("data",) and over.get("path") is not None else []
+    if path == ("data",) and over.get("path") is not None:  # its reader settings are those of another dataset
+        readers = [key for key in ("glob", "format", "columns") if (*path, key) in origins and key not in over]
+        dropped += [key for key in readers if origins[*path, key].place != _COMMAND_LINE]  # overrides: in any order
+    return dropped
 
 
 def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
@@ -366,36 +356,29 @@ def _is_path(value: object) -> bool:
 def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict[str, Any]:
     """The same recipe with absolute paths."""
     result: dict[str, Any] = json.loads(json.dumps(data))
-    _replace(result, ("data", "path"), _path_or_hub_id, origins)
-    _replace(result, ("data", "prepared"), _absolute, origins)
-    _replace(result, ("data", "validation"), _absolute_or_split, origins)
-    sources = result.get("data", {}).get("sources") if isinstance(result.get("data"), dict) else None
-    for index in range(len(sources) if isinstance(sources, list) else 0):
-        _replace(result, ("data", "sources", index, "path"), _path_or_hub_id, origins)
-    trackers = step(result.get("logging"), "trackers")
-    for index in range(len(trackers) if isinstance(trackers, list) else 0):
-        _replace(result, ("logging", "trackers", index, "command"), _found_from_anywhere, origins)
-    _replace(result, ("logging", "trackers", "command"), _found_from_anywhere, origins)
-    names: list[KeyPath] = [
-        ("model", "from"), ("tokenizer", "from"), ("data", "chat", "template"), ("objective", "teacher"),
-    ]  # fmt: skip
-    for path in names:
-        _replace(result, path, _local_or_name, origins)
+    for pattern, change in _PATHS:
+        for path, section in _sections_at(result, pattern[:-1]):
+            if isinstance(value := section.get(pattern[-1]), str):
+                places = (origins.get((*path, pattern[-1])[:length]) for length in range(len(pattern), 0, -1))
+                folder = next((place.folder for place in places if place), Path.cwd())
+                section[pattern[-1]] = change(value, folder)
     return result
+
+
+def _sections_at(data: Any, pattern: KeyPath, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+    """The sections at a path, in which * is every item of a list."""
+    if not pattern and isinstance(data, dict):
+        yield path, data
+    elif pattern:
+        keys = range(len(data)) if pattern[0] == "*" and isinstance(data, list) else pattern[:1]
+        for key in keys:
+            yield from _sections_at(step(data, key), pattern[1:], (*path, key))
 
 
 def _absolute_or_split(value: str, folder: Path) -> str:
     """A fraction or a plain name that is no path (auto, or a split of the dataset) unchanged; else a path."""
     plain = not _is_path(value) or (re.fullmatch(r"[\w-]+", value) and not (folder / value).exists())
     return value if plain else _absolute(value, folder)
-
-
-def _replace(data: Any, path: KeyPath, change: Any, origins: Mapping[KeyPath, Origin]) -> None:
-    for part in path[:-1]:
-        data = step(data, part)
-    if isinstance(data, dict) and isinstance(data.get(path[-1]), str):
-        folder = next((origins[path[:n]].folder for n in range(len(path), 0, -1) if path[:n] in origins), Path.cwd())
-        data[path[-1]] = change(data[path[-1]], folder)
 
 
 def _path_or_hub_id(value: str, folder: Path) -> str:
@@ -424,12 +407,22 @@ def _found_from_anywhere(command: str, folder: Path) -> str:
 def _local_or_name(value: str, folder: Path) -> str:
     """A path when it exists or can only be one; otherwise a name such as a Hub id."""
     local = folder / expanded(value)
-    written_as_path = value.startswith((".", "/", "~"))
-    return (
-        str(local.absolute())
-        if written_as_path or (len(value) < 500 and "\n" not in value and local.exists())
-        else value
-    )
+    named = value.startswith((".", "/", "~")) or (len(value) < 500 and "\n" not in value and local.exists())
+    return str(local.absolute()) if named else value
+
+
+_PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
+    (("data", "path"), _path_or_hub_id),
+    (("data", "sources", "*", "path"), _path_or_hub_id),
+    (("data", "prepared"), _absolute),
+    (("data", "validation"), _absolute_or_split),
+    (("logging", "trackers", "command"), _found_from_anywhere),
+    (("logging", "trackers", "*", "command"), _found_from_anywhere),
+    (("model", "from"), _local_or_name),
+    (("tokenizer", "from"), _local_or_name),
+    (("data", "chat", "template"), _local_or_name),
+    (("objective", "teacher"), _local_or_name),
+)
 
 
 # Writing
@@ -449,6 +442,5 @@ def _dumped(section: BaseModel, origin: Mapping[str, str], path: tuple[str, ...]
         if isinstance(value, BaseModel):
             yield f"{indent}{key}:"
             yield from _dumped(value, origin, (*path, key))
-        elif value is not None or origin.get(".".join((*path, key)), "default") != "default":
-            comment = origin.get(".".join((*path, key)), "default")
+        elif (comment := origin.get(".".join((*path, key)), "default")) != "default" or value is not None:
             yield f"{indent}{key}: {json.dumps(written[key], ensure_ascii=False)}  # {comment}"
