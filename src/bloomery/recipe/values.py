@@ -118,14 +118,11 @@ ClaimedTime = Annotated[ClaimedRange, claimed(_wall_time, "8h or 5 to 7 days")]
 ClaimedBytes = Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")]
 
 
-def _more_than_no_time(text: object) -> Duration:
-    return _more_than_nothing(_wall_time(_word(text, "8h")))
-
-
 WallTime = Annotated[
     Duration,
     BeforeValidator(
-        lambda value: value if isinstance(value, Duration) else _more_than_no_time(value), json_schema_input_type=str
+        lambda value: value if isinstance(value, Duration) else _more_than_nothing(_wall_time(_word(value, "8h"))),
+        json_schema_input_type=str,
     ),
     PlainSerializer(write_duration, return_type=str),
 ]

@@ -267,10 +267,6 @@ def _windows_qwen(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return _windows_by_type(fields, layers, lambda n: n >= full)
 
 
-def _windows_gemma2(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    return _windows_by_type(fields, layers, lambda n: n % 2 == 0)
-
-
 def _windows_gemma3(fields: Fields, layers: int) -> tuple[int | None, ...]:
     pattern = fields.size("sliding_window_pattern", 2**12, default=6)
     return _windows_by_type(fields, layers, lambda n: (n + 1) % pattern != 0)
@@ -322,14 +318,6 @@ def _write_phi3(config: ModelConfig) -> ConfigFields:
     return {"sliding_window": _window(config), "original_max_position_embeddings": original or config.max_positions}
 
 
-def _gpt2_scale(fields: Fields, _facts: ConfigFields) -> ConfigFields:
-    return {"attention_scale": 1.0 if fields.get("scale_attn_weights") is False else None}
-
-
-def _write_gpt2(config: ModelConfig) -> ConfigFields:
-    return {"scale_attn_weights": config.attention_scale is None}
-
-
 FAMILIES: Mapping[str, Family] = MappingProxyType({
     "llama": Family(
         "LlamaForCausalLM", flags=BIASES | {"mlp_bias": "mlp_bias"},
@@ -358,7 +346,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
     "gemma2": Family(
         "Gemma2ForCausalLM", {**GEMMA_FACTS, "norm_placement": "both"}, flags=BIASES,
         keys=LLAMA_KEYS | {"activation": "hidden_activation"},
-        windows=_windows_gemma2, extra=_gemma_scale, write=_write_gemma,
+        windows=lambda fields, layers: _windows_by_type(fields, layers, lambda n: n % 2 == 0),
+        extra=_gemma_scale, write=_write_gemma,
         defaults={"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
                   "rope_theta": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
                   "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
@@ -391,7 +380,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
         "GPT2LMHeadModel",
         {"norm": "layer", "gated_mlp": False, "attention_bias": True, "output_bias": True, "mlp_bias": True,
          "positions": "learned"},
-        keys=GPT2_KEYS, extra=_gpt2_scale, write=_write_gpt2, gelu_tanh="gelu_new", states_dropout=True,
+        keys=GPT2_KEYS, gelu_tanh="gelu_new", states_dropout=True,
+        extra=lambda fields, _: {"attention_scale": 1.0 if fields.get("scale_attn_weights") is False else None},
+        write=lambda config: {"scale_attn_weights": config.attention_scale is None},
         defaults={"n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
                   "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True},
         refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),

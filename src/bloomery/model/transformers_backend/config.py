@@ -23,17 +23,13 @@ SIZES = {
 
 def chosen(config_json: Mapping[str, Any], implementation: str) -> str:
     """ "native" or "transformers", for a config.json and the recipe's `implementation`."""
-    known = config_json.get("model_type") in FAMILIES or _architecture(config_json) in {
-        f.architecture for f in FAMILIES.values()
-    }
     if implementation != "auto":
         return implementation
-    return "native" if known or find_spec("transformers") is None or "model_type" not in config_json else "transformers"
-
-
-def _architecture(config_json: Mapping[str, Any]) -> object:
     named = config_json.get("architectures")
-    return named[0] if isinstance(named, list) and named else None
+    architecture = named[0] if isinstance(named, list) and named else None
+    native = any(architecture == family.architecture for family in FAMILIES.values())
+    known = native or config_json.get("model_type") in FAMILIES
+    return "native" if known or find_spec("transformers") is None or "model_type" not in config_json else "transformers"
 
 
 def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelConfig:
