@@ -168,8 +168,8 @@ def match(text: str, *, machine: Machine | None = None, stream: Stream | None = 
         hits = [hit for pattern in symptom.patterns if (hit := re.search(pattern, joined, re.MULTILINE))]
         if not hits or (machine is not None and not agree(symptom.requires, machine)):
             continue
-        facts = symptom.likely.model_dump(exclude_none=True).items() if machine is not None else ()
-        likely = sum(_holds(*fact, machine) is True for fact in facts)
+        facts = symptom.likely.model_dump(exclude_none=True).items()
+        likely = 0 if machine is None else sum(_holds(*fact, machine) is True for fact in facts)
         position = min(hit.start() for hit in hits)
         end = joined.find("\n", position)
         matches.append(
