@@ -11,6 +11,7 @@ import typing
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
@@ -261,11 +262,9 @@ def _type_of(raw_config: Any, defined: dict[str, Any]) -> Any:
 def _executed(home: Path, path: Path) -> dict[str, Any]:
     """The names of a file that was run without its imports, but for the config classes that its own derive from."""
 
-    def imported(
-        name: str, space: Any = None, own: Any = None, names: Sequence[str] | None = (), level: int = 0
-    ) -> Any:
+    def imported(name: str, _: Any = None, __: Any = None, names: Sequence[str] | None = (), level: int = 0) -> Any:
         if name in _TORCH_FREE and level == 0:
-            return __import__(name, space, own, names or ())
+            return import_module(name)
         below = home.joinpath(*name.split(".")[1:])
         source = below / "config.py" if below.is_dir() else below.with_suffix(".py")
         known: dict[str, Any] = {"PeftConfig": _Base} if name == "peft.config" else {}
