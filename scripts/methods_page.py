@@ -23,10 +23,9 @@ from bloomery.core.units import GIB, format_count, two_digits
 from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.model.counting import parameter_count
-from bloomery.plan.estimate.states import mode_of, trained_count
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
-from bloomery.plan.rules.choices import state_parts
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.report.charts import Series, line_chart
@@ -124,7 +123,7 @@ def planned() -> str:
         plan = planned_for(LARGE, name)
         least = planned_for(LARGE, name, "train.micro_batch_size=1", "train.tokens_per_step=2048",
                             "train.activation_checkpointing=full")  # fmt: skip
-        trained = trained_count(plan.model.config, mode_of(plan, plan.model.config))
+        trained = TrainedModel.of(plan, plan.model.config).trained_count
         cells = " | ".join(_rate(each) for each in (planned_for(SMALL, name), plan))
         lines.append(f"| {name} | {format_count(trained)} | {least.memory.total / GIB:.1f} | {cells} |")
     return "\n".join(lines)
@@ -151,8 +150,8 @@ def seven_parts() -> dict[str, dict[str, float]]:
     found = {}
     for name in ("full, AdamW", "LoRA r16", "QLoRA r16 (nf4)"):
         plan = planned_for(LARGE, name)
-        config = plan.model.config
-        found[name] = state_parts(config, mode_of(plan, config), plan.optimizer.kind, plan.train.precision)
+        model = TrainedModel.of(plan, plan.model.config)
+        found[name] = model.state_parts(plan.optimizer.kind, plan.train.precision)
     return found
 
 

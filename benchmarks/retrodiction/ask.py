@@ -15,7 +15,7 @@ from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import FRAGMENTATION, StepMoment, layer_bytes_per_token, moments, tensors_at
 from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers
 from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
-from bloomery.plan.estimate.states import StepShape, learning_bytes, mode_of
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.gather import planned_vocabulary
 from bloomery.plan.mesh import MeshWorkload, fabric_of, layout_parts
 from bloomery.plan.types import Estimate
@@ -88,13 +88,12 @@ def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
     tokens = micro * length
     expandable = any("expandable_segments:True" in value for value in profile.environment.value.values())
     load = StepShape(
-        config=config, sequence_length=length, micro_batch_size=micro, precision=precision,
+        model=TrainedModel.of(recipe, config), sequence_length=length, micro_batch_size=micro, precision=precision,
         optimizer=recipe.optimizer.kind,
         attention="math" if program["attention"] == "math" else "sdpa",
         checkpointing=mode, compiled=bool(compiled),
         score_chunk=min(1024, tokens) if program["loss"] == "chunked" else tokens,
         context_bytes=profile.arch.context_mib * 2**20, on_gpu=True, expandable=expandable,
-        mode=mode_of(recipe, config),
     )  # fmt: skip
     rate = speed.device_rate(profile, machine, precision=precision, width=config.hidden_size, compiled=bool(compiled))
     if "bandwidth_gbs" in row.get("card", {}):
@@ -146,11 +145,11 @@ def _mixed(parts: dict[str, Estimate], products: str, between: str) -> float:
 def planned_memory(row: dict[str, Any]) -> Estimate:
     """GiB of one device in the row's own way of counting."""
     one = asked(row)
-    load, config, shard = one.load, one.load.config, one.split.shard
+    load, shard = one.load, one.split.shard
     peak = max((their_moment(one, moment) for moment in moments(load)), key=lambda moment: moment.total)
     parts = tensors_at(load, peak)
     if not load.mode.fused_backward:
-        parts["gradients"] = learning_bytes(config, load.mode, load.precision)
+        parts["gradients"] = load.model.learning_bytes(load.precision)
     for name in parts.keys() & {"weights", "gradients", "optimizer", "adapter"}:
         parts[name] /= shard
     if shard > 1:

@@ -11,7 +11,8 @@ from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.families.presets import build_config, known_config
 from bloomery.model.families.registry import config_to_hf
-from bloomery.plan.rules.adapters import adapter_choices, counted_as, refuse_method_misfits, refuse_new_rows
+from bloomery.plan.estimate.states import TrainedModel, counted_as
+from bloomery.plan.rules.adapters import adapter_choices, refuse_method_misfits, refuse_new_rows
 from bloomery.plan.rules.unsupported import refuse_misfits
 from bloomery.recipe.schema import Model, Peft, Recipe, TokenizerSection, TrainTokenizer
 
@@ -49,9 +50,9 @@ def words_of(recipe):
 
 def test_new_tokens_are_said_and_must_be_learned(tmp_path):
     plain = recipe_from(tmp_path)
-    ((key, choice),) = adapter_choices(plain, GROWN, **words_of(plain))
+    ((key, choice),) = adapter_choices(plain, TrainedModel(GROWN), **words_of(plain))
     assert (key, choice.value) == ("model.vocab_size", "3 new tokens")
-    assert list(adapter_choices(plain, CONFIG, **words_of(plain))) == []
+    assert list(adapter_choices(plain, TrainedModel(CONFIG), **words_of(plain))) == []
     refuse_new_rows(plain, GROWN, **words_of(plain))
     alone = recipe_from(tmp_path, kind="lora")
     refuse_new_rows(alone, CONFIG, **words_of(alone))

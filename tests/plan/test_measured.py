@@ -8,7 +8,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.specs.calibration import OWN, Calibration, Point
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate.calibrated import compile_gain, corrected, corrected_memory, nearest
-from bloomery.plan.estimate.states import StepShape
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.types import Estimate, MemoryEstimate
 
 CONFIG = ModelConfig(
@@ -16,7 +16,8 @@ CONFIG = ModelConfig(
     max_positions=128,
 )  # fmt: skip
 LOAD = StepShape(
-    config=CONFIG, sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw", attention="mask",
+    model=TrainedModel(CONFIG), sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw",
+    attention="mask",
     checkpointing="none", compiled=False, score_chunk=512, context_bytes=0.0, on_gpu=False,
 )  # fmt: skip
 POINT = Point(
@@ -52,13 +53,14 @@ def test_the_same_shape_takes_the_measured_time():
 
 
 def test_another_width_takes_the_tables_ratio_and_a_wider_interval():
-    wider = replace(LOAD, config=replace(CONFIG, hidden_size=128))
+    wider = replace(LOAD, model=TrainedModel(replace(CONFIG, hidden_size=128)))
     found = corrected(PARTS, wider, [card()], seconds=table)
     assert found["attention"].value == 2.0 and found["attention"].high == pytest.approx(2 * 1.2)
 
 
 @pytest.mark.parametrize(
-    "changes", [{"precision": "float32"}, {"compiled": True}, {"config": replace(CONFIG, hidden_size=1024)}]
+    "changes",
+    [{"precision": "float32"}, {"compiled": True}, {"model": TrainedModel(replace(CONFIG, hidden_size=1024))}],
 )
 def test_another_precision_or_a_far_width_says_nothing(changes):
     assert corrected(PARTS, replace(LOAD, **changes), [card()], seconds=table) == PARTS
@@ -99,7 +101,7 @@ def test_memory_takes_the_measured_peak():
     found = corrected_memory(held(LOAD), LOAD, cards, memory=held)
     assert found.total == pytest.approx(3.6 * GIB) and found.origin == "measured"
     assert found.high == pytest.approx(3.6 * 1.05 * GIB) and found.limit == 20.0 * GIB
-    prepared = replace(LOAD, config=replace(CONFIG, bos_token_id=1))
+    prepared = replace(LOAD, model=TrainedModel(replace(CONFIG, bos_token_id=1)))
     assert corrected_memory(held(prepared), prepared, cards, memory=held) == found
     twice = replace(LOAD, micro_batch_size=8)
     found = corrected_memory(held(twice), twice, cards, memory=held)
@@ -114,7 +116,7 @@ def test_memory_of_a_gpu_is_measured_without_its_context():
 
 @pytest.mark.parametrize(
     "load",
-    [replace(LOAD, micro_batch_size=64), replace(LOAD, config=replace(CONFIG, num_layers=3))],
+    [replace(LOAD, micro_batch_size=64), replace(LOAD, model=TrainedModel(replace(CONFIG, num_layers=3)))],
     ids=["tokens", "model"],
 )
 def test_memory_of_another_model_or_of_far_more_tokens_stays_the_tables(load):

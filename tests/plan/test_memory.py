@@ -23,11 +23,12 @@ from bloomery.plan.estimate.memory import (
     quadratic_bytes,
     tensor_bytes,
 )
-from bloomery.plan.estimate.states import FULL, StepShape, optimizer_bytes
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.recipe.schema import Model
 
 GO_CODER = StepShape(
-    config=preset("go-coder-small"), sequence_length=1024, micro_batch_size=16, precision="float16", optimizer="adamw",
+    model=TrainedModel(preset("go-coder-small")), sequence_length=1024, micro_batch_size=16, precision="float16",
+    optimizer="adamw",
     attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024, context_bytes=300 * MIB, on_gpu=True,
 )  # fmt: skip
 
@@ -82,7 +83,7 @@ def test_logits_beside_their_float32_copy_and_exponentials_unless_compiled():
 
 def test_on_a_cpu_a_large_vocabulary_costs_no_more_logits():
     here = replace(GO_CODER, on_gpu=False, precision="float32", compiled=True)
-    larger = replace(here, config=replace(here.config, vocab_size=200_000))
+    larger = replace(here, model=TrainedModel(replace(here.config, vocab_size=200_000)))
     assert logit_bytes(larger)[0] == logit_bytes(here)[0]
 
 
@@ -106,8 +107,9 @@ def test_muon_keeps_one_number_for_matrices_of_blocks():
     config = preset("go-coder-tiny")
     matrices = 8 * (4 * 512 * 512 + 2 * 512 * 2048)
     rest = (50_000 + 1024) * 512 + 8 * 13 * 512 + 2 * 512  # embeddings; biases and norms
-    assert optimizer_bytes(config, FULL, "muon", "float32") == 4 * (matrices + 2 * rest)
-    assert optimizer_bytes(config, FULL, "adafactor", "float32") < optimizer_bytes(config, FULL, "muon", "float32") / 20
+    muon, adafactor = (TrainedModel(config).optimizer_bytes(kind, "float32") for kind in ("muon", "adafactor"))
+    assert muon == 4 * (matrices + 2 * rest)
+    assert adafactor < muon / 20
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_activations_are_what_autograd_keeps(family, attention):
     measured = kept_bytes(decoder, lambda: decoder(tokens, head=head))
     load = replace(
         GO_CODER,
-        config=config,
+        model=TrainedModel(config),
         sequence_length=128,
         micro_batch_size=4,
         precision="float32",

@@ -14,7 +14,7 @@ from bloomery.plan import mesh as communication
 from bloomery.plan.advice.advise import energy_kwh
 from bloomery.plan.estimate.memory import INPUT_BYTES, activation_bytes, end_bytes, estimate_memory
 from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers, mesh_memory
-from bloomery.plan.estimate.states import StepShape
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
 from bloomery.recipe.load import load_recipe
 
@@ -73,7 +73,7 @@ def matrix_numbers(config):
 
 def load():
     return StepShape(
-        config=preset("go-coder-small"), sequence_length=1024, micro_batch_size=4, precision="bfloat16",
+        model=TrainedModel(preset("go-coder-small")), sequence_length=1024, micro_batch_size=4, precision="bfloat16",
         optimizer="adamw",
         attention="sdpa", checkpointing="none", compiled=True, score_chunk=4096, context_bytes=300 * MIB, on_gpu=True,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def test_copies_hold_everything():
 
 def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     config = replace(load().config, num_layers=3)
-    stage = replace(load(), config=config)
+    stage = replace(load(), model=TrainedModel(config))
     layer, root = gathered_layers(load())
     tokens = stage.tokens_per_micro_batch
     last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES  # the norm belongs to the last stage

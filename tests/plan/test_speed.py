@@ -16,7 +16,7 @@ from bloomery.plan.estimate.speed import (
     total,
     work_of,
 )
-from bloomery.plan.estimate.states import StepShape
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 
@@ -27,7 +27,7 @@ HEAD = 50_000 * 768
 def load(**changes):
     """GPT-2 124M, 16 rows of 1,024 on an RX 6700 XT."""
     usual = StepShape(
-        config=preset("go-coder-small"), sequence_length=1024, micro_batch_size=16, precision="float16",
+        model=TrainedModel(preset("go-coder-small")), sequence_length=1024, micro_batch_size=16, precision="float16",
         optimizer="adamw",
         attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024 * 16, context_bytes=300 * MIB,
         on_gpu=True,
@@ -98,7 +98,8 @@ def test_fused_kernels_move_fewer_bytes():
 def test_scores_that_are_kept_cost_bandwidth():
     """64 bytes a score and head uncompiled: 12 heads x 1,024 keys x 12 layers."""
     config = replace(preset("go-coder-small"), attention_dropout=0.0)
-    math, fused = (work_of(load(config=config, attention=way), tokens=1024).between for way in ("math", "sdpa"))
+    ways = (load(model=TrainedModel(config), attention=way) for way in ("math", "sdpa"))
+    math, fused = (work_of(way, tokens=1024).between for way in ways)
     assert math - fused == 1024 * 12 * 12 * 1024 * 64
 
 
@@ -133,7 +134,7 @@ def test_keys_of_a_window_are_those_that_causal_queries_see():
     width, layers, length, window = 768, 12, 4096, 512
     counted = sum(min(query + 1, window) for query in range(length)) / length
     config = replace(preset("go-coder-small"), sliding_window=(window,))
-    work = work_of(load(config=config, sequence_length=length), tokens=1)
+    work = work_of(load(model=TrainedModel(config), sequence_length=length), tokens=1)
     assert work.attention == pytest.approx(14 * layers * width * counted, rel=0.002)
-    every = work_of(load(config=config, sequence_length=length, attention="math"), tokens=1)
+    every = work_of(load(model=TrainedModel(config), sequence_length=length, attention="math"), tokens=1)
     assert every.attention == 12 * layers * width * length

@@ -9,7 +9,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.specs.calibration import Point
 from bloomery.model.families.presets import published_config
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
-from bloomery.plan.estimate.states import FULL, StepShape, TrainingMode, mode_of, parameters, trained_count
+from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel, TrainingMode
 from bloomery.plan.rules.objective import setting
 from bloomery.recipe.load import load_recipe
 
@@ -31,23 +31,23 @@ def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
 
 
 def test_what_lora_trains_is_counted_by_hand():
-    mode = mode_of(load_recipe("llama2-7b-lora").recipe, LLAMA)
-    assert trained_count(LLAMA, mode) == 32 * 4 * 16 * (4096 + 4096)
-    assert not parameters(LLAMA, mode).trained
-    assert len(parameters(LLAMA, mode).frozen) == 32 * 9 + 3
+    model = TrainedModel.of(load_recipe("llama2-7b-lora").recipe, LLAMA)
+    assert model.trained_count == 32 * 4 * 16 * (4096 + 4096)
+    assert not model.trained
+    assert len(model.frozen) == 32 * 9 + 3
 
 
 def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
-    mode = mode_of(load_recipe("llama2-7b-lora").recipe, LLAMA)
+    model = TrainedModel.of(load_recipe("llama2-7b-lora").recipe, LLAMA)
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
-    beside, attention = trained_count(LLAMA, mode), 12 * 32 * 2048 * 4096
-    assert useful_flops(LLAMA, FULL, 2048) == 6 * matrices + attention
-    assert useful_flops(LLAMA, mode, 2048) == 4 * matrices + 6 * beside + attention
+    beside, attention = model.trained_count, 12 * 32 * 2048 * 4096
+    assert useful_flops(TrainedModel(LLAMA), 2048) == 6 * matrices + attention
+    assert useful_flops(model, 2048) == 4 * matrices + 6 * beside + attention
 
 
 def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
     load = StepShape(
-        config=LLAMA, sequence_length=2048, micro_batch_size=1, precision="bfloat16", optimizer="adamw",
+        model=TrainedModel(LLAMA), sequence_length=2048, micro_batch_size=1, precision="bfloat16", optimizer="adamw",
         attention="varlen",
         checkpointing="none", compiled=True, score_chunk=2048, context_bytes=0.0, on_gpu=True,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from bloomery.data.loading.loader import Batch
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit, mesh_memory, stage_bytes
-from bloomery.plan.estimate.states import StepShape, mode_of
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
 from bloomery.simulate.step import StagePosition, simulated_stage, simulated_step
@@ -65,11 +65,12 @@ def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 def load_of(plan: RunPlan) -> StepShape:
     train = plan.train
     return StepShape(
-        config=plan.model.config, sequence_length=plan.data.sequence_length, micro_batch_size=train.micro_batch_size,
+        model=TrainedModel.of(plan, plan.model.config), sequence_length=plan.data.sequence_length,
+        micro_batch_size=train.micro_batch_size,
         precision=train.precision, optimizer=plan.optimizer.kind, attention=plan.model.attention,
         checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
         context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
-        mode=mode_of(plan, plan.model.config), offloading=train.offload_activations,
+        offloading=train.offload_activations,
         teacher=known_config(plan.objective.teacher) if isinstance(plan.objective, Distill) else None,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from bloomery.model.adapters.targets import linear_modules
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.plan.estimate.memory import activation_bytes
-from bloomery.plan.estimate.states import StepShape, mode_of
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.recipe.schema import Lora, Peft
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.state import build_state
@@ -184,9 +184,9 @@ def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
 
     def counted(adapter):
         load = StepShape(
-            config=config, sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw",
+            model=TrainedModel.of(tiny_plan(config=config).model_copy(update={"adapter": adapter}), config),
+            sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw",
             attention="sdpa", checkpointing="none", compiled=False, score_chunk=64, context_bytes=0.0, on_gpu=False,
-            mode=mode_of(tiny_plan(config=config).model_copy(update={"adapter": adapter}), config),
         )  # fmt: skip
         return activation_bytes(load)
 

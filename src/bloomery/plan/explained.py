@@ -8,7 +8,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.diagnose.diagnosis import PlanFacts
 from bloomery.monitor.summary import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
-from bloomery.plan.estimate.states import mode_of
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import RunPlan
 
 
@@ -25,7 +25,7 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
         name=plan.name,
         every_steps=plan.logging.every_steps,
         steps=train.steps,
-        flops_per_token=useful_flops(config, mode_of(plan, config), plan.data.sequence_length),
+        flops_per_token=useful_flops(TrainedModel.of(plan, config), plan.data.sequence_length),
         peak_flops=rate.peak if rate else None,
         memory_limit_gib=plan.memory.limit / GIB,
         show_memory=plan.logging.memory,

@@ -40,7 +40,8 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.families.presets import build_config, known_config, published_config, read_config, stated_config
 from bloomery.model.families.registry import architecture_of
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
-from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words, refuse_recipe
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_misfits, refuse_other_words, refuse_recipe
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Distill, Model, Recipe, Source
@@ -57,7 +58,7 @@ class Facts:
 
     machine: Machine
     profile: Profile
-    config: ModelConfig
+    model: TrainedModel
     dataset: DatasetFacts | None
     prepared: Path
     source: Path | None
@@ -67,9 +68,19 @@ class Facts:
     teacher: ModelConfig | None
     unrun: tuple[str, ...]
 
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
     def on(self, machine: Machine) -> "Facts":
         """The same on another machine."""
         return replace(self, machine=machine, profile=build_profile(machine))
+
+    def edited(self, recipe: Recipe, config: ModelConfig) -> "Facts":
+        """The same for an edited recipe. Raises UserError for one that no machine can train."""
+        refuse_recipe(recipe)
+        refuse_misfits(recipe, config, self.dataset, known=self.known_vocabulary, added=self.new_tokens)
+        return replace(self, model=TrainedModel.of(recipe, config))
 
 
 def gather(loaded: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
@@ -93,18 +104,24 @@ def facts_of(
             eos_token_id=dataset.eos_id,
             pad_token_id=dataset.pad_id,
         )
-    teacher = recipe.objective.teacher if isinstance(recipe.objective, Distill) else None
+    trained = replace(config, head="values") if recipe.objective.spec.values else config
+    source = None if start is None else _place_of(start)
+    known = None if start is None else known_config(start).vocab_size
+    added = 0 if start is None else new_tokens(recipe)
+    ids = () if start is None else new_ids(recipe)
+    teacher = known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+    refuse_misfits(recipe, trained, dataset, known=known, added=added)
     return Facts(
         machine=machine,
         profile=build_profile(machine),
-        config=replace(config, head="values") if recipe.objective.spec.values else config,
+        model=TrainedModel.of(recipe, trained),
         dataset=dataset,
         prepared=prepared or Path("prepared") / loaded.name,
-        source=None if start is None else _place_of(start),
-        known_vocabulary=None if start is None else known_config(start).vocab_size,
-        new_tokens=0 if start is None else new_tokens(recipe),
-        new_ids=() if start is None else new_ids(recipe),
-        teacher=None if teacher is None else known_config(teacher),
+        source=source,
+        known_vocabulary=known,
+        new_tokens=added,
+        new_ids=ids,
+        teacher=teacher,
         unrun=() if start is None else tuple(_unrun_programs(start, config)),
     )
 

@@ -9,7 +9,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import local_caches, with_gpu
 from bloomery.hardware.specs.specs import find_gpu
 from bloomery.plan.gather import Facts, fetch, gather
-from bloomery.plan.resolve import refuse, resolve
+from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe
 
@@ -34,9 +34,7 @@ def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
     the model's files, the first rows of the data.
     """
     fetch(loaded.recipe, weights=False)
-    facts = gather(loaded, machine or detect(), prepared=prepared_folder(loaded, Path.cwd()))
-    refuse(loaded.recipe, facts)
-    return facts
+    return gather(loaded, machine or detect(), prepared=prepared_folder(loaded, Path.cwd()))
 
 
 def local_plan(

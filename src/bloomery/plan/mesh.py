@@ -12,7 +12,7 @@ from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
-from bloomery.plan.estimate.states import StepShape, learning_bytes
+from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.rules.support import refusals, refuse_split_blocks, refuse_unsupported
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.recipe.schema import Parallel, Recipe, Train
@@ -330,7 +330,7 @@ def layout_parts(
 def _exposed(workload: MeshWorkload, split: MeshSplit, step: StepShape, passes: int, computing: float) -> Estimate:
     """Communication that compute does not hide; transfers between pipeline stages never overlap."""
     fabric, config = workload.fabric, step.config
-    learning, layers = learning_bytes(config, step.mode, step.precision), config.num_layers
+    learning, layers = step.model.learning_bytes(step.precision), config.num_layers
     bare, window = 0.0, computing
     if split.shard > 1:
         inside = replace(fabric, per_node=min(fabric.per_node, split.shard))

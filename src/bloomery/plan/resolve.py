@@ -3,11 +3,8 @@
 Nothing here reads a file: `gather` does. Suggestions resolve an edited recipe with the same facts.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
-
-from pydantic import BaseModel
+from typing import Any, Literal, TypeVar, cast
 
 from bloomery.core.choice import Choice
 from bloomery.core.units import GIB, MIB, Duration
@@ -19,10 +16,10 @@ from bloomery.plan import batch, lengths, mesh
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.calibrated import StepEstimator, compile_gain
 from bloomery.plan.estimate.memory import keeps_scores, kept_layers, quadratic_bytes
-from bloomery.plan.estimate.states import StepShape, mode_of
+from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
 from bloomery.plan.gather import Facts
-from bloomery.plan.rules import adapters, objective, unsupported
-from bloomery.plan.rules.backend import refuse_transformers_misfits, transformers_choices
+from bloomery.plan.rules import adapters, objective
+from bloomery.plan.rules.backend import transformers_choices
 from bloomery.plan.rules.choices import (
     ASKED,
     arithmetic_choices,
@@ -31,6 +28,7 @@ from bloomery.plan.rules.choices import (
     choose_deterministic,
     optimizer_memory_choices,
 )
+from bloomery.plan.rules.unsupported import refuse_mesh
 from bloomery.plan.types import (
     CheckpointPlan,
     DataPlan,
@@ -50,18 +48,18 @@ from bloomery.plan.types import (
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import IF_INSTALLED, Command, Recipe, Wsd
 
+T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
 
 def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1) -> RunPlan:
     """The plan of a training run on the facts' machine, or on `nodes` nodes with `gpus` devices like its own each.
 
-    Raises UserError for unsupported and contradictory settings; a run that does not fit is planned.
+    Raises UserError for settings that the machine does not support; a run that does not fit is planned.
     """
     recipe, profile, config = loaded.recipe, facts.profile, facts.config
     gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
-    unsupported.refuse_mesh(profile, gpus=gpus, nodes=nodes)
-    refuse(recipe, facts, devices=gpus * nodes)
+    refuse_mesh(config, profile, gpus=gpus, nodes=nodes)
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes)
     scale, micro_batching = step.scale, step.micro_batching
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
@@ -83,10 +81,10 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             prepared=facts.prepared.absolute(),
             sequence_length=recipe.data.sequence_length,
             layout=recipe.data.layout,
-            pin_memory=_pin_memory(recipe, profile).value,
-            prefetch=_prefetch(recipe, profile).value,
+            pin_memory=set_or(profile.pin_memory, recipe.data.pin_memory).value,
+            prefetch=set_or(profile.prefetch, recipe.data.prefetch).value,
         ),
-        optimizer=_optimizer(recipe, profile, scale),
+        optimizer=_optimizer(recipe, scale, fused=_fused(recipe, facts).value),
         train=TrainPlan(
             steps=steps,
             seconds=asked.length.amount if timed else None,
@@ -131,23 +129,12 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
         memory=micro_batching.memory,
         step_seconds=step.seconds,
         total_tokens=None if steps is None else steps * step.tokens.value,
-        choices=tuple(_decisions(recipe, facts, step)),
+        choices=_decisions(recipe, facts, step),
         lengths=_lengths(recipe, facts),
         dataset=facts.dataset,
         environment=profile.environment.value,
         parallel=step.parallel,
     )
-
-
-def refuse(recipe: Recipe, facts: Facts, *, devices: int = 1) -> None:
-    """Raises UserError for a recipe that no machine can train, or not on several devices."""
-    unsupported.refuse_recipe(recipe)
-    unsupported.refuse_misfits(
-        recipe, facts.config, facts.dataset, known=facts.known_vocabulary, added=facts.new_tokens
-    )
-    refuse_transformers_misfits(recipe, facts.config, devices=devices)
-    length = recipe.train.length
-    adapters.refuse_settings(recipe, facts.config, steps=round(length.amount) if length.unit == "steps" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +162,10 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
         tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
     )  # fmt: skip
-    precision = profile.dtype if train.precision == "auto" else Choice[str](train.precision, ASKED)
+    precision = set_or(profile.dtype, train.precision)
     attention = choose_attention(recipe, config, profile, precision=precision.value, torch=torch)
     shape = shape_of(
-        recipe, config, profile, dataset, facts.teacher, precision=precision.value, attention=attention.value
+        recipe, facts.model, profile, dataset, facts.teacher, precision=precision.value, attention=attention.value
     )
     scale = lengths.scale_of(train.length, length, dataset, tokens.value)
     compiled = _compiled(recipe, facts, estimator, shape, scale)
@@ -224,7 +211,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
 
 def shape_of(
     asked: Recipe | RunPlan,
-    config: ModelConfig,
+    model: TrainedModel,
     profile: Profile,
     dataset: DatasetFacts | None,
     teacher: ModelConfig | None,
@@ -235,7 +222,7 @@ def shape_of(
     """A step with micro-batch size 1, uncompiled, that keeps all activations."""
     arch, environment = profile.arch, profile.environment.value
     return StepShape(
-        config=config,
+        model=model,
         sequence_length=asked.data.sequence_length,
         micro_batch_size=1,
         precision=precision,
@@ -247,7 +234,6 @@ def shape_of(
         context_bytes=arch.context_mib * MIB if arch else 0.0,
         on_gpu=profile.accelerator is not None,
         expandable=any("expandable_segments:True" in value for value in environment.values()),
-        mode=mode_of(asked, config),
         offloading=asked.train.offload_activations,
         teacher=teacher,
         extra_forwards=objective.extra_forwards(asked),
@@ -270,75 +256,75 @@ def _compiled(
     return choose_compile(recipe, facts.profile, seconds, gain=gain)
 
 
-def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> Iterator[Decision]:
+def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...]:
     """Every choice with its reason, in the order of the page."""
-
-    def choice_of(key: str, choice: Choice[Any]) -> Decision:
-        value = choice.value
-        if isinstance(value, bool):
-            value = "yes" if value else "no"
-        return Decision(key=key, value=str(value), reason=choice.reason)
-
     profile, config, micro_batching = facts.profile, facts.config, step.micro_batching
-    scaled = step.precision.value == "float16"  # always with loss scaling
-    yield choice_of(
-        "train.precision", Choice("float16 + loss scaling", step.precision.reason) if scaled else step.precision
-    )
-    attention = step.attention
+    precision, attention = step.precision, step.attention
+    if precision.value == "float16":  # always with loss scaling
+        precision = Choice("float16 + loss scaling", precision.reason)
     if profile.attention.value == "plain" and not keeps_scores(micro_batching.step):
         layers = max(1, kept_layers(micro_batching.step.checkpointing, config.num_layers))
         price = quadratic_bytes(micro_batching.step) * layers / GIB
         added = f"PyTorch's fallback needs {int(price * 10 + 0.5) / 10:.1f} GiB more"
         attention = Choice(attention.value, f"{attention.reason}; {added}")
-    yield choice_of("train.attention", attention)
-    yield choice_of("train.compile", Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.reason))
-    yield choice_of("train.tokens_per_step", step.tokens)
+    choices: dict[str, Choice[Any]] = {
+        "train.precision": precision,
+        "train.attention": attention,
+        "train.compile": Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.reason),
+        "train.tokens_per_step": step.tokens,
+    }
     sequences = lengths.left_out(recipe.train.length, step.scale)
     if sequences and step.scale.steps is not None:
         reason = f"the last {sequences:,} sequences of {recipe.train.length} fill no step and are left out"
-        yield choice_of(f"train.{recipe.train.length_key}", Choice(f"{step.scale.steps:,} steps", reason))
-    yield choice_of("train.micro_batch_size", micro_batching.micro_batch_size)
-    yield choice_of("train.activation_checkpointing", micro_batching.checkpointing)
-    yield choice_of("train.deterministic", choose_deterministic(recipe, profile))
-    yield choice_of("train.device", profile.device)
-    yield choice_of("model.score_chunk", micro_batching.score_chunk)
+        choices[f"train.{recipe.train.length_key}"] = Choice(f"{step.scale.steps:,} steps", reason)
     workers, reads = recipe.data.num_proc, profile.workers.reason
     by_size = f"one process for small datasets, every core for large ones; {reads}"
     prepares = Choice(str(workers), f"{ASKED}: processes of `prepare`; {reads}")
-    yield choice_of("data.num_proc", Choice("by size", by_size) if workers == "auto" else prepares)
-    yield choice_of("data.pin_memory", _pin_memory(recipe, profile))
-    yield choice_of("data.prefetch", _prefetch(recipe, profile))
-    yield choice_of("optimizer.fused", _fused(recipe, profile))
+    choices |= {
+        "train.micro_batch_size": micro_batching.micro_batch_size,
+        "train.activation_checkpointing": micro_batching.checkpointing,
+        "train.deterministic": choose_deterministic(recipe, profile),
+        "train.device": profile.device,
+        "model.score_chunk": micro_batching.score_chunk,
+        "data.num_proc": Choice("by size", by_size) if workers == "auto" else prepares,
+        "data.pin_memory": set_or(profile.pin_memory, recipe.data.pin_memory),
+        "data.prefetch": set_or(profile.prefetch, recipe.data.prefetch),
+        "optimizer.fused": _fused(recipe, facts),
+    }
     if words := " ".join(f"{key}={value}" for key, value in profile.environment.value.items()):
-        yield choice_of("environment", Choice(words, profile.environment.reason))
-    for key, choice in (
+        choices["environment"] = Choice(words, profile.environment.reason)
+    device = profile.accelerator is not None
+    more = (
         *adapters.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
-        *adapters.adapter_choices(recipe, config, known=facts.known_vocabulary, added=facts.new_tokens),
+        *adapters.adapter_choices(recipe, facts.model, known=facts.known_vocabulary, added=facts.new_tokens),
         *objective.objective_choices(recipe, facts.dataset, facts.teacher),
-        *arithmetic_choices(recipe, config, precision=step.precision.value),
-        *optimizer_memory_choices(recipe, accelerator=profile.accelerator is not None, precision=step.precision.value),
-    ):
-        yield choice_of(key, choice)
+        *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
+        *optimizer_memory_choices(recipe, accelerator=device, precision=step.precision.value),
+    )
+    words_of = {True: "yes", False: "no"}
+    return tuple(
+        Decision(
+            key=key,
+            value=words_of[value] if isinstance(value := choice.value, bool) else str(value),
+            reason=choice.reason,
+        )
+        for key, choice in (*choices.items(), *more)
+    )
 
 
-def _optimizer(recipe: Recipe, profile: Profile, scale: lengths.Scale) -> OptimizerPlan:
+def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> OptimizerPlan:
     asked = recipe.optimizer
     decay = _decay(asked.schedule)
-    values = _shared(asked, OptimizerPlan) | {
+    shared = type(asked).model_fields.keys() & OptimizerPlan.model_fields.keys()
+    values = {name: getattr(asked, name) for name in shared} | {
         "muon_learning_rate": asked.muon_learning_rate or asked.learning_rate,
-        "fused": _fused(recipe, profile).value,
+        "fused": fused,
         "schedule": Wsd() if asked.schedule == "wsd" else asked.schedule,
         "warmup_steps": lengths.steps_of(asked.warmup, scale, key="optimizer.warmup"),
         "decay_steps": 0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
     }
     return OptimizerPlan(**values)
-
-
-def _shared(section: BaseModel, plan: type[BaseModel]) -> dict[str, Any]:
-    """The values of the section whose names are fields of its plan."""
-    names = type(section).model_fields.keys() & plan.model_fields.keys()
-    return {name: getattr(section, name) for name in names}
 
 
 def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:
@@ -367,26 +353,17 @@ def _lengths(recipe: Recipe, facts: Facts) -> Lengths:
     )
 
 
-def _fused(recipe: Recipe, profile: Profile) -> Choice[bool]:
+def _fused(recipe: Recipe, facts: Facts) -> Choice[bool]:
     """Whether torch's fused AdamW does the update; memory-saving states need Bloomery's own."""
-    asked = recipe.optimizer
-    optimizer_memory = (
-        asked.fused_backward or asked.offload or asked.stochastic_rounding or asked.state_dtype != "float32"
-    )
-    if asked.kind == "adafactor" or (optimizer_memory and asked.kind == "adamw"):
-        name = "Adafactor" if asked.kind == "adafactor" else "AdamW"
-        return Choice(False, f"Bloomery's {name}, in float32 pieces of bounded size")
-    return profile.fused_optimizer
+    spec = OPTIMIZERS[recipe.optimizer.kind]
+    if spec.own or facts.model.mode.optimizer_memory:
+        return Choice(False, f"Bloomery's {spec.name}, in float32 pieces of bounded size")
+    return facts.profile.fused_optimizer
 
 
-def _pin_memory(recipe: Recipe, profile: Profile) -> Choice[bool]:
-    asked = recipe.data.pin_memory
-    return profile.pin_memory if asked == "auto" else Choice(asked, ASKED)
-
-
-def _prefetch(recipe: Recipe, profile: Profile) -> Choice[int]:
-    asked = recipe.data.prefetch
-    return profile.prefetch if asked == "auto" else Choice(asked, ASKED)
+def set_or(planned: Choice[T], asked: T | Literal["auto"]) -> Choice[T]:
+    """The recipe's own value, else the planned one."""
+    return planned if asked == "auto" else Choice(asked, ASKED)
 
 
 def _decay(schedule: str | Wsd) -> Duration | None:

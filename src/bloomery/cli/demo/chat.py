@@ -21,7 +21,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import read_config
 from bloomery.monitor.events import Phase, RunEnded, RunStarted, read_events
 from bloomery.monitor.summary import summary_of
-from bloomery.plan.estimate.states import mode_of, trained_count
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.names import all_runs
@@ -123,7 +123,7 @@ def _show_run(story: Story, plan: RunPlan) -> None:
 
 
 def _trainable(plan: RunPlan) -> int:
-    return trained_count(plan.model.config, mode_of(plan, plan.model.config))
+    return TrainedModel.of(plan, plan.model.config).trained_count
 
 
 @dataclass(frozen=True)

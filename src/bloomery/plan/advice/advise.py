@@ -15,7 +15,7 @@ from bloomery.plan.advice.warnings import warnings
 from bloomery.plan.batch import SMALL_CHUNK, Measure
 from bloomery.plan.estimate.calibrated import StepEstimator
 from bloomery.plan.estimate.mesh_memory import MeshSplit
-from bloomery.plan.estimate.states import StepShape, learning_bytes, optimizer_bytes
+from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.gather import Facts
 from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.rules.objective import reference_of, teacher_of
@@ -37,19 +37,17 @@ SHORTEST = 256  # tokens of a sequence that a plan suggests
 def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     """The plan, with the edits that make it fit, and its report."""
     recipe, profile = loaded.recipe, facts.profile
-    step, measure, parts = _planned_step(plan, facts.machine, profile, facts.teacher)
+    step, measure, parts = _planned_step(plan, facts.model, facts.machine, profile, facts.teacher)
     gpus = 1 if plan.parallel is None else plan.parallel.gpus
     nodes = 1 if plan.parallel is None else plan.parallel.nodes
 
     def plan_of(edit: str) -> RunPlan | None:
         """None where the edit contradicts the rest of the recipe."""
         try:
-            other = edited(loaded, edit)
-            changed = facts
+            other, config = edited(loaded, edit), facts.config
             if edit == NO_DROPOUT:
-                none = replace(facts.config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)
-                changed = replace(facts, config=none)
-            return resolve(other, changed, gpus=gpus, nodes=nodes)
+                config = replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)
+            return resolve(other, facts.edited(other.recipe, config), gpus=gpus, nodes=nodes)
         except UserError:
             return None
 
@@ -71,7 +69,8 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
 
 def claims_of(plan: RunPlan, expected: Claims, machine: Machine) -> tuple[Verdict, ...]:
     """The claims of a run's recipe against its plan, as `bloomery plan` checks them."""
-    step, measure, _ = _planned_step(plan, machine, build_profile(machine), teacher_of(plan))
+    model = TrainedModel.of(plan, plan.model.config)
+    step, measure, _ = _planned_step(plan, model, machine, build_profile(machine), teacher_of(plan))
     return _verdicts(expected, plan, step, measure)
 
 
@@ -90,12 +89,12 @@ def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
 
 
 def _planned_step(
-    plan: RunPlan, machine: Machine, profile: Profile, teacher: ModelConfig | None
+    plan: RunPlan, model: TrainedModel, machine: Machine, profile: Profile, teacher: ModelConfig | None
 ) -> tuple[StepShape, Measure, dict[str, Estimate] | None]:
     """The step on one device, the memory of any step like it, and its seconds by operation."""
-    config, train, parallel = plan.model.config, plan.train, plan.parallel
+    train, parallel = plan.train, plan.parallel
     plain = shape_of(
-        plan, config, profile, plan.dataset, teacher, precision=train.precision, attention=plan.model.attention
+        plan, model, profile, plan.dataset, teacher, precision=train.precision, attention=plan.model.attention
     )
     step = replace(
         plain,
@@ -124,7 +123,8 @@ def _longest(step: StepShape, measure: Measure) -> MaxLength:
         config = step.config
         if config.positions == "learned" and length > config.max_positions:  # they grow with the sequence
             config = replace(config, max_positions=length)
-        row = replace(step, config=config, sequence_length=length, micro_batch_size=1, checkpointing=checkpointing)
+        model = replace(step.model, config=config)
+        row = replace(step, model=model, sequence_length=length, micro_batch_size=1, checkpointing=checkpointing)
         return measure(replace(row, score_chunk=min(SMALL_CHUNK, length))).fits
 
     def search(checkpointing: str) -> int:
@@ -141,8 +141,8 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     tokens = None if dataset is None else dataset.tokens
     if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
-    each = learning_bytes(config, step.mode, step.precision)
-    each += optimizer_bytes(config, step.mode, recipe.optimizer.kind, step.precision)
+    each = step.model.learning_bytes(step.precision)
+    each += step.model.optimizer_bytes(recipe.optimizer.kind, step.precision)
     wide = 1 if config.vocab_size <= 65536 else 2
     disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)}
     disk |= {"checkpoint": each, "checkpoints": each * (recipe.checkpoint.keep + 2)}

@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from bloomery.core.units import counted, format_count, format_seconds
 from bloomery.hardware.doctor.env_vars import idle_settings
 from bloomery.hardware.profile import Profile
-from bloomery.model.counting import parameter_shapes
 from bloomery.plan.advice.claims import roughly, span
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import Facts
 from bloomery.plan.lengths import too_many_epochs
-from bloomery.plan.rules.adapters import adapted
 from bloomery.plan.rules.choices import ineffective_settings
 from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.schema import Lora, Recipe
@@ -26,7 +25,7 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
         yield repeated
     yield from _lengths(plan)
     yield from _truncated(plan)
-    yield from _rank(recipe, plan)
+    yield from _rank(recipe, facts.model)
     yield from _settings(recipe, profile)
     # Environment variables without effect on this device, or that slow it down or harm.
     yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.kind != "works")
@@ -81,15 +80,11 @@ def _truncated(plan: RunPlan) -> Iterator[str]:
         yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
 
 
-def _rank(recipe: Recipe, plan: RunPlan) -> Iterator[str]:
+def _rank(recipe: Recipe, model: TrainedModel) -> Iterator[str]:
     """The product of LoRA matrices has at most the rank of the weight that it is added to."""
     if not isinstance(recipe.adapter, Lora):
         return
-    shapes, rank = parameter_shapes(plan.model.config), recipe.adapter.rank
-    sides = {
-        name: min(shapes[f"{name}.weight"])
-        for name in adapted(plan.model.config, recipe.adapter.model_dump_json()).pairs
-    }
+    rank, sides = recipe.adapter.rank, {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.pairs}
     name = min(sides, key=lambda one: sides[one])
     if rank > sides[name]:
         most = f"{name} has at most rank {sides[name]:,}"

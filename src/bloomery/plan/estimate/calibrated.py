@@ -15,7 +15,7 @@ from bloomery.hardware.specs.calibration import OWN, Calibration, Point, calibra
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import estimate_memory
-from bloomery.plan.estimate.states import FULL, StepShape
+from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.recipe.schema import Recipe
 
@@ -132,10 +132,10 @@ def measured_step(known: NearestMeasurement, step: StepShape) -> StepShape | Non
     if config is None:
         return None
     point = known.point
-    plain = replace(step, mode=FULL, extra_forwards=0, teacher=None, offloading=False, loss_share=1.0)
+    plain = replace(step, extra_forwards=0, teacher=None, offloading=False, loss_share=1.0)
     return replace(
         step if point.setting else plain,
-        config=config,
+        model=TrainedModel(config, step.mode if point.setting else FULL),
         sequence_length=point.sequence_length,
         micro_batch_size=point.micro_batch_size,
         optimizer=point.optimizer,

@@ -13,24 +13,7 @@ from bloomery.core.units import MIB
 from bloomery.model.counting import layers, parameter_count
 from bloomery.model.limits import ATTENTION_BLOCK, CPU_SCORES, CPU_TILE, GPU_SCORES
 from bloomery.model.quantization.sizes import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
-from bloomery.plan.estimate.states import (
-    StepShape,
-    adapter_bytes,
-    each,
-    frozen_element,
-    head_learns,
-    head_name,
-    held_bytes,
-    largest,
-    layer_learning_bytes,
-    learning_bytes,
-    learns,
-    optimizer_bytes,
-    parameters,
-    reading_modules,
-    trained_in_layer,
-    update_bytes,
-)
+from bloomery.plan.estimate.states import StepShape, is_wide
 from bloomery.plan.types import MemoryEstimate, Origin
 
 TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
@@ -129,7 +112,7 @@ def _mlp_bytes(step: StepShape) -> float:
 
 def _keeps_input(step: StepShape, *modules: str) -> bool:
     """Whether one of these modules keeps its input for a gradient of weights; after dropout it keeps another."""
-    return not step.mode.frozen or not reading_modules(step.config, step.mode).isdisjoint(modules)
+    return not step.mode.frozen or not step.model.reading_modules.isdisjoint(modules)
 
 
 def _adapter_bytes(step: StepShape) -> float:
@@ -179,9 +162,7 @@ def backward_bytes(step: StepShape) -> float:
     stream = step.stream * config.hidden_size
     inner = (2 if config.gated_mlp else 1) * config.intermediate_size
     all_sizes = {matrix.name: matrix.size for matrix in layers(config)[0].matrices}
-    sizes = {
-        name: size for name, size in all_sizes.items() if learns(config, step.mode, f"model.layers.0.{name}.weight")
-    }
+    sizes = {name: size for name, size in all_sizes.items() if f"model.layers.0.{name}.weight" in step.model.trained}
     each = step.weight + (e if step.mixed else 0)
     fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is accumulated
     if step.mode.base != "none":
@@ -191,7 +172,7 @@ def backward_bytes(step: StepShape) -> float:
     mlp = tokens * (stream + e * (config.hidden_size + inner)) + fresh
     behind = sum(size for name, size in sizes.items() if name.startswith("mlp."))
     if step.compiled and sizes:  # a graph returns all gradients of its layer together
-        behind = trained_in_layer(config, step.mode)
+        behind = step.model.trained_in_layer
     elif step.accumulating or step.mode.fused_backward:
         behind = 0
     ahead = tokens * (stream + e * 2 * (config.query_width + config.key_width)) + behind * step.weight
@@ -307,11 +288,11 @@ def tensor_bytes(step: StepShape) -> dict[str, float]:
 
 def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     """All live tensors at a moment."""
-    config, mode = step.config, step.mode
-    states = optimizer_bytes(config, mode, step.optimizer, step.precision)
+    model, mode = step.model, step.mode
+    states = model.optimizer_bytes(step.optimizer, step.precision)
     parts = {
-        "weights": held_bytes(config, mode, step.precision),
-        "adapter": adapter_bytes(config, mode),
+        "weights": model.held_bytes(step.precision),
+        "adapter": model.adapter_bytes,
         "gradients": moment.gradients,
         "optimizer": 0.0 if mode.away and step.on_gpu else states,
         "activations": moment.activations,
@@ -329,16 +310,15 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
 
 def moments(step: StepShape) -> Iterator[StepMoment]:
     """Every moment of a step at which memory can peak, in order."""
-    config, mode = step.config, step.mode
+    config, model, mode = step.config, step.model, step.mode
     by_layer, ends = kept_by_layer(step), end_bytes(step)
     if step.offloading:  # the current layer and the next one
         by_layer = [0.0] * (len(by_layer) - 2) + by_layer[-2:]
-    whole = learning_bytes(config, mode, step.precision)
-    layer = layer_learning_bytes(config, mode, step.precision)
-    head = step.outputs * config.hidden_size * step.weight if head_learns(config, mode) else 0
-    update = update_bytes(config, mode, step.optimizer, step.precision, on_gpu=step.on_gpu)
+    whole, layer = model.learning_bytes(step.precision), model.layer_learning_bytes(step.precision)
+    head = step.outputs * config.hidden_size * step.weight if model.head_learns else 0
+    update = model.update_bytes(step.optimizer, step.precision, on_gpu=step.on_gpu)
     if mode.fused_backward:
-        whole, layer = largest(config, mode, step.precision), 0.0
+        whole, layer = model.largest_bytes(step.precision), 0.0
     before = whole if step.accumulating else 0.0
     copy = 2.0 * copied_numbers(step)
     kept = kept_layers(step.checkpointing, config.num_layers)
@@ -368,13 +348,16 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
 
 def copied_numbers(step: StepShape) -> int:
     """Values per layer that autocast copies to half precision: wider inputs of matmuls."""
-    mode = step.mode
-    if not mode.frozen:
+    if not step.mode.frozen:
         matrices = layers(step.config)[0].matrices if step.mixed else ()
         return sum(matrix.size + matrix.outputs * matrix.bias for matrix in matrices)
-    learning = parameters(step.config, mode).learning
-    wide = {n for n in learning if ".layers.0." in n and each(n, mode, step.precision) > step.element}
-    return sum(math.prod(learning[name]) for name in wide if len(learning[name]) == 2)
+    wide = [(step.model.trained, step.weight), (step.model.adapter, step.mode.adapter_bytes)]
+    return sum(
+        math.prod(shape)
+        for shapes, size in wide
+        for name, shape in shapes.items()
+        if size > step.element and ".layers.0." in name and len(shape) == 2
+    )
 
 
 def logit_bytes(step: StepShape) -> tuple[float, float]:
@@ -399,9 +382,9 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
         return float(FORWARD_DIVERGENCE * both + hidden), float(BACKWARD_DIVERGENCE * both + hidden)
     wide = 4 * logits_at_once if step.element < 4 else 0
     eager = not step.compiled
-    learning = head_learns(step.config, step.mode)
-    wider = step.weight if learning else frozen_element(head_name(step.config), step.precision)
-    copy = 2 * weights if step.element < wider else 0
+    learning = step.model.head_learns
+    widened = step.mixed if learning else step.precision == "float16" and is_wide(step.model.head_name)
+    copy = 2 * weights if widened else 0
     capped = 4 * logits_at_once if eager and step.config.final_softcap is not None else 0
     logits = step.element * logits_at_once + copy + capped
     before = step.element * logits_at_once if several else 0

@@ -1,12 +1,12 @@
 """Bytes of one of several devices: sharded states, pipeline stages, and collectives."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.core.units import GIB
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import Shape, parameter_shapes
+from bloomery.model.counting import parameter_shapes
 from bloomery.plan.estimate.memory import (
     INPUT_BYTES,
     SPREAD,
@@ -16,19 +16,7 @@ from bloomery.plan.estimate.memory import (
     estimate_memory,
     moments,
 )
-from bloomery.plan.estimate.states import (
-    StepShape,
-    adapter_bytes,
-    frozen_element,
-    gradient_bytes,
-    head_learns,
-    held_bytes,
-    numbers,
-    optimizer_bytes,
-    parameters,
-    state_bytes,
-    trained_in_layer,
-)
+from bloomery.plan.estimate.states import StepShape, TrainedModel, numbers
 from bloomery.plan.types import MemoryEstimate
 
 FIRST_CONTEXT = {"amd": 0.95 * GIB, "nvidia": 1.5 * GIB}  # measured on MI250X; ml-engineering, two ranks of CUDA
@@ -53,8 +41,7 @@ class MeshSplit:
     @property
     def communicators(self) -> int:
         """Process groups, each with a context of the collective library."""
-        pipeline = 1 if self.pipeline > 1 else 0
-        return pipeline + (self.replicate > 1) + (self.shard > 1)
+        return (self.pipeline > 1) + (self.replicate > 1) + (self.shard > 1)
 
 
 ONE_DEVICE = MeshSplit()
@@ -81,9 +68,8 @@ def mesh_memory(
 def _sharded(step: StepShape, split: MeshSplit) -> dict[str, float]:
     """Shards of weights, gradients and states, and the gathered weights at the peak."""
     peak = max(sharded_moments(step, split.shard), key=lambda moment: moment.total)
-    config, mode = step.config, step.mode
-    held = held_bytes(config, mode, step.precision) + adapter_bytes(config, mode)
-    states = 0.0 if mode.away else optimizer_bytes(config, mode, step.optimizer, step.precision)
+    held = step.model.held_bytes(step.precision) + step.model.adapter_bytes
+    states = 0.0 if step.mode.away else step.model.optimizer_bytes(step.optimizer, step.precision)
     parts = {
         "weights": held / split.shard,
         "gradients": peak.gradients,
@@ -106,9 +92,9 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     own = replace(step, precision="bfloat16-pure" if step.mixed else step.precision, accumulating=False)
     forward, logits, *layers, embeddings, update = moments(own)
     layer, root = gathered_layers(step)
-    learning, e, shard = trained_in_layer(step.config, step.mode), step.element, step.weight / shards
-    trained_root = numbers(parameters(step.config, step.mode).learning) - len(layers) * learning
-    head = step.config.vocab_size * step.config.hidden_size if head_learns(step.config, step.mode) else 0
+    learning, e, shard = step.model.trained_in_layer, step.element, step.weight / shards
+    trained_root = step.model.trained_count - len(layers) * learning
+    head = step.config.vocab_size * step.config.hidden_size if step.model.head_learns else 0
     kept = (len(layers) * learning + trained_root) * shard
     before, blocks = kept if step.accumulating else 0.0, len(layers) * learning * shard
     found = [
@@ -147,42 +133,24 @@ def kinds_of_stages(stages: int) -> list[int]:
 
 def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
     """A stage of 1F1B: its layers, and the activations of its micro-batches in flight."""
-    part = stage_config(step.config, stages)
-    shapes = {name: shape for name, shape in parameter_shapes(part).items() if _on_stage(name, index, stages)}
-    learning = {n: shape for n, shape in parameters(part, step.mode).learning.items() if _on_stage(n, index, stages)}
-    adapters = {name: shape for name, shape in learning.items() if name not in shapes}
-    whole = gradient_bytes(learning, step.mode, step.precision)
-    own = replace(step, config=part)
-    moments_of_stage = _stage_moments(own, index, stages, stages + 1 if micro_batches is None else micro_batches, whole)
-    peak = max(moments_of_stage, key=lambda moment: moment.total)
+    layers = TrainedModel(stage_config(step.config, stages), step.mode)  # as if it had both ends
+    held = replace(layers, stage=(index, stages))
+    whole = held.learning_bytes(step.precision)
+    micro_batches = stages + 1 if micro_batches is None else micro_batches
+    peak = max(
+        _stage_moments(replace(step, model=layers), index, stages, micro_batches, whole),
+        key=lambda moment: moment.total,
+    )
     parts = {
-        "weights": _stage_held(step, part, shapes) + gradient_bytes(adapters, step.mode, step.precision),
+        "weights": held.held_bytes(step.precision) + float(numbers(held.adapter) * step.mode.adapter_bytes),
         "gradients": peak.gradients,
-        "optimizer": 0.0 if step.mode.away else state_bytes(learning, step.optimizer, step.mode, step.precision),
+        "optimizer": 0.0 if step.mode.away else held.optimizer_bytes(step.optimizer, step.precision),
         "activations": peak.activations,
         "logits": peak.logits,
         "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
     return parts | around(step, parts)
-
-
-def _stage_held(step: StepShape, part: ModelConfig, shapes: Mapping[str, Shape]) -> float:
-    """Weights of the model on a stage."""
-    learning = parameters(part, step.mode).trained
-    absent = {name: shape for name, shape in parameter_shapes(part).items() if name not in shapes}
-    elsewhere = sum(
-        math.prod(shape) * (step.weight if name in learning else frozen_element(name, step.precision))
-        for name, shape in absent.items()
-    )
-    return held_bytes(part, step.mode, step.precision) - elsewhere
-
-
-def _on_stage(name: str, index: int, stages: int) -> bool:
-    """The first stage has the embeddings, the last one the head."""
-    if ".layers." in name:
-        return True
-    return index == 0 if ".embed_" in name else index == stages - 1
 
 
 def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[StepMoment]:

@@ -6,21 +6,10 @@ from dataclasses import dataclass, replace
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs.specs import cpu_efficiency
-from bloomery.model.config import ModelConfig
 from bloomery.model.counting import flops_per_token, layers, parameter_count
 from bloomery.model.quantization.sizes import storage_bytes
 from bloomery.plan.estimate.memory import keeps_scores, kept_layers
-from bloomery.plan.estimate.states import (
-    StepShape,
-    TrainingMode,
-    head_learns,
-    in_layers,
-    learning_bytes,
-    numbers,
-    optimizer_bytes,
-    parameters,
-    trained_count,
-)
+from bloomery.plan.estimate.states import StepShape, TrainedModel, in_layers, numbers
 from bloomery.plan.types import Estimate
 
 EAGER_NORM = {
@@ -172,8 +161,8 @@ def work_of(
 
     `again` and `loss`: of another program, where they differ.
     """
-    config, mode, again = step.config, step.mode, again or recompute(step)
-    count, trained = parameter_count(config), trained_count(config, mode)
+    config, model, again = step.config, step.model, again or recompute(step)
+    count, trained = parameter_count(config), model.trained_count
     loss = loss or ("kept" if step.score_chunk >= step.tokens_per_micro_batch else "chunked")
     products = product_flops(step, again, chunked=loss == "chunked")
     quadratic = 4.0 * _keys(step) * config.query_width * config.num_layers
@@ -182,9 +171,9 @@ def work_of(
     )
     between = config.num_layers * (layer_traffic(step) + score_traffic(step)) * (1 + again.between / 3)
     passes = tokens / step.tokens_per_micro_batch
-    states = optimizer_bytes(config, mode, step.optimizer, step.precision) / max(1, trained)
-    weight = learning_bytes(config, mode, step.precision) / max(1, trained)
-    casts = CASTS * (trained if mode.frozen else count) * passes if weight > step.element else 0.0
+    states = model.optimizer_bytes(step.optimizer, step.precision) / max(1, trained)
+    weight = model.learning_bytes(step.precision) / max(1, trained)
+    casts = CASTS * (trained if step.mode.frozen else count) * passes if weight > step.element else 0.0
     casts += dequantized_traffic(step) * (2 + again.products) * passes
     between += loss_traffic(step.outputs, loss, compiled=step.compiled) * step.loss_share
     between = between * (1 + step.extra_forwards / 3) * tokens + casts
@@ -199,25 +188,25 @@ def work_of(
 
 def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     """FLOPs per token: forward, gradients of inputs, gradients of trainable weights, recomputation."""
-    config, found = step.config, parameters(step.config, step.mode)
+    config, model = step.config, step.model
     products = 2.0 * sum(layer.active_products for layer in layers(config))
-    learning = 2.0 * sum(math.prod(s) for s in in_layers(found.trained).values() if len(s) == 2)
-    beside = 2.0 * sum(math.prod(s) for s in found.adapter.values() if len(s) == 2)
+    learning = 2.0 * sum(math.prod(s) for s in in_layers(model.trained).values() if len(s) == 2)
+    beside = 2.0 * sum(math.prod(s) for s in model.adapter.values() if len(s) == 2)
     head = 2.0 * step.outputs * config.hidden_size * step.loss_share
-    scored = head * (2 + head_learns(config, step.mode) + chunked)
+    scored = head * (2 + model.head_learns + chunked)
     extra = step.extra_forwards * (products + head)  # without the adapters
     if step.teacher is not None:
         extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
     return products * (2 + again.products) + learning + beside * (3 + again.products) + scored + extra
 
 
-def useful_flops(config: ModelConfig, mode: TrainingMode, sequence_length: int) -> float:
+def useful_flops(model: TrainedModel, sequence_length: int) -> float:
     """FLOPs per token as in `model.counting`, without gradients of frozen weights, with those of adapters."""
-    found = parameters(config, mode)
-    kept = {name: s for name, s in found.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
-    if config.tie_embeddings and not head_learns(config, mode):
+    config = model.config
+    kept = {name: s for name, s in model.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
+    if config.tie_embeddings and not model.head_learns:
         kept["head"] = (config.vocab_size, config.hidden_size)
-    beside = sum(math.prod(shape) for shape in found.adapter.values() if len(shape) == 2)
+    beside = sum(math.prod(shape) for shape in model.adapter.values() if len(shape) == 2)
     return flops_per_token(config, sequence_length) - 2.0 * numbers(kept) + 6.0 * beside
 
 

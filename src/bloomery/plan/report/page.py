@@ -11,7 +11,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.families.registry import architecture_of
 from bloomery.plan.advice.claims import span
 from bloomery.plan.estimate.speed import useful_flops
-from bloomery.plan.estimate.states import mode_of
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.types import LayoutPlan, ParallelPlan, PlanReport, RunPlan, Verdict
 
@@ -264,7 +264,7 @@ def reached_flops(plan: RunPlan, step_seconds: float | None = None) -> float:
     """FLOP/s of one device by the usual count: matmuls and all T x T scores, without recomputation."""
     assert plan.step_seconds is not None
     config = plan.model.config
-    counted = useful_flops(config, mode_of(plan, config), plan.data.sequence_length) * plan.train.tokens_per_step
+    counted = useful_flops(TrainedModel.of(plan, config), plan.data.sequence_length) * plan.train.tokens_per_step
     return counted / (step_seconds or plan.step_seconds.value) / (plan.parallel.devices if plan.parallel else 1)
 
 

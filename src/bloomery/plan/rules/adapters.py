@@ -1,36 +1,19 @@
 """Adapters in a plan: the LoRA that a PEFT method is counted as, unsupported combinations. PEFT is not imported."""
 
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any
 
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
-from bloomery.model.adapters.peft_settings import method_settings, named, targets_of
-from bloomery.model.adapters.targets import ALL_LINEAR, Adaptation, adaptation, refuse_untrained_rows
+from bloomery.model.adapters.peft_settings import method_settings, named
+from bloomery.model.adapters.targets import refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.quantization.sizes import Dequantizer, storage_bytes
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
 MANY = 2**24  # weights, for the average of bits per weight with double quantization
-RANKS = ("init_r", "r", "rank")  # keys of a rank; init_r is AdaLoRA's first and largest
-USUAL_RANKS = {"ADALORA": 12}  # PEFT's AdaLoraConfig.init_r; of the others 8
-
-
-def counted_as(adapter: Peft, config: ModelConfig) -> Lora:
-    """The LoRA with the method's memory and time: of its rank, on its modules."""
-    extra: dict[str, Any] = adapter.model_extra or {}
-    usual = USUAL_RANKS.get(named(adapter.method), 8)
-    rank = next((extra[key] for key in RANKS if isinstance(extra.get(key), int) and extra[key] > 0), usual)
-    targets = targets_of(adapter, config)
-    lora = Lora(kind="lora", rank=rank, target_modules=[targets] if isinstance(targets, str) else list(targets))
-    try:
-        adaptation(config, lora)
-    except UserError:  # a regular expression of PEFT: at most every linear module
-        return lora.model_copy(update={"target_modules": [ALL_LINEAR]})
-    return lora
 
 
 def refuse_method_misfits(recipe: Recipe) -> None:
@@ -101,7 +84,7 @@ def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, a
 
 
 def adapter_choices(
-    recipe: Recipe, config: ModelConfig, *, known: int | None, added: int
+    recipe: Recipe, model: TrainedModel, *, known: int | None, added: int
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key: the adapter and its trainable parameters."""
     adapter = recipe.adapter
@@ -109,21 +92,14 @@ def adapter_choices(
         kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
         kind += " (rsLoRA)" if adapter.use_rslora else ""
         kind += " from PiSSA" if adapter.init == "pissa" else ""
-        found, total = adapted(config, adapter.model_dump_json()), parameter_count(config)
-        trained = found.trained(config)
+        trained, total = model.trained_count, parameter_count(model.config)
         reason = f"{format_count(trained)} trainable parameters, {trained / total:.2%} of"
-        reason += f" {format_count(total)}, on {len(found.pairs):,} target modules"
+        reason += f" {format_count(total)}, on {len(model.mode.pairs):,} target modules"
         yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
-    if known is not None and (new := max(config.vocab_size - known, added)):
+    if known is not None and (new := max(model.config.vocab_size - known, added)):
         value = f"{new:,} new token{'s' if new > 1 else ''}"
         yield "model.vocab_size", Choice(value, "their embeddings start as the mean of the others")
     if isinstance(adapter, Peft):
-        rank = counted_as(adapter, config).rank
+        _, rank = model.mode.pairs[0]
         reason = f"PEFT layers in this decoder; memory and time are estimated as a LoRA of rank {rank}"
         yield "adapter.kind", Choice(f"PEFT's {adapter.method}", reason)
-
-
-@lru_cache(maxsize=64)  # 10 ms for a 7B model, and the same for each of a hundred GPUs
-def adapted(config: ModelConfig, adapter: str) -> Adaptation:
-    """The adapted modules of a Lora (as JSON) on this model. Raises UserError where its names match nothing."""
-    return adaptation(config, Lora.model_validate_json(adapter))

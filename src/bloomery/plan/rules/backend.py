@@ -9,7 +9,7 @@ from bloomery.model.families.registry import architecture_of
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
 
-def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig, *, devices: int) -> None:
+def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
     """Raises UserError for settings that the transformers implementation does not support."""
     if config.transformers_backend is None:
         return
@@ -21,9 +21,6 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig, *, devices:
     if recipe.objective.spec.values:
         problem = f"reward models need the native implementation, which does not support {architecture_of(config)}"
         where, fix = f"objective.kind={recipe.objective.kind}", "choose a model family of docs/reference/models.md"
-    elif devices > 1:
-        problem = "the transformers implementation supports one device: no tensor, pipeline or context parallelism"
-        fix = "leave out --gpus and --nodes"
     elif recipe.model.dropout is not None:
         problem = "the transformers implementation takes dropout from config.json"
         where, fix = "model.dropout", "remove it, or set dropout in the model's config.json"

@@ -9,18 +9,9 @@ from bloomery.hardware.profile import Profile
 from bloomery.model.attention import support as attention_facts
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.plan.estimate.states import (
-    FULL,
-    TrainingMode,
-    adapter_bytes,
-    held_bytes,
-    largest,
-    learning_bytes,
-    mode_of,
-    optimizer_bytes,
-)
+from bloomery.plan.estimate.states import OPTIMIZERS, TrainedModel
 from bloomery.plan.rules.backend import transformers_attention
-from bloomery.recipe.schema import Lora, OptimizerSection, Peft, Recipe
+from bloomery.recipe.schema import Lora, Peft, Recipe
 
 ASKED = "set in the recipe"
 COMPILE_SECONDS = 20.0  # to compile the blocks of a model on a CPU: 18 to 20
@@ -118,15 +109,24 @@ def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
 
 def optimizer_memory_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[tuple[str, Choice[str]]]:
     """By key: settings that save memory, and their effect in this run."""
-    optimizer = recipe.optimizer
-    if optimizer.state_dtype != "float32" and optimizer.kind == "adamw":
-        yield "optimizer.state_dtype", Choice(f"{optimizer.state_dtype} states", _states(optimizer))
+    optimizer, spec = recipe.optimizer, OPTIMIZERS[recipe.optimizer.kind]
+    if optimizer.state_dtype != "float32" and "state_dtype" in spec.settings:
+        reason = "stochastic rounding, so that small updates are not lost"
+        if optimizer.state_dtype == "int8":
+            reason = "one byte per value, and a scale for each 256; tensors under 4,096 values keep float32"
+        yield "optimizer.state_dtype", Choice(f"{optimizer.state_dtype} states", reason)
     if optimizer.fused_backward:
-        yield "optimizer.fused_backward", Choice("fused backward", _fused_backward(recipe))
+        reason = "each weight is updated as soon as its gradient exists, which is then freed: no gradient accumulation"
+        if spec.clips:
+            reason += f"; no gradient clipping, {spec.name} clips its updates"
+        elif recipe.train.max_grad_norm is not None:
+            limit = f"train.max_grad_norm={recipe.train.max_grad_norm:g}"
+            reason += f"; {limit} limits each gradient alone, not the global norm"
+        yield "optimizer.fused_backward", Choice("fused backward", reason)
     if optimizer.stochastic_rounding and _has_bfloat16(recipe, precision):
         reason = "bfloat16 weights are rounded at random, without bias on average"
         yield "optimizer.stochastic_rounding", Choice("stochastic rounding", reason)
-    if optimizer.offload and accelerator and optimizer.kind == "adamw":
+    if optimizer.offload and accelerator and "offload" in spec.settings:
         reason = "states in pinned CPU memory, copied to the GPU in pieces of 16 million values"
         yield "optimizer.offload", Choice("offloaded states", reason)
     if recipe.train.offload_activations and accelerator:
@@ -134,33 +134,17 @@ def optimizer_memory_choices(recipe: Recipe, *, accelerator: bool, precision: st
         yield "train.offload_activations", Choice("offloaded activations", reason)
 
 
-def _states(optimizer: OptimizerSection) -> str:
-    if optimizer.state_dtype == "int8":
-        return "one byte per value, and a scale for each 256; tensors under 4,096 values keep float32"
-    return "stochastic rounding, so that small updates are not lost"
-
-
-def _fused_backward(recipe: Recipe) -> str:
-    freed = "each weight is updated as soon as its gradient exists, which is then freed: no gradient accumulation"
-    if recipe.optimizer.kind == "adafactor":
-        return f"{freed}; no gradient clipping, Adafactor clips its updates"
-    if recipe.train.max_grad_norm is None:
-        return freed
-    limit = f"train.max_grad_norm={recipe.train.max_grad_norm:g}"
-    return f"{freed}; {limit} limits each gradient alone, not the global norm"
-
-
 def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[str]:
     """Warnings about settings without effect in this run."""
-    optimizer = recipe.optimizer
+    optimizer, spec = recipe.optimizer, OPTIMIZERS[recipe.optimizer.kind]
     offload = "optimizer.paged" if optimizer.paged else "optimizer.offload"
-    if optimizer.offload and optimizer.kind == "adafactor":
-        yield f"{offload} has no effect with Adafactor: its states are factored and stay on the device"
+    if optimizer.offload and "offload" in spec.idle:
+        yield f"{offload} has no effect with {spec.name}: {spec.idle['offload']}"
     elif optimizer.offload and not accelerator:
         yield f"{offload} has no effect on a CPU: states are already in CPU memory"
-    if optimizer.state_dtype != "float32" and optimizer.kind == "adafactor":
+    if optimizer.state_dtype != "float32" and "state_dtype" in spec.idle:
         key = f"optimizer.state_dtype={optimizer.state_dtype}"
-        yield f"{key} has no effect with Adafactor: its factored states are float32"
+        yield f"{key} has no effect with {spec.name}: {spec.idle['state_dtype']}"
     if recipe.train.offload_activations and not accelerator:
         yield "train.offload_activations has no effect on a CPU: activations are already in CPU memory"
     elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
@@ -176,7 +160,7 @@ def _has_bfloat16(recipe: Recipe, precision: str) -> bool:
     return precision == "bfloat16-pure" or (isinstance(adapter, Lora) and adapter.dtype == "bfloat16")
 
 
-def arithmetic_choices(recipe: Recipe, config: ModelConfig, *, precision: str) -> Iterator[tuple[str, Choice[str]]]:
+def arithmetic_choices(recipe: Recipe, model: TrainedModel, *, precision: str) -> Iterator[tuple[str, Choice[str]]]:
     """By key: bytes of weights, gradients and states, compared with full fine-tuning."""
     if recipe.model.from_ is None:
         return
@@ -184,24 +168,13 @@ def arithmetic_choices(recipe: Recipe, config: ModelConfig, *, precision: str) -
     def decimal(size: float) -> str:  # decimal, as in papers
         return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
-    whole = state_parts(config, FULL, "adamw", "bfloat16")
-    each = {name: size / parameter_count(config) for name, size in whole.items()}
-    rule = f"{sum(each.values()):.0f} bytes ({', '.join(f'{name} {size:.0f}' for name, size in each.items())})"
-    held = state_parts(config, mode_of(recipe, config), recipe.optimizer.kind, precision)
-    count, in_full = format_count(parameter_count(config)), decimal(sum(whole.values()))
+    numbers, whole = parameter_count(model.config), TrainedModel(model.config).state_parts("adamw", "bfloat16")
+    each = ", ".join(f"{name} {size / numbers:.0f}" for name, size in whole.items())
+    held, in_full = model.state_parts(recipe.optimizer.kind, precision), decimal(sum(whole.values()))
+    rule = f"{sum(size / numbers for size in whole.values()):.0f} bytes ({each}) for each of {format_count(numbers)}"
     if held == whole:
-        yield "model.from", Choice(in_full, f"full training: {rule} for each of {count} parameters")
+        yield "model.from", Choice(in_full, f"full training: {rule} parameters")
         return
     sizes = ", ".join(f"{name} {decimal(size)}" for name, size in held.items())
-    reason = f"{sizes}; full training with AdamW: {rule} for each of {count} parameters"
+    reason = f"{sizes}; full training with AdamW: {rule} parameters"
     yield "model.from", Choice(f"{decimal(sum(held.values()))}, not {in_full}", reason)
-
-
-def state_parts(config: ModelConfig, mode: TrainingMode, kind: str, precision: str) -> dict[str, float]:
-    """Bytes that do not depend on the batch. With a fused backward only the largest gradient exists."""
-    learning = largest(config, mode, precision) if mode.fused_backward else learning_bytes(config, mode, precision)
-    return {
-        "weights": held_bytes(config, mode, precision) + adapter_bytes(config, mode),
-        "gradients": learning,
-        "states": optimizer_bytes(config, mode, kind, precision),
-    }

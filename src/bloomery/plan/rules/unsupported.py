@@ -5,11 +5,18 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.hardware.profile import Profile
 from bloomery.model.config import ModelConfig
 from bloomery.model.families.presets import CONTEXT_KEYS
-from bloomery.plan.rules.adapters import refuse_method_misfits, refuse_new_rows, refuse_quantized_misfits
+from bloomery.plan.estimate.states import OPTIMIZERS
+from bloomery.plan.rules.adapters import (
+    refuse_method_misfits,
+    refuse_new_rows,
+    refuse_quantized_misfits,
+    refuse_settings,
+)
+from bloomery.plan.rules.backend import refuse_transformers_misfits
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.schema import Recipe
 
-OPTIMIZER_MEMORY_KEYS = ("paged", "offload", "fused_backward", "stochastic_rounding")
+OPTIMIZER_MEMORY_KEYS = ("offload", "fused_backward", "stochastic_rounding")
 
 
 def refuse_recipe(recipe: Recipe) -> None:
@@ -46,15 +53,17 @@ def _refuse_keys(keys: list[str]) -> None:
 
 def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     """Raises UserError for memory settings that the optimizer or a fused backward does not support."""
-    optimizer, train = recipe.optimizer, recipe.train
-    alias = ("offload",) if optimizer.paged else ()
-    asked = [f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key) and key not in alias]
-    asked += [f"optimizer.state_dtype={optimizer.state_dtype}"] if optimizer.state_dtype != "float32" else []
-    if optimizer.kind == "muon" and asked:
+    optimizer, train, spec = recipe.optimizer, recipe.train, OPTIMIZERS[recipe.optimizer.kind]
+    asked = {key: f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)}
+    if optimizer.paged:
+        asked["offload"] = "optimizer.paged"  # another name for it
+    if optimizer.state_dtype != "float32":
+        asked["state_dtype"] = f"optimizer.state_dtype={optimizer.state_dtype}"
+    if refused := [text for key, text in asked.items() if key not in spec.settings and key not in spec.idle]:
         raise UserError(
-            f"Muon does not support this setting: {asked[0]}",
-            where="optimizer.kind=muon",
-            fix=f"set optimizer.kind=adamw, or remove {' and '.join(asked)}",
+            f"{spec.name} does not support this setting: {refused[0]}",
+            where=f"optimizer.kind={optimizer.kind}",
+            fix=f"set optimizer.kind=adamw, or remove {' and '.join(refused)}",
             code=2,
         )
     rows = train.micro_batch_size
@@ -72,8 +81,8 @@ def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
         )
 
 
-def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
-    """Raises UserError for several devices where the device is a CPU or an integrated GPU."""
+def refuse_mesh(config: ModelConfig, profile: Profile, *, gpus: int, nodes: int) -> None:
+    """Raises UserError for several devices of a CPU or an integrated GPU, or with layers of transformers."""
     asked = [f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1]
     if not asked:
         return
@@ -86,12 +95,17 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
     if profile.accelerator.integrated or (profile.gpu is not None and profile.gpu.link == "APU"):
         problem = f"the table has no links between several {profile.accelerator.name}"
         raise UserError(problem, where=where, fix=f"leave out {where}", code=2)
+    if config.transformers_backend is not None:
+        problem = "the transformers implementation supports one device: no tensor, pipeline or context parallelism"
+        fix = "leave out --gpus and --nodes"
+        raise UserError(problem, where="model.implementation=transformers", fix=fix, code=2)
 
 
 def refuse_misfits(
     recipe: Recipe, config: ModelConfig, dataset: DatasetFacts | None, *, known: int | None, added: int
 ) -> None:
-    """Raises UserError where the dataset does not fit the model: ids without embeddings, tokens without positions.
+    """Raises UserError for a recipe that no machine can train: settings that the model or its implementation lacks, a
+    dataset that does not fit it (ids without embeddings, tokens without positions).
 
     `known`: tokens of the pretrained model; `added`: new tokens of the recipe.
     """
@@ -125,6 +139,9 @@ def refuse_misfits(
             fix=f"set data.sequence_length={config.max_positions}, or a larger model.max_positions",
             code=2,
         )
+    refuse_transformers_misfits(recipe, config)
+    asked = recipe.train.length
+    refuse_settings(recipe, config, steps=round(asked.amount) if asked.unit == "steps" else None)
 
 
 def refuse_few_positions(teacher: ModelConfig, length: int, *, where: str) -> None:
