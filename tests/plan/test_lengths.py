@@ -8,6 +8,7 @@ from bloomery.core.units import Duration, parse_duration
 from bloomery.plan.lengths import Scale, complete, evaluation_sequences, provisional_steps, steps_of, total_steps
 from bloomery.plan.report.page import batch_lines
 from bloomery.plan.types import DatasetFacts
+from bloomery.recipe.load import load_recipe
 from bloomery.train.length import due
 
 SCALE = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=1000, steps=200, step_seconds=0.5)
@@ -149,3 +150,8 @@ def test_a_wall_time_run_takes_at_least_its_steps():
     assert short.plan.seconds.value == short.plan.step_seconds.value > 0.001
     assert any("train.max_time" in text and "1 step" in text for text in short.warnings)
     assert not any("train.max_time" in text for text in reported(loaded(train={"max_time": "1h"}), machine()).warnings)
+
+
+def test_a_step_that_outlasts_the_run_is_one_warning():
+    report = reported(load_recipe("go-coder-125m", ("train.max_time=1s",)), machine())
+    assert sum(text.startswith("train.max_time is") for text in report.warnings) == 1

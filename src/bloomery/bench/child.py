@@ -12,7 +12,8 @@ from bloomery.core.errors import UserError
 def main() -> int:
     """Sends phases, then the measurement or the reason of its failure."""
     job = accept()
-    _prefer_to_be_killed()
+    with contextlib.suppress(OSError):  # when the system runs out of memory it takes this process, not the user's shell
+        Path("/proc/self/oom_score_adj").write_text("1000")
     with loading():
         from bloomery.bench.rig import measure
         from bloomery.train.process import out_of_memory
@@ -27,12 +28,6 @@ def main() -> int:
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         reply(job, {"outcome": "memory", "message": first[:300]})
     return 0
-
-
-def _prefer_to_be_killed() -> None:
-    """When the system runs out of memory it takes this process, not its user's shell."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 if __name__ == "__main__":

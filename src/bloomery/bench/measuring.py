@@ -3,9 +3,10 @@
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, final
+from functools import partial
+from typing import Literal, final
 
 from bloomery.core.child import LONGEST, Child
 from bloomery.core.errors import UserError
@@ -135,56 +136,35 @@ def sequences_per_step(plan: RunPlan) -> int:
 def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> BenchResult:
     """One child from its start to its end, whatever that is."""
     prepared = (plan.data.prepared / "manifest.json").is_file()
-    job = {
-        "plan": plan.model_dump(mode="json"),
-        "seconds": seconds,
-        "text": "prepared" if prepared else "random",
-    }
-    environment = child_environment(plan, os.environ)
+    job = {"plan": plan.model_dump(mode="json"), "seconds": seconds, "text": "prepared" if prepared else "random"}
+    result = partial(BenchResult, words=words, plan=plan)
     on_phase("starting")
-    with Child(CHILD, job, environment=environment) as child:
+    with Child(CHILD, job, environment=child_environment(plan, os.environ)) as child:
         while True:
             reply = child.next(SILENCE_SECONDS)
             if reply == "silent":
-                return BenchResult(
-                    words=words, plan=plan, outcome="hung", message=f"no message for {SILENCE_SECONDS:.0f} s"
-                )
+                return result(outcome="hung", message=f"no message for {SILENCE_SECONDS:.0f} s")
+            if reply == "ended" and child.code == -9:  # the system sends SIGKILL when the machine is out of memory
+                return result(outcome="memory", message="the system killed the process (SIGKILL): out of memory")
             if reply == "ended":
-                return _died(words, plan, child)
+                return result(outcome="crashed", message=child.ending()[:LONGEST])
             assert isinstance(reply, dict)
             if "phase" not in reply:
-                return _row(words, plan, reply)
+                break
             on_phase(reply["phase"])
-
-
-def _died(words: tuple[str, ...], plan: RunPlan, child: Child) -> BenchResult:
-    """The system sends SIGKILL when the machine is out of memory."""
-    if child.code == -9:
-        return BenchResult(
-            words=words, plan=plan, outcome="memory", message="the system killed the process (SIGKILL): out of memory"
-        )
-    return BenchResult(words=words, plan=plan, outcome="crashed", message=child.ending()[:LONGEST])
-
-
-def _row(words: tuple[str, ...], plan: RunPlan, reply: dict[str, Any]) -> BenchResult:
     if reply["outcome"] != "ok":
-        return BenchResult(words=words, plan=plan, outcome=reply["outcome"], message=reply["message"])
-    times = reply["step_seconds"]
-    row = BenchResult(
-        words=words,
-        plan=plan,
-        outcome="ok",
+        return result(outcome=reply["outcome"], message=reply["message"])
+    times, limit, peak = reply["step_seconds"], plan.memory.limit / 2**30, reply["peak_gib"]
+    over = peak is not None and peak > limit
+    return result(
+        outcome="memory" if over else "ok",
+        message=f"peak memory {peak:.2f} GiB exceeds the limit of {limit:.2f}" if over else "",
         step_seconds=statistics.median(times),
         fastest_seconds=min(times),
-        peak_gib=reply["peak_gib"],
+        peak_gib=peak,
         reserved_gib=reply["reserved_gib"],
         core_wait=reply["core_wait"],
     )
-    limit = plan.memory.limit / 2**30
-    if row.peak_gib is not None and row.peak_gib > limit:
-        message = f"peak memory {row.peak_gib:.2f} GiB exceeds the limit of {limit:.2f}"
-        return replace(row, outcome="memory", message=message)
-    return row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,14 +188,15 @@ def search(
     """Doubles until a failure or a full step, then bisects to an eighth; at least one trial."""
     fits, fails, reason = 0, most + 1, f"the recipe has {most} sequences per step"
     bound: Literal["memory", "step", "time", "crash"] = "step"
-    for size in _candidates(most):
+    for size in [*(2**n for n in range((most - 1).bit_length())), most]:
         row = trial(size)
         on_row(row)
         if row.outcome != "ok":
             fails, bound, reason = size, "memory" if row.outcome == "memory" else "crash", row.message
             break
         fits = size
-        if row.step_seconds is not None and size < most and _too_slow(row, slowest):
+        step = None if row.plan is None or size == most else row.step_seconds
+        if step is not None and row.plan is not None and 2 * step / row.plan.train.accumulation > slowest:
             bound, reason = "time", f"twice the size would take more than {slowest:.0f} s per step"
             break
         if size < most and not time_left():
@@ -233,46 +214,30 @@ def search(
     return Largest(size=fits, usable=usable, bound=bound, reason=reason)
 
 
-def _candidates(most: int) -> Iterator[int]:
-    size = 1
-    while size < most:
-        yield size
-        size *= 2
-    yield most
-
-
-def _too_slow(row: BenchResult, slowest: float) -> bool:
-    """Whether a micro-batch of twice the size would take too long for a trial."""
-    assert row.plan is not None and row.step_seconds is not None
-    return 2 * row.step_seconds / row.plan.train.accumulation > slowest
-
-
 MOST_POINTS = 64
 
 
 def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
-    """`["train.micro_batch_size=8,16", "train.compile=true,false"]` as four lists of overrides. Raises UserError."""
-    axes = [axis(sweep) for sweep in sweeps]
-    keys = [words[0].partition("=")[0] for words in axes]
-    if len(set(keys)) < len(keys):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        fix = f"put all values into one: --sweep {twice}=a,b,c"
-        raise UserError(f"--sweep has this key twice: {twice}", where="--sweep", fix=fix, code=2)
-    found = list(itertools.product(*axes))
+    """`["train.micro_batch_size=8,16", "train.compile=true,false"]` as four lists of overrides. Raises UserError.
+
+    Commas inside brackets and quotes belong to a value.
+    """
+    axes: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        key, equals, text = sweep.partition("=")
+        values = [value for value in split(text) if value]
+        if not equals or "." not in key or not values:
+            fix = "write --sweep train.micro_batch_size=8,16,32"
+            raise UserError(f"not a sweep: {sweep}", where="--sweep", fix=fix, code=2)
+        if key in axes:
+            fix = f"put all values into one: --sweep {key}=a,b,c"
+            raise UserError(f"--sweep has this key twice: {key}", where="--sweep", fix=fix, code=2)
+        axes[key] = [f"{key}={value}" for value in values]
+    found = list(itertools.product(*axes.values()))
     if len(found) > MOST_POINTS:
         problem = f"too many combinations to measure: {len(found)}"
         raise UserError(problem, where="--sweep", fix=f"use at most {MOST_POINTS} combinations", code=2)
     return found
-
-
-def axis(sweep: str) -> list[str]:
-    """`key=v1,v2` as overrides, one a value. Commas inside brackets and quotes belong to a value. Raises UserError."""
-    key, equals, text = sweep.partition("=")
-    values = [value for value in split(text) if value]
-    if not equals or "." not in key or not values:
-        fix = "write --sweep train.micro_batch_size=8,16,32"
-        raise UserError(f"not a sweep: {sweep}", where="--sweep", fix=fix, code=2)
-    return [f"{key}={value}" for value in values]
 
 
 def split(text: str) -> list[str]:

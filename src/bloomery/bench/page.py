@@ -48,7 +48,23 @@ def make_measurement_file(
         text="prepared" if (plan.data.prepared / "manifest.json").is_file() else "random",
         contributor=author_name(contributor),
         day=time.strftime("%Y-%m-%d"),
-        points=tuple(_point(row) for row in measured if row.plan and row.plan.model.config == plan.model.config),
+        points=tuple(
+            Point(
+                sequence_length=each.data.sequence_length,
+                micro_batch_size=each.train.micro_batch_size,
+                accumulation=each.train.accumulation,
+                precision=each.train.precision,
+                attention=each.model.attention,
+                compiled=each.train.compile,
+                activation_checkpointing=each.train.activation_checkpointing,
+                optimizer=each.optimizer.kind,
+                setting=setting(each),
+                tokens_per_second=round(row.tokens_per_second, 1),
+                peak_gib=round(row.peak_gib, 3),
+            )
+            for row in measured
+            if (each := row.plan) and each.model.config == plan.model.config and row.tokens_per_second and row.peak_gib
+        ),
     )
 
 
@@ -61,29 +77,12 @@ def author_name(text: str) -> str:
     return name
 
 
-def _point(row: BenchResult) -> Point:
-    assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
-    train = row.plan.train
-    return Point(
-        sequence_length=row.plan.data.sequence_length,
-        micro_batch_size=train.micro_batch_size,
-        accumulation=train.accumulation,
-        precision=train.precision,
-        attention=row.plan.model.attention,
-        compiled=train.compile,
-        activation_checkpointing=train.activation_checkpointing,
-        optimizer=row.plan.optimizer.kind,
-        setting=setting(row.plan),
-        tokens_per_second=round(row.tokens_per_second, 1),
-        peak_gib=round(row.peak_gib, 3),
-    )
-
-
 WIDTH = 100
 LABEL = 10
 SETTING = 38
 NOISY = 1.25  # the median of equal steps over the fastest, above which something else was running
 ORIGINS = {"table": "estimated", "probe": "from a probe", "measured": "measured"}
+PLACES = {"inside": "within the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}
 WORDS = {"memory": "out of memory", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
 
 
@@ -108,7 +107,7 @@ def heading(plan: RunPlan, label: str) -> Iterator[str]:
 
 def line(row: BenchResult) -> str:
     """One setting."""
-    name = ", ".join(_short(word) for word in row.words) or "as planned"
+    name = ", ".join(word.removeprefix("train.") for word in row.words) or "as planned"
     if len(name) >= SETTING:
         name += "\n" + " " * SETTING
     if row.outcome != "ok":
@@ -119,11 +118,6 @@ def line(row: BenchResult) -> str:
     speed = _compared(row.tokens_per_second, planned.value if planned else None, "{:,.0f}", (10, 9))
     memory = _compared(row.peak_gib, row.planned_gib, "{:.2f}", (16, 8))
     return f"{name:<{SETTING}}{speed}{memory}"
-
-
-def _short(word: str) -> str:
-    """A recipe key without its section, where that leaves it clear."""
-    return word.removeprefix("train.")
 
 
 def _compared(measured: float | None, planned: float | None, form: str, widths: tuple[int, int]) -> str:
@@ -173,8 +167,8 @@ def _placed(value: float, low: float, high: float) -> str:
 
 def verdict_lines(row: BenchResult) -> Iterator[str]:
     """Whether the plan was right, in two sentences."""
-    largest = verdict(row)
-    if largest["speed"] == "failed":
+    places = verdict(row)
+    if places["speed"] == "failed":
         yield _line("verdict", f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.message}")
         return
     assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
@@ -184,16 +178,12 @@ def verdict_lines(row: BenchResult) -> Iterator[str]:
         yield _line("verdict", f"{speed}: the plan had no estimate for this device")
     else:
         span = f"{rate.low:,.0f} to {rate.high:,.0f} ({rate.by or ORIGINS[rate.origin]})"
-        yield _line("verdict", f"{speed}: {_sentence(largest['speed'])} {span}")
+        yield _line("verdict", f"{speed}: {PLACES[places['speed']]} {span}")
     low, high = _planned_range(row, memory)
     span = f"{low:.2f} to {high:.2f} ({ORIGINS[memory.origin]})"
-    yield _line("", f"{row.peak_gib:.2f} GiB: {_sentence(largest['memory'])} {span}")
+    yield _line("", f"{row.peak_gib:.2f} GiB: {PLACES[places['memory']]} {span}")
     if row.reserved_gib is not None:
         yield _line("", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}")
-
-
-def _sentence(place: str) -> str:
-    return {"inside": "within the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}[place]
 
 
 def noise_line(rows: Sequence[BenchResult]) -> Iterator[str]:

@@ -104,20 +104,19 @@ def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -
 
 def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
     """Random tokens, one document per sequence, no masked labels: the most work of a micro-batch."""
-    numbers = torch.Generator().manual_seed(plan.train.seed)
-    return [with_text_structure(_longest(plan, numbers), plan) for _ in range(count)]
-
-
-def _longest(plan: RunPlan, numbers: torch.Generator) -> Batch:
+    numbers, batches = torch.Generator().manual_seed(plan.train.seed), []
     sequences, length = plan.train.micro_batch_size, plan.data.sequence_length
-    text = torch.randint(plan.model.config.vocab_size, (sequences, length + 1), generator=numbers)
-    return Batch(
-        tokens=text[:, :-1].contiguous(),
-        labels=text[:, 1:].contiguous(),
-        loss_mask=torch.ones(sequences, length),
-        positions=torch.arange(length).repeat(sequences, 1),
-        documents=torch.zeros(sequences, length, dtype=torch.int64),
-    )
+    for _ in range(count):
+        text = torch.randint(plan.model.config.vocab_size, (sequences, length + 1), generator=numbers)
+        batch = Batch(
+            tokens=text[:, :-1].contiguous(),
+            labels=text[:, 1:].contiguous(),
+            loss_mask=torch.ones(sequences, length),
+            positions=torch.arange(length).repeat(sequences, 1),
+            documents=torch.zeros(sequences, length, dtype=torch.int64),
+        )
+        batches.append(with_text_structure(batch, plan))
+    return batches
 
 
 def text_batches(plan: RunPlan, count: int) -> list[Batch]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
+from bloomery.plan.estimate.states import OPTIMIZERS
 from bloomery.plan.types import Decision, RunPlan
 
 MOST_HALVINGS = 3  # of the learning rate: a run that diverges at an eighth of it has another cause
@@ -96,18 +97,19 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
         )
         return Fallback(evaluated, fallback.action, only_time=True)
     optimizer, gpu = plan.optimizer, plan.train.device != "cpu"
+    settings = OPTIMIZERS[optimizer.kind].settings
     if plan.train.activation_checkpointing != "full":
         action = "activation checkpointing: full (recompute); less memory, a third more compute"
         return Fallback(_trained(plan, "train.activation_checkpointing", "full", reason), action, only_time=True)
     if gpu and not plan.train.offload_activations:
         action = "activations offloaded to CPU memory; two copies per step"
         return Fallback(_trained(plan, "train.offload_activations", True, reason), action, only_time=True)
-    if gpu and optimizer.kind == "adamw" and not optimizer.offload:
+    if gpu and "offload" in settings and not optimizer.offload:
         action = "optimizer states offloaded to CPU memory; two copies per step"
         return Fallback(
             _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason), action, only_time=True
         )
-    if optimizer.kind != "adamw" or optimizer.state_dtype == "int8":
+    if "state_dtype" not in settings or optimizer.state_dtype == "int8":
         return None
     changed = _optimized(plan, {"state_dtype": "int8"}, "optimizer.state_dtype", "int8", reason)
     action = f"optimizer states {optimizer.state_dtype} -> int8; nearly the same training"

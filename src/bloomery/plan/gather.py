@@ -152,21 +152,17 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     Without `weights`, as for a plan: config and tokenizer of models outside the table. Weights on this disk are checked
     by the headers of their files; a plan takes a local folder with a config alone.
     """
-    if recipe.model.from_ is not None:
-        _fetch_model(recipe.model.from_, weights=weights)
-        _refuse_bad_weights(recipe.model, weights=weights, reward=recipe.objective.spec.values)
+    models = [] if recipe.model.from_ is None else [(recipe.model, recipe.objective.spec.values)]
+    if isinstance(recipe.objective, Distill):
+        models.append((Model(**{"from": recipe.objective.teacher}), False))
+    for model, reward in models:
+        if weights or published_config(str(model.from_)) is None:
+            hub.fetch_model(str(model.from_), weights=weights)
+        _refuse_bad_weights(model, weights=weights, reward=reward)
     if weights and recipe.tokenizer.from_ not in (None, "same"):
         hub.fetch_tokenizer(str(recipe.tokenizer.from_))
-    if isinstance(recipe.objective, Distill):
-        _fetch_model(recipe.objective.teacher, weights=weights)
-        _refuse_bad_weights(Model(**{"from": recipe.objective.teacher}), weights=weights, reward=False)
     if weights:
         fetch_text(recipe)
-
-
-def _fetch_model(name: str, *, weights: bool) -> None:
-    if weights or published_config(name) is None:
-        hub.fetch_model(name, weights=weights)
 
 
 def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:
@@ -223,6 +219,7 @@ FILES = 20  # of a built-in dataset
 
 def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
     """The facts of a prepared dataset in the recipe's layout."""
+    learned, tokens = manifest.train.loss_tokens, manifest.train.tokens
     laid = count_sequences(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
     rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
     return DatasetFacts(
@@ -231,19 +228,14 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
         cut_short=sum(fitted.truncated for fitted in laid.packed),
         template=manifest.template,
         texts=manifest.texts,
-        tokens=manifest.train.tokens,
-        loss_share=_loss_share(manifest),
+        tokens=tokens,
+        loss_share=1.0 if learned is None or not tokens else learned / tokens,
         vocab_size=manifest.vocab_size,
         bos_id=manifest.bos_id,
         eos_id=manifest.eos_id,
         pad_id=manifest.pad_id,
         digest=manifest.tokens_digest,
     )
-
-
-def _loss_share(manifest: Manifest) -> float:
-    learned, tokens = manifest.train.loss_tokens, manifest.train.tokens
-    return 1.0 if learned is None or not tokens else learned / tokens
 
 
 def dataset_of(loaded: LoadedRecipe, prepared: Path) -> DatasetFacts | None:

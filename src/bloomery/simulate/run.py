@@ -82,11 +82,7 @@ def simulate(
         split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
     started = time.monotonic()
     fused = build_profile(machine).attention.value == "fused"
-    job = {
-        "plan": plan.model_dump(mode="json"),
-        "fused": fused,
-        "split": vars(split),
-    }
+    job = {"plan": plan.model_dump(mode="json"), "fused": fused, "split": vars(split)}
     with Child(MODULE, job, environment=os.environ) as child:
         while True:
             reply = child.next(max(0.0, started + seconds - time.monotonic()))
@@ -120,10 +116,9 @@ def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
     if plan.train.compile:
         notes.append("compiled blocks are counted as torch.compile partitions their graphs, without its kernels")
     if split.shard > 1:
-        whole = "with a fake process group"
-        copies = f"in {split.replicate} copies, with a fake process group"
-        shared = whole if split.replicate == 1 else copies
-        notes.append(f"FSDP2 shards weights, gradients and states over {split.shard} devices, {shared}")
+        copies = f"in {split.replicate} copies, " if split.replicate > 1 else ""
+        devices = f"{split.shard} devices, {copies}with a fake process group"
+        notes.append(f"FSDP2 shards weights, gradients and states over {devices}")
     elif split.pipeline > 1:
         replicas = f"; one of {split.replicate} copies, without gradient buckets" if split.replicate > 1 else ""
         notes.append(f"stages are simulated one by one, with the micro-batches in flight of 1F1B{replicas}")

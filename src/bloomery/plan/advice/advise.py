@@ -15,7 +15,7 @@ from bloomery.plan.advice.warnings import warnings
 from bloomery.plan.batch import SMALL_CHUNK, Measure
 from bloomery.plan.estimate.calibrated import StepEstimator
 from bloomery.plan.estimate.mesh_memory import MeshSplit
-from bloomery.plan.estimate.states import StepShape, TrainedModel
+from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
 from bloomery.plan.gather import Facts
 from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.rules.objective import reference_of, teacher_of
@@ -211,7 +211,7 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
     if gpu and not asked.offload_activations:
         yield "train.offload_activations=true", "moves activations to CPU memory and back"
-    if optimizer.kind == "adamw" and optimizer.state_dtype == "float32":
+    if "state_dtype" in OPTIMIZERS[optimizer.kind].settings and optimizer.state_dtype == "float32":
         yield "optimizer.state_dtype=int8", "8-bit optimizer states; nearly the same training"
     if adapter in ("lora", "dora") and recipe.quantize.kind == "none":
         yield "quantize.kind=nf4", "4-bit frozen weights; costs time and some accuracy"

@@ -54,10 +54,6 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
     if step is not None and asked is not None and asked < step.value:
         one, least = format_seconds(step.value), counted(plan.train.min_steps or 1, "steps")
         yield f"train.max_time is {format_seconds(asked)}, but one step takes about {one}: the run takes {least}"
-    step, asked = plan.step_seconds, plan.train.seconds
-    if step is not None and asked is not None and asked < step.value:
-        one, least = format_seconds(step.value), counted(plan.train.min_steps or 1, "steps")
-        yield f"train.max_time is {format_seconds(asked)}, but one step takes about {one}: the run takes {least}"
     steps, warmup, decay = plan.train.steps, plan.optimizer.warmup_steps, plan.optimizer.decay_steps
     if steps is None:
         return

@@ -36,7 +36,11 @@ def kept_by_layer(step: StepShape) -> list[float]:
         return [whole] * step.config.num_layers
     stream = float(step.tokens_per_micro_batch * step.config.hidden_size * step.stream)
     if mode == "selective":
-        return [stream + step.tokens_per_micro_batch * _product_bytes(step)] * step.config.num_layers
+        config = step.config  # results of matmuls and attention
+        inner = (2 if config.gated_mlp else 1) * config.intermediate_size
+        widths = 2 * config.query_width + 2 * config.key_width + 2 * config.hidden_size + inner
+        products = step.element * widths + 4 * config.num_heads
+        return [stream + step.tokens_per_micro_batch * products] * config.num_layers
     every = 1 if mode == "full" else int(mode.removeprefix("every-"))
     return [whole if layer % every else stream for layer in range(step.config.num_layers)]
 
@@ -135,14 +139,6 @@ def _adapter_bytes(step: StepShape) -> float:
     return total
 
 
-def _product_bytes(step: StepShape) -> float:
-    """Per layer and token, bytes that `selective` keeps: results of matmuls and attention."""
-    config = step.config
-    inner = (2 if config.gated_mlp else 1) * config.intermediate_size
-    widths = 2 * config.query_width + 2 * config.key_width + 2 * config.hidden_size + inner
-    return step.element * widths + 4 * config.num_heads
-
-
 def end_bytes(step: StepShape) -> float:
     """Bytes kept outside the layers: inputs, the last norm's input, inputs of the head, embedding dropout."""
     config = step.config
@@ -186,18 +182,13 @@ def attention_scratch(step: StepShape) -> float:
     if keeps_scores(step):
         return float(12 * config.num_heads * step.sequence_length * tokens)  # three gradients of the scores, float32
     if step.attention == "blockwise":
-        return _tile_bytes(step)
+        tile = config.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
+        together = min(step.micro_batch_size, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))
+        copies = step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
+        return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
     if step.attention in ("per_document", "mask"):  # a gradient for each document, then concatenated
         return float(step.element * tokens * (config.query_width + 2 * config.key_width))
     return 4.0 * tokens * config.query_width if step.on_gpu else 0.0  # flash sums the queries' gradient in float32
-
-
-def _tile_bytes(step: StepShape) -> float:
-    config = step.config
-    tile = config.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
-    together = min(step.micro_batch_size, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))
-    copies = step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
-    return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
 
 
 def keeps_scores(step: StepShape) -> bool:
@@ -262,17 +253,14 @@ def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
     malloc keeps memory that a layer frees between live tensors, and larger tensors of the next layer do not fit there.
     """
     if not step.on_gpu:
+        # Attention in half precision is computed document by document, with kernels for each length.
+        kernels = step.attention == "per_document" and step.element < 4
         kept = CPU_KERNELS * document_lengths(step.sequence_length)
         runtime = CPU_RUNTIME + (CPU_PEFT if step.mode.theirs else 0)
         holes = {"fragmentation": CPU_FRAGMENTATION[step.compiled] * parts["activations"], "runtime": runtime}
-        return holes | ({"kernels": kept} if keeps_kernels(step) else {})
+        return holes | ({"kernels": kept} if kernels else {})
     tensors = sum(parts.values())
     return {"fragmentation": FRAGMENTATION[step.expandable] * tensors, "context": step.context_bytes}
-
-
-def keeps_kernels(step: StepShape) -> bool:
-    """Whether attention in half precision is computed document by document, with kernels for each length."""
-    return step.attention == "per_document" and step.element < 4
 
 
 def document_lengths(length: int) -> int:

@@ -65,18 +65,6 @@ def dequantized_traffic(step: StepShape) -> float:
     return float(kept + step.element * sum(each.size for each in matrices))
 
 
-def loss_traffic(outputs: int, loss: str, *, compiled: bool) -> float:
-    """Bytes per token from logits to their gradient. `loss`: plain, kept or chunked."""
-    return LOSS[loss][int(compiled)] * outputs
-
-
-def optimizer_traffic(parameters: float, *, weight: float, states: float, clips: bool) -> float:
-    """Bytes of an optimizer step: weights and states are read and written, gradients read, and scaled where they are
-    clipped. `states`: bytes of all states of a parameter.
-    """
-    return parameters * (3 * weight + 2 * states + (CLIPPING * weight if clips else 0))
-
-
 COMPILED_GAIN = 1.15  # on a CPU; measured: 10 to 35%
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
 FUSED_ATTENTION_SHARE = 0.6  # of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
@@ -92,9 +80,6 @@ class Rate:
     peak: float
     share: tuple[float, float, float]  # low, typical, high
     bandwidth: float | None = None
-
-    def at(self, index: int) -> float:
-        return self.peak * self.share[index]
 
     def shared(self, ranks: int) -> "Rate":
         """Of each of so many processes on the cores of one CPU."""
@@ -125,7 +110,11 @@ def device_rate(profile: Profile, machine: Machine, *, precision: str, width: in
     """None when the table does not have the device in this precision."""
     dtype = "bfloat16" if precision.startswith("bfloat16") else precision
     if profile.accelerator is not None:
-        return _gpu_rate(profile, dtype)
+        gpu, arch = profile.gpu, profile.arch
+        peak = gpu.peak_flops(dtype) if gpu is not None else None
+        if gpu is None or arch is None or arch.efficiency is None or peak is None:
+            return None
+        return Rate(peak=peak, share=arch.efficiency, bandwidth=gpu.bandwidth_gbs * 1e9)
     per_core = profile.cpu.gflops.get(dtype) if profile.cpu else None
     if per_core is None:
         return None
@@ -134,14 +123,6 @@ def device_rate(profile: Profile, machine: Machine, *, precision: str, width: in
     return Rate(
         peak=per_core * 1e9 * machine.host.cpu_cores, share=(low, min(0.95, typical * gain), min(1.0, high * gain))
     )
-
-
-def _gpu_rate(profile: Profile, dtype: str) -> Rate | None:
-    if profile.gpu is None or profile.arch is None or profile.arch.efficiency is None:
-        return None
-    peak = profile.gpu.peak_flops(dtype)
-    bandwidth = profile.gpu.bandwidth_gbs * 1e9
-    return None if peak is None else Rate(peak=peak, share=profile.arch.efficiency, bandwidth=bandwidth)
 
 
 def recompute(step: StepShape) -> Recompute:
@@ -175,13 +156,15 @@ def work_of(
     weight = model.learning_bytes(step.precision) / max(1, trained)
     casts = CASTS * (trained if step.mode.frozen else count) * passes if weight > step.element else 0.0
     casts += dequantized_traffic(step) * (2 + again.products) * passes
-    between += loss_traffic(step.outputs, loss, compiled=step.compiled) * step.loss_share
+    between += LOSS[loss][int(step.compiled)] * step.outputs * step.loss_share
     between = between * (1 + step.extra_forwards / 3) * tokens + casts
+    # Weights and states are read and written, gradients read, and scaled where they are clipped.
+    update = trained * (3 * weight + 2 * states + (CLIPPING * weight if clips else 0))
     return Work(
         products=products * tokens,
         attention=attention * tokens,
         between=between if step.on_gpu else 0.0,
-        update=optimizer_traffic(trained, weight=weight, states=states, clips=clips) if step.on_gpu else 0.0,
+        update=update if step.on_gpu else 0.0,
         launches=LAUNCHES[int(step.compiled)] * config.num_layers * passes if step.on_gpu else 0.0,
     )
 
@@ -224,14 +207,21 @@ def _keys(step: StepShape) -> float:
 
 def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
     """Seconds of a step by operation. On a CPU the bytes are part of the matmuls' share."""
-    products = _by_share(work.products, rate)
-    parts = {"matmul": products}
-    attention = _by_share(work.attention, rate)
+
+    def seconds(amount: float, each: float, shares: tuple[float, float, float]) -> Estimate:
+        """Of FLOPs or bytes at these shares of the rate of each."""
+        low, typical, high = (amount / (each * share) for share in reversed(shares))
+        return Estimate(value=typical, low=low, high=high, origin="table")
+
+    parts = {
+        name: seconds(amount, rate.peak, rate.share)
+        for name, amount in (("matmul", work.products), ("attention", work.attention))
+    }
     if rate.bandwidth is None:
-        return parts | {"attention": attention}
-    parts["attention"] = attention.scaled(1 / FUSED_ATTENTION_SHARE)
-    parts["memory-bound"] = _by_bytes(work.between, rate.bandwidth)
-    parts["optimizer"] = _by_bytes(work.update, rate.bandwidth)
+        return parts
+    parts["attention"] = parts["attention"].scaled(1 / FUSED_ATTENTION_SHARE)
+    parts["memory-bound"] = seconds(work.between, rate.bandwidth, BANDWIDTH_SHARE)
+    parts["optimizer"] = seconds(work.update, rate.bandwidth, BANDWIDTH_SHARE)
     busy = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
     waiting = max(0.0, work.launches * LAUNCH_SECONDS - busy)
     if waiting > 0:
@@ -250,13 +240,3 @@ def total(parts: dict[str, Estimate]) -> Estimate:
         origin="table" if measured is None else "measured",
         by="" if measured is None else measured.by,
     )
-
-
-def _by_share(flops: float, rate: Rate) -> Estimate:
-    low, typical, high = (flops / rate.at(index) for index in (2, 1, 0))
-    return Estimate(value=typical, low=low, high=high, origin="table")
-
-
-def _by_bytes(amount: float, bandwidth: float) -> Estimate:
-    low, typical, high = (amount / (bandwidth * share) for share in reversed(BANDWIDTH_SHARE))
-    return Estimate(value=typical, low=low, high=high, origin="table")

@@ -292,7 +292,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """What a plan knows of an optimizer; `train.optim.build` has its code.
+    """An optimizer in a plan; its code is in `train.optim.build`.
 
     `settings`: the memory settings of `optimizer` that it has; `idle`: those without effect, and why; all others are
     refused. `state_values`: of a parameter; `pieces`: of the update on a GPU or not; `own`: never torch's;

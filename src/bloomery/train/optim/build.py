@@ -15,6 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.io.sharded import local, part_of
 from bloomery.model.limits import INT8_BLOCK, MUON_STACK
 from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.plan.estimate.states import OPTIMIZERS
 from bloomery.plan.rules.support import refuse_split_blocks
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.adafactor import Adafactor
@@ -359,7 +360,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mes
     names = {p: name for name, p in named.items()}
     shards = Shards({p: trained[name] for name, p in named.items() if p is not trained[name]}, mesh)
     container = partial(OptimizersContainer, names=names, shards=shards.whole)
-    rounding = Rounding(names, seed, plan.stochastic_rounding, shards)
+    spec, rounding = OPTIMIZERS[plan.kind], Rounding(names, seed, plan.stochastic_rounding, shards)
     if plan.state_dtype == "int8" and shards.whole:
         refuse_split_blocks({name: shards.shape(part) for part, name in names.items()}, mesh.shard)
     placement = StatePlacement(away=plan.offload)
@@ -367,7 +368,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mes
     if plan.fused_backward:
         rules = {p: chunked(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
         return OptimizersContainer(list(rules.values()), names, FusedBackward(rules, head_weights(model)))
-    if plan.kind == "muon":
+    if spec.stacks:  # Muon
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}
         inside = list(matrices.values())
@@ -375,8 +376,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mes
             inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay, shards=shards
         )
         return container([muon, _torchs(rest, plan)])
-    plain = plan.kind == "adamw" and plan.state_dtype == "float32"
-    if plain and not (plan.offload or plan.stochastic_rounding):
+    if not spec.own and plan.state_dtype == "float32" and not (plan.offload or plan.stochastic_rounding):
         return container([_torchs(named, plan)])
     return container([chunked(_decay_groups(named, plan.weight_decay))])
 
