@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import preloaded
 from bloomery import cli
 
 MODEL = """{family: llama, hidden_size: 16, intermediate_size: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1,
@@ -49,9 +50,9 @@ def process(
     timeout: float = PATIENCE_SECONDS,
 ) -> Result:  # fmt: skip
     """`bloomery words` as a process in `folder`; `code` runs in it before."""
-    done = subprocess.run(
+    done = preloaded.run(
         [*python(code), *words], cwd=folder, env=os.environ | dict(environment or {}), stdin=subprocess.DEVNULL,
-        capture_output=True, timeout=timeout, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout, start_new_session=True,
     )  # fmt: skip
     return Result(done.returncode, *(text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)))
 

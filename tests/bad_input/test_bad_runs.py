@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from command_line import PATIENCE_SECONDS, assert_clear, here, process, python
 
+import preloaded
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.plan.store import write_sealed
 from bloomery.train.checkpoint import copy_tokenizer
@@ -101,7 +102,7 @@ def test_two_at_once_and_a_moved_folder_with_an_odd_name(stopped):
     odd = stopped.folder / "; rm -rf $HOME é\n<b>"
     stopped.run.rename(odd)
     words = [*python(), "resume", str(odd), "eval.every=1 steps", "train.max_steps=300"]
-    with subprocess.Popen(words, cwd=stopped.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as first:
+    with preloaded.Popen(words, cwd=stopped.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as first:
         try:
             wait_for(lambda: (odd / "lock").stat().st_size > 0 or first.poll() is not None)
             assert_clear(here("resume", str(odd)), mentions=["in use", str(first.pid)], lines=5)
@@ -138,7 +139,7 @@ SAMPLE = "start of the trainer"
 def test_ctrl_c(workshop, moment):
     run = workshop / "runs/one"
     words = [*python(), *TRAIN, "train.max_steps=3000" if moment == "evaluation" else "train.max_steps=3"]
-    with subprocess.Popen(words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+    with preloaded.Popen(words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
         try:
             wait_for(lambda: ((run / "events.jsonl").exists() and MOMENTS[moment](run)) or child.poll() is not None)
             child.send_signal(signal.SIGINT)

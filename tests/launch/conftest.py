@@ -1,11 +1,14 @@
 """Fixtures of whole runs."""
 
 import os
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs_of_bloomery import Bloomery, write_workshop
 
+import preloaded
 from bloomery.runs import supervisor as supervise
 
 
@@ -20,6 +23,7 @@ def dies(folder: Path, monkeypatch: pytest.MonkeyPatch, worker: str) -> Path:
     (folder / "runs").mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(supervise, "WORKER", worker)
+    monkeypatch.setattr(supervise, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen}))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     return folder
 
@@ -38,10 +42,10 @@ def paper_workshop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Bloomery:
-    """The same run, never disturbed; look, do not touch."""
+    """The same run, never disturbed, by interpreters started from nothing; look, do not touch."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_workshop(folder)
-    bloomery = Bloomery(folder)
+    bloomery = Bloomery(folder, fresh=True)
     done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one")
     assert done.returncode == 0, done.stderr
     return bloomery

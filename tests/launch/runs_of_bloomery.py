@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import preloaded
 from bloomery import cli
 from bloomery.monitor.events import EvalDone, Event, StepDone, last_per_step, read_events
 from models_for_tests import make_model
@@ -36,6 +37,7 @@ logging: {every: 5 steps}
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
 PATIENCE_SECONDS = 120.0
 CALLS = "fsync,?rename,?renameat,?renameat2,?unlink,unlinkat,?rmdir,?mkdir,mkdirat,ftruncate"
+STRACE = ("strace", "-f", "-qq", "-o", os.devnull)
 ADAPTED = """
 model: {from: base}
 tokenizer: {from: same}
@@ -78,18 +80,20 @@ def why_no_strace() -> str:
     """Why system calls cannot be made to fail here; "" when they can."""
     if shutil.which("strace") is None:
         return "strace is not installed"
-    tried = subprocess.run(["strace", "-f", "-o", os.devnull, "-e", f"trace={CALLS}", "true"], capture_output=True)
+    tried = subprocess.run([*STRACE, "-e", f"trace={CALLS}", "true"], capture_output=True)
     return "" if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.decode()[:200]}"
 
 
 @dataclass
 class Bloomery:
-    """`bloomery` as a process in `folder`."""
+    """`bloomery` as a process in `folder`, forked from one that has imported torch unless `fresh`."""
 
     folder: Path
+    fresh: bool = False
 
     def start(self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = ()) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
+        popen = subprocess.Popen if self.fresh or under else preloaded.Popen
+        return popen(
             [*under, sys.executable, "-m", "bloomery", *words],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,

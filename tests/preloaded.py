@@ -1,0 +1,329 @@
+"""Processes of Bloomery that need not import torch: they are forked by one that has, instead of started from nothing.
+
+A start from nothing takes five seconds of a processor, a fork a twentieth of one. `Popen` is `subprocess.Popen` for
+`python -m bloomery ...`: a process of its own with its own session, environment, streams and command line, which starts
+its children (`CHILDREN`) the same way and is their parent. Whatever else is asked for (another command, a variable that
+Python, torch or a library reads when it starts) is a start from nothing, as is everything on other systems than Linux.
+A training process that a test starts without the command line is a child of the process that forks.
+"""
+
+import atexit
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker")
+MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker")
+# Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.
+EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_",
+         "CUDA_", "HIP_", "ROC", "HSA_", "NCCL_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")  # fmt: skip
+ROOM = 8192  # bytes for the command line that the system shows
+
+
+def early(environment: Any) -> dict[str, str]:
+    return {name: value for name, value in environment.items()
+            if name.startswith(EARLY) and name not in ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}  # fmt: skip
+
+
+def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[str, Any] | None:
+    """What a forked process has to know of arguments to `Popen._execute_child`; None if it is to start from nothing."""
+    words = [os.fspath(word) for word in bound["args"]] if isinstance(bound["args"], list | tuple) else []
+    environment = dict(os.environ if bound["env"] is None else bound["env"])
+    flags = words[1 : words.index("-m")] if "-m" in words[1:6] else ["none"]
+    fit = (
+        sys.platform == "linux"
+        and words[:1] == [sys.executable]
+        and set(flags) <= {"-P", "-X", "faulthandler"}
+        and words[len(flags) + 2] in modules
+        and early(environment) == here
+        and bound["preexec_fn"] is None
+        and not bound["shell"]
+    )
+    if not fit:
+        return None
+    return {
+        "words": words, "flags": flags, "module": words[len(flags) + 2], "arguments": words[len(flags) + 3 :],
+        "environment": environment, "cwd": os.fspath(bound["cwd"] or Path.cwd()),
+        "session": bool(bound["start_new_session"]), "passed": list(bound["pass_fds"]),
+    }  # fmt: skip
+
+
+def bound_arguments(names: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+    order = ("args", "executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags",
+             "shell", "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite", "restore_signals", "gid",
+             "gids", "uid", "umask", "start_new_session", "process_group")  # fmt: skip
+    return dict(zip(order, names, strict=False)) | values
+
+
+# In a process of the tests
+
+
+class Server:
+    """The process that has imported torch. It ends with this one."""
+
+    def __init__(self) -> None:
+        self.talk, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.early = early(os.environ)
+        self.process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno()), "-" * ROOM],
+            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+    def fork(self, job: dict[str, Any], streams: list[int]) -> tuple[int, socket.socket]:
+        """The number of the new process, and where its ending will be told."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        text = json.dumps(job).encode("utf-8", "surrogatepass")
+        self.talk.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(text) + 2**16)
+        socket.send_fds(self.talk, [text], [theirs.fileno(), *streams])
+        theirs.close()
+        return int(ours.recv(64)), ours
+
+
+_server: Server | None = None
+_starting = threading.Lock()
+
+
+def server() -> Server:
+    global _server
+    with _starting:
+        if _server is None or _server.process.poll() is not None:
+            _server = Server()
+        return _server
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen`, forked where that makes no difference (see the top)."""
+
+    _ending: socket.socket | None = None
+
+    def _execute_child(self, *names: Any, **values: Any) -> None:
+        bound = bound_arguments(names, values)
+        job = job_of(bound, ("bloomery", *CHILDREN), early(os.environ) if _server is None else _server.early)
+        if job is None:
+            super()._execute_child(*names, **values)
+            return
+        streams = [bound["p2cread"], bound["c2pwrite"], bound["errwrite"]]
+        chosen = [number if given == -1 else given for number, given in enumerate(streams)]
+        if "--parent" in job["arguments"]:  # which ends when this process does
+            job["arguments"][job["arguments"].index("--parent") + 1] = str(server().process.pid)
+        self.pid, self._ending = server().fork(job, [*chosen, *job["passed"]])
+        self._child_created = True
+        self._close_pipe_fds(*[bound[name] for name in
+                               ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")])  # fmt: skip
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._ending is None:
+            return super()._try_wait(wait_flags)
+        if wait_flags & os.WNOHANG and not select.select([self._ending], [], [], 0)[0]:
+            return 0, 0
+        told = self._ending.recv(64)
+        self._ending.close()
+        assert told, "the process that forks has ended"
+        return self.pid, int(told)
+
+    def _internal_poll(self, *defaults: Any, **values: Any) -> int | None:
+        if self._ending is None:
+            return super()._internal_poll(*defaults, **values)
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                if self.returncode is None:
+                    number, status = self._try_wait(os.WNOHANG)
+                    if number == self.pid:
+                        self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def run(words: list[str], *, timeout: float | None = None, **options: Any) -> "subprocess.CompletedProcess[Any]":
+    """`subprocess.run` of a process with the streams that `options` name."""
+    with Popen(words, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(words, process.wait(), out, err)
+
+
+# In the process that forks, and in those that it has forked
+
+
+_kept: list[Any] = []  # streams of the parent: closing one would write what the parent has not written yet
+
+
+def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Forks until the tests end. Returns in each forked process: what it is to be, and its streams."""
+    wake, endings = select.poll(), dict[int, tuple[int, socket.socket]]()
+    wake.register(talk, select.POLLIN)
+    wake.register(0, select.POLLIN)
+    while True:
+        for ready, _ in wake.poll():
+            if ready == 0:
+                os._exit(0)
+            if ready in endings:
+                number, listener = endings.pop(ready)
+                wake.unregister(ready)
+                os.close(ready)
+                with listener, suppress(OSError):  # nobody waits for it any more
+                    listener.send(str(os.waitpid(number, 0)[1]).encode())
+                continue
+            text, given, _, _ = socket.recv_fds(talk, 2**20, 32)
+            if not text:
+                os._exit(0)
+            listener = socket.socket(fileno=given[0])
+            if not (number := os.fork()):
+                return json.loads(text.decode("utf-8", "surrogatepass")), given[1:]
+            listener.send(str(number).encode())
+            for descriptor in given[1:]:
+                os.close(descriptor)
+            watched = os.pidfd_open(number)
+            endings[watched] = number, listener
+            wake.register(watched, select.POLLIN)
+
+
+def show_words(words: list[str]) -> None:
+    """As the command line of this process, which tests look for."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
+    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+
+
+def become(job: dict[str, Any], given: list[int]) -> NoReturn:
+    """Runs the module as a new interpreter would. What this process had open, handled and registered is no more.
+
+    `given`: its streams and what is passed on, which keeps its numbers.
+    """
+    if job["session"]:
+        os.setsid()
+    kept = [0, 1, 2, *job["passed"]]
+    copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1 + max(kept)) for descriptor in given]
+    for descriptor, copy in zip(kept, copies, strict=True):
+        os.dup2(copy, descriptor)
+    for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+        if descriptor not in kept:
+            with suppress(OSError):  # that of the listing itself
+                os.close(descriptor)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    show_words(job["words"])
+    atexit._clear()
+    _kept.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            raw: Any = io.FileIO(descriptor, "r" if name == "stdin" else "w", closefd=False)
+        except OSError:
+            setattr(sys, name, None)
+            continue
+        buffer = io.BufferedReader(raw) if name == "stdin" else io.BufferedWriter(raw)
+        stream = io.TextIOWrapper(
+            buffer, encoding=sys.__stdout__.encoding, errors=getattr(sys, f"__{name}__").errors,
+            line_buffering=name == "stderr" or raw.isatty(),
+        )  # fmt: skip
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    faulthandler.disable()
+    if "faulthandler" in job["flags"]:
+        faulthandler.enable()
+    sys.excepthook = sys.__excepthook__
+    extra = [path for path in job["environment"].get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = [] if "-P" in job["flags"] else [job["cwd"]]
+    sys.path[:] = [*first, *extra, *(path for path in SYSTEM_PATH if path not in extra)]
+    sys.argv = [job["module"], *job["arguments"]]
+    code: Any = 1
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already
+            runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        code = 0 if code is None else code if isinstance(code, int) else 1
+    except BaseException as raised:
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+        if isinstance(raised, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGINT)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for written in (sys.stdout, sys.stderr):
+        try:
+            if written is not None and not written.closed:
+                written.flush()
+        except OSError:
+            code = code or 120  # as at the end of an interpreter
+    os._exit(code & 0xFF)
+
+
+def fork_children() -> None:
+    """From now on the children of this process are forked where that makes no difference."""
+    start, here = subprocess.Popen._execute_child, early(os.environ)
+
+    def execute(self: Any, *names: Any, **values: Any) -> None:
+        bound = bound_arguments(names, values)
+        job = job_of(bound, CHILDREN, here)
+        if job is None:
+            start(self, *names, **values)
+            return
+        streams = [bound["p2cread"], bound["c2pwrite"], bound["errwrite"]]
+        chosen = [number if given == -1 else given for number, given in enumerate(streams)]
+        for written in (sys.stdout, sys.stderr):
+            written.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                subprocess.Popen._execute_child = start  # type: ignore[method-assign]
+                become(job, [*chosen, *job["passed"]])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self._child_created = True
+        self._close_pipe_fds(*[bound[name] for name in
+                               ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")])  # fmt: skip
+
+    subprocess.Popen._execute_child = execute  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    SYSTEM_PATH = [path for path in sys.path if path != str(Path(__file__).resolve().parent)]
+    gc.disable()
+    for module in MODULES:
+        __import__(module)
+    gc.freeze()
+    gc.enable()
+    job, given = serve(connection)
+    fork_children()
+    become(job, given)
