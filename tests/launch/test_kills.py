@@ -107,12 +107,12 @@ def struck(request: pytest.FixtureRequest) -> Iterator[Struck]:
     """What struck, reported on the terminal after the last chain: `make soak` shows what was killed where."""
     found: Struck = []
     yield found
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    if reporter is not None and found:
-        reporter.write_line(f"\n{len(found)} faults; every chain ended bitwise equal unless its test failed")
-        reporter.write_line(f"{'':<32}" + "".join(f"{kind:>10}" for kind in KINDS))
-        for what in sorted({what for _, what in found}):
-            reporter.write_line(f"{what:<32}" + "".join(f"{found.count((kind, what)):>10}" for kind in KINDS))
+    plugins = request.config.pluginmanager
+    lines = [f"{len(found)} faults struck", f"{'':<32}" + "".join(f"{kind:>10}" for kind in KINDS)]
+    for what in sorted({what for _, what in found}):
+        lines.append(f"{what:<32}" + "".join(f"{found.count((kind, what)):>10}" for kind in KINDS))
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", *lines, sep="\n")
 
 
 def planned_faults(draw: random.Random) -> list[str]:
