@@ -19,7 +19,8 @@ def mortal(take_step, deaths):
         train, optimizer = job.plan.train, job.plan.optimizer
         facts = {"compile": train.compile, "attention": job.plan.model.attention, "precision": train.precision,
                  "rows": train.micro_batch_size, "checkpointing": train.activation_checkpointing,
-                 "state_dtype": optimizer.state_dtype, "rate": optimizer.learning_rate}  # fmt: skip
+                 "state_dtype": optimizer.state_dtype, "rate": optimizer.learning_rate,
+                 "rank": int(os.environ.get("RANK", "0"))}  # fmt: skip
         for condition, number, how in deaths:
             if job.step + 1 >= number and all(facts[name] == value for name, value in condition.items()):
                 if isinstance(how, int):

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from plans_for_tests import tiny_config, tiny_plan
-from ranks import fields, losses, on_ranks, train
 from runs_of_the_loop import assert_same_tensors
 from safetensors.torch import load_file
+
+from ranks import fields, losses, on_ranks, train
 
 MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
 

@@ -1,6 +1,9 @@
 """`bloomery train RECIPE`"""
 
-from collections.abc import Mapping
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +19,21 @@ if TYPE_CHECKING:
     from bloomery.runs.lifecycle import EndedRun
 
 
-@click.command()
+LAUNCHER = "bloomery.launcher"  # of the context: arguments after --, and the words before
+
+
+class WithLauncher(click.Command):
+    """Keeps the arguments after `--` apart: torchrun gets them, and starts the ranks."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[LAUNCHER] = (args[at + 1 :], args[:at])
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=WithLauncher)
 @recipe_or_model
 @click.option("--run-dir", metavar="DIR", type=NewPath(), help="Use this run folder [default: runs/RECIPE-DATE-TIME].")
 @click.option("-d", "--devices", metavar="LIST", help="Train on this device: cpu or a GPU number.")
@@ -48,31 +65,54 @@ def command(
     """Train a recipe. Prepares the dataset if it is missing.
 
     Ctrl+C saves a checkpoint and stops (exit code 75); a second Ctrl+C exits at once. `bloomery resume` continues.
+    torchrun, srun, mpirun and accelerate can start the same command. Arguments after -- go to torchrun.
 
     \b
     Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go" train.epochs=2
              bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
     from bloomery.cli.crash import traceback_file
-    from bloomery.runs.folder import propose_folder
     from bloomery.runs.lifecycle import start
+    from bloomery.runs.ranks.launchers import new_folder
 
     given = keys_of(flags)
     for flag, override in given.items():
         echo(f"{flag} -> {override}", err=True)
+    launcher, own = click.get_current_context().meta.get(LAUNCHER, ((), ()))
+    under = torchrun(launcher, own)
+    if under and not dry_run:
+        sys.stdout.flush()
+        os.execv(under[0], under)
     loaded, words = chosen_recipe(recipe, (*overrides, *given.values()), model, data, fetch=not dry_run)
     if dry_run:
         from bloomery.cli.plan import show_plan
 
-        return show_plan(loaded, devices=devices, source=words)
+        code = show_plan(loaded, devices=devices, source=words)
+        if under:
+            from bloomery.hardware.detect.detect import detect
+            from bloomery.plan.local import local_plan, wanted
+            from bloomery.runs.devices import narrowed
+
+            variables = wanted(local_plan(loaded, machine=narrowed(detect(), devices))[0])
+            echo("environment " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
+            echo(f"command    {shlex.join(under)}")
+        return code
     if smoke_test:
         from bloomery.cli.smoke_test import run_smoke_test
 
         return run_smoke_test(loaded, words=words, run_dir=run_dir, devices=devices)
     trial = time_compiling if loaded.recipe.train.compile == "auto" else None
-    folder = propose_folder(loaded.name) if run_dir is None else run_dir
+    folder = new_folder(loaded.name) if run_dir is None else run_dir
     traceback_file.set(folder / "log.txt")
     return conclude(start(loaded, run_dir=folder, devices=devices, recover=recover, planned=trial))
+
+
+def torchrun(arguments: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The command that starts the ranks, each with the same `bloomery train WORDS`; [] without arguments."""
+    if not arguments:
+        return []
+    own = [word for word in words if word != "--dry-run"]
+    return [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "bloomery", "train", *own]
 
 
 def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
@@ -124,7 +164,9 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
 
 
 def conclude(run: "EndedRun") -> int:
-    """Print how the run ended and the next commands; return its exit code."""
+    """Print how the run ended and the next commands; return its exit code. Of several ranks, the first one prints."""
+    if run.rank:
+        return run.code
     if run.code != 0:
         state = "checkpoint saved" if run.code == 75 else "interrupted without a new checkpoint"
         echo(f"stopped    {state}\nnext       bloomery resume {run.name}", err=True)

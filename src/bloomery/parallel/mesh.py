@@ -1,11 +1,13 @@
-"""The ranks of a run: who this process is, and the few things that ranks tell each other.
+"""The ranks of a run: who this process is, and the few numbers that ranks exchange.
 
 A rank decides only from numbers that were reduced here: they have the same bits on every rank. Whatever else goes
 wrong on one rank ends it, and the launcher ends the others. One rank alone has no process group.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import final
@@ -22,6 +24,7 @@ from bloomery.plan.types import TrainPlan
 
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ranks meet; without it, MASTER_ADDR
 BUCKET_NUMBERS = 25 * 2**20 // 4  # float32 numbers of one all-reduce; DistributedDataParallel's bucket
+TEXT_BYTES = 1024
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a backstop: the deadline of the worker ends a hang much earlier
 
 
@@ -35,6 +38,13 @@ class Mesh:
     shard: int = 1
     device: str = "cpu"
     devices: DeviceMesh | None = field(default=None, compare=False)
+    waited: list[float] = field(default_factory=list, compare=False, repr=False)  # seconds of each collective
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.waited.append(time.perf_counter() - began)
 
     @property
     def world(self) -> int:
@@ -63,13 +73,15 @@ class Mesh:
         if self.world == 1:
             return [list(numbers)]
         found = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(found, own)
+        with self._waiting():
+            dist.all_gather(found, own)
         return [numbers.tolist() for numbers in found]
 
     def _reduced(self, numbers: Iterable[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         found = torch.tensor(list(numbers), dtype=torch.float64)
         if self.world > 1:
-            dist.all_reduce(found, operation)  # on the CPU: gloo
+            with self._waiting():
+                dist.all_reduce(found, operation)  # on the CPU: gloo
         result: list[float] = found.tolist()
         return result
 
@@ -86,6 +98,12 @@ class Mesh:
         found = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(found, tensor.contiguous())
         return found
+
+    def texts(self, own: str) -> list[str]:
+        """The texts of all ranks, by rank, each cut to TEXT_BYTES."""
+        content = own.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)
+        found = self.gathered(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return [bytes(each.numpy()).decode(errors="replace").rstrip() for each in found]
 
     def text(self, own: str) -> str:
         """The text of the first rank, on every rank."""
@@ -115,7 +133,10 @@ class Mesh:
         """
         if self.world == 1 or self.shard > 1:
             return
-        known = list(parameters)
+        with self._waiting():
+            self._sum_in_buckets(list(parameters))
+
+    def _sum_in_buckets(self, known: list[nn.Parameter]) -> None:
         here = torch.tensor([parameter.grad is not None for parameter in known], dtype=torch.uint8)
         dist.all_reduce(here, dist.ReduceOp.MAX)
         bucket, size = list[Tensor](), 0
@@ -192,7 +213,7 @@ ALONE = Mesh()
 
 
 def join(plan: TrainPlan) -> Mesh:
-    """This process among the ranks of the plan, as the launcher's variables say. Raises no error for one rank alone."""
+    """This process among the ranks of the plan, by the variables of the launcher; alone, it needs none."""
     if plan.ranks == 1:
         return ALONE
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))

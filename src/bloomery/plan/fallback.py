@@ -101,7 +101,7 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     if plan.train.activation_checkpointing != "full":
         action = "activation checkpointing: full (recompute); less memory, a third more compute"
         return Fallback(_trained(plan, "train.activation_checkpointing", "full", reason), action, only_time=True)
-    if gpu and not plan.train.offload_activations:
+    if gpu and not plan.train.offload_activations and plan.train.shard == 1:  # rules.support refuses it with shards
         action = "activations offloaded to CPU memory; two copies per step"
         return Fallback(_trained(plan, "train.offload_activations", True, reason), action, only_time=True)
     if gpu and "offload" in settings and not optimizer.offload:
@@ -109,7 +109,7 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
         return Fallback(
             _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason), action, only_time=True
         )
-    if "state_dtype" not in settings or optimizer.state_dtype == "int8":
+    if "state_dtype" not in settings or optimizer.state_dtype == "int8" or plan.train.shard > 1:
         return None
     changed = _optimized(plan, {"state_dtype": "int8"}, "optimizer.state_dtype", "int8", reason)
     action = f"optimizer states {optimizer.state_dtype} -> int8; nearly the same training"

@@ -39,8 +39,25 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
     return machine if devices is None or devices == "auto" else chosen_devices(machine, devices)[0]
 
 
-def device_count(recipe: Recipe, machine: Machine, count: int, *, named: bool) -> tuple[Machine, int]:
+def devices_of_ranks(machine: Machine, count: int, ranks: int, launcher: str) -> Machine:
+    """The machine with the devices of the `ranks` that `launcher` started here. `count`: the devices that may train.
+
+    Where this process sees one device, each of the others may see its own. Raises UserError for too few.
+    """
+    if not machine.accelerators or count == 1 or count == ranks:
+        return machine
+    if count < ranks:
+        problem = f"{launcher} starts {ranks} ranks on this host, which has {count} GPUs of one model"
+        raise UserError(problem, where="the launcher", fix="start one process per GPU", code=2)
+    return only(machine, {device.index for device in _alike(machine)[:ranks]})
+
+
+def device_count(
+    recipe: Recipe, machine: Machine, count: int, *, named: bool = True, started_by: str = ""
+) -> tuple[Machine, int]:
     """The machine and how many of its `count` devices the recipe trains on. `named`: the user chose them.
+
+    `started_by`: the launcher that started one process for each.
 
     Fewer where `parallel` asks for fewer; one where a setting of the recipe trains on one device only.
     Raises UserError where `parallel` asks for more, or for another number than was chosen.
@@ -55,6 +72,8 @@ def device_count(recipe: Recipe, machine: Machine, count: int, *, named: bool) -
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
         words = "cpu," * (product - 1) + "cpu" if not machine.accelerators else ",".join(map(str, range(product)))
         fix = f"pass --devices {words}, or change parallel.replicate and parallel.shard"
+        if started_by:
+            fix = f"start {product} processes with {started_by}, or change parallel.replicate and parallel.shard"
         raise UserError(problem, where="parallel", fix=fix, code=2)
     if exact:
         count = product

@@ -127,7 +127,9 @@ def _refuse_occupied(folder: RunFolder) -> None:
     entries = folder.path.iterdir() if folder.path.is_dir() else ()
     names = {entry.name for entry in entries if not _FIRST_DRAFTS.fullmatch(entry.name)}
     own = {folder.lock.name, folder.recipe.name}
-    if own <= names <= {*own, RUN_FILE, *_BEFORE_A_PLAN}:  # a log with a lock but no recipe is another program's
+    if (
+        own <= names <= {*own, RUN_FILE, "ranks", *_BEFORE_A_PLAN}
+    ):  # a log with a lock but no recipe is another program's
         return  # only a run that ended before it had a plan: nothing is lost
     if folder.recipe.exists():
         raise UserError(

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from typing import final
 from pydantic import ValidationError
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import expanded
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, prepared_folder
@@ -27,7 +29,7 @@ from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
-from bloomery.monitor.sinks import write_metrics
+from bloomery.monitor.sinks import LogFile, write_metrics
 from bloomery.monitor.trackers import require
 from bloomery.plan.advice.advise import advise, energy_kwh
 from bloomery.plan.fallback import Fallback, blockwise, plainer, roomier, steadier
@@ -38,9 +40,10 @@ from bloomery.plan.rules.unsupported import refuse_pipeline
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
-from bloomery.runs.devices import chosen_devices, device_count, same_devices
+from bloomery.runs.devices import chosen_devices, device_count, devices_of_ranks, same_devices
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
-from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder
+from bloomery.runs.folder import RunFolder, host_name, locked, new_run
+from bloomery.runs.ranks.launchers import Board, Launch, began_by, current_launch, new_folder
 from bloomery.runs.resume_plan import (
     UP_TO_ROUNDING,
     differences,
@@ -135,12 +138,13 @@ def take_fallback(folder: RunFolder) -> FallbackAfter | None:
 class EndedRun:
     """A run that ended. `code`: 0 done, 75 stopped and resumable, 130 after a second Ctrl+C.
 
-    `again`: it was done before, and nothing was left to do.
+    `again`: it was done before, and nothing was left to do. `rank`: of this process, where a launcher started several.
     """
 
     folder: Path
     code: int
     again: bool = False
+    rank: int = 0
 
     @property
     def name(self) -> str:
@@ -169,12 +173,19 @@ class _Flow:
     recover: bool = False
     edit: Edit | None = None
     watch: Watch | None = None
+    board: Board | None = None  # of the launcher that started this process as rank 0
 
     def stage(
         self, stage: Stage, words: Sequence[str], environment: dict[str, str], plan: RunPlan | None
     ) -> StageResult:
         """One child from start to end. The final events are shown before the view closes."""
         self.check()
+        if self.board is not None and plan is not None:
+            if plan.train.ranks != self.board.launch.world:
+                launch = self.board.launch
+                problem = f"{launch.launcher} started {launch.world} ranks, and the plan has {plan.train.ranks}"
+                raise UserError(problem, where="parallel", fix=f"start {plan.train.ranks} processes", code=2)
+            self.board.begin(resumed="--resumed" in words)
         with self.hub.shown(plan, self.name):
             with sensing(self.folder, plan) if plan else nullcontext() as sense:
 
@@ -195,6 +206,7 @@ class _Flow:
                     on_event=on_event,
                     on_line=self.hub.line,
                     ranks=1 if plan is None else plan.train.ranks,
+                    board=self.board,
                 )
             if stage == "train" and ending.code in (DONE, STOPPED):
                 self.requests.over = True
@@ -242,22 +254,29 @@ def start(
 ) -> EndedRun:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
+    A process that a launcher such as torchrun started is one rank: it joins the run of rank 0, whose folder has the
+    name of the launcher's job. Started again by that job, it resumes.
     `planned` gets a first plan and may measure the machine for it; the run's own plan comes after that.
     `recover`: after a kernel or driver crash or out of memory, restart with safer settings, at most 3 times.
     An exception of `watch` kills the training child (SIGKILL) and passes through.
     """
     require(loaded.recipe.logging.libraries)
-    path = propose_folder(loaded.name) if run_dir is None else run_dir
+    launch = current_launch()
+    path = new_folder(loaded.name) if run_dir is None else run_dir
+    if launch is not None and launch.rank:
+        return _follow(launch, path, devices)
+    if launch is not None and began_by(RunFolder(expanded(path).absolute()), launch):
+        return resume(path, devices=devices, recover=recover, quiet=quiet, watch=watch)
     fetch(loaded.recipe, weights=True)
     # Before anything is prepared or created: errors that `bloomery plan` reports, and missing data.
-    machine, count = training_devices(loaded, devices)
+    machine, count, hosts = training_devices(loaded, devices)
     data = prepared_folder(loaded, _workspace(path))
     if machine.software.torch is None:
         raise torch_missing(machine)
     if finished(loaded, data) is None:
         streams(loaded.recipe)  # raises for missing files
     refuse_pipeline(loaded.recipe)
-    plan = resolve(loaded, gather(loaded, machine, prepared=data), gpus=count)
+    plan = resolve(loaded, gather(loaded, machine, prepared=data), gpus=count, nodes=hosts)
     if planned is not None:
         planned(plan, machine)
     with (
@@ -265,7 +284,7 @@ def start(
         new_run(loaded, path) as (folder, lock),
         event_hub(folder, quiet=quiet) as hub,
     ):
-        flow = _Flow(folder, lock, hub, requests, loaded.name, recover, edit, watch)
+        flow = _Flow(folder, lock, hub, requests, loaded.name, recover, edit, watch, _board(folder, launch, hub))
         _allow_hooks(flow, loaded)
         return _ended(flow, lambda: _started(flow, loaded, devices, resumed=False))
 
@@ -286,6 +305,9 @@ def resume(
     fallback that the last crash stored. Raises UserError.
     """
     refuse_overrides(overrides)
+    launch = current_launch()
+    if launch is not None and launch.rank:
+        return _follow(launch, path, devices)
     folder = existing(path)
     with stop_requests() as requests, locked(folder) as lock:
         require_identity(folder.path)
@@ -295,10 +317,13 @@ def resume(
         reported_done = history.ended is not None and history.ended.status == "done"
         done = reported_done and is_done(folder.path)
         if step is None and not overrides and done:
+            if launch is not None:
+                Board(folder, launch).conclude(DONE)
             return EndedRun(folder.path, DONE, again=True)
         require(loaded.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet) as hub:
-            flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch)
+            board = _board(folder, launch, hub)
+            flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch, board=board)
             if any(word.startswith("logging.trackers") for word in overrides):
                 _allow_hooks(flow, loaded)
             if step is None and reported_done and not done:
@@ -319,8 +344,64 @@ def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
         flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
 
 
+def _board(folder: RunFolder, launch: Launch | None, hub: EventHub) -> Board | None:
+    if launch is None:
+        return None
+    hub.line(f"started by {launch}")
+    print(f"launcher   {launch}", file=sys.stderr)
+    board = Board(folder, launch)
+    board.open()
+    return board
+
+
+def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
+    """Trains as a later rank of a launcher, as often as rank 0 starts it. Ends with its exit code. Raises UserError."""
+    folder = RunFolder(expanded(path).absolute())
+    board = Board(folder, launch)
+    with stop_requests() as requests:
+        # After training, the exit code of the run is that of rank 0.
+        while (word := board.wait(lambda: requests.asked and board.word is None)) is not None and word.code is None:
+            plan = read_plan(folder.plan)
+            machine = _rank_machine(launch, devices)
+            plan = plan.model_copy(update={"environment": build_profile(machine).environment.value})
+            with closing(LogFile(board.path / f"rank-{launch.rank}.log")) as log:
+                ending = run_stage(
+                    "train",
+                    folder,
+                    words=("--resumed",) if word.resumed else (),
+                    environment=child_environment(plan, os.environ),
+                    inherited=(),
+                    requests=requests,
+                    on_event=lambda _: None,
+                    on_line=log.text,
+                    board=board,
+                )
+            board.leave(launch.rank, ending)
+    if word is not None and word.code is not None:
+        return EndedRun(folder.path, word.code, rank=launch.rank)
+    if requests.asked:
+        board.leave(launch.rank, StageResult("train", STOPPED, None, ()))
+        return EndedRun(folder.path, STOPPED, rank=launch.rank)
+    raise UserError(
+        f"rank 0 has ended without a word to rank {launch.rank} on {host_name()}",
+        where=str(folder.path),
+        fix="read the error of rank 0; --run-dir must be the same folder on all hosts",
+    )
+
+
 def _ended(flow: _Flow, work: Callable[[], int]) -> EndedRun:
-    """Runs `work`; writes RunEnded in every case."""
+    """Runs `work`; writes RunEnded in every case, and the exit code for the other ranks of a launcher."""
+    code = FAILED
+    try:
+        run = _outcome(flow, work)
+        code = run.code
+        return run
+    finally:
+        if flow.board is not None:
+            flow.board.conclude(code)
+
+
+def _outcome(flow: _Flow, work: Callable[[], int]) -> EndedRun:
     try:
         code = work()
     except _StopRequested:
@@ -344,9 +425,9 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     if finished(loaded, data) is None:
         _prepare(flow, data)
     flow.check()
-    machine, count = training_devices(loaded, devices)
+    machine, count, hosts = training_devices(loaded, devices)
     facts = gather(loaded, machine, prepared=data)
-    report = advise(loaded, resolve(loaded, facts, gpus=count), facts)
+    report = advise(loaded, resolve(loaded, facts, gpus=count, nodes=hosts), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
@@ -364,10 +445,24 @@ def _write(
     write_sealed(folder.path, {**others, **files})
 
 
-def training_devices(loaded: LoadedRecipe, devices: str | None) -> tuple[Machine, int]:
-    """This machine with the devices that the recipe trains on, and their number. Raises UserError."""
+def training_devices(loaded: LoadedRecipe, devices: str | None) -> tuple[Machine, int, int]:
+    """This machine with the devices that the recipe trains on, their number, and the number of such hosts.
+
+    Raises UserError.
+    """
+    if (launch := current_launch()) is not None:
+        machine = _rank_machine(launch, devices)
+        device_count(loaded.recipe, machine, launch.world, started_by=launch.launcher)
+        hosts = launch.hosts if machine.accelerators else 1  # CPUs are planned as one
+        return machine, launch.world // hosts, hosts
     machine, count = chosen_devices(detect(), devices)
-    return device_count(loaded.recipe, machine, count, named=devices not in (None, "auto"))
+    return *device_count(loaded.recipe, machine, count, named=devices not in (None, "auto")), 1
+
+
+def _rank_machine(launch: Launch, devices: str | None) -> Machine:
+    """This machine with the devices of its ranks. Raises UserError."""
+    machine, count = chosen_devices(detect(), devices)
+    return devices_of_ranks(machine, count, launch.local_world, launch.launcher)
 
 
 def _workspace(run: Path) -> Path:
@@ -400,7 +495,11 @@ def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Seq
     _refuse_other_dataset(flow, loaded, plan)
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
     before = read_machine(folder.machine)
-    if devices is None:
+    launch, hosts = current_launch(), 1
+    if launch is not None:
+        machine, count = _rank_machine(launch, devices), launch.world
+        hosts = launch.hosts if machine.accelerators else 1
+    elif devices is None:
         machine = same_devices(detect(), before)
         count = min(plan.train.ranks, len(machine.accelerators)) if machine.accelerators else plan.train.ranks
     else:
@@ -408,14 +507,15 @@ def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Seq
     if count != plan.train.ranks and not any(word.startswith("parallel.") for word in overrides):
         overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")  # sizes of other devices
         loaded = load_recipe(folder.recipe, overrides)
-    machine, count = device_count(loaded.recipe, machine, count, named=devices not in (None, "auto"))
+    if launch is None:
+        machine, count = device_count(loaded.recipe, machine, count, named=devices not in (None, "auto"))
     changes = differences(before, machine)
     if count != plan.train.ranks:
         changes.append(f"devices changed: {plan.train.ranks} -> {count}")
     if any(word.startswith("parallel.") for word in overrides) and not changes:
         changes.append("parallel changed")
     if changes or overrides:
-        fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared), gpus=count)
+        fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared), gpus=count // hosts, nodes=hosts)
         if changes:
             plan, choices = moved(plan, fresh)
             rounding = () if UP_TO_ROUNDING in choices else (f"rounding may differ on this machine: {UP_TO_ROUNDING}",)
@@ -466,9 +566,10 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
         fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
         if fallback_after is None or flow.requests.asked:
             break
-        if not fallback_after.unasked and (not flow.recover or restarts == MOST_RESTARTS):
+        counts = not fallback_after.unasked or plan.train.ranks > 1  # one rank alone also recovers by itself
+        if (counts and restarts == MOST_RESTARTS) or (not fallback_after.unasked and not flow.recover):
             break
-        restarts += not fallback_after.unasked
+        restarts += counts
         plan, resumed = _fall_back(flow, fallback_after), True
     error = failure(ending, flow.folder, step=last_step(flow.folder))
     if fallback_after is None:

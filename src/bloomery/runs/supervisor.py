@@ -1,8 +1,9 @@
-"""One child process of a run: start it, follow its events, explain its failure. No torch."""
+"""The child processes of a run: start them, follow their events, explain their failure. No torch."""
 
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 from bloomery.core.child import kill_group, last_words, signal_name
 from bloomery.core.errors import UserError
@@ -23,16 +24,21 @@ from bloomery.core.text import expanded
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Event, Phase, follow
-from bloomery.runs.folder import RunFolder
+from bloomery.runs.folder import RunFolder, host_name
+from bloomery.runs.ranks.launchers import Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
+from bloomery.train.run import name_of
 
 Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # kept of a child's output
 KILL_WAIT_SECONDS = 10.0
 LAST_WORDS_SECONDS = 3.0  # after the first failed rank: the others report, then all are killed
+PEER_WORDS_SECONDS = 8.0  # the same where other processes supervise them, maybe over a slow file system
 STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
 STOPPED = 75
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: the file where the ranks of one machine meet
+STACKS = "stacks"  # folder of the run: stacks of ranks without progress
+STACK_SIGNAL = signal.SIGQUIT  # a rank then writes its stack there, even inside a collective
 LONGEST_LINE = 300  # characters shown of a log line
 WORKER = "bloomery.runs.worker"
 
@@ -42,7 +48,7 @@ WORKER = "bloomery.runs.worker"
 class StageResult:
     """How a child ended: its exit code (negative: the signal), what it reported, and its last lines.
 
-    `rank`: of several, the one that ended the others; None for one child.
+    `rank`: of several, the one that ended the others; None for one child. `host`: where it ran, "" for this host.
     """
 
     stage: Stage
@@ -50,6 +56,26 @@ class StageResult:
     report: dict[str, Any] | None
     tail: tuple[str, ...]
     rank: int | None = None
+    host: str = ""
+
+
+class Member(Protocol):
+    """A rank: a child of this process, or of another that a launcher started."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to save and stop."""
+
+    def dump(self) -> None:
+        """Ask for its stack."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def result(self, stage: Stage, rank: int | None) -> StageResult:
+        """How it ended. Waits for the end."""
 
 
 @final
@@ -86,6 +112,19 @@ class _Process:
         self.pump = threading.Thread(target=keep_lines, name="output of a child")
         self.pump.start()
 
+    def poll(self) -> int | None:
+        return self.child.poll()
+
+    def terminate(self) -> None:
+        self.child.terminate()
+
+    def dump(self) -> None:
+        if self.child.poll() is None:
+            self.child.send_signal(STACK_SIGNAL)
+
+    def kill(self) -> None:
+        kill_group(self.child.pid)
+
     def result(self, stage: Stage, rank: int | None) -> StageResult:
         """Waits for the end."""
         self.pump.join(KILL_WAIT_SECONDS)
@@ -103,54 +142,154 @@ class _Process:
 
 
 @final
-class _Group:
-    """The ranks of a stage. One that fails ends the others; a stop that no step answers ends all of them."""
+class _Peer:
+    """A rank that another process supervises: how it ended is on the board."""
 
-    def __init__(self, processes: Sequence[_Process]) -> None:
-        self.processes, self.ended = processes, list[int]()  # ranks in the order of their ends
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
+        self._ended: dict[str, Any] | None = None
+
+    def poll(self) -> int | None:
+        if self._ended is None:
+            self._ended = self._board.end_of(self._rank)
+        return None if self._ended is None else int(self._ended["code"])
+
+    def terminate(self) -> None:
+        """The ranks agree on a stop themselves."""
+
+    def dump(self) -> None:
+        """Each process asks its own child."""
+
+    def kill(self) -> None:
+        """Without a word by now, there will be none: its process ends it when it reads the end of the run."""
+        self._ended = self._ended or {"code": -signal.SIGKILL}
+
+    def result(self, stage: Stage, rank: int | None) -> StageResult:
+        ended = self._ended or {"code": -signal.SIGKILL}
+        host = "" if ended.get("host") == host_name() else str(ended.get("host", ""))
+        return StageResult(stage, int(ended["code"]), ended.get("report"), tuple(ended.get("tail", ())), rank, host)
+
+
+@final
+class _Group:
+    """The ranks of a stage. One that fails ends the others; a stop that no step answers ends all of them.
+
+    `members`: by rank; a process that supervises one of a launcher's later ranks has only that one. `stacks`: the
+    folder where ranks without progress leave their stacks. `over_elsewhere`: whether rank 0 has ended the run.
+    """
+
+    def __init__(
+        self, members: Mapping[int, Member], world: int, stacks: Path,
+        over_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self.members, self.ended = members, list[int]()  # ranks in the order of their ends
+        self._world, self._stacks, self._over_elsewhere = world, stacks, over_elsewhere
+        self._has_peers = any(isinstance(member, _Peer) for member in members.values())
+        self._patience = PEER_WORDS_SECONDS if self._has_peers else LAST_WORDS_SECONDS
         self._failed_at = self._stopping_since = math.inf
-        self._saves = self._overdue = False
+        self._saves = self._overdue = self._asked_stacks = False
+        self._silent = set[int]()  # ranks that ran until this process ended them
 
     def stop(self) -> None:
         self._stopping_since = time.monotonic()
-        for process in self.processes:
-            process.child.terminate()
+        for member in self.members.values():
+            member.terminate()
 
     def note(self, event: Event) -> None:
         self._saves |= isinstance(event, Phase) and event.name == "saving"
 
     def over(self) -> bool:
         """Whether all have ended."""
-        for rank, process in enumerate(self.processes):
-            if rank not in self.ended and process.child.poll() is not None:
+        for rank, member in self.members.items():
+            if rank not in self.ended and member.poll() is not None:
                 self.ended.append(rank)
-        if len(self.processes) > 1 and len(self.ended) < len(self.processes):
+        if self._world > 1 and len(self.ended) < len(self.members):
             self._end_the_rest(time.monotonic())
-        return len(self.ended) == len(self.processes)
+        agreed = self._has_peers and self.members[0].poll() in self._good
+        return agreed or len(self.ended) == len(self.members)
+
+    @property
+    def _good(self) -> tuple[int, ...]:
+        return (0, STOPPED) if self._saves else (0,)  # without an agreed save, a rank that stopped is missing
 
     def _end_the_rest(self, now: float) -> None:
-        allowed = (0, STOPPED) if self._saves else (0,)  # without an agreed save, a rank that stopped is missing
-        if all(self.processes[rank].child.returncode in allowed for rank in self.ended):
-            self._failed_at = math.inf
-        else:
-            self._failed_at = min(self._failed_at, now)
+        failed = any(self.members[rank].poll() not in self._good for rank in self.ended) or self._over_elsewhere()
+        self._failed_at = min(self._failed_at, now) if failed else math.inf
         self._overdue |= not self._saves and now - self._stopping_since > STOP_SECONDS
-        if self._overdue or now - self._failed_at > LAST_WORDS_SECONDS:
-            for process in self.processes:
-                kill_group(process.child.pid)
+        running = [rank for rank in self.members if rank not in self.ended]
+        if failed and not self._asked_stacks and self._dumped():
+            self._asked_stacks = True
+            for rank in running:
+                self.members[rank].dump()
+        if self._overdue or now - self._failed_at > self._patience:
+            self._silent |= set(running)
+            for member in self.members.values():
+                member.kill()
+
+    def _dumped(self) -> dict[int, str]:
+        """The stacks that ranks without progress have left, by rank."""
+        files = {rank: self._stacks / f"rank-{rank}.txt" for rank in self.members}
+        texts = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
+        return {rank: text for rank, text in texts.items() if text}
 
     def result(self, stage: Stage) -> StageResult:
         """That of the rank that ended the others: the first killed one, else the first with a report."""
-        if len(self.processes) == 1:
-            return self.processes[0].result(stage, None)
-        results = [self.processes[rank].result(stage, rank) for rank in self.ended]
-        if self._overdue or (results[0].code == STOPPED and all(each.report is None for each in results)):
-            return replace(results[0], code=STOPPED)
+        results = [self.members[rank].result(stage, rank if self._world > 1 else None) for rank in self.ended]
+        if self._world == 1:
+            return results[0]
+        asked = [each for each in results if each.code == STOPPED]
+        lost = [each for each in results if each.report is None and (each.code >= 0 or each.rank in self._silent)]
+        if self._overdue or (asked and len(lost) == len(results)):  # the others only lost the one that was asked
+            return replace((asked or results)[0], code=STOPPED)
+        if any(each.code == 1 and each.report is None for each in results) and (stacks := self._dumped()):
+            return self._hung(results, stacks)
         early = [each for each in results if each.code not in (0, STOPPED)]
         killed = [each for each in early if each.code < 0 and each.code != -signal.SIGKILL]
         first_killed = [each for each in early[:1] if each.code < 0]
         reported = [each for each in early if each.report is not None]
+        if len(reported) > 1 and all(each.report == reported[0].report for each in reported):
+            reported[0] = replace(reported[0], rank=None)  # the ranks agreed on it
         return (first_killed or killed or reported or early or results)[0]
+
+    def _hung(self, results: Sequence[StageResult], stacks: Mapping[int, str]) -> StageResult:
+        """Of ranks without progress: the one that left no stack, else one that did not wait for the others."""
+        places = {rank: training_place(stack) for rank, stack in stacks.items()}
+        silent = sorted(self._silent - stacks.keys())
+        outside = [rank for rank, place in places.items() if not place.waits]
+        known = next((each for each in results if each.rank in (silent or outside)[:1]), results[0])
+        host = f" on {known.host}" if known.host else ""
+        if silent:
+            problem = f"rank {silent[0]}{host} does not respond: it is stopped, or stuck in a driver"
+        elif outside and len(outside) < len(places):
+            problem = f"rank {outside[0]}{host} hangs in {places[outside[0]].line}, and the others wait for it"
+        else:
+            line = next(iter(places.values())).line
+            problem = f"training hangs on all ranks, in {line}"
+        fix = f"bloomery resume {name_of(self._stacks.parent)}"
+        report = {"problem": problem, "where": f"stacks of the ranks in {self._stacks}", "fix": fix, "code": 1}
+        return replace(known, code=1, report=report, rank=None)
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where the training thread of a rank was. `waits`: for other ranks, inside a collective."""
+
+    line: str
+    waits: bool
+
+
+def training_place(stack: str) -> Place:
+    """From a text of faulthandler, which lists every thread, innermost frame first."""
+    threads = re.split(r"\n(?=Thread |Current thread )", stack)
+    main = next((one for one in threads if "worker.py" in one and " in main" in one), threads[-1])
+    frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', main)
+    if not frames:
+        return Place("an unknown place", False)
+    waits = any("torch/distributed/" in file for file, _, _ in frames)
+    own = next((frame for frame in frames if "/bloomery/" in frame[0]), frames[0])
+    file, line, function = own if waits else frames[0]
+    return Place(f"{function} ({Path(file).name}:{line})", waits)
 
 
 def run_stage(
@@ -164,25 +303,43 @@ def run_stage(
     on_event: Callable[[Event], None],
     on_line: Callable[[str], None],
     ranks: int = 1,
+    board: Board | None = None,
 ) -> StageResult:
     """Run `stage` in a child, or in `ranks` of them, until it ends; `on_event` gets each event it writes.
 
-    `on_line` gets each line that a child prints. The first stop request reaches training as SIGTERM (it saves and
-    exits), and kills preparation (which loses nothing). Every child has ended when this returns or raises.
+    `board`: of the launcher that started this process; it then runs its own rank only, and rank 0 reads there how the
+    others ended. `on_line` gets each line that a child prints. The first stop request reaches training as SIGTERM (it
+    saves and exits), and kills preparation (which loses nothing). Every child has ended when this returns or raises.
     """
     size = folder.events.stat().st_size if folder.events.exists() else 0
     command = [sys.executable, "-X", "faulthandler", "-m", WORKER, stage, str(folder.path)]
+    stacks = folder.path / STACKS
     with ExitStack() as stack:
-        meeting = stack.enter_context(TemporaryDirectory(prefix="bloomery-")) if ranks > 1 else ""
-        processes = []
-        for rank in range(ranks):
-            own = dict(environment) | (rank_environment(rank, ranks, f"{meeting}/ranks") if ranks > 1 else {})
-            said = on_line if ranks == 1 else partial(_prefixed, rank, on_line)
-            processes.append(_Process(command, words, own, inherited, said))
-            stack.callback(processes[-1].close)
-        group = _Group(processes)
-        stop = group.stop if stage == "train" else lambda: kill_group(processes[0].child.pid)
-        save = partial(processes[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
+        variables: dict[int, dict[str, str]] = {0: {}}
+        over_elsewhere: Callable[[], bool] = lambda: False  # noqa: E731
+        if board is not None and stage == "train":
+            assert board.word is not None, "rank 0 has begun"
+            variables = {board.launch.rank: rank_variables(board.launch, board.word, environment)}
+            over_elsewhere = board.over if board.launch.rank else over_elsewhere
+            ranks = board.launch.world
+        elif ranks > 1:
+            meeting = stack.enter_context(TemporaryDirectory(prefix="bloomery-"))
+            variables = {rank: rank_environment(rank, ranks, f"{meeting}/ranks") for rank in range(ranks)}
+        if 0 in variables and stacks.is_dir():
+            for old in stacks.glob("rank-*.txt"):
+                old.unlink(missing_ok=True)
+        members: dict[int, Member] = {}
+        own = list[_Process]()
+        for rank, extra in variables.items():
+            said = on_line if len(variables) == 1 else partial(_prefixed, rank, on_line)
+            own.append(_Process(command, words, {**environment, **extra}, inherited, said))
+            stack.callback(own[-1].close)
+            members[rank] = own[-1]
+        if board is not None and 0 in variables:
+            members |= {rank: _Peer(board, rank) for rank in range(1, ranks)}
+        group = _Group(members, ranks, stacks, over_elsewhere)
+        stop = group.stop if stage == "train" else lambda: kill_group(own[0].child.pid)
+        save = partial(own[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
         with requests.handled_by(stop, save):
             for event in follow(folder.events, group.over, start=size):
                 group.note(event)
@@ -210,9 +367,14 @@ def _prefixed(rank: int, on_line: Callable[[str], None], line: str) -> None:
 def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     """The error of a child that failed. `step`: the last one it finished."""
     if result.report is not None:
-        return UserError(**result.report)
+        error = UserError(**result.report)
+        if result.rank is not None:
+            there = f"rank {result.rank}" + (f" on {result.host}" if result.host else "")
+            error.where = f"{error.where} ({there})" if error.where else there
+        return error
     name = "preparation" if result.stage == "prepare" else "training"
     name = name if result.rank is None else f"rank {result.rank} of {name}"
+    name += f" on {result.host}" if result.host else ""
     after = f" after step {step}" if step else ""
     again = f"bloomery resume {folder.name}"
     known = _recognized(result, folder)

@@ -20,6 +20,7 @@ from bloomery.core.child import die_with_parent, loading
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.monitor.events import Emit, Event, EventLog, Phase, Resumed, StepDone, Warned
 from bloomery.runs.folder import RunFolder
+from bloomery.runs.ranks.deadline import Deadline
 from bloomery.runs.signals import SAVE_SIGNAL, STOP_SIGNALS
 from bloomery.runs.telemetry import PAUSE, Waiting
 from bloomery.train.run import Diverged, OutOfMemory, Unsound
@@ -132,7 +133,7 @@ def throttle(emit: Emit, seconds: float = 0.25) -> Callable[[str, float, float],
 def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> int:
     began = time.perf_counter()  # train.max_time includes the import of torch
     with loading():
-        from bloomery.parallel.mesh import join
+        from bloomery.parallel.preflight import check_ranks, meet
         from bloomery.plan.store import read_plan
         from bloomery.train.length import Timer
         from bloomery.train.loop import run
@@ -140,29 +141,46 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         from bloomery.train.recover import agreed_checkpoint
 
     plan = read_plan(folder.plan)
-    mesh = join(plan.train)
+    deadline = Deadline(folder.path, int(os.environ.get("RANK", "0"))) if plan.train.ranks > 1 else None
+    if deadline is not None:
+        deadline.arm()
+    mesh = meet(plan.train)
+    checked = check_ranks(mesh, plan, folder.path)
+    if mesh.first and checked is not None:
+        print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first else _no_event
     checkpoint = agreed_checkpoint(mesh, folder.checkpoints, lambda reason: emit(Warned(reason=reason)))
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
     waiting = Waiting(folder.path / PAUSE, flag.watching(emit), mesh.most)
 
+    def progress() -> bool:
+        if deadline is not None:
+            deadline.arm()
+        return flag.asked
+
     def stop() -> bool:
-        asked = waiting.until(lambda: flag.asked)
+        asked = waiting.until(progress)
         if asked and mesh.world > 1:  # for the launcher, which ends ranks that never agree
             emit(Phase(step=flag.step, name="saving"))
         return asked
+
+    def emit_event(event: Event) -> None:
+        if deadline is not None:
+            deadline.note(event)
+        waiting.emit(event)
 
     try:
         outcome = run(
             plan,
             run_dir=folder.path,
-            emit=waiting.emit,
+            emit=emit_event,
             stop=stop,
             save_asked=lambda: mesh.any(flag.take_save()),
             resume_from=checkpoint,
             timer=Timer(began),
             mesh=mesh,
+            before_save=lambda: None if deadline is None else deadline.extend(),
         )
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):

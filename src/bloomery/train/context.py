@@ -1,6 +1,7 @@
 """The state of a running training job, and its set-up before the first step."""
 
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone
+from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.rules.objective import reference_of
@@ -32,6 +33,7 @@ from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.attention_check import check_attention
 from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import HealthCheck
+from bloomery.train.diagnostics.stragglers import Stragglers
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.objectives.build import Objective, build_objective
@@ -87,6 +89,8 @@ class RunContext:
     saved_step: int = 0
     saving_due: bool = False
     stop: Callable[[], bool] = lambda: False  # whether you asked the run to stop
+    stragglers: Stragglers = field(default_factory=Stragglers)
+    before_save: Callable[[], None] = lambda: None  # called before each save
     timer: Timer = field(default_factory=lambda: Timer(time.perf_counter()))
 
     @property
@@ -121,7 +125,8 @@ class RunContext:
     ) -> None:
         """Emit StepDone, and the health of the step where it was measured."""
         plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
-        memory = max(gib for (gib,) in self.mesh.each(peak_memory_gib(plan.device)))
+        of_ranks = self.mesh.each(peak_memory_gib(plan.device), seconds - sum(self.mesh.waited))
+        memory = max(gib for gib, _ in of_ranks)
         self.emit(
             StepDone(
                 step=self.step,
@@ -138,6 +143,11 @@ class RunContext:
                 metrics=result.metrics,
             )
         )
+        if self.mesh.world > 1:
+            for rank, times in self.stragglers.note([each for _, each in of_ranks]).items():
+                host = self.mesh.texts(platform.node())[rank]
+                reason = f"rank {rank} on {host} takes {times:.1f} times as long for a step as most: the others wait"
+                self.emit(Warned(step=self.step, reason=reason))
         if model_and_optimizer.health_check is not None:
             self.emit(
                 model_and_optimizer.health_check.report(self.step, batches, self.objective, compiled=plan.compile)

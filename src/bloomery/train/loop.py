@@ -32,24 +32,28 @@ def run(
     resume_from: Path | None = None,
     timer: Timer | None = None,
     mesh: Mesh = ALONE,
+    before_save: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Train for the planned length, or until `stop` returns True after a step, and save a checkpoint at the end.
 
     `save_asked`: returns True to save after this step; called after each. `resume_from`: a valid checkpoint; the run
     then equals the uninterrupted one. `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` and
-    `save_asked` answer alike on all of them. Raises Diverged when the loss stays
-    non-finite after skipping and rewinding, UserError when the last checkpoint cannot be written.
+    `save_asked` answer alike on all of them. `before_save`: called before each save, which may take minutes.
+    Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
+    cannot be written.
     """
     try:
         timer = timer or Timer(time.perf_counter())
         context = open_context(plan, run_dir, emit, resume_from, stop, mesh)
         context.timer, timer.before = timer, context.state.progress.seconds
+        context.before_save = before_save
     except Stopped:  # before the first step
         return "stopped"
     while (outcome := train(context, stop, save_asked)) == "rewind" or outcome == "again":
         if outcome == "rewind":
             rewind(context)
     save(context)
+    before_save()
     context.saver.wait()
     return outcome
 
@@ -84,6 +88,7 @@ def train(
 def take_step(context: RunContext, source: BatchSource) -> Action:
     """Read micro-batches, train on them, emit the step's events and decide how to continue."""
     plan, state, begun = context.plan.train, context.state, time.perf_counter()
+    context.mesh.waited.clear()
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     lr_scale = planned_lr_scale(context.step, context.plan)

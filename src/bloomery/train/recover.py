@@ -210,6 +210,7 @@ def save(context: RunContext) -> None:
     """
     if context.step == context.saved_step:
         return
+    context.before_save()
     trained = ((name, local(weight)) for name, weight in context.model.named_parameters() if weight.requires_grad)
     bad = next((name for name, weight in trained if not bool(weight.isfinite().all())), None)
     if context.mesh.any(bad is not None):

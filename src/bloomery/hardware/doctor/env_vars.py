@@ -119,7 +119,8 @@ def _effect(name: str, value: str, machine: Machine, profile: Profile) -> tuple[
             return "works", f"it enables fused attention on {arch}"
         case "TRITON_INTERPRET" if value == "1":
             return "slows", "Triton kernels run as Python code on the CPU"
-        case _ if name.startswith(("NCCL_", "RCCL_", "TORCH_NCCL_")) and alone:
+        # TORCH_NCCL_ASYNC_ERROR_HANDLING is set by torchrun.
+        case _ if name.startswith(("NCCL_", "RCCL_", "TORCH_NCCL_")) and alone and not name.endswith("_HANDLING"):
             return "nothing", "one device in one process does not communicate"
     return None
 

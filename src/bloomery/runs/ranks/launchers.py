@@ -1,0 +1,314 @@
+"""Ranks that torchrun, accelerate, srun or mpirun started: who this process is, and what the ranks agree on. No torch.
+
+Each started process supervises one rank. Rank 0 prepares, plans and writes the run folder; in its folder `ranks` it
+it writes when the others may start and how the training ended, and each of them writes how its rank ended.
+"""
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import write_durably
+from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
+
+# In this order: who set the variables, and those of rank, number of ranks, rank on this host, ranks on this host.
+VARIABLES = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+    (
+        "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)  # fmt: skip
+JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+FIRST_WORD_SECONDS = 300.0  # for rank 0 to lock the run folder
+GONE_SECONDS = 15.0  # between two sights of its lock
+POLL_SECONDS = 0.2
+
+
+@final
+@dataclass(frozen=True)
+class Launch:
+    """The place of this process among those that `launcher` started.
+
+    `job`: the same for all ranks and for every restart of them; "" where the launcher names none. `start`: the same
+    for all ranks, another after a restart. `address`: of rank 0's host, None where the launcher does not set it.
+    """
+
+    launcher: str
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    job: str
+    start: str
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks run on this host."""
+        return self.local_world >= self.world
+
+    @property
+    def hosts(self) -> int:
+        return max(1, self.world // self.local_world)
+
+    def __str__(self) -> str:
+        return f"{self.launcher}: rank {self.rank} of {self.world}, {self.local_world} on this host"
+
+
+def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
+    """The launcher of this process, from the variables `given` (default: its own); None without several ranks.
+
+    A launcher may start one process of another on each host: then the variables of more ranks count. The batch script
+    of a Slurm job is not a rank. Raises UserError where the variables contradict each other.
+    """
+    given = os.environ if given is None else given
+    known = [
+        names for names in VARIABLES
+        if _number(given, names[1]) is not None and _number(given, names[2]) is not None
+        and (names[0] != "srun" or "SLURM_STEP_ID" in given or "SLURM_STEPID" in given)
+        and (names[2] != "SLURM_NTASKS" or "SLURM_STEP_NUM_TASKS" not in given)  # of the job, not of this step
+    ]  # fmt: skip
+    if not known:
+        return None
+    names = max(known, key=lambda each: int(given[each[2]]))
+    rank, world = int(given[names[1]]), int(given[names[2]])
+    if world <= 1:
+        return None
+    if not 0 <= rank < world:
+        problem = f"{names[1]}={rank} is not a rank of {names[2]}={world}"
+        raise UserError(problem, where="the environment", fix=f"unset both, or start {world} processes", code=2)
+    address = given.get("MASTER_ADDR")
+    local_world = _number(given, names[4])
+    if local_world is None and names[0] == "srun":
+        local_world = _local_tasks(given)
+    if local_world is None:
+        local_world = world if address in (*LOOPBACK, None, host_name()) else 1
+    local_rank = _number(given, names[3])
+    launcher = names[0]
+    if any(name.startswith("ACCELERATE_") for name in given) and launcher == "torchrun":
+        launcher = "accelerate launch"
+    elif launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in given:
+        launcher = "RANK and WORLD_SIZE"
+    job = _job(given, names[0], alone=local_world >= world)
+    start = "/".join([job, str(world), *(given.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", *RESTARTS))])
+    # The agent of torchrun listens at its port itself.
+    port = None if given.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _number(given, "MASTER_PORT")
+    return Launch(
+        launcher, rank, world, rank % local_world if local_rank is None else local_rank, local_world, job, start,
+        address, port,
+    )  # fmt: skip
+
+
+def _number(given: Mapping[str, str], name: str) -> int | None:
+    return int(given[name]) if given.get(name, "").isdecimal() else None
+
+
+def _local_tasks(given: Mapping[str, str]) -> int | None:
+    """Of "4(x2),3": tasks of each node, in the order of the nodes."""
+    counts = list[int]()
+    for word in given.get("SLURM_STEP_TASKS_PER_NODE", given.get("SLURM_TASKS_PER_NODE", "")).split(","):
+        if (part := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)) is not None:
+            counts += [int(part[1])] * int(part[2] or 1)
+    node = _number(given, "SLURM_NODEID") or 0
+    return counts[node] if node < len(counts) else None
+
+
+def _job(given: Mapping[str, str], launcher: str, *, alone: bool) -> str:
+    """`alone`: all ranks run on this host."""
+    if launcher == "srun":
+        step = given.get("SLURM_STEP_ID", given.get("SLURM_STEPID", "0"))
+        return f"slurm-{given.get('SLURM_JOB_ID', given.get('SLURM_JOBID', '0'))}.{step}"
+    if launcher == "torchrun":
+        named = given.get("TORCHELASTIC_RUN_ID", "none")
+        if named != "none":
+            return f"torchrun-{named}"
+        report = Path(given.get("TORCHELASTIC_ERROR_FILE", ""))  # LOGS/none_RANDOM/attempt_N/RANK/error.json
+        if alone and len(report.parents) > 3:
+            return f"torchrun-{report.parents[2].name}"
+    else:
+        for name in JOB_IDS:
+            if given.get(name):
+                return f"mpi-{given[name]}"
+    parent = os.getppid()
+    mark = (start_mark(parent) or "").rpartition(" ")[2]
+    return f"{parent}-{mark}" if alone and parent > 1 else ""
+
+
+def new_folder(recipe_name: str) -> Path:
+    """The folder of a new run: `runs/<recipe>-<date>-<time>`; under a launcher `runs/<recipe>-<job>`.
+
+    Raises UserError where the launcher names no job.
+    """
+    launch = current_launch()
+    if launch is None:
+        return propose_folder(recipe_name)
+    if not launch.job:
+        raise UserError(
+            f"{launch.launcher} does not give its ranks a common name, so they cannot agree on a run folder",
+            where="--run-dir", fix="pass --run-dir DIR, the same to all ranks; or torchrun --rdzv-id NAME", code=2,
+        )  # fmt: skip
+    name = re.sub(r"[^\w.-]+", "-", f"{recipe_name[:80]}-{launch.job}").strip("-.")
+    return Path("runs").absolute() / name[:200]
+
+
+class Ended(Protocol):
+    """How a child ended: `StageResult`."""
+
+    @property
+    def code(self) -> int: ...
+    @property
+    def report(self) -> dict[str, Any] | None: ...
+    @property
+    def tail(self) -> tuple[str, ...]: ...
+
+
+@final
+@dataclass(frozen=True)
+class Word:
+    """The message of rank 0 to the others: train now (again: `attempt`), or the exit code."""
+
+    start: str
+    job: str
+    attempt: int
+    resumed: bool
+    address: str
+    port: int
+    code: int | None = None
+
+
+@final
+class Board:
+    """The folder `ranks` of a run, through which the processes of one launch talk to each other."""
+
+    def __init__(self, folder: RunFolder, launch: Launch) -> None:
+        self._folder, self.launch = folder, launch
+        self.path = folder.path / "ranks"
+        self.word: Word | None = None
+        self._checked_at, self._is_over = 0.0, False
+
+    def open(self) -> None:
+        """As rank 0, which holds the lock: messages of earlier starts no longer count."""
+        with suppress(OSError):
+            (self.path / "word.json").unlink(missing_ok=True)
+
+    def begin(self, *, resumed: bool) -> None:
+        """As rank 0: the others may start."""
+        attempt = 0 if self.word is None else self.word.attempt + 1
+        self.path.mkdir(exist_ok=True)
+        for old in self.path.glob("end-*.json"):
+            old.unlink(missing_ok=True)
+        launch = self.launch
+        address = launch.address or ("127.0.0.1" if launch.alone else socket.gethostname())
+        port = launch.port if launch.port is not None and not attempt else _free_port()
+        self._write(Word(launch.start, launch.job, attempt, resumed, address, port))
+
+    def conclude(self, code: int) -> None:
+        """As rank 0: no rank starts again."""
+        last = self.word or Word(self.launch.start, self.launch.job, -1, resumed=False, address="", port=0)
+        if last.code is None:
+            with suppress(OSError):  # a full disk, or a deleted folder: the others see that the lock is gone
+                self.path.mkdir(exist_ok=True)
+                self._write(replace(last, code=code))
+
+    def _write(self, word: Word) -> None:
+        write_durably(self.path / "word.json", json.dumps(asdict(word)))
+        self.word = word
+
+    def _current(self) -> Word | None:
+        word = word_in(self._folder)
+        return word if word is not None and word.start == self.launch.start else None
+
+    def wait(self, stopped: Callable[[], bool]) -> Word | None:
+        """As another rank: the word that begins the next attempt, or ends the run; it is then `word`.
+
+        None when rank 0 has ended without one, or `stopped()` became true.
+        """
+        before = -1 if self.word is None else self.word.attempt
+        patience = FIRST_WORD_SECONDS if self.word is None else GONE_SECONDS
+        deadline = time.monotonic() + patience
+        since_ended: float | None = None
+        while not stopped() and time.monotonic() < deadline:
+            word, works = self._current(), worked_on(self._folder.path)
+            if works:
+                deadline = time.monotonic() + GONE_SECONDS
+            if word is not None and word.code is not None:
+                since_ended = since_ended or time.monotonic()
+                # Of this start, or of one before that had the same variables: rank 0 is then about to begin.
+                if self.word is not None or works or time.monotonic() - since_ended > GONE_SECONDS:
+                    self.word = word
+                    return word
+            elif word is not None and word.attempt > before and works:
+                self.word = word
+                return word
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def over(self) -> bool:
+        """As another rank: whether rank 0 has ended this attempt, or is gone. Reads at most one time per second."""
+        if time.monotonic() - self._checked_at > 1.0:
+            self._checked_at, word = time.monotonic(), self._current()
+            at = None if self.word is None else self.word.attempt
+            self._is_over = (
+                word is None or word.attempt != at or word.code is not None or not worked_on(self._folder.path)
+            )
+        return self._is_over
+
+    def leave(self, rank: int, ended: Ended) -> None:
+        """How a rank ended, for rank 0."""
+        entry = {"code": ended.code, "report": ended.report, "tail": ended.tail, "host": host_name()}
+        with suppress(OSError):
+            write_durably(self.path / f"end-{rank}.json", json.dumps(entry))
+
+    def end_of(self, rank: int) -> dict[str, Any] | None:
+        with suppress(OSError, ValueError):
+            return dict(json.loads((self.path / f"end-{rank}.json").read_text(encoding="utf-8")))
+        return None
+
+
+def word_in(folder: RunFolder) -> Word | None:
+    """The last word of any launch in the run folder."""
+    with suppress(OSError, ValueError, TypeError):
+        return Word(**json.loads((folder.path / "ranks" / "word.json").read_text(encoding="utf-8")))
+    return None
+
+
+def began_by(folder: RunFolder, launch: Launch) -> bool:
+    """Whether an earlier start of the same job began the run of this folder."""
+    word = word_in(folder)
+    return bool(launch.job) and word is not None and word.job == launch.job and folder.plan.is_file()
+
+
+def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process's rank."""
+    loopback = launch.alone and "GLOO_SOCKET_IFNAME" not in given
+    return {
+        "RANK": str(launch.rank),
+        "WORLD_SIZE": str(launch.world),
+        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_WORLD_SIZE": str(launch.local_world),
+        "MASTER_ADDR": word.address,
+        "MASTER_PORT": str(word.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # a later attempt would find the keys of an earlier one
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # glibc would keep what FSDP2 frees between layers
+    } | ({"GLOO_SOCKET_IFNAME": "lo"} if loopback else {})
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return int(listening.getsockname()[1])

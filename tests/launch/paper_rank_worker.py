@@ -1,0 +1,65 @@
+"""A training child of several ranks without torch: it does what `acts.json` beside the run says of its rank.
+
+An act is a list of words: "steps N" tells N steps (rank 0 only), "hang" sleeps outside every collective, "wait" sleeps
+inside one, "stop" stops the process as SIGSTOP does, "deaf", "exit CODE", "report TEXT CODE", "kill NUMBER", "save".
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from bloomery.monitor.events import EventLog, Phase, StepDone
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.ranks.deadline import Deadline
+
+INSIDE = "def all_reduce(worker):\n    worker()\n"  # with the file name of torch, as in a stack
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+def main() -> None:
+    folder, rank = RunFolder(Path(sys.argv[2])), int(os.environ["RANK"])
+    report = int(sys.argv[sys.argv.index("--report") + 1])
+    acts = json.loads((folder.path.parent / "acts.json").read_text())[str(rank)]
+    deadline = Deadline(folder.path, rank)
+    deadline.arm()
+    with EventLog(folder.events) as emit:
+        for act in acts:
+            word, *rest = act.split(" ")
+            if word == "steps":
+                for step in range(1, int(rest[0]) + 1):
+                    emit(StepDone(step=step, loss=1.0, learning_rate=1.0, grad_norm=1.0, tokens=step,
+                                  tokens_per_second=1.0, sequences_per_second=1.0, step_seconds=0.01,
+                                  data_wait_seconds=0.0, memory_gib=0.0))  # fmt: skip
+            elif word == "hang":
+                sleep()
+            elif word == "wait":
+                scope: dict = {}
+                exec(compile(INSIDE, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), scope)
+                scope["all_reduce"](sleep)
+            elif word == "deaf":  # as a rank inside a collective is
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            elif word == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif word == "nap":
+                time.sleep(float(rest[0]))
+            elif word == "save":
+                emit(Phase(step=1, name="saving"))
+            elif word == "kill":
+                os.kill(os.getpid(), int(rest[0]))
+            elif word == "exit":
+                os._exit(int(rest[0]))
+            elif word == "report":
+                told = {"problem": rest[0], "where": "somewhere", "fix": "do it", "code": 1}
+                os.write(report, json.dumps(told).encode())
+                os._exit(int(rest[1]))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""Ranks as processes: launchers, deaths, hangs and stops. Oracle of a run: the undisturbed one on the same mesh."""
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from runs_of_bloomery import Bloomery, losses, wait_for, write_workshop
+
+from bloomery.core.errors import UserError
+from bloomery.monitor.events import Recovered, Resumed, StepDone
+from bloomery.plan.store import read_plan
+from bloomery.recipe.load import load_recipe
+from bloomery.runs import supervisor
+from bloomery.runs.folder import RunFolder, locked
+from bloomery.runs.lifecycle import start
+from bloomery.runs.ranks.launchers import Board, current_launch, new_folder
+from bloomery.runs.signals import StopRequests
+from bloomery.runs.supervisor import failure, run_stage, training_place
+from ranks import train as train_on_ranks
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1",
+            "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"}  # fmt: skip
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}  # fmt: skip
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-12@1"}  # fmt: skip
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PBS_JOBID": "99.pbs"}
+
+
+@pytest.mark.parametrize(
+    ("given", "launcher", "place", "job"),
+    [
+        (TORCHRUN, "torchrun", (1, 4, 1, 2), "torchrun-job7"),
+        (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch", (1, 4, 1, 2), "torchrun-job7"),
+        (SRUN, "srun", (5, 8, 1, 4), "slurm-4711.0"),
+        (OPEN_MPI, "mpirun (Open MPI)", (3, 4, 1, 2), "mpi-prterun-a-12@1"),
+        (PMI, "mpiexec (PMI)", (1, 2, 1, 2), "mpi-99.pbs"),
+        # One daemon of an inner launcher on each host of a Slurm step: the ranks are the inner ones.
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI, "mpirun (Open MPI)", (3, 4, 1, 2),
+         "mpi-prterun-a-12@1"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, "torchrun", (1, 4, 1, 2), "torchrun-job7"),
+    ],
+)  # fmt: skip
+def test_the_launcher_is_read_from_its_variables(given, launcher, place, job) -> None:
+    launch = current_launch(given)
+    assert launch is not None
+    assert (launch.launcher, launch.job) == (launcher, job)
+    assert (launch.rank, launch.world, launch.local_rank, launch.local_world) == place
+
+
+def test_no_launcher() -> None:
+    assert current_launch({}) is None
+    assert current_launch({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    assert current_launch(batch_script) is None
+    with pytest.raises(UserError, match="RANK=4 is not a rank of WORLD_SIZE=4"):
+        current_launch(TORCHRUN | {"RANK": "4"})
+
+
+def test_a_restart_is_another_start_of_the_same_job_and_ranks_agree_on_both() -> None:
+    first, other = current_launch(TORCHRUN), current_launch(TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0"})
+    again = current_launch(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert first and other and again
+    assert (first.job, first.start) == (other.job, other.start)
+    assert first.job == again.job and first.start != again.start
+
+
+def test_the_run_folder_has_the_name_of_the_job(monkeypatch) -> None:
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    assert new_folder("my recipe").name == "my-recipe-slurm-4711.0"
+    for name in SRUN:
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "far"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="cannot agree on a run folder"):
+        new_folder("my recipe")
+
+
+# Ranks that compute nothing: what the launcher makes of their ends.
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes of ranks of this test that still live."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if str(folder).encode() in words and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def act(tmp_path, monkeypatch):
+    """Runs ranks with these acts; the error's sentence, or the exit code. None of them is left."""
+    monkeypatch.setattr(supervisor, "WORKER", "paper_rank_worker")
+    monkeypatch.setattr(supervisor, "LAST_WORDS_SECONDS", 1.5)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+
+    def run(*acts: list[str], hang: float = 0.0, requests: StopRequests | None = None) -> str | int:
+        (tmp_path / "acts.json").write_text(json.dumps(dict(enumerate(acts))))
+        own = environment | ({"BLOOMERY_HANG_SECONDS": str(hang / 10)} if hang else {})
+        began = time.monotonic()
+        ended = run_stage(
+            "train", folder, environment=own, inherited=(), requests=requests or StopRequests(),
+            on_event=lambda _: None, on_line=lambda _: None, ranks=len(acts),
+        )  # fmt: skip
+        assert time.monotonic() - began < 25
+        assert ranks_of(folder.path) == []
+        return ended.code if ended.code in (0, 75) else str(failure(ended, folder, step=3))
+
+    return run
+
+
+def test_a_rank_that_dies_is_named_and_ends_the_others(act) -> None:
+    told = act(["steps 3", "hang"], ["nap 0.3", "kill 9"])
+    assert "rank 1 of training process killed from outside after step 3 (SIGKILL)" in told
+
+
+def test_a_rank_that_hangs_is_named_by_its_stack(act, tmp_path) -> None:
+    told = act(["wait"], ["hang"], hang=1.5)
+    assert "rank 1 hangs in sleep (paper_rank_worker.py:" in told
+    assert "all_reduce" in (tmp_path / "run/stacks/rank-0.txt").read_text()
+
+
+def test_a_stopped_rank_is_named_though_it_says_nothing(act) -> None:
+    assert "rank 1 does not respond" in act(["wait"], ["stop", "hang"], hang=1.5)
+
+
+def test_the_report_of_one_rank_is_told_with_its_number(act) -> None:
+    told = act(["wait"], ["report unreadable 1"])
+    assert told.startswith("error: unreadable") and "rank 1" in told
+    told = act(["report same 1"], ["report same 1"])
+    assert told.startswith("error: same") and "rank" not in told
+
+
+def test_an_agreed_save_and_a_stop_before_the_first_step_are_75(act) -> None:
+    assert act(["steps 1", "save", "exit 75"], ["exit 75"]) == 75
+    assert act(["exit 1"], ["exit 75"]) == 75  # rank 0 only lost the other
+
+
+def test_a_stop_that_no_step_answers_ends_on_the_last_checkpoint(act, monkeypatch) -> None:
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
+    requests = StopRequests()
+    timer = threading.Timer(3.0, lambda: requests.ask(signal.SIGTERM))
+    timer.start()
+    assert act(["deaf", "hang"], ["deaf", "hang"], requests=requests) == 75
+    timer.join()
+
+
+def test_where_a_rank_waits_is_read_from_its_main_thread() -> None:
+    stack = '''Timeout (0:02:00)!
+Thread 0x01 (most recent call first):
+  File "/lib/threading.py", line 1 in wait
+Thread 0x02 (most recent call first):
+  File "/lib/torch/distributed/distributed_c10d.py", line 3 in all_reduce
+  File "/src/bloomery/parallel/mesh.py", line 90 in _reduced
+  File "/src/bloomery/runs/worker.py", line 80 in main
+'''
+    place = training_place(stack)
+    assert place.waits and place.line == "_reduced (mesh.py:90)"
+    assert not training_place(stack.replace("torch/distributed", "numpy")).waits
+
+
+# Ranks that a launcher started: one process supervises each.
+
+
+def launched(rank: int, restart: int = 0):
+    given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+             "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": str(restart)}  # fmt: skip
+    launch = current_launch(given)
+    assert launch is not None
+    return launch
+
+
+def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    first, second = Board(folder, launched(0)), Board(folder, launched(1))
+    heard = []
+    with locked(folder):
+        Board(folder, launched(0)).conclude(1)  # of an earlier start with the same variables
+        first.open()
+        waiting = threading.Thread(target=lambda: heard.append(second.wait(lambda: False)))
+        waiting.start()
+        time.sleep(0.3)
+        assert not heard
+        first.begin(resumed=False)
+        waiting.join(10)
+        assert heard[0].attempt == 0 and heard[0].code is None and heard[0].port > 0
+        assert not second.over()
+        second.leave(1, supervisor.StageResult("train", 4, {"problem": "out of memory"}, ("last",)))
+        assert first.end_of(1)["report"] == {"problem": "out of memory"}
+        first.begin(resumed=True)  # again, with safer settings
+        again = second.wait(lambda: False)
+        assert again is not None and (again.attempt, again.resumed) == (1, True)
+        assert first.end_of(1) is None
+        first.conclude(1)
+    last = second.wait(lambda: False)
+    assert last is not None and last.code == 1
+
+
+def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("bloomery.runs.ranks.launchers.FIRST_WORD_SECONDS", 0.5)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    Board(folder, launched(0, restart=0)).begin(resumed=False)
+    assert Board(folder, launched(1, restart=1)).wait(lambda: False) is None
+
+
+# Real ranks.
+
+TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "-d", "cpu,cpu")
+
+
+@pytest.fixture
+def bloomery(tmp_path) -> Bloomery:
+    """Started from nothing: the variables of a forked process cannot be read from outside."""
+    write_workshop(tmp_path)
+    return Bloomery(tmp_path, fresh=True)
+
+
+@pytest.fixture
+def one_thread(monkeypatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+
+
+def rank_process(run_dir: Path, rank: int) -> int | None:
+    """The process of a rank."""
+    for process in ranks_of(run_dir):
+        try:
+            variables = (Path("/proc") / str(process) / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in variables:
+            return process
+    return None
+
+
+def struck(bloomery: Bloomery, number: int, *, rank: int | None, step: int) -> str:
+    """Starts or resumes the run and sends the signal to a rank after that step (None: to all); the error."""
+    words = TRAIN if bloomery.go_on[0] == "train" else bloomery.go_on
+    begun = len(bloomery.events())
+    with bloomery.start(*words) as process:
+        moment = lambda: any(isinstance(e, StepDone) and e.step >= step for e in bloomery.events()[begun:])  # noqa: E731
+        wait_for(lambda: moment() or process.poll() is not None)
+        struck = [rank_process(bloomery.run_dir, each) for each in ([0, 1] if rank is None else [rank])]
+        for each in filter(None, struck):
+            os.kill(each, number)
+        since = time.monotonic()
+        _, told = process.communicate(timeout=60)
+        assert time.monotonic() - since < 15
+    assert ranks_of(bloomery.run_dir) == []
+    assert "Traceback" not in told
+    return told if process.returncode == 1 else str(process.returncode)
+
+
+def assert_as_undisturbed(bloomery: Bloomery) -> None:
+    """Oracle: the same plan trained without a stop, by ranks that no launcher supervises."""
+    plan = read_plan(bloomery.run_dir / "plan.json")
+    assert plan.train.ranks == 2
+    calm = bloomery.folder / "calm"
+    events = train_on_ranks(plan, calm)
+    expected = {event.step: event.loss for event in events if isinstance(event, StepDone)}
+    assert dict(enumerate(losses(bloomery.run_dir), 1)) == expected
+    ours, theirs = (folder / "checkpoints/step-00000016" for folder in (bloomery.run_dir, calm))
+    names = sorted(path.name for path in theirs.glob("*.safetensors"))
+    assert names
+    for name in names:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+def test_killed_ranks_leave_no_trace(bloomery, one_thread) -> None:
+    """Four kills and a stop: of one rank, of the other, of both."""
+    assert "rank 1 of training process killed from outside" in struck(bloomery, signal.SIGKILL, rank=1, step=2)
+    assert "rank 0 of training process killed from outside" in struck(bloomery, signal.SIGKILL, rank=0, step=5)
+    assert struck(bloomery, signal.SIGTERM, rank=1, step=7) == "75"
+    assert "killed from outside" in struck(bloomery, signal.SIGKILL, rank=None, step=10)
+    assert "rank 1" in struck(bloomery, signal.SIGSEGV, rank=1, step=12)
+    done = bloomery.run(*bloomery.go_on)
+    assert done.returncode == 0, done.stderr
+    assert_as_undisturbed(bloomery)
+
+
+@pytest.mark.soak
+def test_a_rank_without_memory_restarts_all_with_a_smaller_micro_batch(dying_workshop, one_thread) -> None:
+    (dying_workshop / "runs/deaths.json").write_text(json.dumps([[{"rank": 1, "rows": 2}, 5, "memory"]]))
+    run = start(load_recipe(dying_workshop / "tiny.yaml"), run_dir=Path("runs/one"), devices="cpu,cpu", quiet=True)
+    assert run.code == 0
+    (recovered,) = [event for event in run.events() if isinstance(event, Recovered)]
+    assert "out of memory after step 4" in recovered.reason and "micro-batch 2 -> 1" in recovered.action
+    assert [event.step for event in run.events() if isinstance(event, Resumed)] == [3]  # of the last checkpoint
+
+
+@pytest.mark.soak
+def test_a_stopped_rank_of_a_real_run_is_named_and_the_run_goes_on(bloomery, one_thread, monkeypatch) -> None:
+    monkeypatch.setenv("BLOOMERY_HANG_SECONDS", "6")
+    with bloomery.start(*TRAIN) as process:
+        wait_for(lambda: bloomery.saw(StepDone, 4)() or process.poll() is not None)
+        stopped = rank_process(bloomery.run_dir, 1)
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 1 does not respond" in told, told
+    assert "torch/distributed" in (bloomery.run_dir / "stacks/rank-0.txt").read_text()
+    assert ranks_of(bloomery.run_dir) == []
+    assert bloomery.run(*bloomery.go_on).returncode == 0
+    assert_as_undisturbed(bloomery)
+
+
+@pytest.mark.soak
+def test_a_full_disk_of_rank_0_is_told_once(bloomery, one_thread) -> None:
+    done = bloomery.faulted("fsync:error=ENOSPC:when=12", *TRAIN)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "disk" in done.stderr or "No space" in done.stderr, done.stderr
+    assert ranks_of(bloomery.run_dir) == []
+
+
+def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:
+    told = bloomery.here("train", "tiny.yaml", "train.seed=3", "--dry-run", "--", "--nproc-per-node", "2")
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.splitlines()[-1].endswith(
+        "-m torch.distributed.run --nproc-per-node 2 -m bloomery train tiny.yaml train.seed=3"
+    )
+    assert "environment" in told.stdout and "OMP_NUM_THREADS=" in told.stdout
+
+
+def test_fewer_sequences_than_ranks_is_one_sentence(bloomery) -> None:
+    words = ("train", "tiny.yaml", "-d", "cpu,cpu,cpu", "train.tokens_per_step=128", "train.micro_batch_size=1")
+    told = bloomery.here(*words).stderr
+    assert told.startswith("error: ") and "3" in told and "Traceback" not in told, told
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_a_hundred_kills_leave_no_trace(bloomery, one_thread, seed) -> None:
+    draw = random.Random(seed)
+    for _ in range(10):
+        number = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+        struck(bloomery, number, rank=draw.choice([0, 1, None]), step=draw.randrange(0, 15))
+    done = bloomery.run(*bloomery.go_on)
+    assert done.returncode == 0, done.stderr
+    assert_as_undisturbed(bloomery)
+
+
+def start_group(bloomery: Bloomery, monkeypatch, restart: int, *words: str):
+    """Two ranks as torchrun starts them."""
+    processes = []
+    for rank in range(2):
+        given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
+                 "TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": str(restart)}  # fmt: skip
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        processes.append(bloomery.start(*words))
+    return processes
+
+
+def test_the_same_command_under_a_launcher_and_its_restart(bloomery, one_thread, monkeypatch) -> None:
+    (bloomery.folder / "runs").mkdir()
+    (bloomery.folder / "runs/one").symlink_to(bloomery.folder / "runs/tiny-torchrun-seven")
+    group = start_group(bloomery, monkeypatch, 0, "train", "tiny.yaml")
+    wait_for(bloomery.saw(StepDone, 4))
+    killed = rank_process((bloomery.folder / "runs/tiny-torchrun-seven").absolute(), 1)
+    os.kill(killed, signal.SIGKILL)
+    told = [process.communicate(timeout=60)[1] for process in group]
+    assert [process.returncode for process in group] == [1, 1]
+    assert "rank 1 of training process killed from outside" in told[0]
+    group = start_group(bloomery, monkeypatch, 1, "train", "tiny.yaml")  # the same command again
+    told = [process.communicate(timeout=60) for process in group]
+    assert [process.returncode for process in group] == [0, 0], told
+    assert "torchrun: rank 0 of 2" in told[0][1]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert_as_undisturbed(bloomery)
