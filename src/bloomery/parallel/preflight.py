@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.core.version import __version__
-from bloomery.data.shards.format import read_manifest
+from bloomery.data.shards import read_manifest
 from bloomery.parallel.mesh import Mesh, join
 from bloomery.plan.types import RunPlan, TrainPlan
 
