@@ -304,8 +304,8 @@ class RunPlan(PlanPart):
         A wall-time run that has begun: as estimated when its steps were first measured.
         """
         step, steps, asked = self.step_seconds, self.train.steps, self.train.seconds
-        for ends in (block.ends for block in self.train.blocks if block.ends is not None):
-            return Estimate(value=ends, low=ends, high=ends, origin="measured")
+        for known in (block.ends for block in self.train.blocks if block.ends is not None):
+            return Estimate(value=known, low=known, high=known, origin="measured")
         if asked is not None:
             least = step.scaled(self.train.min_steps or 1) if step is not None else None
             ends = (asked,) * 3 if least is None else (max(asked, e) for e in (least.value, least.low, least.high))

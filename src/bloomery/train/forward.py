@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from bloomery.data.loading.loader import Batch
 from bloomery.model.adapters.lora import is_adapter
@@ -90,3 +91,5 @@ def eval_mode(model: Decoder) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+        if isinstance(model, FSDPModule):  # without a backward its embeddings and head would stay gathered
+            model.reshard()

@@ -92,7 +92,7 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     lr_scale = planned_lr_scale(context.step, context.plan)
-    measured = context.health_check.due(context.step + 1, context.plan.logging.every_steps)
+    measured = context.mesh.first and context.health_check.due(context.step + 1, context.plan.logging.every_steps)
     state.model_and_optimizer.health_check = context.health_check if measured else None
     objective = context.recorder.objective(context.objective)
     listing = partial(context.recorder.record_out_of_memory, context.plan, context.step + 1, f"step {context.step + 1}")

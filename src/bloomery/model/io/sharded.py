@@ -33,7 +33,7 @@ def first_row(tensor: Tensor) -> int:
 def part_of(whole: Tensor, parameter: Tensor, *, block: int = 1) -> Tensor:
     """The rows of `whole` that belong to what this rank holds of `parameter`, a view.
 
-    A row of `whole` is one of the parameter, or a block of so many of its numbers; no block lies on two ranks.
+    A row of `whole` is one of the parameter, or a block of so many of its numbers; no block belongs to two ranks.
     """
     if not isinstance(parameter, DTensor) or not whole.ndim:
         return whole

@@ -1,4 +1,4 @@
-"""What trains on several devices: every feature by every axis, tested or refused with a reason."""
+"""The support matrix: every feature by every axis of the mesh, tested or refused with a reason."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds 
 FEATURES: tuple[Feature, ...] = (
     Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
     Feature("objective sft", lambda r: r.objective.kind == "sft"),
-    Feature("objective dpo", lambda r: r.objective.kind == "dpo"),
+    Feature("objective dpo, ipo, simpo, orpo", lambda r: r.objective.kind in ("dpo", "ipo", "simpo", "orpo")),
     Feature("objective kto", lambda r: r.objective.kind == "kto"),
     Feature("objective reward", lambda r: r.objective.kind == "reward"),
     Feature("objective distill", lambda r: r.objective.kind == "distill"),
@@ -49,6 +49,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("adapter pissa", lambda r: (one := _lora(r)) is not None and one.init == "pissa", shard=WHOLE_WEIGHT),
     Feature("PEFT methods", lambda r: isinstance(r.adapter, Peft), shard=ALL_PARAMETERS),
     Feature("quantize nf4, int8", lambda r: r.quantize.kind != "none"),
+    Feature("train.precision bfloat16", lambda r: r.train.precision in ("bfloat16", "auto")),
+    Feature("train.precision bfloat16-pure", lambda r: r.train.precision == "bfloat16-pure"),
+    Feature("train.precision float16", lambda r: r.train.precision == "float16"),
+    Feature("train.activation_checkpointing", lambda r: r.train.activation_checkpointing not in ("none", "auto")),
+    Feature("train.compile", lambda r: r.train.compile is True),
     Feature("optimizer adamw", lambda r: r.optimizer.kind == "adamw"),
     Feature("optimizer muon", lambda r: r.optimizer.kind == "muon"),
     Feature("optimizer adafactor", lambda r: r.optimizer.kind == "adafactor"),
@@ -57,7 +62,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "optimizer.stochastic_rounding, adafactor",
         lambda r: r.optimizer.stochastic_rounding and r.optimizer.kind == "adafactor",
-        shard="its random numbers are drawn by slices of the rows of one device",
+        shard="its random bits follow slices of the rows of one device",
         fix="optimizer.kind=adamw optimizer.state_dtype=int8",
     ),
     Feature("optimizer.paged, offload", lambda r: r.optimizer.paged or r.optimizer.offload),
@@ -67,7 +72,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "train.offload_activations", lambda r: r.train.offload_activations,
-        shard="gathered weights cannot be told from activations",
+        shard="it moves gathered weights to the host like activations",
     ),
     Feature(
         "model.load_with=transformers", lambda r: r.model.load_with == "transformers",
@@ -96,7 +101,7 @@ def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
 
 
 def refuse_split_blocks(shapes: Mapping[str, Sequence[int]], shard: int) -> None:
-    """Raises UserError where a block of an int8 state, whose numbers share a scale, would lie on two devices."""
+    """Raises UserError where a block of an int8 state, whose numbers share a scale, would belong to two devices."""
     for name, shape in shapes.items():
         rows = -(-shape[0] // shard)
         if math.prod(shape) >= INT8_SMALLEST and rows * math.prod(shape[1:]) % INT8_BLOCK:
