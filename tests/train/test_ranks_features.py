@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from plans_for_tests import tiny_config, tiny_plan
-from ranks import fields, losses, on_ranks, train
 from structured_runs import write_answers
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -14,6 +13,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.plan.rules.support import AXES, FEATURES
 from bloomery.recipe.schema import Distill, Kto, Lora, Peft, Preference, Quantize, Reward, Sft, SimPo
 from foreign_models import saved_model
+from ranks import fields, losses, on_ranks, train
 
 CONFIG = tiny_config(vocab_size=512)
 LORA = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
