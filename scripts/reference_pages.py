@@ -318,7 +318,7 @@ Run `bloomery doctor` to check your GPU, or `bloomery plan RECIPE --gpu all` to 
 {NOTE}
 
 Supported: AMD GPUs (ROCm), NVIDIA GPUs (CUDA) and x86 CPUs.
-Not supported: Apple and Intel GPUs. Not supported yet: training on several GPUs (`plan` computes it).
+Not supported: Apple and Intel GPUs. Several GPUs of one model train together: [how](../how-to/several-gpus.md).
 
 | | status |
 |---|---|

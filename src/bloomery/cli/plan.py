@@ -208,7 +208,7 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
     return {
         "gpus": mesh.gpus,
         "nodes": mesh.nodes,
-        "runs_here": False,  # this version trains on one device
+        "runs_here": mesh.trains,
         "chosen": mesh.layouts[mesh.chosen].name,
         "reason": mesh.reason,
         "layouts": [

@@ -10,7 +10,7 @@ from bloomery.runs.names import find_run
 @run_argument
 @overrides_argument
 @click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Resume from this step's checkpoint.")
-@click.option("-d", "--devices", metavar="LIST", help="Train on this device: cpu or a GPU number.")
+@click.option("-d", "--devices", metavar="LIST", help="Train on these devices: 0,1 or cpu [default: the same].")
 @click.option("--recover", is_flag=True, help="After a crash, restart with safer settings (3 times).")
 def command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool) -> int:
     """Resume a run from its last checkpoint.

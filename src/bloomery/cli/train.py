@@ -36,7 +36,7 @@ class WithLauncher(click.Command):
 @click.command(cls=WithLauncher)
 @recipe_or_model
 @click.option("--run-dir", metavar="DIR", type=NewPath(), help="Use this run folder [default: runs/RECIPE-DATE-TIME].")
-@click.option("-d", "--devices", metavar="LIST", help="Train on this device: cpu or a GPU number.")
+@click.option("-d", "--devices", metavar="LIST", help="Train on these devices: 0,1 or cpu [default: all alike GPUs].")
 @click.option("--dry-run", is_flag=True, help="Print the plan, then exit.")
 @click.option("--smoke-test", is_flag=True, help="Run 3 steps, then test save, resume and export.")
 @click.option("--recover", is_flag=True, help="After a crash, restart with safer settings (3 times).")

@@ -268,6 +268,18 @@ class ParallelPlan(PlanPart):
     def layout(self) -> LayoutPlan:
         return self.layouts[self.chosen]
 
+    @property
+    def trains(self) -> bool:
+        """Whether this version trains it."""
+        return self.layout.pipeline == 1
+
+    @property
+    def remark(self) -> str:
+        """What to know before training; "" where `bloomery train` alone does it."""
+        if not self.trains:
+            return "Planned only: this version trains no pipelines."
+        return "Several nodes: start `bloomery train` with srun, torchrun or mpirun." if self.nodes > 1 else ""
+
 
 class RunPlan(PlanPart):
     """Everything a run executes. Stored as `plan.json`; `PlanReport` adds the figures of its page."""

@@ -128,9 +128,9 @@ def gpus_page(results: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes:
         *(_line(gpu) for gpu in results),
         "",
     ]
-    if gpus * nodes > 1:
-        lines.append("Planned only: this version trains on one device.")
     best = (fitting or results)[0]
+    if best.plan is not None and best.plan.parallel is not None and best.plan.parallel.remark:
+        lines.append(best.plan.parallel.remark)
     size = f" {best.memory_gib:.0f}GB" if len(best.spec.memory_gib) > 1 else ""
     name = best.name + size
     if not best.spec.memory_gib:  # integrated GPU: its name has the machine's memory

@@ -49,7 +49,8 @@ def page(
     if len(sentence) + len(remark) >= WIDTH:  # the last sentence gets a line of its own
         first, _, last = sentence.rpartition(". ")
         lines = [f"{first + '.':<{WIDTH - len(remark)}}{remark}", last]
-    lines += ["Planned only: this version trains on one device.", ""] if plan.parallel else [""]
+    lines += [plan.parallel.remark] if plan.parallel and plan.parallel.remark else []
+    lines.append("")
     lines += _block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
     lines += _block("model", joined([model_line(plan)]))
     lines += [*_block("batch", batch_lines(plan)), ""]

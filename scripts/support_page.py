@@ -1,0 +1,71 @@
+"""Write docs/reference/support-matrix.md: `python scripts/support_page.py`.
+
+The rows come from bloomery.plan.rules.support. A test compares the page with this output.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from bloomery.plan.rules.support import AXES, FEATURES, Axis, Feature
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "support-matrix.md"
+START = """# Support matrix
+
+What trains on several devices, by the axis of `parallel`.
+`python scripts/support_page.py` writes this page from the code.
+
+- `tested`: compared with the same training on one device, on CPU processes with gloo. No GPU has run it yet.
+- Other cells are the reason why `bloomery train` and `bloomery plan` refuse it, before any text is read.
+- With `parallel` at `auto`, the plan avoids an axis that refuses a setting of the recipe.
+  Where both axes refuse, `bloomery train` uses one device.
+
+How the axes work: [How sharding works](../explanation/how-sharding-works.md).
+How to use them: [Train on several GPUs](../how-to/several-gpus.md).
+"""
+END = """
+## Axes that are not built yet
+
+| key | instead |
+|---|---|
+| `parallel.pipeline` above 1 | `bloomery plan` estimates it; train with `parallel.shard` |
+| `parallel.tensor`, `parallel.context` above 1 | `parallel.shard` |
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([START, *_table(), END.rstrip("\n"), ""])
+
+
+def _table() -> Iterator[str]:
+    yield "| feature | " + " | ".join(f"`parallel.{axis}`" for axis in AXES) + " | set instead |"
+    yield "|---|" + "---|" * len(AXES) + "---|"
+    for feature in FEATURES:
+        cells = (_cell(feature, axis) for axis in AXES)
+        yield f"| {_name(feature)} | {' | '.join(cells)} | {_fix(feature)} |"
+
+
+def _cell(feature: Feature, axis: Axis) -> str:
+    return feature.reason(axis) or "tested"
+
+
+def _name(feature: Feature) -> str:
+    """Keys and their values are code, other words are not."""
+    words = feature.name.replace(",", "").split()
+    if words[0] == "PEFT":
+        return feature.name
+    if "." not in words[0]:  # a section, and values of its `kind`
+        return f"{words[0]} " + ", ".join(f"`{word}`" for word in words[1:])
+    return ", ".join(f"`{word}`" for word in words)
+
+
+def _fix(feature: Feature) -> str:
+    settings, colon, why = feature.fix.partition(": ")
+    return f"`{settings}`{colon}{why}" if settings else ""
+
+
+if __name__ == "__main__":
+    stale = not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page()
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"{PAGE.name}{' is rewritten' if stale else ''}\n")

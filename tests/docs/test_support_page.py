@@ -1,0 +1,49 @@
+"""The support matrix is current, and its reasons are those that a plan gives."""
+
+import sys
+
+import pytest
+from words_of_docs import ROOT
+
+sys.path.append(str(ROOT / "scripts"))
+
+import support_page
+
+from bloomery.core.errors import UserError
+from bloomery.plan.rules.support import AXES, FEATURES, refuse_unsupported
+from bloomery.recipe.load import load_recipe
+
+
+def rows() -> dict[str, list[str]]:
+    """Cells by the first word of a row, without marks of code."""
+    lines = support_page.PAGE.read_text(encoding="utf-8").split("\n## ")[0].splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {first.replace("`", ""): cells for first, *cells in table[1:]}
+
+
+def test_the_page_is_current() -> None:
+    assert support_page.PAGE.read_text(encoding="utf-8") == support_page.page(), "run python scripts/support_page.py"
+    assert [name.replace(",", "") for name in rows()] == [one.name.replace(",", "") for one in FEATURES]
+
+
+EDITS = {
+    "adapter dora": ("adapter={kind: dora}",),
+    "adapter pissa": ("adapter={kind: lora, init: pissa}",),
+    "optimizer.fused_backward": ("optimizer.kind=adafactor", "optimizer.fused_backward=true"),
+    "train.offload_activations": ("train.offload_activations=true",),
+    "objective sft": (),
+    "optimizer muon": ("optimizer.kind=muon",),
+}
+
+
+@pytest.mark.parametrize("feature", EDITS)
+def test_a_cell_says_what_a_plan_says(feature) -> None:
+    recipe = load_recipe("llama2-7b-lora-qa-tiny", EDITS[feature]).recipe
+    for axis, cell in zip(AXES, rows()[feature], strict=False):
+        sizes = dict.fromkeys(AXES, 1) | {axis: 2}
+        if cell.startswith("tested"):
+            refuse_unsupported(recipe, **sizes)
+            continue
+        with pytest.raises(UserError, match="not supported over 2 devices") as refused:
+            refuse_unsupported(recipe, **sizes)
+        assert f"{feature}: {cell}" in refused.value.problem
