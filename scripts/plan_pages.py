@@ -81,8 +81,9 @@ def _table(gpus: str) -> str:
 
 
 def tuning() -> list[str]:
-    """Packaged recipes that start from a model of the Hub."""
-    return [name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1]
+    """Packaged recipes that start from a model of the Hub, for one GPU."""
+    names = [name for name in packaged() if not name.endswith("-8gpu")]
+    return [name for name in names if (load_recipe(name).recipe.model.from_ or "").count("/") == 1]
 
 
 def _cell(recipe: str, gpu: str) -> str:

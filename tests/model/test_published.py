@@ -12,6 +12,7 @@ COUNTS = {
     "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
 }
 

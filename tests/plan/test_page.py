@@ -58,7 +58,7 @@ def test_several_devices_are_laid_side_by_side():
     recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
     plan = reported(recipe, where, gpus=8, nodes=4)
     lines = page(plan, where, source="go-coder-125m", commands=["plan", "train"])
-    assert "Several nodes: start `bloomery train` with srun, torchrun or mpirun." in lines
+    assert "Several nodes: start the ranks with srun, torchrun or mpirun." in lines
     one_node = page(reported(recipe, where, gpus=8), where, source="go-coder-125m", commands=["plan", "train"])
     assert not any(line.startswith(("Planned only", "Several nodes")) for line in one_node)
     stages = load_recipe("go-coder-125m", ["parallel.pipeline=2", "train.tokens_per_step=524288"])

@@ -36,6 +36,7 @@ def list_() -> None:
             continue
         model, dataset, gpu = rest.split(", ")
         smallest = gpu.removesuffix(" GPU").replace("one ", "").replace("no", "none")
+        smallest = smallest.removesuffix(" GPUs").replace("eight ", "8 x ")
         rows.append((name, method, model, smallest, dataset))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = shutil.get_terminal_size((1000, 24)).columns  # a pipe gets whole lines

@@ -278,7 +278,7 @@ class ParallelPlan(PlanPart):
         """What to know before training; "" where `bloomery train` alone does it."""
         if not self.trains:
             return "Planned only: this version trains no pipelines."
-        return "Several nodes: start `bloomery train` with srun, torchrun or mpirun." if self.nodes > 1 else ""
+        return "Several nodes: start the ranks with srun, torchrun or mpirun." if self.nodes > 1 else ""
 
 
 class RunPlan(PlanPart):

@@ -29,7 +29,7 @@ def _qwen(width: int, inner: int, layers: int, heads: int, groups: int, *, vocab
 
 
 def _llama(inner: int, groups: int, **more: Any) -> dict[str, Any]:
-    """Of 32 layers, 4,096 wide."""
+    """Of 32 layers, 4,096 wide, where `more` has no others."""
     return {
         "model_type": "llama", "hidden_size": 4096, "intermediate_size": inner, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": groups, "rms_norm_eps": 1e-5, "hidden_act": "silu",
@@ -38,6 +38,8 @@ def _llama(inner: int, groups: int, **more: Any) -> dict[str, Any]:
 
 
 _LLAMA_2 = _llama(11008, 32, vocab_size=32000, max_position_embeddings=4096)
+_LLAMA_2_70B = _LLAMA_2 | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                            "num_attention_heads": 64, "num_key_value_heads": 8}  # fmt: skip
 _LLAMA_31 = _llama(14336, 8, vocab_size=128256, max_position_embeddings=131072, rope_theta=5e5, rope_scaling=_LLAMA_3)
 _QWEN = {
     "0.5B": _qwen(896, 4864, 24, 14, 2),
@@ -50,6 +52,7 @@ _CONFIG_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     **{f"Qwen/Qwen2.5-{size}-Instruct": raw_config for size, raw_config in _QWEN.items()},
     "meta-llama/Llama-2-7b-hf": _LLAMA_2,
     "meta-llama/Llama-2-7b-chat-hf": _LLAMA_2,
+    "meta-llama/Llama-2-70b-hf": _LLAMA_2_70B,
     "meta-llama/Llama-3.1-8B": _LLAMA_31,
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_31,
 })  # fmt: skip

@@ -198,7 +198,8 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     until = ", as measured" if memory.origin == "measured" else " until one step is measured"
     band = f"range {memory.low / size:.{digits}f} to {memory.high / size:.{digits}f}{until}"
     for (name, value), remark in zip(parts[:3], (*limit, band), strict=False):
-        yield f"{name:<15}{value / size:>4.{digits}f}  {bar(value, parts[0][1]):<{BAR + 2}}{remark}"
+        shown = f"{value / size:.{digits if value < 100 * size else 0}f}"  # four columns
+        yield f"{name:<15}{shown:>4}  {bar(value, parts[0][1]):<{BAR + 2}}{remark}"
     least = 0.5 / 10**digits  # parts that round to 0 are left out
     yield from joined([f"{name} {value / size:.{digits}f}" for name, value in parts[3:] if value / size >= least])
 
