@@ -6,6 +6,7 @@ wrong on one rank ends it, and the launcher ends the others. One rank alone has 
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -249,6 +250,8 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh) -> None:
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    # The output of a head is a view, and nothing writes into it.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is divided by the count of all ranks before backward; gloo has no pre-multiplied sums.

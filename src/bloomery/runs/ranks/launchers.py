@@ -1,6 +1,6 @@
 """Ranks that torchrun, accelerate, srun or mpirun started: who this process is, and what the ranks agree on. No torch.
 
-Each started process supervises one rank. Rank 0 prepares, plans and writes the run folder; in its folder `ranks` it
+Each started process supervises one rank. Rank 0 prepares, plans and writes the run folder; in its folder `ranks`
 it writes when the others may start and how the training ended, and each of them writes how its rank ended.
 """
 

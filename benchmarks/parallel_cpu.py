@@ -1,0 +1,213 @@
+"""What Bloomery's step costs over a bare torch loop with the same collectives, on ranks of one CPU; memory per rank.
+
+    python benchmarks/parallel_cpu.py [--ranks 2] [--rounds 12] [--out FILE]
+
+Both sides train copies of one model on the same micro-batches with fused AdamW and clipping, in the same processes,
+one step each in turn, A B and B A. Bare: `all_reduce` of the counts, of gradients in 25 MiB buckets and of the loss for
+copies; FSDP2 per block, `clip_grad_norm_` and AdamW over DTensors for shards. Bloomery: `train_step` and what the loop
+exchanges around it. Each rank has one thread. Memory is the peak of resident memory of fresh processes.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "parallel_cpu.json"
+BAR, MEMORY_BAR = 0.03, 0.75
+WARM = 2  # rounds that are not counted
+
+
+def plan_of(folder: Path, *, replicate: int, shard: int, large: bool) -> Any:
+    from bloomery.data.prepare.prepare import prepare
+    from bloomery.hardware.detect.detect import detect
+    from bloomery.plan.gather import gather
+    from bloomery.plan.resolve import resolve
+    from bloomery.recipe.load import load_recipe
+
+    words = [
+        "train.max_steps=4", "train.tokens_per_step=1024", "train.micro_batch_size=4", "train.precision=float32",
+        "train.compile=false", "optimizer.kind=adamw", "data.sequence_length=128",
+        f"data.prepared={folder / 'prepared'}",
+        f"parallel.replicate={replicate}", f"parallel.shard={shard}",
+    ]  # fmt: skip
+    size = {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 9, "num_heads": 8, "num_kv_heads": 8}
+    words += [f"model.{key}={value}" for key, value in size.items()] if large else []
+    loaded = load_recipe("demo", words)
+    prepare(loaded, folder / "prepared")
+    return resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared"), gpus=replicate * shard)
+
+
+def rank_main(job: dict[str, Any], rank: int, answers: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "BLOOMERY_RENDEZVOUS": job["meeting"],
+                   "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    import torch
+
+    from bloomery.parallel.mesh import join
+    from bloomery.plan.types import RunPlan
+    from bloomery.train.process import peak_memory_gib
+
+    torch.set_num_threads(1)
+    plan = RunPlan.model_validate_json(job["plan"])
+    mesh = join(plan.train)
+    result = timed(plan, mesh, job["rounds"]) if job["rounds"] else one_run(plan, mesh)
+    answers.put({"rank": rank, "seconds": result, "peak_gib": peak_memory_gib("cpu")})
+    mesh.barrier()
+
+
+def one_run(plan: Any, mesh: Any) -> list[float]:
+    """Four steps of Bloomery alone."""
+    ours = bloomery_side(plan, mesh)
+    return [ours(step) for step in range(4)]
+
+
+def bloomery_side(plan: Any, mesh: Any) -> Any:
+    from bloomery.data.loading.loader import Cursor
+    from bloomery.train.context import open_loader
+    from bloomery.train.objectives.build import build_objective
+    from bloomery.train.state import build_state
+    from bloomery.train.step import train_step
+
+    state, objective = build_state(plan, mesh=mesh), build_objective(plan)
+    loader = open_loader(plan, "train", mesh=mesh)
+    size = plan.train.micro_batch_size * plan.train.ranks
+
+    def step(number: int) -> float:
+        first, count = number * plan.train.sequences_per_step, plan.train.accumulation
+        batches = [loader.batch(Cursor(plan.train.seed, first + i * size), size) for i in range(count)]
+        mesh.barrier()
+        begun = time.perf_counter()
+        train_step(state.model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0, position=first)
+        mesh.most(False, False)  # what the loop asks after each step: stop, pause, save; memory and time of each rank
+        mesh.any(False)
+        mesh.each(0.0, 0.0)
+        mesh.barrier()
+        return time.perf_counter() - begun
+
+    return step
+
+
+def bare_side(plan: Any, mesh: Any) -> Any:
+    """Plain torch around the same decoder and the same loss."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from bloomery.data.loading.loader import Cursor
+    from bloomery.model.io.weights import fresh_decoder
+    from bloomery.train.context import open_loader
+    from bloomery.train.objectives.build import build_objective
+    from bloomery.train.step import compute_loss
+
+    model, objective = fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention), build_objective(plan)
+    if mesh.devices is not None:
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh.devices)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    loader, size = open_loader(plan, "train", mesh=mesh), plan.train.micro_batch_size * plan.train.ranks
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(number: int) -> float:
+        first, count = number * plan.train.sequences_per_step, plan.train.accumulation
+        batches = [loader.batch(Cursor(plan.train.seed, first + i * size), size) for i in range(count)]
+        dist.barrier()
+        begun = time.perf_counter()
+        divisor = torch.tensor(sum(float(batch.loss_mask.sum()) for batch in batches))
+        dist.all_reduce(divisor)
+        total = torch.zeros(())
+        for batch in batches:
+            parts = compute_loss(model, batch, objective, precision="float32")
+            (parts.total / divisor).backward()
+            total += parts.total.detach()
+        if mesh.devices is None:
+            reduce_buckets([p.grad for p in model.parameters() if p.grad is not None])
+        dist.all_reduce(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        total.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - begun
+
+    return step
+
+
+def reduce_buckets(gradients: list[Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    bucket, size = [], 0
+    for place, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        size += gradient.numel()
+        if size >= 25 * 2**20 // 4 or place == len(gradients) - 1:
+            flat = torch.cat([each.reshape(-1) for each in bucket])
+            dist.all_reduce(flat)
+            for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                each.copy_(part.view_as(each))
+            bucket, size = [], 0
+
+
+def timed(plan: Any, mesh: Any, rounds: int) -> list[tuple[float, float]]:
+    """Seconds of a bare step and of Bloomery's, round by round."""
+    sides = {"bare": bare_side(plan, mesh), "bloomery": bloomery_side(plan, mesh)}
+    found = []
+    for number in range(rounds + WARM):
+        order = ("bare", "bloomery") if number % 2 else ("bloomery", "bare")
+        seconds = {side: sides[side](number) for side in order}
+        found.append((seconds["bare"], seconds["bloomery"]))
+    return found[WARM:]
+
+
+def run_ranks(plan: Any, rounds: int) -> list[dict[str, Any]]:
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    context = get_context("spawn")
+    with tempfile.TemporaryDirectory() as place:
+        job = {"plan": plan.model_dump_json(), "rounds": rounds, "meeting": f"{place}/ranks"}
+        answers = context.Queue()
+        members = [context.Process(target=rank_main, args=(job, rank, answers)) for rank in range(plan.train.ranks)]
+        for member in members:
+            member.start()
+        found = [answers.get(timeout=1800) for _ in members]
+        for member in members:
+            member.join()
+    return sorted(found, key=lambda answer: answer["rank"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    report: dict[str, Any] = {"ranks": asked.ranks, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    peaks = {}
+    with tempfile.TemporaryDirectory() as place:
+        for kind in ("replicate", "shard"):
+            sizes = {"replicate": 1, "shard": 1} | {kind: asked.ranks}
+            pairs = run_ranks(plan_of(Path(place), **sizes, large=True), asked.rounds)[0]["seconds"]
+            ratios = [ours / bare - 1 for bare, ours in pairs]
+            overhead = statistics.median(ratios)
+            report[kind] = {"bare_s": [bare for bare, _ in pairs], "bloomery_s": [ours for _, ours in pairs],
+                            "overhead": overhead, "met": overhead <= BAR}  # fmt: skip
+            print(f"{kind}: {statistics.median(b for b, _ in pairs):.3f} s a bare step, Bloomery {overhead:+.1%} "
+                  f"(median of {len(pairs)} rounds, {min(ratios):+.1%} to {max(ratios):+.1%}; "
+                  f"at most {BAR:.0%}: {'met' if overhead <= BAR else 'NOT MET'})", flush=True)  # fmt: skip
+        for kind in ("replicate", "shard"):
+            sizes = {"replicate": 1, "shard": 1} | {kind: asked.ranks}
+            peaks[kind] = max(answer["peak_gib"] for answer in run_ranks(plan_of(Path(place), **sizes, large=True), 0))
+    share = peaks["shard"] / peaks["replicate"]
+    report |= {"peak_gib": peaks, "memory_share": share, "memory_met": share <= MEMORY_BAR}
+    print(f"memory of a rank: copies {peaks['replicate']:.2f} GiB, shards {peaks['shard']:.2f} GiB: {share:.2f} "
+          f"(at most {MEMORY_BAR}: {'met' if share <= MEMORY_BAR else 'NOT MET'})")  # fmt: skip
+    asked.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
