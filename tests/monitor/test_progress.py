@@ -12,6 +12,7 @@ from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.console.lines import PlainView, header, showing
 from bloomery.monitor.console.screen import Screen, WatchedRun, frame
+from bloomery.monitor.console.words import devices_of
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -329,3 +330,11 @@ def test_a_notebook_gets_one_output_that_is_redrawn(monkeypatch):
     assert len(drawn) == 2  # the start and the end: no redraw within half a second
     assert "a<b · done · step 2 of 2" in drawn[-1]["text/plain"]
     assert "a&lt;b · done · step 2 of 2" in drawn[-1]["text/html"]
+
+
+def test_several_devices_are_counted_with_their_axes() -> None:
+    def started(**facts) -> RunStarted:
+        return RunStarted(schema=2, version="1", parameters=10, steps=3, attention="mask", device="MI300X", **facts)
+
+    assert devices_of(started()) == "MI300X"
+    assert devices_of(started(world_size=8, mesh={"replicate": 2, "shard": 4})) == "8 x MI300X (replicate 2, shard 4)"

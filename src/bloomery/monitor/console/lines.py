@@ -17,7 +17,7 @@ from rich.live import Live
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
 from bloomery.monitor.console.screen import Screen, WatchedRun, frame, picture
-from bloomery.monitor.console.words import eval_text, incident_text
+from bloomery.monitor.console.words import devices_of, eval_text, incident_text
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -227,7 +227,7 @@ class PlainView:
         match event:
             case RunStarted():
                 trainable = f" ({event.trainable:,} trainable)" if event.trainable is not None else ""
-                where = f"on {event.device}, attention: {event.attention}"
+                where = f"on {devices_of(event)}, attention: {event.attention}"
                 where += f", {event.epochs}" if event.epochs else ""
                 self._titled("model", f"{event.parameters:,} parameters{trainable} {where}")
             case Phase():

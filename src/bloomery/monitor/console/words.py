@@ -73,6 +73,13 @@ def eval_text(evaluation: EvalDone, digits: int = 3) -> str:
     return f"{evaluation.loss:.{digits}f}" + ("" if accuracy is None else f", accuracy {accuracy:.{digits - 2}%}")
 
 
+def devices_of(event: RunStarted) -> str:
+    """The device; of several their number, with the axes of the mesh: "8 x MI300X (replicate 2, shard 4)"."""
+    if event.world_size == 1:
+        return event.device
+    return f"{event.world_size} x {event.device} ({', '.join(f'{axis} {size}' for axis, size in event.mesh.items())})"
+
+
 def log_line(event: Event) -> str:
     """An event as one line of log.txt."""
 
@@ -84,7 +91,9 @@ def log_line(event: Event) -> str:
 
     match event:
         case RunStarted():
-            return f"bloomery {event.version}: {event.parameters:,} parameters on {event.device}, {event.attention}"
+            return (
+                f"bloomery {event.version}: {event.parameters:,} parameters on {devices_of(event)}, {event.attention}"
+            )
         case Phase():
             return f"{event.name} {event.done:,.0f}" + (f" of {event.total:,.0f}" if event.total else "")
         case StepDone():
