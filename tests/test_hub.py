@@ -262,7 +262,7 @@ def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path,
     assert asked == [("org/model", "config", None), ("org/large", "config", None)]
     asked.clear()
     fetched.fetch(recipe, weights=True)
-    assert asked[:2] == [("org/model", "model", None), ("org/words", "tokenizer", None)]
+    assert asked[:3] == [("org/model", "model", None), ("org/large", "model", None), ("org/words", "tokenizer", None)]
     assert asked[-2:] == [("org/rows", "dataset", "*.parquet"), ("org/held", "dataset", "*.parquet")]
     assert Named("org/rows", None, "dataset").command == "bloomery download org/rows --dataset"
 

@@ -14,7 +14,11 @@ CALLS = {"torch.load", "torch.save", "eval", "exec", "compile", "os.system", "os
 MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle", "joblib", "socketserver", "http.server", "asyncio"}
 KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 # The installed PEFT's own config classes, cut out of its files: what importing them would run, without PyTorch.
-ALLOWED = {"src/bloomery/model/adapters/peft_settings.py": ["exec", "compile", "eval"]}
+# A port that ranks meet at is found by binding to it on this host; nothing listens there before torch does.
+ALLOWED = {
+    "src/bloomery/model/adapters/peft_settings.py": ["exec", "compile", "eval"],
+    "src/bloomery/runs/ranks/launchers.py": ["listening.bind"],
+}
 METHODS = {"listen", "bind", "serve_forever"}
 
 

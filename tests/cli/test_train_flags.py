@@ -47,5 +47,5 @@ def test_words_for_a_launcher_are_refused_as_such():
     told = CliRunner().invoke(
         cli, ["train", "qwen2.5-1.5b-lora-tiny", "--dry-run", "--", "--nproc-per-node", "2"]
     )
-    assert isinstance(told.exception, UserError)
-    assert "launcher arguments are not supported yet: --nproc-per-node" in told.exception.problem
+    assert told.exception is None or isinstance(told.exception, SystemExit)
+    assert "torchrun" in told.output and "--nproc-per-node 2" in told.output

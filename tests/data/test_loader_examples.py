@@ -115,7 +115,7 @@ def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
     batch = whole(loader(path, layout, reference=file))
     expected = (batch.labels * 1000 + batch.tokens).float() * (batch.loss_mask > 0)
     assert torch.equal(batch.reference, expected)
-    with pytest.raises(UserError, match="computed for another"):
+    with pytest.raises(UserError, match="has no value for a loss token"):
         whole(loader(path, layout, reference=partial(path, file, layout)))
     with pytest.raises(UserError, match="is missing"):
         loader(path, layout, reference=tmp_path / "none")

@@ -54,7 +54,7 @@ torch.set_num_threads(1)
 UNREAD = ("lock", "log.txt", "metrics.json", "events.jsonl", ".lock")
 
 
-def in_process(stage, folder, *, words, environment, inherited, requests, on_event, on_line) -> StageResult:
+def in_process(stage, folder, *, words, environment, inherited, requests, on_event, on_line, **_) -> StageResult:
     """`run_stage` without a child."""
     with EventLog(folder.events) as log:
 

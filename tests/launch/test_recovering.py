@@ -13,7 +13,8 @@ from bloomery.monitor.events import Recovered, Resumed, RunEnded, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.lifecycle import FallbackAfter, next_fallback, resume, start, store_fallback, take_fallback
+from bloomery.runs.lifecycle import resume, start
+from bloomery.runs.resume_plan import FallbackAfter, next_fallback, store_fallback, take_fallback
 from bloomery.runs.supervisor import StageResult
 from bloomery.runs.worker import DIVERGED, FAILED, OUT_OF_MEMORY, UNSOUND
 

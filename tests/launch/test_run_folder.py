@@ -14,7 +14,7 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.core.seals import stamped
 from bloomery.core.version import __version__
-from bloomery.plan.store import read_identity
+from bloomery.plan.store import FORMAT, read_identity
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import folder as run_folder
 from bloomery.runs.folder import RunFolder, locked, new_run, propose_folder, start_mark
@@ -279,6 +279,6 @@ def test_a_run_of_another_format_is_refused_with_the_version_that_reads_it(tmp_p
         pass
     old = {"run": "ab", "version": writer} if writer else {"run": "ab"}
     (tmp_path / "run/run.json").write_text(stamped(old))
-    with pytest.raises(UserError, match=f"has format 1; Bloomery {__version__} reads format 2") as caught:
+    with pytest.raises(UserError, match=f"has format 1; Bloomery {__version__} reads format {FORMAT}") as caught:
         read_identity(tmp_path / "run")
     assert (f"Bloomery {writer}" if writer else "events.jsonl") in caught.value.fix

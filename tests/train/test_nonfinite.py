@@ -36,7 +36,7 @@ def poison(plan, monkeypatch):
             total, count, _ = clean.loss(output, batch)
             return LossParts(total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count)
 
-        monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
+        monkeypatch.setattr(context, "build_objective", lambda *_, **__: Objective(clean.head, loss))
 
     return poisoned_steps
 
@@ -101,7 +101,7 @@ def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(plan,
         total, count, _ = clean.loss(output, batch)
         return LossParts(total * (math.nan if len(taken) > 2 * 4 else 1.0), count)
 
-    monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
+    monkeypatch.setattr(context, "build_objective", lambda *_, **__: Objective(clean.head, loss))
     with pytest.raises(UserError, match="sequences 60 to 63"):
         Run(plan, tmp_path / "run")
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -130,7 +130,7 @@ def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, 
         total.register_hook(lambda gradient: gradient * math.inf)
         return LossParts(total, count)
 
-    monkeypatch.setattr(context, "build_objective", lambda _: Objective(clean.head, loss))
+    monkeypatch.setattr(context, "build_objective", lambda *_, **__: Objective(clean.head, loss))
     with pytest.raises(Diverged, match=r"non-finite gradient .* lowering the loss scale to 1"):
         Run(half, tmp_path / "run")
 

@@ -55,8 +55,8 @@ class Allocator(TorchDispatchMode):
 def run_short_of_memory(plan: RunPlan, folder, allocator: Allocator) -> Run:
     opened = loop.open_context
 
-    def open_context(plan, run_dir, emit, resume_from, stop):
-        context = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from, stop)
+    def open_context(plan, run_dir, emit, resume_from, *rest):
+        context = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from, *rest)
         allocator.model = context.state.model_and_optimizer.model
         return context
 

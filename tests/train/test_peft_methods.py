@@ -61,7 +61,8 @@ def test_a_resumed_method_equals_the_undisturbed_one_bitwise(prepared, base, tmp
 
 @pytest.mark.parametrize("name", METHODS)
 def test_peft_opens_what_a_method_saved_and_merged_is_the_same(prepared, base, tmp_path, name):
-    run = Run(method_plan(prepared, base, METHODS[name], train={"steps": 5}), tmp_path)
+    faster = {"learning_rate": 0.02}  # so that AdaLoRA, which prunes four of six ranks meanwhile, moves the logits
+    run = Run(method_plan(prepared, base, METHODS[name], train={"steps": 5}, optimizer=faster), tmp_path)
     with warnings.catch_warnings(action="error", category=RuntimeWarning):  # PEFT's own of AdaLoRA's own ranks
         load_decoder(run.checkpoint(5))
     assert_opens_in_peft(base, run.checkpoint(5), torch.arange(60).view(2, 30), merged_within=1e-5)

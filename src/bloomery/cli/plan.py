@@ -90,9 +90,16 @@ def show_plan(
     from bloomery.hardware.detect.detect import detect
     from bloomery.plan.advice.advise import advise
     from bloomery.plan.local import local_plan
-    from bloomery.runs.devices import narrowed
+    from bloomery.runs.devices import planned_devices
 
-    plan, facts = local_plan(loaded, gpu=gpu, machine=narrowed(detect(), devices), gpus=gpus, nodes=nodes)
+    if gpu is None and gpus * nodes > 1 and not detect().accelerators:
+        where = " ".join(f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1)
+        fix = f'name a GPU: --gpu "MI300X" {where}'
+        raise UserError("this machine has no GPU of which to plan several", where=where, fix=fix, code=2)
+    machine = detect()
+    if gpu is None and gpus * nodes == 1:
+        machine, gpus = planned_devices(loaded.recipe, machine, devices)
+    plan, facts = local_plan(loaded, gpu=gpu, machine=machine, gpus=gpus, nodes=nodes)
     report, machine = advise(loaded, plan, facts), facts.machine
     simulation = simulated(plan, machine) if simulate else None
     if as_json:

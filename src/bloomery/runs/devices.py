@@ -84,6 +84,15 @@ def device_count(
     return machine, count
 
 
+def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tuple[Machine, int]:
+    """What training would use of this machine; 1 where `parallel` asks for more than it has, and the plan for those."""
+    narrow, count = chosen_devices(machine, devices)
+    asked = [size for size in (recipe.parallel.replicate, recipe.parallel.shard) if size != "auto"]
+    if max([*asked, 1]) > count or recipe.parallel.pipeline > 1:
+        return narrow, 1
+    return device_count(recipe, narrow, count, named=devices not in (None, "auto"))
+
+
 def _alike(machine: Machine) -> list[Accelerator]:
     """The GPU that training on one device would use, and the visible ones of the same model."""
     best, _ = choose_device(machine)

@@ -3,9 +3,7 @@
 The parent never imports torch: it handles Ctrl+C at once, and survives a crash of a driver in its child.
 """
 
-import json
 import os
-import re
 import signal
 import sys
 import time
@@ -15,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import final
-
-from pydantic import ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
@@ -32,7 +28,6 @@ from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import LogFile, write_metrics
 from bloomery.monitor.trackers import require
 from bloomery.plan.advice.advise import advise, energy_kwh
-from bloomery.plan.fallback import Fallback, blockwise, plainer, roomier, steadier
 from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.local import DETERMINISM, child_environment, wanted
 from bloomery.plan.resolve import resolve
@@ -46,91 +41,25 @@ from bloomery.runs.folder import RunFolder, host_name, locked, new_run
 from bloomery.runs.ranks.launchers import Board, Launch, began_by, current_launch, new_folder
 from bloomery.runs.resume_plan import (
     UP_TO_ROUNDING,
+    FallbackAfter,
     differences,
     moved,
+    next_fallback,
     prolonged,
     refuse_overrides,
+    store_fallback,
+    take_fallback,
 )
 from bloomery.runs.signals import StopRequests, stop_requests
 from bloomery.runs.supervisor import Stage, StageResult, existing, failure, run_stage
 from bloomery.runs.telemetry import sensing
-from bloomery.runs.worker import DIVERGED, DONE, FAILED, OUT_OF_MEMORY, STOPPED, UNSOUND
+from bloomery.runs.worker import DONE, FAILED, STOPPED
 from bloomery.train.run import is_done, name_of, read_history
 from bloomery.train.sealed import damage, saved_steps, step_folder
 
 INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 MOST_RESTARTS = 3
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-# Errors of a GPU runtime, its libraries or the compiler when a kernel fails.
-KERNEL = re.compile(
-    r"(HIP|CUDA) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|no kernel image|"
-    r"\b(CUBLAS|HIPBLAS|ROCBLAS|CUDNN|MIOPEN)_STATUS_(?!ALLOC)|miopenStatus|"
-    r"InductorError|BackendCompilerFailed|triton\.\w*[Cc]ompil\w*|PassManager::run failed|AcceleratorError"
-)
-
-
-@final
-@dataclass(frozen=True)
-class FallbackAfter:
-    """A fallback and its reason. `unasked`: without --recover; training ran out of memory, and only time is lost."""
-
-    fallback: Fallback
-    reason: str
-    unasked: bool = False
-
-
-def next_fallback(plan: RunPlan, ending: StageResult, *, bfloat16: bool = False) -> FallbackAfter | None:
-    """The fallback after a failed stage; None where none helps: a recipe error, a full disk, a missing dataset.
-
-    `bfloat16`: whether the device has bf16 matmuls.
-    """
-    if ending.stage != "train":
-        return None
-    reason = None
-    if ending.code == -signal.SIGKILL:
-        reason = "training process killed (SIGKILL), probably out of host memory"
-    elif -ending.code in CRASHES:
-        reason = f"training process killed by {signal.Signals(-ending.code).name}"
-    elif ending.report is not None and ending.code in (OUT_OF_MEMORY, UNSOUND, DIVERGED):
-        reason = str(ending.report["problem"])
-    elif ending.report is None and ending.code == FAILED:
-        reason = next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
-    if reason is None:
-        return None
-    if ending.code in (-signal.SIGKILL, OUT_OF_MEMORY):
-        fallback = roomier(plan, reason)
-    elif ending.code == DIVERGED:
-        fallback = steadier(plan, reason, bfloat16=bfloat16)
-    else:
-        fallback = (blockwise(plan, reason) if ending.code == UNSOUND else None) or plainer(plan, reason)
-    return (
-        None
-        if fallback is None
-        else FallbackAfter(fallback, reason, unasked=ending.code == OUT_OF_MEMORY and fallback.only_time)
-    )
-
-
-def store_fallback(folder: RunFolder, fallback_after: FallbackAfter) -> None:
-    """Stores the fallback for `bloomery resume RUN --recover`, which applies it before its first step."""
-    stored = {
-        "reason": fallback_after.reason,
-        "action": fallback_after.fallback.action,
-        "plan": fallback_after.fallback.plan.model_dump_json(),
-    }
-    write_sealed(folder.path, {folder.fallback.name: json.dumps(stored)})
-
-
-def take_fallback(folder: RunFolder) -> FallbackAfter | None:
-    """Removes and returns the stored fallback; None when there is none, or it is from another version."""
-    try:
-        stored = json.loads(read_sealed(folder.fallback, fix="delete it, and resume without --recover"))
-        plan = RunPlan.model_validate_json(stored["plan"])
-        fallback = FallbackAfter(Fallback(plan, stored["action"]), stored["reason"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
-        fallback = None
-    folder.fallback.unlink(missing_ok=True)
-    return fallback
 
 
 @final

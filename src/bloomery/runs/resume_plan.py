@@ -1,14 +1,24 @@
-"""The plan of a resumed run: overrides of the user, and choices that another machine changes. No torch."""
+"""The plan of a resumed run: your overrides, what another machine changes, settings after a crash. No torch."""
 
+import json
+import re
+import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine
+from bloomery.plan.fallback import Fallback, blockwise, plainer, roomier, steadier
+from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
 from bloomery.recipe.schema import LENGTHS
+from bloomery.runs.folder import RunFolder
+from bloomery.runs.supervisor import StageResult
+from bloomery.runs.worker import DIVERGED, FAILED, OUT_OF_MEMORY, UNSOUND
 
 ALLOWED = (
     *(f"train.{key}" for key in LENGTHS),
@@ -111,3 +121,75 @@ def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:
     if fresh.lengths is not None:
         update["lengths"] = fresh.lengths
     return stored.model_copy(update=update)
+
+
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+# Errors of a GPU runtime, its libraries or the compiler when a kernel fails.
+KERNEL = re.compile(
+    r"(HIP|CUDA) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|no kernel image|"
+    r"\b(CUBLAS|HIPBLAS|ROCBLAS|CUDNN|MIOPEN)_STATUS_(?!ALLOC)|miopenStatus|"
+    r"InductorError|BackendCompilerFailed|triton\.\w*[Cc]ompil\w*|PassManager::run failed|AcceleratorError"
+)
+
+
+@final
+@dataclass(frozen=True)
+class FallbackAfter:
+    """A fallback and its reason. `unasked`: without --recover; training ran out of memory, and only time is lost."""
+
+    fallback: Fallback
+    reason: str
+    unasked: bool = False
+
+
+def next_fallback(plan: RunPlan, ending: StageResult, *, bfloat16: bool = False) -> FallbackAfter | None:
+    """The fallback after a failed stage; None where none helps: a recipe error, a full disk, a missing dataset.
+
+    `bfloat16`: whether the device has bf16 matmuls.
+    """
+    if ending.stage != "train":
+        return None
+    reason = None
+    if ending.code == -signal.SIGKILL:
+        reason = "training process killed (SIGKILL), probably out of host memory"
+    elif -ending.code in CRASHES:
+        reason = f"training process killed by {signal.Signals(-ending.code).name}"
+    elif ending.report is not None and ending.code in (OUT_OF_MEMORY, UNSOUND, DIVERGED):
+        reason = str(ending.report["problem"])
+    elif ending.report is None and ending.code == FAILED:
+        reason = next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
+    if reason is None:
+        return None
+    if ending.code in (-signal.SIGKILL, OUT_OF_MEMORY):
+        fallback = roomier(plan, reason)
+    elif ending.code == DIVERGED:
+        fallback = steadier(plan, reason, bfloat16=bfloat16)
+    else:
+        fallback = (blockwise(plan, reason) if ending.code == UNSOUND else None) or plainer(plan, reason)
+    return (
+        None
+        if fallback is None
+        else FallbackAfter(fallback, reason, unasked=ending.code == OUT_OF_MEMORY and fallback.only_time)
+    )
+
+
+def store_fallback(folder: RunFolder, fallback_after: FallbackAfter) -> None:
+    """Stores the fallback for `bloomery resume RUN --recover`, which applies it before its first step."""
+    stored = {
+        "reason": fallback_after.reason,
+        "action": fallback_after.fallback.action,
+        "plan": fallback_after.fallback.plan.model_dump_json(),
+    }
+    write_sealed(folder.path, {folder.fallback.name: json.dumps(stored)})
+
+
+def take_fallback(folder: RunFolder) -> FallbackAfter | None:
+    """Removes and returns the stored fallback; None when there is none, or it is from another version."""
+    try:
+        stored = json.loads(read_sealed(folder.fallback, fix="delete it, and resume without --recover"))
+        plan = RunPlan.model_validate_json(stored["plan"])
+        fallback = FallbackAfter(Fallback(plan, stored["action"]), stored["reason"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):
+        fallback = None
+    folder.fallback.unlink(missing_ok=True)
+    return fallback

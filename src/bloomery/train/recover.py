@@ -63,7 +63,10 @@ def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str]
         full = AllocationFailed(_requested(str(error)), listing())
         if state.model_and_optimizer.mesh.world > 1:
             where = f"rank {state.model_and_optimizer.mesh.rank}" + (f", {full.listed}" if full.listed else "")
-            raise OutOfMemory(full.at(f"after step {state.progress.step}"), where=where) from error
+            raise OutOfMemory(
+                full.at(f"after step {state.progress.step}"), where=where,
+                fix="lower train.micro_batch_size, or set train.activation_checkpointing=full",
+            ) from error  # fmt: skip
     # Outside the handler: the traceback holds every tensor of the attempt.
     state.optimizer.zero_grad()
     gc.collect()  # a compiled graph may be part of a cycle

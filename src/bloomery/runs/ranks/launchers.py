@@ -310,5 +310,5 @@ def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict
 
 def _free_port() -> int:
     with socket.socket() as listening:
-        listening.bind(("", 0))
+        listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
