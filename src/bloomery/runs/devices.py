@@ -85,7 +85,7 @@ def device_count(
 
 
 def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tuple[Machine, int]:
-    """What training would use of this machine; 1 where `parallel` asks for more than it has, and the plan for those."""
+    """The devices that training would use; 1 where `parallel` asks for more than exist: the plan is then for those."""
     narrow, count = chosen_devices(machine, devices)
     asked = [size for size in (recipe.parallel.replicate, recipe.parallel.shard) if size != "auto"]
     if max([*asked, 1]) > count or recipe.parallel.pipeline > 1:
