@@ -43,9 +43,9 @@ def test_a_folder_of_models_names_no_model():
         keys_of({"models_dir": "models"})
 
 
-def test_words_for_a_launcher_are_refused_as_such():
+def test_words_for_a_launcher_are_shown_as_a_command():
     told = CliRunner().invoke(
         cli, ["train", "qwen2.5-1.5b-lora-tiny", "--dry-run", "--", "--nproc-per-node", "2"]
     )
     assert told.exception is None or isinstance(told.exception, SystemExit)
-    assert "torchrun" in told.output and "--nproc-per-node 2" in told.output
+    assert "-m torch.distributed.run --nproc-per-node" in told.output

@@ -120,5 +120,5 @@ def _recipe_path(name: str) -> Path:
         return find_run(name) / "recipe.yaml"
     except UserError:  # its message is about runs
         pass
-    fix = did_you_mean(name, known, "packaged recipes: " + ", ".join(known))
+    fix = did_you_mean(name, known, "`bloomery recipes list` lists the packaged recipes")
     raise UserError(f"no such packaged recipe or run: {name!r}", fix=fix, code=2)

@@ -168,7 +168,7 @@ def _find(source: str | Path, folder: Path | None = None) -> _RecipeFile:
     beside = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
     near = [beside[stem] for stem in closest(path.stem, beside, cutoff=0.5)]
     near = near or closest(path.stem, known, cutoff=0.5)
-    fix = f"did you mean {near[0]}?" if near else "packaged recipes: " + ", ".join(known)
+    fix = f"did you mean {near[0]}?" if near else "`bloomery recipes list` lists the packaged recipes"
     raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), fix=fix, code=2)
 
 
