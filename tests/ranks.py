@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import faulthandler
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,14 +31,24 @@ class Ranks:
 
     def call(self, function, *arguments) -> list[Any]:
         """The results by rank. Raises AssertionError with the tracebacks of those that failed, or never answered."""
-        meeting = tempfile.mktemp(prefix="ranks-")
-        for rank, (_, pipe) in enumerate(self._members):
-            pipe.send((function, arguments, rank, self.world, meeting))
-        answers = [pipe.recv() if pipe.poll(SECONDS) else ("silent", "") for _, pipe in self._members]
-        failed = {rank: text for rank, (kind, text) in enumerate(answers) if kind != "done"}
-        if failed:
-            self.close()
-            raise AssertionError("\n".join(f"rank {rank}: {text or 'silent'}" for rank, text in failed.items()))
+        answers: list[tuple[str, Any]] = []
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+            try:
+                for rank, (_, pipe) in enumerate(self._members):
+                    pipe.send((function, arguments, rank, self.world, folder))
+                end = time.monotonic() + SECONDS
+                for rank, (_, pipe) in enumerate(self._members):
+                    silent = ("silent", Path(folder) / f"stack-{rank}")
+                    answers.append(pipe.recv() if pipe.poll(max(0.0, end - time.monotonic())) else silent)
+            finally:  # a pool whose members may be in different cases is of no more use
+                if any(kind != "done" for kind, _ in answers) or len(answers) < self.world:
+                    self.close()
+            failed = [
+                f"rank {rank}: {text if kind == 'failed' else 'silent at ' + text.read_text()}"
+                for rank, (kind, text) in enumerate(answers)
+                if kind != "done"
+            ]
+        assert not failed, "\n".join(failed)
         return [result for _, result in answers]
 
     def close(self) -> None:
@@ -66,19 +78,23 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments, rank, world, meeting = pipe.recv()
+            function, arguments, rank, world, folder = pipe.recv()
         except EOFError:
             return
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo",
-            "BLOOMERY_RENDEZVOUS": meeting,
+            "BLOOMERY_RENDEZVOUS": f"{folder}/meeting",
         }  # fmt: skip
+        stack = Path(folder, f"stack-{rank}").open("w")
+        faulthandler.dump_traceback_later(SECONDS - 10, file=stack)
         try:
             pipe.send(("done", function(*arguments)))
-        except BaseException:
+        except BaseException:  # SystemExit too: the case is told, and the pool ends
             pipe.send(("failed", traceback.format_exc()))
             return
         finally:
+            faulthandler.cancel_dump_traceback_later()
+            stack.close()
             with contextlib.suppress(Exception):
                 if dist.is_initialized():
                     dist.destroy_process_group()

@@ -27,8 +27,6 @@ TWINS = {
 }  # fmt: skip
 MESHES = [(2, 1), (1, 2), *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((4, 1), (1, 4), (2, 2)))]
 
-pytestmark = pytest.mark.soak  # a twin waited for its other rank once: part of `make soak` until the cause is found
-
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory) -> Path:

@@ -175,12 +175,12 @@ class _Group:
     """The ranks of a stage. One that fails ends the others; a stop that no step answers ends all of them.
 
     `members`: by rank; a process that supervises one of a launcher's later ranks has only that one. `stacks`: the
-    folder where ranks without progress leave their stacks. `over_elsewhere`: whether rank 0 has ended the run.
+    folder where ranks without progress leave their stacks. `over_elsewhere`: whether rank 0 has ended the run, which another process supervises.
     """
 
     def __init__(
         self, members: Mapping[int, Member], world: int, stacks: Path,
-        over_elsewhere: Callable[[], bool] = lambda: False,
+        over_elsewhere: Callable[[], bool] | None = None,
     ) -> None:  # fmt: skip
         self.members, self.ended = members, list[int]()  # ranks in the order of their ends
         self._world, self._stacks, self._over_elsewhere = world, stacks, over_elsewhere
@@ -213,7 +213,8 @@ class _Group:
         return (0, STOPPED) if self._saves else (0,)  # without an agreed save, a rank that stopped is missing
 
     def _end_the_rest(self, now: float) -> None:
-        failed = any(self.members[rank].poll() not in self._good for rank in self.ended) or self._over_elsewhere()
+        failed = any(self.members[rank].poll() not in self._good for rank in self.ended)
+        failed |= self._over_elsewhere is not None and self._over_elsewhere()
         self._failed_at = min(self._failed_at, now) if failed else math.inf
         self._overdue |= not self._saves and now - self._stopping_since > STOP_SECONDS
         running = [rank for rank in self.members if rank not in self.ended]
@@ -316,11 +317,11 @@ def run_stage(
     stacks = folder.path / STACKS
     with ExitStack() as stack:
         variables: dict[int, dict[str, str]] = {0: {}}
-        over_elsewhere: Callable[[], bool] = lambda: False  # noqa: E731
+        over_elsewhere: Callable[[], bool] | None = None
         if board is not None and stage == "train":
             assert board.word is not None, "rank 0 has begun"
             variables = {board.launch.rank: rank_variables(board.launch, board.word, environment)}
-            over_elsewhere = board.over if board.launch.rank else over_elsewhere
+            over_elsewhere = board.over if board.launch.rank else None
             ranks = board.launch.world
         elif ranks > 1:
             meeting = stack.enter_context(TemporaryDirectory(prefix="bloomery-"))

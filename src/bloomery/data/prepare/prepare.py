@@ -51,7 +51,7 @@ def identity(loaded: LoadedRecipe) -> str:
         template = recipe.data.chat.template  # its text; None for the tokenizer's own
         if template in BUILTIN:
             template = builtin_template(template)
-        elif template is not None and os.path.isfile(template):  # noqa: PTH113 (Path's raises for a long template)
+        elif template is not None and os.path.isfile(template):  # noqa: PTH113 (Path's raises where the text of a template is longer than a file name may be)
             template = Path(template).read_text(encoding="utf-8", errors="replace")
         parts["examples"] = {
             "required_format": recipe.objective.spec.data_kind,

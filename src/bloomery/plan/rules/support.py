@@ -88,12 +88,12 @@ def refusals(recipe: Recipe, axis: Axis) -> list[str]:
 
 def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
     """Raises UserError where a feature of the recipe does not train over these sizes."""
-    for axis, size in (("replicate", replicate), ("shard", shard)):
-        found = refusals(recipe, axis) if size > 1 else []  # type: ignore[arg-type]
+    sizes: tuple[tuple[Axis, Axis, int], ...] = (("replicate", "shard", replicate), ("shard", "replicate", shard))
+    for axis, other, size in sizes:
+        found = refusals(recipe, axis) if size > 1 else []
         if found:
-            other = "shard" if axis == "replicate" else "replicate"
-            free = not refusals(recipe, other)  # type: ignore[arg-type]
-            edits = [one.fix for one in FEATURES if one.fix and one.reason(axis) and one.used(recipe)]  # type: ignore[arg-type]
+            free = not refusals(recipe, other)
+            edits = [one.fix for one in FEATURES if one.fix and one.reason(axis) and one.used(recipe)]
             fix = f"set parallel.{axis}=1 and parallel.{other}={size}" if free else "train on one device"
             fix = f"set {edits[0]}" if edits and not free else fix
             problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
