@@ -85,19 +85,18 @@ def _serve(pipe: Connection) -> None:
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo",
             "BLOOMERY_RENDEZVOUS": f"{folder}/meeting",
         }  # fmt: skip
-        stack = Path(folder, f"stack-{rank}").open("w")
-        faulthandler.dump_traceback_later(SECONDS - 10, file=stack)
-        try:
-            pipe.send(("done", function(*arguments)))
-        except BaseException:  # SystemExit too: the case is told, and the pool ends
-            pipe.send(("failed", traceback.format_exc()))
-            return
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-            stack.close()
-            with contextlib.suppress(Exception):
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+        with Path(folder, f"stack-{rank}").open("w") as stack:
+            faulthandler.dump_traceback_later(SECONDS - 10, file=stack)
+            try:
+                pipe.send(("done", function(*arguments)))
+            except BaseException:  # SystemExit too: the case is told, and the pool ends
+                pipe.send(("failed", traceback.format_exc()))
+                return
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+                with contextlib.suppress(Exception):
+                    if dist.is_initialized():
+                        dist.destroy_process_group()
 
 
 def on_ranks(plan, *, replicate: int = 1, shard: int = 1):

@@ -175,7 +175,8 @@ class _Group:
     """The ranks of a stage. One that fails ends the others; a stop that no step answers ends all of them.
 
     `members`: by rank; a process that supervises one of a launcher's later ranks has only that one. `stacks`: the
-    folder where ranks without progress leave their stacks. `over_elsewhere`: whether rank 0 has ended the run, which another process supervises.
+    folder where ranks without progress leave their stacks. `over_elsewhere`: whether rank 0, which another process
+    supervises, has ended the run.
     """
 
     def __init__(
