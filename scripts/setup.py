@@ -25,6 +25,11 @@ import urllib.request
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -77,14 +82,14 @@ def _set_up(wanted: list[str]) -> None:
     stamp = _stamp()
     done = _done(stamp)
     if done is None:
-        with _line(_announcement()) as line:
-            _make_environment()
+        with _line(_announcement) as line:
+            _make_environment(line)
             _install_torch(line)
             _install_bloomery(wanted, line)
         done = wanted
     missing = [name for name in wanted if name not in done]
     if missing:
-        with _line(" and ".join(EXTRAS[name] for name in missing) + " go into .venv, once") as line:
+        with _line(lambda: " and ".join(EXTRAS[name] for name in missing) + " go into .venv, once") as line:
             _install_pinned(_requirements(missing), line)
     if missing or _made() == {}:
         STAMP.write_text(json.dumps({**stamp, "extras": sorted({*done, *missing})}))
@@ -242,37 +247,54 @@ def _answers(index: str) -> bool:
 
 
 class _line:
-    """One line of the terminal: what is being done, and at its end how long it took."""
+    """One line: what is being done, and at its end how long it took. On a terminal a second one, rewritten each second,
+    has pip's newest words.
+    """
 
-    def __init__(self, text: str) -> None:
-        self.text = f"set-up     {text} "
+    def __init__(self, text: Callable[[], str]) -> None:
+        self.text, self.describe = "set-up     ", text
+        self.moving = sys.stdout.isatty()
 
     def __enter__(self) -> _line:
         self.began = time.monotonic()
-        print(self.text, end="", flush=True)
+        print(self.text, end="", flush=True)  # a package index that is asked may take seconds to answer
+        words = self.describe() + " "
+        print(words, end="", flush=True)
+        self.text += words
         return self
 
     def note(self, text: str) -> None:
         """A line of its own below the one that is being written."""
+        self.show("")
         print(f"\n           {text}", end="", flush=True)
         self.text = f"           {text} "
 
+    def show(self, progress: str) -> None:
+        """Below the line that is being written, until the next call; "" clears it."""
+        if self.moving:
+            columns = shutil.get_terminal_size().columns
+            below = f"           {time.monotonic() - self.began:.0f} s  {progress}"[: min(WIDTH, columns) - 1]
+            back = f"\x1b[A\x1b[{len(self.text) % columns + 1}G"
+            print(f"\n\x1b[K{below if progress else ''}{back}", end="", flush=True)
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.show("")
         if kind is None:
             seconds = f" {time.monotonic() - self.began:.0f} s"
-            print("." * max(3, WIDTH - len(self.text) - len(seconds)) + seconds, flush=True)
+            width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+            print("." * max(3, width - len(self.text) % width - len(seconds)) + seconds, flush=True)
 
 
-def _make_environment() -> None:
+def _make_environment(line: _line) -> None:
     """Make .venv, or bring an unfinished one up to date; one of another Python is cleared."""
     if not (VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}").is_dir() or not PYTHON.exists():
         shutil.rmtree(VENV, ignore_errors=True)
     shared = [] if _torch().words else ["--system-site-packages"]
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", *shared, str(VENV)], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        said = made.stdout + made.stderr
+    with TemporaryFile() as written:
+        code = _watched([sys.executable, "-m", "venv", *shared, str(VENV)], written, lambda: line.show("making .venv"))
+        written.seek(0)
+        said = written.read().decode("utf-8", errors="replace")
+    if code:
         hint = f"sudo apt install python3.{sys.version_info[1]}-venv" if "ensurepip" in said else "see the lines above"
         raise SetUpError(f".venv cannot be made\n{said.strip()}\nfix:   {hint}")
     STAMP.unlink(missing_ok=True)
@@ -291,7 +313,7 @@ def _install_torch(line: _line) -> None:
     for note in _torch().notes:
         line.note(note)
     if _torch().words:
-        _pip([*_torch().words])
+        _pip([*_torch().words], line)
     _write_pin()
 
 
@@ -323,23 +345,44 @@ def _requirements(extras: list[str]) -> list[str]:
 def _install_pinned(words: list[str], line: _line) -> None:
     """At the versions that the tests passed with, or newer ones where those do not exist for this Python."""
     try:
-        _pip(["-c", (ROOT / "constraints.txt").as_uri(), *words])
+        _pip(["-c", (ROOT / "constraints.txt").as_uri(), *words], line)
     except SetUpError as error:
         if not re.search("No matching distribution|ResolutionImpossible|conflicting dependencies", str(error)):
             raise
         line.note("constraints.txt does not suit this Python or package index: newer versions instead")
-        _pip(words)
+        _pip(words, line)
 
 
-def _pip(words: list[str]) -> None:
+def _pip(words: list[str], line: _line) -> None:
+    """pip writes to the log; its newest line is shown each second."""
     command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--no-compile", "--disable-pip-version-check", *words]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    with LOG.open("a") as log:
-        log.write("$ " + shlex.join(command) + "\n" + done.stdout + done.stderr)
-    if done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+    with LOG.open("ab") as log:
+        log.write(f"$ {shlex.join(command)}\n".encode())
+        log.flush()
+        begin = log.tell()
+        code = _watched(command, log, lambda: line.show((_log_since(begin) or ["starting pip"])[-1].strip()))
+    if code:
+        tail = "\n".join(_log_since(begin)[-12:])
         fix = "read the lines above; the same command continues where it stopped"
         raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nfix:   {fix}")
+
+
+def _watched(command: list[str], output: IO[bytes], show: Callable[[], None]) -> int:
+    """The exit code of a program that writes to `output`. `show` is called each second until it ends.
+
+    Ctrl+C reaches the program, too: both are in one process group.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    while True:
+        show()
+        try:
+            return process.wait(1)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _log_since(begin: int) -> list[str]:
+    return LOG.read_bytes()[begin:].decode("utf-8", errors="replace").strip().splitlines()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 HOME = Path(__file__).resolve().parents[1]
 TABLE = HOME / "scripts" / "words.toml"
-PLACES = ["README.md", "docs", "scripts", "src/bloomery"]
+PLACES = ["README.md", "benchmarks/README.md", "docs", "scripts", "src/bloomery"]
 SKIPPED = (  # history; generated from docstrings; the table itself; the answers to old keys
     "docs/decisions.md", "docs/contributing/code-map.md", "scripts/words.toml", "src/bloomery/recipe/aliases",
 )  # fmt: skip

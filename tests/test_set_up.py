@@ -74,3 +74,18 @@ def test_a_python_that_is_too_old_is_a_sentence(set_up, monkeypatch):
     monkeypatch.setattr(set_up, "shutil", SimpleNamespace(which=lambda name: None))
     with pytest.raises(set_up.SetUpError, match=r"needs Python 3.11 to 3.14, and this is 3.9.1"):
         set_up._suitable_python()
+
+
+def test_a_long_install_shows_pips_newest_line(set_up, monkeypatch, tmp_path, capsys):
+    pip = tmp_path / "python"
+    pip.write_text("#!/bin/sh\necho Collecting torch\nsleep 1.5\necho no space left\nexit 3\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(set_up, "PYTHON", pip)
+    monkeypatch.setattr(set_up, "LOG", tmp_path / "log")
+    line = set_up._line(lambda: "making it")
+    line.moving = True
+    with pytest.raises(set_up.SetUpError, match="no space left"), line:
+        set_up._pip(["torch"], line)
+    shown = capsys.readouterr().out
+    assert shown.startswith("set-up     making it ") and "Collecting torch" in shown
+    assert "Collecting torch" in (tmp_path / "log").read_text()

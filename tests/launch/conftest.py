@@ -30,7 +30,7 @@ def dies(folder: Path, monkeypatch: pytest.MonkeyPatch, worker: str) -> Path:
 
 @pytest.fixture
 def dying_workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, whose training child dies as `deaths.json` beside the run says (`dying_worker`)."""
+    """The working folder, whose training child dies as `deaths.json` next to the run states (`dying_worker`)."""
     return dies(tmp_path, monkeypatch, "dying_worker")
 
 

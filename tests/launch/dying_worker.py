@@ -1,4 +1,4 @@
-"""The training child, on a machine whose kernels crash: it dies in a step as `deaths.json` beside the run says.
+"""The training child, on a machine whose kernels crash: it dies in a step as `deaths.json` next to the run states.
 
 Each death is [condition on the plan, step, how]; how is a signal's number, a text that is raised, "memory" (each step's
 forward then finds none) or "NaN" (each loss is).

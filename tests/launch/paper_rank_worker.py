@@ -1,4 +1,4 @@
-"""A training child of several ranks without torch: it does what `acts.json` beside the run says of its rank.
+"""A training child of several ranks without torch: it does what `acts.json` next to the run states for its rank.
 
 An act is a list of words: "steps N" tells N steps (rank 0 only), "hang" sleeps outside every collective, "wait" sleeps
 inside one, "stop" stops the process as SIGSTOP does, "deaf", "exit CODE", "report TEXT CODE", "kill NUMBER", "save".

@@ -1,6 +1,6 @@
 """The training child without torch: steps are told as fast as they can be written, and nothing is computed or saved.
 
-It dies as `deaths.json` beside the run says (see `dying_worker`), with the exit codes and reports of the real one.
+It dies as `deaths.json` next to the run states (see `dying_worker`), with the exit codes and reports of the real one.
 """
 
 import json

@@ -40,9 +40,9 @@ def test_what_lora_trains_is_counted_by_hand():
 def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
     model = TrainedModel.of(load_recipe("llama2-7b-lora").recipe, LLAMA)
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 32000 * 4096
-    beside, attention = model.trained_count, 12 * 32 * 2048 * 4096
+    adapter, attention = model.trained_count, 12 * 32 * 2048 * 4096
     assert useful_flops(TrainedModel(LLAMA), 2048) == 6 * matrices + attention
-    assert useful_flops(model, 2048) == 4 * matrices + 6 * beside + attention
+    assert useful_flops(model, 2048) == 4 * matrices + 6 * adapter + attention
 
 
 def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():

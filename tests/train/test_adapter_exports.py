@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from opened_in_peft import merged
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
+from safetensors.torch import load_file
 from structured_runs import write_answers
 from torch.testing import assert_close
 
@@ -69,6 +70,28 @@ def test_a_merged_export_is_a_model_of_transformers(tuned, tmp_path, dtype):
     tolerance = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05}[stored]
     assert_close(logits(theirs), expected, atol=tolerance, rtol=0)
     assert not (done.folder / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_merged_export_holds_the_weights_that_peft_merges(prepared, tmp_path, dtype):
+    """Bit by bit: W + s B A in float32, rounded once to the dtype of the base."""
+    (base := tmp_path / "base").mkdir()
+    write_model(model_state(fresh_decoder(CONFIG, seed=3, dtype=dtype)), CONFIG, base)
+    for file in prepared.glob("tokenizer*"):
+        shutil.copy(file, base)
+    lora = Lora(kind="lora", rank=4, alpha=8, target_modules=["all-linear"])
+    plan = tiny_plan(prepared, config=CONFIG, model={"source": base}, train={"steps": 4},
+                     optimizer={"learning_rate": 0.03})  # fmt: skip
+    found = find_model(Run(plan.model_copy(update={"adapter": lora}), tmp_path / "run").checkpoint(4))
+    export_merged(found, tmp_path / "merged", verify=False)
+    ours = load_file(tmp_path / "merged" / "model.safetensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    export_adapter(found, tmp_path / "adapter", verify=False)
+    state = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").merge_and_unload().to(dtype).state_dict()
+    before = load_file(base / "model.safetensors")
+    changed = [name for name in ours if not torch.equal(ours[name], before[name])]
+    assert len(changed) == 7 * CONFIG.num_layers, "every matrix of every layer"
+    assert all(ours[name].dtype == dtype and torch.equal(ours[name], state[name]) for name in ours)
 
 
 def test_an_exported_adapter_opens_in_peft(tuned, tmp_path):

@@ -165,8 +165,8 @@ def _find(source: str | Path, folder: Path | None = None) -> _RecipeFile:
         return _RecipeFile(path.stem, path.absolute(), False)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a recipe", where=str(path), fix="name the YAML file in it", code=2)
-    beside = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
-    near = [beside[stem] for stem in closest(path.stem, beside, cutoff=0.5)]
+    files = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
+    near = [files[stem] for stem in closest(path.stem, files, cutoff=0.5)]
     near = near or closest(path.stem, known, cutoff=0.5)
     fix = f"did you mean {near[0]}?" if near else "`bloomery recipes list` lists the packaged recipes"
     raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), fix=fix, code=2)

@@ -135,7 +135,7 @@ class TrainTokenizer(Section):
         50_000, "Tokens of the vocabulary, special tokens included."
     )
     special_tokens: list[Annotated[str, Field(min_length=1)]] = key(
-        [], "Special tokens besides <s> </s> <pad> <unk>.", ["<PR_TITLE>"]
+        [], "Special tokens added to <s> </s> <pad> <unk>.", ["<PR_TITLE>"]
     )
 
 
@@ -443,7 +443,7 @@ class Parallel(Section):
 
 class Checkpoint(Section):
     every: Length = key(Duration(1000.0, "steps"), "Interval between checkpoints.")
-    keep: PositiveInt = key(3, "Checkpoints to keep, besides the best.")
+    keep: PositiveInt = key(3, "Newest checkpoints to keep. The best is always kept.")
     async_save: Auto | bool = key("auto", "Write checkpoints in the background.")
 
 

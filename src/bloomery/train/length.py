@@ -36,7 +36,7 @@ class Costs:
     samples: float  # all of one evaluation
     save: float
     sequences: int = 0  # in the validation set
-    end: float = 0.0  # the wait for the last checkpoint, besides `save`
+    end: float = 0.0  # the wait for the last checkpoint, in addition to `save`
 
     def evaluation(self, plan: RunPlan) -> float:
         return min(plan.eval.sequences or self.sequences, self.sequences) * self.sequence + self.samples

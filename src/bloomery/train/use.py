@@ -21,7 +21,7 @@ from bloomery.train.forward import in_precision, prepare_weights
 from bloomery.train.model_folder import ModelFiles
 
 CONTEXT = 4096  # tokens of the KV cache in the memory check, at most
-WORKSPACE = 256 * 2**20  # bytes of a forward besides weights and KV cache
+WORKSPACE = 256 * 2**20  # bytes of a forward in addition to weights and KV cache
 OnText = Callable[[str], None]
 
 

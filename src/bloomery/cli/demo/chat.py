@@ -41,6 +41,7 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     began = time.time()
     story = Story(to_stderr=as_json)
     story.write("Bloomery chat demo: fine-tune the model of `bloomery demo` with LoRA and in full")
+    story.show_status("checking this machine")
     story.write(f"{describe(detect())} · no download")
     story.write()
     base = find_base() or _train_base(story)
@@ -91,6 +92,7 @@ def _train_base(story: Story) -> Path:
 def _train(story: Story, recipe: str, folder: Path, *overrides: str) -> None:
     """Trains and prints the table of the run, below its dataset and trainable parameters."""
     shown = False
+    story.show_status("starting")
     with closing(followed(folder, "train", recipe, *overrides, "--run-dir", str(folder))) as events:
         for event in events:
             planned = isinstance(event, RunStarted) or (isinstance(event, Phase) and event.name == "length")
@@ -142,8 +144,9 @@ class ChatResult:
 
 def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float) -> dict[str, Any]:
     """Prints results, a response of each model, reports and next commands; returns the document of `--json`."""
-    from bloomery.report import Bars, write_report
-    from bloomery.train.evaluation.answers import shown, validation_prompts
+    with story.busy("loading the model"):
+        from bloomery.report import Bars, write_report
+        from bloomery.train.evaluation.answers import shown, validation_prompts
 
     prepared = read_plan(runs["lora"] / "plan.json").data.prepared
     tokenizer = load_tokenizer(prepared)

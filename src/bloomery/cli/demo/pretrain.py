@@ -63,8 +63,10 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     folder = run_dir or free_folders("demo")[0]
     story = Story(to_stderr=as_json)
     story.write("Bloomery demo: train a small language model on this machine's Python source code")
+    story.show_status("checking this machine")
     story.write(f"{describe(detect())} · no download")
     story.write()
+    story.show_status("starting")
     try:
         kill = _train_and_kill(folder, story)
         if kill is not None:
@@ -184,6 +186,7 @@ def planned_seconds(plan: RunPlan) -> float:
 
 def _resume(folder: Path, story: Story, kill: Kill) -> None:
     seconds = 0.0
+    story.show_status("resuming from the last checkpoint")
     with closing(followed(folder, "resume", str(folder))) as events:
         for event in events:
             if isinstance(event, Resumed):
@@ -202,20 +205,22 @@ def _resume(folder: Path, story: Story, kill: Kill) -> None:
 
 def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -> dict[str, Any]:
     """Evaluation, sample, export and report of the finished run; returns the document of `--json`."""
-    from bloomery.export.layouts import export
-    from bloomery.model.io.weights import load_decoder
-    from bloomery.model.sampling import Sampling
-    from bloomery.report import Bars, write_report
-    from bloomery.runs.generate import generate
-    from bloomery.train.model_folder import model_folder
+    with story.busy("loading the model"):
+        from bloomery.export.layouts import export
+        from bloomery.model.io.weights import load_decoder
+        from bloomery.model.sampling import Sampling
+        from bloomery.report import Bars, write_report
+        from bloomery.runs.generate import generate
+        from bloomery.train.model_folder import model_folder
 
-    plan = read_plan(folder / "plan.json")
-    checkpoint = model_folder(folder, "last")
-    decoder, tokenizer = load_decoder(checkpoint), load_tokenizer(checkpoint)
+        plan = read_plan(folder / "plan.json")
+        checkpoint = model_folder(folder, "last")
+        decoder, tokenizer = load_decoder(checkpoint), load_tokenizer(checkpoint)
     bits = _bits_per_byte(story, decoder, tokenizer, plan.data.prepared)
     prompt = plan.sample.prompts[0]
     sampling = Sampling(max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0)
-    completion = "".join(generate(decoder, tokenizer, prompt, sampling))
+    with story.busy("sampling"):
+        completion = "".join(generate(decoder, tokenizer, prompt, sampling))
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
     story.write()
     summary = summary_of(read_events(folder / "events.jsonl"))

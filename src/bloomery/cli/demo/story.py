@@ -12,7 +12,7 @@ from rich.text import Text
 from bloomery.core.units import format_seconds
 from bloomery.monitor.console.lines import TITLE, WIDTH, PlainView, titled
 from bloomery.monitor.console.words import progress_text
-from bloomery.monitor.events import EvalDone, Event, Phase, RunEnded, Saved, StepDone
+from bloomery.monitor.events import EvalDone, Event, Phase, RunEnded, RunStarted, Saved, StepDone
 from bloomery.monitor.summary import RunFacts
 
 
@@ -48,11 +48,12 @@ class Story:
         """A line of the table per evaluation, with the checkpoint of that step; on a terminal the progress, too."""
         if isinstance(event, StepDone | EvalDone | Saved | RunEnded):
             self._view.write(event)
-        if isinstance(event, Phase | StepDone):
-            self._show_status(progress_text(event, self._steps))
+        if isinstance(event, RunStarted | Phase | StepDone):
+            self.show_status(progress_text(event, self._steps))
 
-    def _show_status(self, text: str) -> None:
-        if self._console.is_terminal:
+    def show_status(self, text: str) -> None:
+        """A moving line below the others on a terminal, until the next text; "" keeps the text."""
+        if self._console.is_terminal and text:
             self._status.update(Text(text))
             self._status.start()
 
@@ -63,7 +64,7 @@ class Story:
     @contextmanager
     def busy(self, text: str) -> Iterator[None]:
         """A spinner on a terminal, nothing elsewhere."""
-        self._show_status(text)
+        self.show_status(text)
         try:
             yield
         finally:

@@ -75,7 +75,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 @final
 @dataclass
 class Template:
-    """A compiled template and its variables besides messages."""
+    """A compiled template and its variables in addition to messages."""
 
     text: str
     names: Json  # bos_token, eos_token, ...

@@ -86,8 +86,8 @@ def base_folder(folder: Path) -> Path:
     fix = f"name the base yourself: BASE+{folder.name}"
     if not isinstance(name, str) or not name or not name.isprintable():
         raise UserError("the adapter names no base model", where=where, fix=fix)
-    beside = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []  # of a run that was moved
-    for place in (Path(name), folder / name, *beside):
+    moved = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []  # a run that was moved
+    for place in (Path(name), folder / name, *moved):
         if len(name) < 4000 and (place / "config.json").is_file():
             return place
     if not is_hub_id(name):

@@ -12,7 +12,7 @@ BLOCK = 64  # weights that share a scale (arXiv:2305.14314, section 3; bitsandby
 SCALES_BLOCK = 256  # scales that share a scale of their own under double quantization (the same section)
 Dequantizer = Literal["torch", "compiled", "bitsandbytes"]  # of quantized weights; the first two are our own
 SCALE_BYTES = 4  # float32
-# Weights dequantized at once, and the scratch bytes of each besides its float. On a CPU they stay in its caches.
+# Weights dequantized at once, and the scratch bytes of each in addition to its float. On a CPU they stay in its caches.
 DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES = 2**17, 2**23, 6
 OLDEST = (0, 50)  # of bitsandbytes: before 0.50 its 4-bit kernels were wrong on AMD GPUs
 

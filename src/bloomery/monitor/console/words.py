@@ -22,6 +22,7 @@ from bloomery.monitor.events import (
 )
 from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary
 
+_PHASES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing the dataset", "checksums": "writing checksums"}
 _OPTIONAL = (7, 4)  # cells of a device that a narrow screen omits: the memory of PyTorch, then the clock
 _LEFT_ALIGNED = (6, 7)  # the other cells are numbers
 
@@ -50,10 +51,16 @@ def incident_text(event: Event) -> str | None:
     return None
 
 
-def progress_text(event: Phase | StepDone, steps: int | None = None) -> str:
-    """The running phase or step and its progress, for a status line."""
+def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None) -> str:
+    """The running phase or step and its progress, for a status line; "" for the news of another run length."""
+    if isinstance(event, RunStarted):
+        return "first step"
     if isinstance(event, Phase):
-        return event.name + (f" {event.done / event.total:.0%}" if event.total and event.done else "")
+        if event.name == "length":
+            return ""
+        if event.name == "checksums" and 0 < event.total <= event.done:  # the last phase of preparing
+            return "loading PyTorch and the model"
+        return _PHASES.get(event.name, event.name) + (f" {event.done / event.total:.0%}" if event.total else "")
     loss = "" if event.loss is None else f" · loss {event.loss:.2f}"
     whole = f" of {steps:,}" if steps else ""
     return f"step {event.step:,}{whole}{loss} · {event.tokens_per_second:,.0f} tokens/s"

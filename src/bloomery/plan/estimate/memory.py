@@ -176,7 +176,7 @@ def backward_bytes(step: StepShape) -> float:
 
 
 def attention_scratch(step: StepShape) -> float:
-    """Temporary bytes of an attention kernel in backward, besides gradients."""
+    """Temporary bytes of an attention kernel in backward, in addition to gradients."""
     tokens = step.tokens_per_micro_batch
     config = step.config
     if keeps_scores(step):
@@ -226,7 +226,7 @@ CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a docu
 
 @dataclass(frozen=True, kw_only=True)
 class StepMoment:
-    """Live bytes besides weights and states."""
+    """Live bytes in addition to weights and states."""
 
     gradients: float
     activations: float
@@ -248,7 +248,7 @@ def estimate_memory(step: StepShape, *, limit: float, origin: Origin = "table") 
 
 
 def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
-    """Bytes of the allocator and the runtime, besides tensors.
+    """Bytes of the allocator and the runtime, in addition to tensors.
 
     malloc keeps memory that a layer frees between live tensors, and larger tensors of the next layer do not fit there.
     """

@@ -174,13 +174,13 @@ def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     config, model = step.config, step.model
     products = 2.0 * sum(layer.active_products for layer in layers(config))
     learning = 2.0 * sum(math.prod(s) for s in in_layers(model.trained).values() if len(s) == 2)
-    beside = 2.0 * sum(math.prod(s) for s in model.adapter.values() if len(s) == 2)
+    adapter = 2.0 * sum(math.prod(s) for s in model.adapter.values() if len(s) == 2)
     head = 2.0 * step.outputs * config.hidden_size * step.loss_share
     scored = head * (2 + model.head_learns + chunked)
     extra = step.extra_forwards * (products + head)  # without the adapters
     if step.teacher is not None:
         extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
-    return products * (2 + again.products) + learning + beside * (3 + again.products) + scored + extra
+    return products * (2 + again.products) + learning + adapter * (3 + again.products) + scored + extra
 
 
 def useful_flops(model: TrainedModel, sequence_length: int) -> float:
@@ -189,8 +189,8 @@ def useful_flops(model: TrainedModel, sequence_length: int) -> float:
     kept = {name: s for name, s in model.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
     if config.tie_embeddings and not model.head_learns:
         kept["head"] = (config.vocab_size, config.hidden_size)
-    beside = sum(math.prod(shape) for shape in model.adapter.values() if len(shape) == 2)
-    return flops_per_token(config, sequence_length) - 2.0 * numbers(kept) + 6.0 * beside
+    adapter = sum(math.prod(shape) for shape in model.adapter.values() if len(shape) == 2)
+    return flops_per_token(config, sequence_length) - 2.0 * numbers(kept) + 6.0 * adapter
 
 
 def _keys(step: StepShape) -> float:

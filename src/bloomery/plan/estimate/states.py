@@ -120,7 +120,7 @@ def in_layers(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model and what training it holds besides activations: bytes follow from counts that are made once.
+    """A model and what training it holds in addition to activations: bytes follow from counts that are made once.
 
     `stage`: index and number of a pipeline's stages, of which this is one; `config` is then that of the stage.
     """

@@ -100,7 +100,7 @@ def distil_loss(output_2BT: Tensor, loss_mask_BT: Tensor, asked: Distill) -> Los
 
 
 def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
-    """A synthetic batch with what the objective needs besides tokens: two texts per sequence, log-probabilities 0."""
+    """A synthetic batch with what the objective needs: tokens, two texts per sequence, log-probabilities 0."""
     if not plan.objective.spec.numbers_texts:
         return batch
     if batch.sequences is None:
