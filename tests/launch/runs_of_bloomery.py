@@ -91,10 +91,13 @@ class Bloomery:
     folder: Path
     fresh: bool = False
 
-    def start(self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = ()) -> "subprocess.Popen[str]":
+    def start(
+        self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = (),
+        command: Sequence[str] = (sys.executable, "-m", "bloomery"),
+    ) -> "subprocess.Popen[str]":  # fmt: skip
         popen = subprocess.Popen if self.fresh or under else preloaded.Popen
         return popen(
-            [*under, sys.executable, "-m", "bloomery", *words],
+            [*under, *command, *words],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=stdout,

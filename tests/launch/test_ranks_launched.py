@@ -1,12 +1,18 @@
 """Ranks as processes: launchers, deaths, hangs and stops. Oracle of a run: the undisturbed one on the same mesh."""
 
+import importlib.util
 import json
 import os
+import platform
 import random
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -357,32 +363,120 @@ def test_a_hundred_kills_leave_no_trace(bloomery, one_thread, seed) -> None:
     assert_as_undisturbed(bloomery)
 
 
-def start_group(bloomery: Bloomery, monkeypatch, restart: int, *words: str):
-    """Two ranks as torchrun starts them."""
-    processes = []
-    for rank in range(2):
-        given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-                 "TORCHELASTIC_RUN_ID": "seven", "TORCHELASTIC_RESTART_COUNT": str(restart)}  # fmt: skip
-        for name, value in given.items():
-            monkeypatch.setenv(name, value)
-        processes.append(bloomery.start(*words))
-    return processes
+def test_torchrun_restarts_the_ranks_and_the_run_goes_on(bloomery, one_thread) -> None:
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "bloomery")
+    process = bloomery.start("train", "tiny.yaml", "--run-dir", "runs/one", command=(sys.executable, *command))
+    with process:
+        wait_for(lambda: bloomery.saw(StepDone, 4)() or process.poll() is not None)
+        killed = rank_process(bloomery.run_dir, 1)
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "rank 1 of training process killed from outside" in told
+    assert told.count("torchrun: rank 0 of 2, 2 on this host") == 2  # at the start and after the kill
+    assert any(isinstance(event, Resumed) and event.step for event in bloomery.events())
+    assert ranks_of(bloomery.run_dir) == []
+    assert_as_undisturbed(bloomery)
 
 
-def test_the_same_command_under_a_launcher_and_its_restart(bloomery, one_thread, monkeypatch) -> None:
-    (bloomery.folder / "runs").mkdir()
-    (bloomery.folder / "runs/one").symlink_to(bloomery.folder / "runs/tiny-torchrun-seven")
-    group = start_group(bloomery, monkeypatch, 0, "train", "tiny.yaml")
-    wait_for(bloomery.saw(StepDone, 4))
-    killed = rank_process((bloomery.folder / "runs/tiny-torchrun-seven").absolute(), 1)
-    os.kill(killed, signal.SIGKILL)
-    told = [process.communicate(timeout=60)[1] for process in group]
-    assert [process.returncode for process in group] == [1, 1]
-    assert "rank 1 of training process killed from outside" in told[0]
-    group = start_group(bloomery, monkeypatch, 1, "train", "tiny.yaml")  # the same command again
-    told = [process.communicate(timeout=60) for process in group]
-    assert [process.returncode for process in group] == [0, 0], told
-    assert "torchrun: rank 0 of 2" in told[0][1]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name)
+# Launchers that are not part of torch.
+
+PYTHON = sys.executable
+LAUNCHERS = {
+    "accelerate launch": (
+        PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--module", "bloomery",
+    ),
+    "mpirun (Open MPI)": ("mpirun", "--oversubscribe", "-n", "2", PYTHON, "-m", "bloomery"),
+    "srun": ("srun", "-N", "2", "-n", "2", PYTHON, "-m", "bloomery"),
+}  # fmt: skip
+OF_SLURM = """
+ClusterName=local
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs=1 RealMemory=1000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs=1 RealMemory=1000
+PartitionName=batch Nodes=n1,n2 Default=YES State=UP MaxTime=60
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Two nodes of Slurm on this machine, where it is installed and the tests may start it."""
+    folder = tmp_path / "slurm"
+    for name in ("state", "spool-n1", "spool-n2"):
+        (folder / name).mkdir(parents=True)
+    port, first, second = free_ports(3)
+    host = platform.node().partition(".")[0]
+    configuration = folder / "slurm.conf"
+    configuration.write_text(OF_SLURM.format(host=host, folder=folder, port=port, first=first, second=second))
+    monkeypatch.setenv("SLURM_CONF", str(configuration))
+    Path("/run/munge").mkdir(exist_ok=True)
+    shutil.chown("/run/munge", "munge", "munge")
+    subprocess.run(["runuser", "-u", "munge", "--", "munged"], capture_output=True)  # it refuses to run twice
+    try:
+        for command in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
+            subprocess.run(command, check=True, capture_output=True)
+        ready = ["sinfo", "--noheader", "--format", "%t %D"]
+        wait_for(lambda: subprocess.run(ready, capture_output=True, text=True).stdout.strip() == "idle 2")
+        yield
+    finally:
+        for file in folder.glob("*.pid"):
+            os.kill(int(file.read_text()), signal.SIGTERM)
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def why_not(launcher: str) -> str:
+    """Why it cannot be tried here; "" where it can."""
+    if launcher == "accelerate launch":
+        return "" if importlib.util.find_spec("accelerate") else "accelerate is not installed"
+    needed = ("srun", "slurmctld", "slurmd", "munged", "runuser") if launcher == "srun" else ("mpirun",)
+    missing = [name for name in needed if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed"
+    return "only root starts Slurm's daemons" if launcher == "srun" and os.getuid() else ""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_same_recipe_under_another_launcher(bloomery, one_thread, monkeypatch, request, launcher) -> None:
+    if why := why_not(launcher):
+        pytest.skip(why)
+    if launcher == "srun":
+        request.getfixturevalue("slurm")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    # No --run-dir: the ranks agree on a folder.
+    process = bloomery.start("train", "tiny.yaml", command=LAUNCHERS[launcher])
+    with process:
+        out, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert f"{launcher}: rank 0 of 2, {1 if launcher == 'srun' else 2} on this host" in out + told
+    assert "\x1b" not in out + told
+    (run,) = (bloomery.folder / "runs").iterdir()
+    (bloomery.folder / "runs/one").symlink_to(run)
+    assert ranks_of(run) == []
     assert_as_undisturbed(bloomery)

@@ -81,8 +81,8 @@ class ClosableStream:
 class EventHub:
     """`emit` writes an event of the parent and shows it; `show` shows one that a child has written."""
 
-    def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool) -> None:
-        self._folder, self._write, self._quiet = folder, write, quiet
+    def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool, lines: bool) -> None:
+        self._folder, self._write, self._quiet, self._lines = folder, write, quiet, lines
         self._sinks: list[Sink] = []
         self._pending: list[Event] = []  # written before the view opened
         self._log = LogFile(folder.log)
@@ -118,7 +118,8 @@ class EventHub:
             if not self._quiet:
                 facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())
                 before = read_events(self._folder.events) if plan is not None else ()
-                console = Console(file=cast("IO[str]", ClosableStream(sys.stdout)))
+                stream = cast("IO[str]", ClosableStream(sys.stdout))
+                console = Console(file=stream, force_terminal=False if self._lines else None)
                 self._sinks.append(stack.enter_context(showing(facts, console, before)))
             self._sinks += self._opened(plan, stack)
             pending, self._pending = self._pending, []
@@ -172,10 +173,10 @@ class EventHub:
 
 
 @contextmanager
-def event_hub(folder: RunFolder, *, quiet: bool) -> Iterator[EventHub]:
-    """Opens events.jsonl and log.txt of a run."""
+def event_hub(folder: RunFolder, *, quiet: bool, lines: bool = False) -> Iterator[EventHub]:
+    """Opens events.jsonl and log.txt of a run. `lines`: never a live picture (mpirun gives its ranks a terminal)."""
     with EventLog(folder.events) as write:
-        hub = EventHub(folder, write, quiet=quiet)
+        hub = EventHub(folder, write, quiet=quiet, lines=lines)
         try:
             yield hub
         finally:

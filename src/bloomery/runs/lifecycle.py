@@ -211,7 +211,7 @@ def start(
     with (
         stop_requests() as requests,
         new_run(loaded, path) as (folder, lock),
-        event_hub(folder, quiet=quiet) as hub,
+        event_hub(folder, quiet=quiet, lines=launch is not None) as hub,
     ):
         flow = _Flow(folder, lock, hub, requests, loaded.name, recover, edit, watch, _board(folder, launch, hub))
         _allow_hooks(flow, loaded)
@@ -250,7 +250,7 @@ def resume(
                 Board(folder, launch).conclude(DONE)
             return EndedRun(folder.path, DONE, again=True)
         require(loaded.recipe.logging.libraries)
-        with event_hub(folder, quiet=quiet) as hub:
+        with event_hub(folder, quiet=quiet, lines=launch is not None) as hub:
             board = _board(folder, launch, hub)
             flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch, board=board)
             if any(word.startswith("logging.trackers") for word in overrides):
