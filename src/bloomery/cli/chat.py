@@ -36,7 +36,7 @@ class Session:
         self, decoder: "Decoder", tokenizer: "Tokenizer", form: "ChatFormat", sampling: "Sampling", *,
         system: str | None = None,
     ) -> None:  # fmt: skip
-        from bloomery.model.sampling import Past
+        from bloomery.model.decoding import Past
 
         self.decoder, self.tokenizer, self.form, self.system = decoder, tokenizer, form, system
         self.sampling = replace(sampling, stop_ids=form.stop_ids)

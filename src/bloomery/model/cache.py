@@ -1,9 +1,9 @@
-"""Keys and values of the past, for generating one token at a time.
+"""Keys and values of the past, for generating tokens: slots for several texts, each with a length of its own.
 
-B batch, T new tokens, S tokens that the new ones see, K key/value heads, E head width.
+B texts, T new tokens, S tokens that the new ones see, K key/value heads, E head width.
 """
 
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,62 +11,150 @@ from torch import Tensor
 from bloomery.model.config import ModelConfig
 
 
+class Seen(NamedTuple):
+    """Keys and values [B, K, S, E] that the new queries see; the last T of one text's are the new ones.
+
+    `mask`: True where seen, [B, 1, 1, S], of texts of several lengths; the window is then applied.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+
 @final
 class LayerCache:
-    """One layer's keys and values; with a window only those that a later query can still see."""
+    """One layer's keys and values [slots, K, kept, E]; with a window, a ring of those that a later query can see."""
 
-    def __init__(self, capacity: int, window: int | None) -> None:
-        self.capacity, self.window, self.length = capacity, window, 0
+    def __init__(self, cache: "Cache", window: int | None) -> None:
+        self.cache, self.window = cache, window
+        self.kept = cache.capacity if window is None else min(cache.capacity, window)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     @property
     def rolls(self) -> bool:
         """Whether old keys make room for new ones."""
-        return self.window is not None and self.window <= self.capacity
+        return self.kept < self.cache.capacity
 
-    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends and returns what the new queries see, [B, K, S, E]; the last T of them are the new ones."""
+    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> Seen:
+        """Appends to the cache's current slots, and returns what the new queries see."""
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._allocate(k_BKTE), self._allocate(v_BKTE)
-        if self.window is not None and self.rolls:
-            keys = torch.cat((self.keys[:, :, : self.length], k_BKTE), dim=2)
-            values = torch.cat((self.values[:, :, : self.length], v_BKTE), dim=2)
-            self.length = min(keys.shape[2], self.window - 1)
-            kept = slice(keys.shape[2] - self.length, keys.shape[2])
-            self.keys[:, :, : self.length] = keys[:, :, kept]
-            self.values[:, :, : self.length] = values[:, :, kept]
-            return keys, values
-        end = self.length + k_BKTE.shape[2]
-        assert end <= self.capacity, f"{end} tokens do not fit into a cache of {self.capacity}"
-        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k_BKTE, v_BKTE
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _allocate(self, like_BKTE: Tensor) -> Tensor:
-        B, K, _, E = like_BKTE.shape
-        kept = self.capacity if self.window is None else min(self.capacity, self.window)
-        return like_BKTE.new_empty((B, K, kept, E))
+            # Zeros: masked keys still are multiplied, and memory may hold NaN.
+            shape = (self.cache.slots, k_BKTE.shape[1], self.kept, k_BKTE.shape[3])
+            self.keys, self.values = k_BKTE.new_zeros(shape), v_BKTE.new_zeros(shape)
+        if not self.cache.alike:
+            index, at = self.cache.places(self.kept, k_BKTE.device)
+            self.keys[index, :, at], self.values[index, :, at] = k_BKTE[:, :, 0], v_BKTE[:, :, 0]
+            mask = self.cache.mask(self.kept, k_BKTE.device)
+            seen = slice(len(self.cache.rows)), slice(None), slice(mask.shape[-1])
+            return Seen(self.keys[seen], self.values[seen], mask)
+        rows = self.cache.rows
+        begin, count = self.cache.lengths[rows.start], k_BKTE.shape[2]
+        keys, values = self.keys[rows.start : rows.stop], self.values[rows.start : rows.stop]
+        if begin + count <= self.kept:
+            keys[:, :, begin : begin + count], values[:, :, begin : begin + count] = k_BKTE, v_BKTE
+            return Seen(keys[:, :, : begin + count], values[:, :, : begin + count], None)
+        last = torch.arange(max(begin, begin + count - self.kept), begin + count, device=k_BKTE.device) % self.kept
+        if count == 1:
+            keys[:, :, last], values[:, :, last] = k_BKTE, v_BKTE
+            return Seen(keys, values, None)  # their order does not matter to one query
+        old = torch.arange(max(0, begin - self.kept + 1), begin, device=k_BKTE.device) % self.kept
+        seen_keys = torch.cat((keys[:, :, old], k_BKTE), dim=2)
+        seen_values = torch.cat((values[:, :, old], v_BKTE), dim=2)
+        keys[:, :, last], values[:, :, last] = k_BKTE[:, :, -len(last) :], v_BKTE[:, :, -len(last) :]
+        return Seen(seen_keys, seen_values, None)
 
 
 @final
 class Cache:
-    """The cache of a whole decoder for sequences of at most `capacity` tokens; `length` of them are in it."""
+    """The cache of a whole decoder for `slots` texts of at most `capacity` tokens; `lengths` of them are in it.
 
-    def __init__(self, config: ModelConfig, capacity: int) -> None:
-        self.layers = [LayerCache(capacity, config.window(layer)) for layer in range(config.num_layers)]
-        self.capacity, self.length = capacity, 0
-        self.past: Any = None  # the cache of transformers' layers
+    A forward appends to the slots `rows`: any number of tokens where their lengths are alike, as of one slot; else one
+    token to each of the first n.
+    """
 
-    def cut(self, length: int) -> bool:
-        """Forget all but the first `length` tokens; False where a window has already let some of these go."""
-        if length < self.length and any(layer.rolls for layer in self.layers):
+    def __init__(self, config: ModelConfig, capacity: int, slots: int = 1) -> None:
+        self.capacity, self.slots = capacity, slots
+        self.lengths, self.rows = [0] * slots, range(1)
+        self.layers = [LayerCache(self, config.window(layer)) for layer in range(config.num_layers)]
+        self.pasts: list[Any] = [None] * slots  # the caches of transformers' layers
+        self._shared = dict[tuple[str, int], Any]()  # of one forward: what layers share
+
+    @property
+    def length(self) -> int:
+        """The tokens of the longest text among the current slots."""
+        return max(self.lengths[row] for row in self.rows)
+
+    @property
+    def alike(self) -> bool:
+        """Whether the current slots hold equally many tokens."""
+        return len(self.rows) == 1 or len({self.lengths[row] for row in self.rows}) == 1
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Of `count` new tokens: [T] where lengths are alike, else [B, 1]."""
+        if self.alike:
+            return torch.arange(self.length, self.length + count, device=device)
+        assert count == 1, "slots of several lengths take one token each"
+        return self._lengths(device)[:, None]
+
+    def advance(self, count: int) -> None:
+        """The forward is over: every current slot has `count` more tokens."""
+        for row in self.rows:
+            self.lengths[row] += count
+            assert self.lengths[row] <= self.capacity, f"{self.lengths[row]} tokens do not fit into {self.capacity}"
+        self._shared.clear()
+
+    def cut(self, length: int, row: int = 0) -> bool:
+        """Forget all but the first `length` tokens of a slot; False where a window has let some of these go."""
+        had = self.lengths[row]
+        if 0 < length < had and any(had > layer.kept for layer in self.layers):
             return False
-        if self.past is not None and length == 0:
-            self.past = None
-        elif self.past is not None and length < self.length:
-            self.past.crop(length - self.length)  # negative: so many go
-        for layer in self.layers:
-            layer.length = min(layer.length, length)
-        self.length = min(self.length, length)
+        if self.pasts[row] is not None and length == 0:
+            self.pasts[row] = None
+        elif self.pasts[row] is not None and length < had:
+            self.pasts[row].crop(length - had)  # negative: so many go
+        self.lengths[row] = min(had, length)
         return True
+
+    def clear(self, row: int) -> None:
+        """Forget a slot, and the numbers in it: of a text that was not finite, they would reach others as 0 * NaN."""
+        self.cut(0, row)
+        self._shared.clear()
+        for layer in self.layers:
+            for kept in (layer.keys, layer.values):
+                if kept is not None:
+                    kept[row].zero_()
+
+    def swap(self, one: int, other: int) -> None:
+        """Exchange the contents of two slots."""
+        for layer in self.layers:
+            most = min(max(self.lengths[one], self.lengths[other]), layer.kept)
+            for kept in (layer.keys, layer.values):
+                if kept is not None:
+                    kept[[one, other], :, :most] = kept[[other, one], :, :most]
+        for of in (self.lengths, self.pasts):
+            of[one], of[other] = of[other], of[one]
+
+    def places(self, kept: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(slots, places in them) of the new tokens of several slots, int64 [B] each."""
+        if ("places", kept) not in self._shared:
+            lengths = self._lengths(device)
+            self._shared["places", kept] = torch.arange(len(lengths), device=device), lengths % kept
+        found: tuple[Tensor, Tensor] = self._shared["places", kept]
+        return found
+
+    def mask(self, kept: int, device: torch.device) -> Tensor:
+        """The keys that the new tokens of several slots see, their own included: bool [B, 1, 1, S]."""
+        if ("mask", kept) not in self._shared:
+            seen = torch.arange(min(self.length + 1, kept), device=device)
+            self._shared["mask", kept] = (seen <= self._lengths(device)[:, None])[:, None, None]
+        found: Tensor = self._shared["mask", kept]
+        return found
+
+    def _lengths(self, device: torch.device) -> Tensor:
+        if ("lengths", 0) not in self._shared:
+            assert self.rows.start == 0
+            self._shared["lengths", 0] = torch.tensor(self.lengths[: len(self.rows)], device=device)
+        found: Tensor = self._shared["lengths", 0]
+        return found

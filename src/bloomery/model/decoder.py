@@ -63,12 +63,14 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary, v.dtype), rotate(k, rotary, v.dtype)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
-        backend = self.backend
+        backend, window = self.backend, self.window
         if cache is not None:
-            k_BKTE, v_BKTE = cache.extend(k_BKTE, v_BKTE)
+            k_BKTE, v_BKTE, mask = cache.extend(k_BKTE, v_BKTE)
             backend = plain_backend(config)
+            if mask is not None:
+                layout, window = DocumentLayout(mask_B1TS=mask), None
         y_BHTE = attend(
-            q_BHTE, k_BKTE, v_BKTE, layout, backend=backend, window=self.window, softcap=config.attention_softcap,
+            q_BHTE, k_BKTE, v_BKTE, layout, backend=backend, window=window, softcap=config.attention_softcap,
             scale=self.scale, dropout=config.attention_dropout if self.training else 0.0,
         )  # fmt: skip
         projected: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
@@ -162,20 +164,22 @@ class Backbone(nn.Module):
         for layer, block in enumerate(self.layers):
             x_BTD = block(x_BTD, rotary[layer], layout, None if cache is None else cache.layers[layer])
         if cache is not None:
-            cache.length += tokens_BT.shape[1]
+            cache.advance(tokens_BT.shape[1])
         normed: Tensor = self.norm(x_BTD)
         return normed
 
     def positions(self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None) -> Tensor:
-        """[B, T] when given, else [T] from where the cache ends."""
-        first = 0 if cache is None else cache.length
-        end = first + tokens_BT.shape[1]
+        """[B, T] when given, else [T] from where the cache ends, [B, 1] for several of its slots."""
+        count = tokens_BT.shape[1]
+        end = count if cache is None else cache.length + count
         if self.config.positions == "learned" and end > self.config.max_positions and positions_BT is None:
             raise UserError(
                 f"{end:,} tokens exceed the model's {self.config.max_positions:,} learned positions",
                 fix="shorten the text",
             )
-        return torch.arange(first, end, device=tokens_BT.device) if positions_BT is None else positions_BT
+        if positions_BT is not None:
+            return positions_BT
+        return torch.arange(end, device=tokens_BT.device) if cache is None else cache.positions(count, tokens_BT.device)
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         x_BTD: Tensor = self.embed_tokens(tokens_BT)

@@ -14,7 +14,8 @@ from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import Past, Sampling, known_ids, sample_tokens
+from bloomery.model.decoding import Past, sample_tokens
+from bloomery.model.sampling import Sampling, known_ids
 from bloomery.train.model_folder import find_model
 from bloomery.train.use import OnText, Use, load_used
 

@@ -163,9 +163,11 @@ class TransformersBackbone(nn.Module):
         if cache is not None:
             from transformers import DynamicCache
 
-            said["past_key_values"] = cache.past = cache.past or DynamicCache()
-            cache.length += tokens_BT.shape[1]
+            (row,) = cache.rows
+            said["past_key_values"] = cache.pasts[row] = cache.pasts[row] or DynamicCache()
         hidden_BTD: Tensor = self.whole.base_model(**said).last_hidden_state
+        if cache is not None:
+            cache.advance(tokens_BT.shape[1])
         return hidden_BTD if self.transformers_backend.factor == 1.0 else hidden_BTD * self.transformers_backend.factor
 
 

@@ -1,0 +1,251 @@
+"""Decoding: several texts at once, each in a slot of one KV cache. Chat, generate, samples and serve all come here.
+
+A step reads a piece of one prompt, then gives every text that is begun one token, in one forward for all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from bloomery.model.cache import Cache
+from bloomery.model.config import ModelConfig
+from bloomery.model.decoder import Decoder
+from bloomery.model.heads import LastLogits
+from bloomery.model.sampling import NotFinite, Sampling, draw
+
+LAST = LastLogits()
+Adapter = str | None  # the name of a text's adapter
+Choose = Callable[[Sequence[Adapter]], None]
+
+
+def in_one_forward(config: ModelConfig) -> bool:
+    """Whether texts of several lengths can share a forward; some rotations depend on the longest of them."""
+    stretched = config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope")
+    return config.transformers_backend is None and not stretched
+
+
+@final
+class Past:
+    """The tokens and KV cache of a decoder's slots, reused for texts that begin alike, such as the turns of a chat.
+
+    `capacity`: tokens in a slot; a single slot grows. `choose` gets the adapter of each row before a forward.
+    """
+
+    def __init__(self, decoder: Decoder, slots: int = 1, capacity: int = 0, choose: Choose | None = None) -> None:
+        self.decoder, self.slots, self.choose = decoder, slots, choose
+        self.ids: list[list[int]] = [[] for _ in range(slots)]
+        self.adapters: list[Adapter] = [None] * slots
+        self.cache = Cache(decoder.config, capacity, slots)
+
+    def common(self, slot: int, ids: Sequence[int], adapter: Adapter = None) -> int:
+        """How many tokens of `ids` a slot holds already; the last one always is read again."""
+        if adapter != self.adapters[slot]:
+            return 0
+        old = self.ids[slot]
+        pairs = zip(old, ids[:-1], strict=False)
+        return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(old), len(ids) - 1))
+
+    def rest(self, ids: Sequence[int], capacity: int, slot: int = 0, adapter: Adapter = None) -> list[int]:
+        """Keeps what is common with `ids` and returns what is left to read; there is room for `capacity` tokens."""
+        common = self.common(slot, ids, adapter)
+        if capacity > self.cache.capacity:
+            assert self.slots == 1, f"{capacity} tokens do not fit into a slot of {self.cache.capacity}"
+            room = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
+            common, self.cache = 0, Cache(self.decoder.config, room)
+        elif not self.cache.cut(common, slot):
+            common = 0
+            self.cache.cut(0, slot)
+        self.ids[slot], self.adapters[slot] = list(ids[:common]), adapter
+        return list(ids[common:])
+
+    def read(self, tokens: Sequence[Sequence[int]], first: int = 0) -> Tensor:
+        """Logits after the tokens of the slots from `first` on, float32 [slots, V] on the CPU.
+
+        What interrupts it leaves nothing of their past.
+        """
+        rows = range(first, first + len(tokens))
+        if len(rows) > 1 and not in_one_forward(self.decoder.config):
+            return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
+        past, self.cache.rows = [self.ids[row] for row in rows], rows
+        for row in rows:
+            self.ids[row] = []
+        if self.choose is not None:
+            self.choose([self.adapters[row] for row in rows])
+        device = self.decoder.model.embed_tokens.weight.device
+        try:
+            with torch.no_grad():
+                logits: Tensor = self.decoder(torch.tensor(tokens, device=device), head=LAST, cache=self.cache)
+        except BaseException:
+            for row in rows:
+                self.cache.clear(row)
+            raise
+        for row, ids, more in zip(rows, past, tokens, strict=True):
+            ids.extend(more)
+            self.ids[row] = ids
+        return logits.float().cpu()
+
+    def forget(self, slot: int) -> None:
+        """Nothing of a text that was not finite may reach another."""
+        self.ids[slot] = []
+        self.cache.clear(slot)
+
+    def swap(self, one: int, other: int) -> None:
+        if one != other:
+            self.cache.swap(one, other)
+            self.ids[one], self.ids[other] = self.ids[other], self.ids[one]
+            self.adapters[one], self.adapters[other] = self.adapters[other], self.adapters[one]
+
+
+@final
+@dataclass(eq=False)
+class Text:
+    """A text that is being decoded. `new`: its new tokens; `unread`: tokens that the cache lacks."""
+
+    prompt: list[int]
+    sampling: Sampling
+    room: int
+    unread: list[int]
+    adapter: Adapter
+    logprobs: int | None
+    random: torch.Generator
+    new: list[int] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True)
+class Drawn:
+    """A token of a text. `ended`: after it, or instead of it (`token` is then None); NotFinite where logits are not.
+
+    `logprob`: of the token before temperature and filters, with those of the `top` likeliest; None unless asked for.
+    """
+
+    text: Text
+    token: int | None
+    ended: Literal["stop", "length"] | NotFinite | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@final
+class Batch:
+    """Texts that are decoded together: `texts[i]` is in slot i of `past`. The decoder is in evaluation mode.
+
+    Random streams are the texts' own and live on the CPU, so that the same logits give the same text on every device.
+    `piece`: tokens of a prompt that one step reads at most. `agree`: of several ranks, returns the first one's token.
+    """
+
+    def __init__(
+        self, past: Past, *, piece: int | None = None, agree: Callable[[float], float] | None = None
+    ) -> None:  # fmt: skip
+        self.past, self.agree = past, agree
+        # What rotations that depend on the length make of a token depends on the piece in which it is read.
+        self.exact = in_one_forward(past.decoder.config)
+        self.piece = piece if self.exact else None
+        self.texts: list[Text] = []
+
+    @property
+    def full(self) -> bool:
+        return len(self.texts) == self.past.slots
+
+    def add(
+        self, prompt: Sequence[int], sampling: Sampling, *, adapter: Adapter = None, logprobs: int | None = None
+    ) -> Text:
+        """Begins a text in the free slot that holds most of its prompt. `logprobs`: how many of the likeliest, too."""
+        assert prompt, "a decoder needs at least one token to start from"
+        assert not self.full
+        past, slot = self.past, len(self.texts)
+        most = past.decoder.config.max_positions
+        most = most if past.slots == 1 else min(most, past.cache.capacity)
+        room = max(0, min(sampling.max_new_tokens, most - len(prompt)))
+        if self.exact:
+            past.swap(slot, max(range(slot, past.slots), key=lambda free: past.common(free, prompt, adapter)))
+        elif past.slots > 1:
+            past.ids[slot] = []
+        unread = past.rest(prompt, len(prompt) + room, slot, adapter)
+        random = torch.Generator().manual_seed(sampling.seed)
+        text = Text(list(prompt), sampling, room, unread, adapter, logprobs, random)
+        self.texts.append(text)
+        return text
+
+    def remove(self, text: Text) -> None:
+        """Ends a text; its slot is free, and keeps the tokens for one that begins alike."""
+        slot = self.texts.index(text)
+        last = self.texts.pop()
+        self.past.swap(slot, len(self.texts))
+        if last is not text:
+            self.texts[slot] = last
+
+    def step(self) -> list[Drawn]:
+        """New tokens, and ends of texts; these are removed. Texts whose prompt is not read yet have none."""
+        drawn = []
+        for text in [text for text in self.texts if text.room == 0]:
+            self.remove(text)
+            drawn.append(Drawn(text, None, "length"))
+        waiting = next((text for text in self.texts if not text.new), None)
+        if waiting is not None:
+            slot = self.texts.index(waiting)
+            some = waiting.unread[: self.piece]
+            waiting.unread = waiting.unread[len(some) :]
+            logits = self.past.read([some], slot)
+            if not waiting.unread:
+                drawn += self._draw([waiting], logits)
+        # Texts with one unread token come first, so that they are the rows of one forward.
+        ready = [text for text in self.texts if text.new and text is not waiting]
+        for place, text in enumerate(ready):
+            slot = self.texts.index(text)
+            self.past.swap(place, slot)
+            self.texts[place], self.texts[slot] = text, self.texts[place]
+        if ready:
+            logits = self.past.read([text.unread for text in ready])
+            drawn += self._draw(ready, logits)
+        return drawn
+
+    def _draw(self, texts: Sequence[Text], logits: Tensor) -> list[Drawn]:
+        drawn = [self._next(text, row) for text, row in zip(texts, logits, strict=True)]
+        for each in drawn:
+            if each.ended is not None:
+                if isinstance(each.ended, NotFinite):
+                    self.past.forget(self.texts.index(each.text))
+                self.remove(each.text)
+        return drawn
+
+    def _next(self, text: Text, logits: Tensor) -> Drawn:
+        if not bool(logits.isfinite().all()):
+            return Drawn(text, None, NotFinite())
+        token = draw(logits, text.prompt, text.new, text.sampling, text.random)
+        token = token if self.agree is None else int(self.agree(token))
+        if token in text.sampling.stop_ids:
+            return Drawn(text, None, "stop")
+        text.new.append(token)
+        text.unread = [token]
+        logprob, top = None, tuple[tuple[int, float], ...]()
+        if text.logprobs is not None:
+            shares = logits.log_softmax(-1)
+            logprob = float(shares[token])
+            likeliest = shares.topk(min(text.logprobs, len(shares)))
+            top = tuple(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
+        return Drawn(text, token, "length" if len(text.new) == text.room else None, logprob, top)
+
+
+def sample_tokens(
+    decoder: Decoder,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    past: Past | None = None,
+    *,
+    agree: Callable[[float], float] | None = None,
+) -> Iterator[int]:
+    """New tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the decoder's positions. With
+    a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
+    """
+    batch = Batch(past or Past(decoder), agree=agree)
+    batch.add(prompt_ids, sampling)
+    while batch.texts:
+        for drawn in batch.step():
+            if drawn.token is not None:
+                yield drawn.token
+            if isinstance(drawn.ended, NotFinite):
+                raise drawn.ended
