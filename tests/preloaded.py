@@ -33,12 +33,23 @@ MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifec
 # Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.
 EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_",
          "CUDA_", "HIP_", "ROC", "HSA_", "NCCL_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")  # fmt: skip
-ROOM = 8192  # bytes for the command line that the system shows
+# Of those, what a process that runs already can take over.
+TAKEN_OVER = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_")
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+ROOM = 8192  # bytes for the command line that the system shows, and for the variables
 
 
 def early(environment: Any) -> dict[str, str]:
     return {name: value for name, value in environment.items()
             if name.startswith(EARLY) and name not in ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}  # fmt: skip
+
+
+def alike(environment: Any, here: dict[str, str]) -> bool:
+    """Whether a process with the variables `here`, forked, is one that would have started with `environment`."""
+    there = early(environment)
+    return here.keys() & set(TAKEN_OVER) <= there.keys() and all(
+        there.get(name) == here.get(name) for name in {*there, *here} - set(TAKEN_OVER)
+    )
 
 
 def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[str, Any] | None:
@@ -51,7 +62,7 @@ def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[s
         and words[:1] == [sys.executable]
         and set(flags) <= {"-P", "-X", "faulthandler"}
         and words[len(flags) + 2] in modules
-        and early(environment) == here
+        and alike(environment, here)
         and bound["preexec_fn"] is None
         and not bound["shell"]
     )
@@ -83,6 +94,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno()), "-" * ROOM],
             stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True,
+            env=os.environ | {"ROOM": "-" * ROOM},
         )  # fmt: skip
         theirs.close()
         atexit.register(self.end)
@@ -157,11 +169,15 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-def run(words: list[str], *, timeout: float | None = None, **options: Any) -> "subprocess.CompletedProcess[Any]":
-    """`subprocess.run` of a process with the streams that `options` name."""
-    with Popen(words, **options) as process:
+def run(
+    words: list[str], *, input: Any = None, timeout: float | None = None, **options: Any
+) -> "subprocess.CompletedProcess[Any]":
+    """`subprocess.run` that captures the output."""
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    streams["stdin"] = subprocess.DEVNULL if input is None else subprocess.PIPE
+    with Popen(words, **streams, **options) as process:
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(input, timeout=timeout)
         except BaseException:
             process.kill()
             raise
@@ -204,11 +220,13 @@ def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
             wake.register(watched, select.POLLIN)
 
 
-def show_words(words: list[str]) -> None:
-    """As the command line of this process, which tests look for."""
-    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    shown = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
-    ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+def show(words: list[str], environment: dict[str, str]) -> None:
+    """As the command line and the variables of this process, which tests look for."""
+    begin, end, first, last = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49])
+    lines = [f"{name}={value}" for name, value in environment.items()]
+    for start, size, texts in ((begin, end - begin, words), (first, last - first, lines)):
+        shown = b"".join(os.fsencode(text) + b"\0" for text in texts)[: size - 1]
+        ctypes.memmove(start, shown.ljust(size, b"\0"), size)
 
 
 def become(job: dict[str, Any], given: list[int]) -> NoReturn:
@@ -229,12 +247,16 @@ def become(job: dict[str, Any], given: list[int]) -> NoReturn:
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(job["environment"])
+    if threads := os.environ.get("OMP_NUM_THREADS", ""):
+        sys.modules["torch"].set_num_threads(int(threads))
+    if threshold := os.environ.get("MALLOC_MMAP_THRESHOLD_", ""):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(threshold))
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    show_words(job["words"])
+    show(job["words"], job["environment"])
     atexit._clear()
     _kept.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import preloaded
+from bloomery.monitor.events import StepDone, read_events
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 VERSION = [sys.executable, "-m", "bloomery", "--version"]
@@ -29,21 +30,42 @@ def test_exit_code_and_streams(tmp_path, words):
 
 
 def test_a_variable_that_a_library_reads_when_it_starts_is_a_start_from_nothing(tmp_path):
-    process, code, *_ = ended(preloaded.Popen, VERSION, tmp_path, OMP_NUM_THREADS="3")
+    process, code, *_ = ended(preloaded.Popen, VERSION, tmp_path, OMP_PROC_BIND="true")
     assert (process._ending, code) == (None, 0)
+
+
+def test_a_forked_process_computes_with_the_threads_of_its_variables(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(
+        "extends: demo\ndata: {path: text, glob: '*.txt'}\nmodel: {hidden_size: 16, num_layers: 1}\n"
+        "tokenizer: {train: {kind: bpe, vocab_size: 300}}\nsample: {prompts: []}\n"
+        "train: {max_steps: 2}\n"
+    )
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / f"text/{number}.txt").write_text(f"the cat number {number} sat on the mat " * 40)
+    losses = []
+    for popen in (subprocess.Popen, preloaded.Popen):
+        words = [*VERSION[:3], "train", "tiny.yaml", "--run-dir", popen.__module__]
+        process, code, out, err = ended(popen, words, tmp_path, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536")
+        assert code == 0, out + err
+        assert (getattr(process, "_ending", None) is None) == (popen is subprocess.Popen)
+        events = read_events(tmp_path / popen.__module__ / "events.jsonl")
+        losses.append([event.loss for event in events if isinstance(event, StepDone)])
+    assert losses[0] == losses[1] != []
 
 
 def test_its_session_folder_and_words_are_its_own_and_its_ending_is_told(tmp_path):
     os.mkfifo(tmp_path / "pipe.log")
     with preloaded.Popen(
         [*VERSION[:3], "doctor", "--explain", "pipe.log"], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"MARK": "here"},
     ) as process:  # fmt: skip
         assert process.poll() is None and process._ending is not None
         about = Path(f"/proc/{process.pid}")
         with (tmp_path / "pipe.log").open("wb"):  # it reads there by now, as that process and as no other
             words = [word for word in (about / "cmdline").read_bytes().split(b"\0") if word]
             assert words == [os.fsencode(word) for word in process.args]
+            assert b"MARK=here" in (about / "environ").read_bytes().split(b"\0")
             assert os.getsid(process.pid) == process.pid
             assert (about / "cwd").readlink() == tmp_path
             assert not [path for path in (about / "fd").iterdir() if "socket" in str(path.readlink())]

@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -51,8 +50,8 @@ def process(
 ) -> Result:  # fmt: skip
     """`bloomery words` as a process in `folder`; `code` runs in it before."""
     done = preloaded.run(
-        [*python(code), *words], cwd=folder, env=os.environ | dict(environment or {}), stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=timeout, start_new_session=True,
+        [*python(code), *words], cwd=folder, env=os.environ | dict(environment or {}), timeout=timeout,
+        start_new_session=True,
     )  # fmt: skip
     return Result(done.returncode, *(text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)))
 

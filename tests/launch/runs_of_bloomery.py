@@ -37,7 +37,7 @@ logging: {every: 5 steps}
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
 PATIENCE_SECONDS = 120.0
 CALLS = "fsync,?rename,?renameat,?renameat2,?unlink,unlinkat,?rmdir,?mkdir,mkdirat,ftruncate"
-STRACE = ("strace", "-f", "-qq", "-o", os.devnull)
+STRACE = ("strace", "-f", "-qq", "-o")
 ADAPTED = """
 model: {from: base}
 tokenizer: {from: same}
@@ -80,7 +80,7 @@ def why_no_strace() -> str:
     """Why system calls cannot be made to fail here; "" when they can."""
     if shutil.which("strace") is None:
         return "strace is not installed"
-    tried = subprocess.run([*STRACE, "-e", f"trace={CALLS}", "true"], capture_output=True)
+    tried = subprocess.run([*STRACE, os.devnull, "-e", f"trace={CALLS}", "true"], capture_output=True)
     return "" if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.decode()[:200]}"
 
 
@@ -117,7 +117,7 @@ class Bloomery:
         if why := why_no_strace():
             pytest.skip(why)
         trace = str(self.folder / "strace.txt")
-        under = ("strace", "-f", "-qq", "-o", trace, "-e", f"trace={CALLS}", "-e", f"inject={fault}")
+        under = (*STRACE, trace, "-e", f"trace={CALLS}", "-e", f"inject={fault}")
         return self.run(*words, under=under)
 
     def injected(self) -> bool:

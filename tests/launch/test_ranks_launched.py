@@ -234,9 +234,8 @@ TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "-d", "cpu,cpu")
 
 @pytest.fixture
 def bloomery(tmp_path) -> Bloomery:
-    """Started from nothing: the variables of a forked process cannot be read from outside."""
     write_workshop(tmp_path)
-    return Bloomery(tmp_path, fresh=True)
+    return Bloomery(tmp_path)
 
 
 @pytest.fixture
