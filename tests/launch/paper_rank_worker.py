@@ -2,6 +2,7 @@
 
 An act is a list of words: "steps N" tells N steps (rank 0 only), "hang" sleeps outside every collective, "wait" sleeps
 inside one, "stop" stops the process as SIGSTOP does, "deaf", "exit CODE", "report TEXT CODE", "kill NUMBER", "save".
+"late" never begins; the others begin together.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from bloomery.monitor.events import EventLog, Phase, StepDone
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.ranks.deadline import Deadline
+from bloomery.runs.supervisor import STACKS
 
 INSIDE = "def all_reduce(worker):\n    worker()\n"  # with the file name of torch, as in a stack
 
@@ -25,8 +27,14 @@ def sleep() -> None:
 def main() -> None:
     folder, rank = RunFolder(Path(sys.argv[2])), int(os.environ["RANK"])
     report = int(sys.argv[sys.argv.index("--report") + 1])
-    acts = json.loads((folder.path.parent / "acts.json").read_text())[str(rank)]
+    acts_of_ranks = json.loads((folder.path.parent / "acts.json").read_text())
+    acts = acts_of_ranks[str(rank)]
+    if acts[0].startswith("late"):
+        time.sleep(600)
     deadline = Deadline(folder.path, rank)
+    awaited = [other for other, theirs in acts_of_ranks.items() if not theirs[0].startswith("late")]
+    while not all((folder.path / STACKS / f"rank-{other}.txt").exists() for other in awaited):
+        time.sleep(0.01)
     deadline.arm()
     with EventLog(folder.events) as emit:
         for act in acts:
@@ -44,6 +52,7 @@ def main() -> None:
                 scope["all_reduce"](sleep)
             elif word == "deaf":  # as a rank inside a collective is
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                (folder.path / f"deaf-{rank}").touch()
             elif word == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif word == "nap":

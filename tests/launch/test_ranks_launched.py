@@ -24,7 +24,7 @@ from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
 from bloomery.runs.folder import RunFolder, locked
-from bloomery.runs.lifecycle import start
+from bloomery.runs.lifecycle import _follow, start
 from bloomery.runs.ranks.launchers import Board, current_launch, new_folder
 from bloomery.runs.signals import StopRequests
 from bloomery.runs.supervisor import failure, run_stage, training_place
@@ -146,6 +146,12 @@ def test_a_stopped_rank_is_named_though_it_says_nothing(act) -> None:
     assert "rank 1 does not respond" in act(["wait"], ["stop", "hang"], hang=1.5)
 
 
+def test_a_rank_that_never_begins_is_named(act, tmp_path) -> None:
+    told = act(["wait"], ["late"], hang=1.5)
+    assert "rank 1 does not respond" in told
+    assert "all_reduce" in (tmp_path / "run/stacks/rank-0.txt").read_text()
+
+
 def test_the_report_of_one_rank_is_told_with_its_number(act) -> None:
     told = act(["wait"], ["report unreadable 1"])
     assert told.startswith("error: unreadable") and "rank 1" in told
@@ -158,13 +164,18 @@ def test_an_agreed_save_and_a_stop_before_the_first_step_are_75(act) -> None:
     assert act(["exit 1"], ["exit 75"]) == 75  # rank 0 only lost the other
 
 
-def test_a_stop_that_no_step_answers_ends_on_the_last_checkpoint(act, monkeypatch) -> None:
+def test_a_stop_that_no_step_answers_ends_on_the_last_checkpoint(act, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     requests = StopRequests()
-    timer = threading.Timer(3.0, lambda: requests.ask(signal.SIGTERM))
-    timer.start()
+
+    def ask() -> None:
+        wait_for(lambda: len(list((tmp_path / "run").glob("deaf-*"))) == 2)
+        requests.ask(signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
     assert act(["deaf", "hang"], ["deaf", "hang"], requests=requests) == 75
-    timer.join()
+    asking.join()
 
 
 def test_where_a_rank_waits_is_read_from_its_main_thread() -> None:
@@ -225,6 +236,20 @@ def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, mon
     folder.path.mkdir()
     Board(folder, launched(0, restart=0)).begin(resumed=False)
     assert Board(folder, launched(1, restart=1)).wait(lambda: False) is None
+
+
+def test_a_rank_that_cannot_start_tells_rank_0(tmp_path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    first = Board(folder, launched(0))
+    with locked(folder):
+        first.open()
+        first.begin(resumed=False)
+        with pytest.raises(UserError) as told:  # the plan cannot be read there
+            _follow(launched(1), folder.path, "cpu")
+        ended = first.end_of(1)
+    assert ended is not None and ended["code"] == 1
+    assert ended["report"]["problem"] == told.value.problem and "plan.json" in str(told.value)
 
 
 # Real ranks.

@@ -99,6 +99,35 @@ def test_a_taken_port_is_named(prepared) -> None:
     assert f"port {port} of 127.0.0.1 is taken" in told[0]
 
 
+def meet_without_rank_1(plan_json: str, port: int) -> str:
+    """On every rank, rank 1 but for: what it says of the missing one."""
+    from bloomery.parallel import mesh, preflight
+    from bloomery.plan.types import RunPlan
+
+    before, mesh.JOIN_SECONDS = mesh.JOIN_SECONDS, 1.0
+    if port:
+        os.environ.pop("BLOOMERY_RENDEZVOUS")
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        if os.environ["RANK"] != "1":
+            preflight.meet(RunPlan.model_validate_json(plan_json).train)
+    except UserError as error:
+        return str(error)
+    finally:
+        mesh.JOIN_SECONDS = before
+    return "joined"
+
+
+@pytest.mark.parametrize("at_a_port", [False, True], ids=["file", "port"])
+def test_a_rank_that_never_arrives_is_named(prepared, at_a_port) -> None:
+    plan = on_ranks(tiny_plan(prepared), replicate=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = ranks(2).call(meet_without_rank_1, plan.model_dump_json(), port if at_a_port else 0)
+    assert told[1] == "joined" and "rank 1 of 2 did not arrive within 1.0 s" in told[0], told
+
+
 def test_a_straggler_is_named_once_within_a_hundred_steps() -> None:
     stragglers, named = Stragglers(), []
     for step in range(100):

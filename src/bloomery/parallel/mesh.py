@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ran
 BUCKET_NUMBERS = 25 * 2**20 // 4  # float32 numbers of one all-reduce; DistributedDataParallel's bucket
 TEXT_BYTES = 1024
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a backstop: the deadline of the worker ends a hang much earlier
+JOIN_SECONDS = 600.0  # for all ranks to arrive: they start together, but may import torch from a slow file system
 
 
 @final
@@ -213,8 +214,41 @@ class Mesh:
 ALONE = Mesh()
 
 
+@final
+class NotArrived(RuntimeError):
+    """`ranks`: those that did not come to the meeting within JOIN_SECONDS."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"not arrived: {ranks}")
+        self.ranks = ranks
+
+
+def _meeting(rank: int, ranks: int) -> Any:
+    """The torch.distributed.Store of all ranks, once each of them has arrived. Raises NotArrived."""
+    store: Any
+    if meeting := os.environ.get(RENDEZVOUS):
+        store = dist.FileStore(meeting, ranks)  # type: ignore[attr-defined]
+    else:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=rank == 0,
+            timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False,
+        )  # fmt: skip
+    store.set(f"arrived {rank}", "1")
+    store.add("arrived", 1)
+    deadline, pause = time.monotonic() + JOIN_SECONDS, 0.005
+    while store.add("arrived", 0) < ranks:
+        if time.monotonic() > deadline:
+            raise NotArrived([each for each in range(ranks) if not store.check([f"arrived {each}"])])
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
+    return store
+
+
 def join(plan: TrainPlan) -> Mesh:
-    """This process among the ranks of the plan, by the variables of the launcher; alone, it needs none."""
+    """This process among the ranks of the plan, by the variables of the launcher; alone, it needs none.
+
+    Raises NotArrived when a rank does not come.
+    """
     if plan.ranks == 1:
         return ALONE
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
@@ -222,9 +256,8 @@ def join(plan: TrainPlan) -> Mesh:
     if plan.device == "cuda":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())  # one visible device under some launchers
         backend = "cpu:gloo,cuda:nccl"
-    meeting = os.environ.get(RENDEZVOUS)
-    where = f"file://{meeting}" if meeting else "env://"
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=plan.ranks, timeout=COLLECTIVE_TIMEOUT)
+    store = _meeting(rank, plan.ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=plan.ranks, timeout=COLLECTIVE_TIMEOUT)
     devices = None
     if plan.shard > 1:
         sizes = (plan.shard,) if plan.replicate == 1 else (plan.replicate, plan.shard)

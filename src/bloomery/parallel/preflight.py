@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from bloomery.core.errors import UserError
-from bloomery.core.units import format_bytes
+from bloomery.core.units import format_bytes, format_seconds
 from bloomery.core.version import __version__
 from bloomery.data.shards import read_manifest
-from bloomery.parallel.mesh import Mesh, join
+from bloomery.parallel import mesh as meshes
+from bloomery.parallel.mesh import Mesh, NotArrived, join
 from bloomery.plan.types import RunPlan, TrainPlan
 
 SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
@@ -57,6 +58,14 @@ def meet(plan: TrainPlan) -> Mesh:
         )
     try:
         return join(plan)
+    except NotArrived as error:
+        missing = " and ".join(f"rank {each}" for each in error.ranks[:3])
+        more = f" and {len(error.ranks) - 3} more" if len(error.ranks) > 3 else ""
+        raise UserError(
+            f"{missing}{more} of {plan.ranks} did not arrive within {format_seconds(meshes.JOIN_SECONDS)}",
+            where="the meeting of all ranks before the first step" + (f", at {address}" if address else ""),
+            fix="read the output of that rank; start as many processes as the launcher names, with the same command",
+        ) from error
     except RuntimeError as error:
         reason, port = str(error), os.environ.get("MASTER_PORT", "")
         if "EADDRINUSE" in reason or "address already in use" in reason:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import expanded
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
@@ -290,21 +290,29 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
     with stop_requests() as requests:
         # After training, the exit code of the run is that of rank 0.
         while (word := board.wait(lambda: requests.asked and board.word is None)) is not None and word.code is None:
-            plan = read_plan(folder.plan)
-            machine = _rank_machine(launch, devices)
-            plan = plan.model_copy(update={"environment": build_profile(machine).environment.value})
-            with closing(LogFile(board.path / f"rank-{launch.rank}.log")) as log:
-                ending = run_stage(
-                    "train",
-                    folder,
-                    words=("--resumed",) if word.resumed else (),
-                    environment=child_environment(plan, os.environ),
-                    inherited=(),
-                    requests=requests,
-                    on_event=lambda _: None,
-                    on_line=log.text,
-                    board=board,
-                )
+            try:
+                plan = read_plan(folder.plan)
+                machine = _rank_machine(launch, devices)
+                plan = plan.model_copy(update={"environment": build_profile(machine).environment.value})
+                with closing(LogFile(board.path / f"rank-{launch.rank}.log")) as log:
+                    ending = run_stage(
+                        "train",
+                        folder,
+                        words=("--resumed",) if word.resumed else (),
+                        environment=child_environment(plan, os.environ),
+                        inherited=(),
+                        requests=requests,
+                        on_event=lambda _: None,
+                        on_line=log.text,
+                        board=board,
+                    )
+            except (UserError, OSError) as failed:  # rank 0 would wait for this one
+                error = failed if isinstance(failed, UserError) else of_the_system(failed)
+                report = {"problem": str(failed), "where": "", "fix": "", "code": FAILED}
+                if error is not None:
+                    report |= {"problem": error.problem, "where": error.where, "fix": error.fix}
+                board.leave(launch.rank, StageResult("train", FAILED, report, ()))
+                raise
             board.leave(launch.rank, ending)
     if word is not None and word.code is not None:
         return EndedRun(folder.path, word.code, rank=launch.rank)

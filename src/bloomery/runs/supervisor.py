@@ -222,15 +222,19 @@ class _Group:
         if failed and not self._asked_stacks and self._dumped():
             self._asked_stacks = True
             for rank in running:
-                self.members[rank].dump()
+                if self._file(rank).exists():  # a rank that has not begun would die of the signal
+                    self.members[rank].dump()
         if self._overdue or now - self._failed_at > self._patience:
             self._silent |= set(running)
             for member in self.members.values():
                 member.kill()
 
+    def _file(self, rank: int) -> Path:
+        return self._stacks / f"rank-{rank}.txt"
+
     def _dumped(self) -> dict[int, str]:
         """The stacks that ranks without progress have left, by rank."""
-        files = {rank: self._stacks / f"rank-{rank}.txt" for rank in self.members}
+        files = {rank: self._file(rank) for rank in self.members}
         texts = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
         return {rank: text for rank, text in texts.items() if text}
 

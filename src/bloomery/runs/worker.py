@@ -143,8 +143,10 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     plan = read_plan(folder.plan)
     deadline = Deadline(folder.path, int(os.environ.get("RANK", "0"))) if plan.train.ranks > 1 else None
     if deadline is not None:
-        deadline.arm()
+        deadline.meet()
     mesh = meet(plan.train)
+    if deadline is not None:
+        deadline.arm()
     checked = check_ranks(mesh, plan, folder.path)
     if mesh.first and checked is not None:
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)

@@ -12,6 +12,7 @@ from bloomery.runs.supervisor import STACK_SIGNAL, STACKS
 
 LEAST_SECONDS = 120.0
 STEPS = 20  # of the median time: a longer step hangs
+MEET_SECONDS = 900.0  # until all ranks have arrived (`mesh.JOIN_SECONDS`) and are connected
 FIRST_SECONDS = 1800.0  # before the first step: a compilation, a slow file system, the other ranks
 SAVE_SECONDS = 1800.0
 OVERRIDE = "BLOOMERY_HANG_SECONDS"  # variable: replaces LEAST_SECONDS; the others become ten times as long
@@ -29,7 +30,12 @@ class Deadline:
         given = float(os.environ.get(OVERRIDE, "0"))
         self._least = given or LEAST_SECONDS
         self._first, self._save = (10 * given, 10 * given) if given else (FIRST_SECONDS, SAVE_SECONDS)
+        self._meet = 10 * given or MEET_SECONDS
         self._seconds = deque[float](maxlen=50)  # of the last steps
+
+    def meet(self) -> None:
+        """Before this rank meets the others."""
+        self._set(self._meet)
 
     def arm(self) -> None:
         """There is progress: from now on a step may take its time."""
