@@ -5,8 +5,9 @@ import math
 import os
 import re
 import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 import click
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import expanded, harmless
+from bloomery.core.text import expanded, fitted, harmless
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -202,6 +203,11 @@ def refuse_undecoded(text: str, *, what: str = "the prompt", where: str = "--pro
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text that may be untrusted (file names, parts of a dataset, completions), without control characters."""
     click.echo(harmless(text), err=err, nl=nl)
+
+
+def echo_page(lines: Iterable[str]) -> None:
+    """Print a page of 100 columns, folded where the terminal is narrower; a pipe gets it whole."""
+    echo("\n".join(fitted(lines, shutil.get_terminal_size((1000, 24)).columns)))
 
 
 def print_json(value: object) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bloomery.cli.common import chosen_recipe, echo, json_option, literal, print_json, recipe_or_model
+from bloomery.cli.common import chosen_recipe, echo, echo_page, json_option, literal, print_json, recipe_or_model
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 
@@ -115,11 +115,7 @@ def show_plan(
     words = "" if gpu is None else f' --gpu "{gpu}"'
     words += (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
     commands, lines = [name for name in COMMANDS if name not in hidden], simulation.lines() if simulation else []
-    echo(
-        "\n".join(
-            page(report, machine, source=source or loaded.name, commands=commands, devices=words, simulated=lines)
-        )
-    )
+    echo_page(page(report, machine, source=source or loaded.name, commands=commands, devices=words, simulated=lines))
     notes = [f"{name} is not downloaded: shape from a table; `train` downloads it" for name in unfetched(loaded.recipe)]
     notes += [f"no weights in {model}: `bloomery train` would fail" for model in weightless(loaded.recipe)]
     notes += left_aside(loaded.recipe)

@@ -40,8 +40,8 @@ def list_() -> None:
         rows.append((name, method, model, smallest, dataset))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = shutil.get_terminal_size((1000, 24)).columns  # a pipe gets whole lines
-    for row in rows:
-        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+    for row in rows if room >= sum(widths[:-1]) + 20 else [row[:-1] for row in rows]:  # no room for a dataset
+        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip()
         echo(line if len(line) <= room else line[: room - 1] + "…")
     twins = sum(name.endswith("-tiny") for name in others)
     echo("\nGPU         the smallest one that fits, estimated")

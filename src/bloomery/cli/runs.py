@@ -1,5 +1,6 @@
 """`bloomery runs`: the runs in runs/"""
 
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from bloomery.monitor.events import read_events
 from bloomery.monitor.summary import RunSummary, summary_of
 from bloomery.runs.names import all_runs
 
-_HEAD = ("run", "state", "step", "loss", "bits/byte", "on disk")
+_HEAD = ("run", "state", "step", "loss", "val bpb", "on disk")
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ def command(as_json: bool) -> None:
         return
     rows = [_HEAD, *(_cells(line) for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    room = shutil.get_terminal_size((sum(widths) + 2 * len(widths), 24)).columns
+    while sum(widths) + 2 * (len(widths) - 1) > room and len(widths) > 3:  # a narrow terminal shows fewer columns
+        widths.pop()
     for row in rows:
-        name, state, *figures = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        name, state, *figures = (cell.rjust(width) for cell, width in zip(row, widths, strict=False))
         echo("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
     for number, resume in enumerate([line.command for line in lines if line.command][-3:]):
         echo(f"{'' if number else 'next':<11}{resume}")

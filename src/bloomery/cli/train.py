@@ -68,7 +68,7 @@ def command(
     torchrun, srun, mpirun and accelerate can start the same command. Arguments after -- go to torchrun.
 
     \b
-    Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go" train.epochs=2
+    Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go"
              bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
     from bloomery.cli.crash import traceback_file

@@ -88,6 +88,37 @@ def broken(command: str, width: int) -> list[str]:
     return lines
 
 
+def fitted(lines: Iterable[str], width: int) -> list[str]:
+    """Lines of a page for a narrower terminal: the last column of a long line is wrapped below itself.
+
+    A remark at the right margin moves to the left; a command is broken by backslashes.
+    """
+    found: list[str] = []
+    rest, column = "", 0  # of the line before
+    for line in lines:
+        if rest and 0 < column == len(line) - len(line.lstrip()) and column > width // 4:  # the same paragraph
+            line = " " * column + rest + " " + line.lstrip()
+        elif rest:
+            found.append(" " * column + rest)
+        rest = ""
+        gaps = [gap for gap in re.finditer(" {2,}", line) if gap.end() < len(line)]
+        over = len(line) - width
+        if over > 0 and gaps and gaps[-1].end() > width * 2 // 3 and len(gaps[-1][0]) >= over + 2:
+            line = line[: gaps[-1].start()] + line[gaps[-1].start() + over :]
+        column = max((gap.end() for gap in gaps if gap.end() <= width * 2 // 3), default=0)
+        if len(line) > width and line[column:].startswith("bloomery "):
+            first, *more = broken(line[column:], width - column)
+            found += [line[:column] + first, *(" " * column + each for each in more)]
+            continue
+        while len(line) > width and (at := line.rfind(" ", column + 1, width + 1)) > column:
+            line, rest = line[:at], line[at + 1 :]
+            if len(rest) > width - column:
+                found.append(line.rstrip())
+                line, rest = " " * column + rest, ""
+        found.append(line.rstrip())
+    return [*found, " " * column + rest] if rest else found
+
+
 def labelled(label: str, command: str, *, indent: int, width: int) -> list[str]:
     """A command after its label, on as many lines of `width` as needed."""
     parts = broken(command, width - indent)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from bloomery.cli.common import print_json
+from bloomery.cli.common import echo_page, print_json
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
 from bloomery.core.text import expanded
@@ -95,7 +95,7 @@ def command(
         answer = {"ready": ready(findings), "findings": [document(finding) for finding in findings]}
         print_json(answer | {"machine": anonymous(checked), "then": then_document(result)})
     else:
-        click.echo("\n".join(page(checked, findings, seconds=time.monotonic() - began, then=then_lines(result))))
+        echo_page(page(checked, findings, seconds=time.monotonic() - began, then=then_lines(result)))
     return 0 if ready(findings) else 1
 
 
@@ -168,7 +168,7 @@ def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
     if as_json:
         print_json({"findings": [document(finding) for finding in findings]})
     else:
-        click.echo("\n".join(explained_lines(findings, matches[0].cites if matches else ())))
+        echo_page(explained_lines(findings, matches[0].cites if matches else ()))
     return 0
 
 
