@@ -12,7 +12,7 @@ from bloomery.bench import attention_probes
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
 from bloomery.hardware.probes import run as probes
-from bloomery.hardware.probes.run import ProbeSpec, cache_key, cached_probes, probe, run_probes, specs
+from bloomery.hardware.probes.run import ProbeSpec, cache_key, probe, run_probes, specs, with_cached_probes
 from bloomery.hardware.profile import build_profile
 
 HERE = Path(__file__).parent
@@ -88,16 +88,16 @@ def test_the_processor_is_probed_and_remembered_until_torch_changes(tmp_path):
     rate = next(each for each in found if each.name == "matmul-float32")
     assert rate.error is not None and rate.error < 2e-5 and float(rate.facts["tflops"]) > 0
     assert next(each for each in found if each.name == "backend-sdpa").facts["kernel"] == "flash"
-    assert cached_probes(here) == found
+    assert with_cached_probes(here).probes == found
     other = here.model_copy(update={"software": here.software.model_copy(update={"torch": "2.0"})})
-    assert cached_probes(other) == ()
+    assert with_cached_probes(other).probes == ()
 
 
 def test_only_adds_to_what_is_remembered():
     here = detect()
     run_probes(here, only={"bitsandbytes"})
     run_probes(here, only={"flash-attn"})
-    assert {each.name for each in cached_probes(here)} == {"bitsandbytes", "flash-attn"}
+    assert {each.name for each in with_cached_probes(here).probes} == {"bitsandbytes", "flash-attn"}
 
 
 def test_without_torch_there_is_nothing_to_probe():
@@ -110,9 +110,9 @@ def test_a_damaged_cache_is_an_empty_one(text, tmp_path):
     path = tmp_path / "cache/bloomery/probes.json"
     path.parent.mkdir(parents=True)
     path.write_text(text.replace("%s", cache_key(here)))
-    assert cached_probes(here) == ()
+    assert with_cached_probes(here).probes == ()
     probes._store(here, (Probe(name="device", outcome="ok"),))
-    assert cached_probes(here) == (Probe(name="device", outcome="ok"),)
+    assert with_cached_probes(here).probes == (Probe(name="device", outcome="ok"),)
 
 
 def test_the_cache_is_the_users_alone_keeps_few_machines_and_may_be_unwritable(tmp_path, monkeypatch):

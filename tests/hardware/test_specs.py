@@ -25,7 +25,7 @@ def test_every_row_is_consistent(gpu):
     if arch.float16_rate:
         return
     assert gpu.peak_tflops["float16"] >= gpu.peak_tflops["float32"]
-    assert ("bfloat16" in gpu.peak_tflops) == arch.bf16_matmul
+    assert ("bfloat16" in gpu.peak_tflops) == (arch.bf16 != "none")
     assert ("float8" in gpu.peak_tflops) == (arch.fp8 != "none")
     rate = {"full": 1.0, "half": 0.5, "none": None}[arch.bf16]
     if rate:

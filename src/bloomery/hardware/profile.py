@@ -76,19 +76,32 @@ def build_profile(machine: Machine) -> Profile:
         return tuple(other for other in (ALLOCATORS if name in ALLOCATORS else masks) if other in user)
 
     unset = [each for each in settings if not set_by_user(each.name)]
+    pin_memory = Choice(True, "copies to the device overlap with computation")
+    if accelerator is None:
+        memory_share, pin_memory = Choice(1.0, "of the free memory"), Choice(False, "no copies to a device")
+    elif accelerator.integrated:
+        memory_share = Choice(SHARED_MEMORY_SHARE, "the CPU needs the rest, or the machine swaps")
+        pin_memory = Choice(False, "an integrated GPU uses the same memory")
+    else:
+        so_that = "so that PyTorch raises before the driver hangs"
+        memory_share = Choice(
+            MEMORY_SHARE, so_that if accelerator.vendor == "amd" else "driver and libraries use the rest"
+        )
+        if arch is not None and arch.cautious:
+            pin_memory = Choice(False, f"safe choice for {accelerator.arch}; a batch has a few kB")
     return Profile(
         device=device,
         accelerator=accelerator,
         arch=arch,
         gpu=gpu_spec(accelerator) if accelerator else None,
         cpu=cpu,
-        dtype=_gpu_dtype(machine, accelerator, arch) if accelerator else _cpu_dtype(cpu),
+        dtype=_dtype(machine, accelerator, arch, cpu),
         attention=_attention(machine, accelerator, arch),
         compile=_compile(machine, accelerator, arch),
         fused_optimizer=Choice(True, "one kernel for all parameters; same results"),
-        memory_share=_memory_share(accelerator),
+        memory_share=memory_share,
         workers=Choice(1, "shards are memory-mapped: one thread reads much faster than any device trains"),
-        pin_memory=_pin_memory(accelerator, arch),
+        pin_memory=pin_memory,
         prefetch=Choice(4 if accelerator else 2, "batches kept ready, a few kB each"),
         environment=Choice(
             {each.name: each.value for each in unset},
@@ -169,34 +182,29 @@ def _failed(machine: Machine, *names: str) -> str:
     return f"probe {probes[0].name} {probes[0].outcome}" + (f" ({probes[0].message})" if probes[0].message else "")
 
 
-def _gpu_dtype(machine: Machine, device: Accelerator, arch: ArchSpec | None) -> Choice[str]:
-    """The dtype by gpus.toml, unless its probe failed on this machine."""
-    listed = _listed_dtype(device, arch)
+def _dtype(machine: Machine, device: Accelerator | None, arch: ArchSpec | None, cpu: CpuSpec | None) -> Choice[str]:
+    """The dtype of the matmuls: by gpus.toml, unless its probe failed on this machine."""
+    if device is None:
+        if cpu is not None and cpu.bf16:
+            return Choice("bfloat16", f"this CPU supports bf16 in hardware ({cpu.name})")
+        return Choice("float32", "this CPU has no bf16 instructions, and fp16 is 5 to 9 times slower on any CPU")
+    if arch is None:
+        listed = Choice("float32", f"{device.arch} is not in gpus.toml: its supported dtypes are unknown")
+    elif arch.bf16 == "full":
+        listed = Choice("bfloat16", f"{device.arch} supports bf16 matmuls in hardware")
+    elif arch.bf16 == "half":
+        listed = Choice("bfloat16", f"{device.arch} computes bf16 at half the rate of fp16, without loss scaling")
+    elif arch.float16_rate:
+        listed = Choice("float32", f"{device.arch} computes float16 at {arch.float16_rate} of the rate of float32")
+    elif arch.cautious:
+        listed = Choice("float32", f"safe choice for {device.arch}; float16 is nominally twice as fast, not tested")
+    else:
+        listed = Choice("float16", f"{device.arch} has no bf16 matrix instructions")
     failed = _failed(machine, f"matmul-{listed.value}")
     if not failed:
         return listed
     other = "float16" if listed.value == "bfloat16" else "float32"
     return Choice("float32" if _failed(machine, f"matmul-{other}") else other, failed)
-
-
-def _listed_dtype(device: Accelerator, arch: ArchSpec | None) -> Choice[str]:
-    if arch is None:
-        return Choice("float32", f"{device.arch} is not in gpus.toml: its supported dtypes are unknown")
-    if arch.bf16 == "full":
-        return Choice("bfloat16", f"{device.arch} supports bf16 matmuls in hardware")
-    if arch.bf16 == "half":
-        return Choice("bfloat16", f"{device.arch} computes bf16 at half the rate of fp16, without loss scaling")
-    if arch.float16_rate:
-        return Choice("float32", f"{device.arch} computes float16 at {arch.float16_rate} of the rate of float32")
-    if arch.cautious:
-        return Choice("float32", f"safe choice for {device.arch}; float16 is nominally twice as fast, not tested")
-    return Choice("float16", f"{device.arch} has no bf16 matrix instructions")
-
-
-def _cpu_dtype(cpu: CpuSpec | None) -> Choice[str]:
-    if cpu is not None and cpu.bf16:
-        return Choice("bfloat16", f"this CPU supports bf16 in hardware ({cpu.name})")
-    return Choice("float32", "this CPU has no bf16 instructions, and fp16 is 5 to 9 times slower on any CPU")
 
 
 def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[str]:
@@ -216,16 +224,6 @@ def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | No
     if kernels == "experimental":
         reason += ", enabled by TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
     return Choice("fused", reason)
-
-
-def _pin_memory(device: Accelerator | None, arch: ArchSpec | None) -> Choice[bool]:
-    if device is None:
-        return Choice(False, "no copies to a device")
-    if device.integrated:
-        return Choice(False, "an integrated GPU uses the same memory")
-    if arch is not None and arch.cautious:
-        return Choice(False, f"safe choice for {device.arch}; a batch has a few kB")
-    return Choice(True, "copies to the device overlap with computation")
 
 
 def family_name(arch: str) -> str:
@@ -253,16 +251,6 @@ def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None
     if arch.compile and installed and compiler is None:
         return Choice(False, "Triton requires a C compiler, and none is on PATH")
     return Choice(arch.compile, arch.compile_reason)
-
-
-def _memory_share(device: Accelerator | None) -> Choice[float]:
-    if device is None:
-        return Choice(1.0, "of the free memory")
-    if device.integrated:
-        return Choice(SHARED_MEMORY_SHARE, "the CPU needs the rest, or the machine swaps")
-    if device.vendor == "amd":
-        return Choice(MEMORY_SHARE, "so that PyTorch raises before the driver hangs")
-    return Choice(MEMORY_SHARE, "driver and libraries use the rest")
 
 
 class _Setting(NamedTuple):
@@ -379,19 +367,17 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
     caches = {name: Path(environment[name]) for name in NODE_LOCAL if name in environment}
     others = {name: value for name, value in environment.items() if name not in caches}
     roots = {path.parent for path in caches.values()}
+    usable = dict[Path, Path]()
     try:
-        usable = {root: root if _is_private(root) else Path(tempfile.mkdtemp(prefix="bloomery-")) for root in roots}
+        for root in roots:
+            with suppress(FileExistsError):
+                root.mkdir(mode=0o700)
+            status = root.lstat()  # does not follow links of other users
+            private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+            usable[root] = root if private else Path(tempfile.mkdtemp(prefix="bloomery-"))
     except OSError:
         return others
     return others | {name: str(usable[path.parent] / path.name) for name, path in caches.items()}
-
-
-def _is_private(folder: Path) -> bool:
-    """Creates a folder if it is missing; False if another user can write to it. Raises OSError if creating fails."""
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()  # does not follow links of other users
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def apply_environment(machine: Machine, environment: MutableMapping[str, str] = os.environ) -> None:

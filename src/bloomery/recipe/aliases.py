@@ -34,7 +34,11 @@ class Alias:
     def __str__(self) -> str:
         if self.guess:
             return f"did you mean {' or '.join(self.edits)}?"
-        shown = [f"`{_quoted(edit)}`" for edit in self.edits]
+        shown = []  # as the command line takes them: a value with blanks in quotes; the key alone where it is long
+        for edit in self.edits:
+            key, equals, value = edit.partition("=")
+            quotes = '"' if " " in value and '"' not in value and value[:1] not in "[{" else ""
+            shown.append(f"`{key}`" if len(edit) > 120 else f"`{key}{equals}{quotes}{value}{quotes}`")
         use = "use " + " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]])) if shown else ""
         use = f"{use} ({self.reason})" if use and self.reason else use or self.reason
         return one_line(f"`{self.name}`{f' ({self.program})' if self.program else ''}: {use}")
@@ -127,7 +131,11 @@ def _similar(names: Sequence[str], value: Any, siblings: Mapping[str, Any]) -> A
     here = {_normal(key[-1]): key for key in known_keys() if key[:-1] == tuple(names[:-1])}
 
     def near(known: Iterable[str], cutoff: float) -> str:
-        alike = [one for one in known if one[0] == name[:1] and _digits(one) == _digits(name) and "." not in one]
+        alike = [
+            one
+            for one in known
+            if one[0] == name[:1] and re.findall(r"\d", one) == re.findall(r"\d", name) and "." not in one
+        ]
         return "".join(closest(name, alike, cutoff=cutoff))
 
     found = near(here, _SIMILAR)
@@ -138,10 +146,6 @@ def _similar(names: Sequence[str], value: Any, siblings: Mapping[str, Any]) -> A
     if not found or (len(names) == 1 and abs(len(found) - len(name)) > 2):
         return None
     return Alias(".".join(names), edits=(".".join(here[found]),), guess=True)
-
-
-def _digits(name: str) -> str:
-    return re.sub(r"\D", "", name)
 
 
 # The table
@@ -362,14 +366,6 @@ def _with_value(key: Sequence[str], value: Any) -> tuple[str, ...]:
     edit = ".".join(key) if text is None or isinstance(value, dict) else f"{'.'.join(key)}={text}"
     found = (_translated(edit) or ((edit,), ""))[0]
     return tuple(one if "=" not in one or accepted(one) else one.partition("=")[0] for one in found)
-
-
-def _quoted(edit: str) -> str:
-    """An edit as the command line takes it: a value with blanks in quotes; the key alone where the value is long."""
-    key, equals, value = edit.partition("=")
-    if len(edit) > 120:
-        return key
-    return f'{key}="{value}"' if " " in value and '"' not in value and value[:1] not in "[{" else key + equals + value
 
 
 # Keys of the schema

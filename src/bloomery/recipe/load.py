@@ -335,15 +335,13 @@ def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) 
             problem = f"needs one of {', '.join(choices)}"
             yield Mistake((section,), place_of((section,), origins), problem, _NEEDED[section])
     held_out = data["data"].get("validation") if isinstance(data["data"], dict) else None
-    if held_out is not None and not _is_path(held_out) and not _is_share(held_out):
+    if isinstance(held_out, str) and re.fullmatch(r"\s*[0-9.]+\s*%\s*", held_out):
+        is_share = 0 <= float(held_out.strip().rstrip("%")) <= 50
+    else:
+        is_share = isinstance(held_out, int | float) and not isinstance(held_out, bool) and 0 <= held_out <= 0.5
+    if held_out is not None and not _is_path(held_out) and not is_share:
         problem = "must be a share from 0% to 50%, the path of another dataset, or a split of the dataset"
         yield Mistake(("data", "validation"), place_of(("data", "validation"), origins), problem)
-
-
-def _is_share(value: object) -> bool:
-    if isinstance(value, str) and re.fullmatch(r"\s*[0-9.]+\s*%\s*", value):
-        return 0 <= float(value.strip().rstrip("%")) <= 50
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 0.5
 
 
 def _is_path(value: object) -> bool:

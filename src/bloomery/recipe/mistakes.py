@@ -57,7 +57,12 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
     unique = list(dict.fromkeys(mistakes))
     if not unique:
         return
-    shown = sorted(unique, key=_reading_order)[:_MOST_SHOWN]
+
+    def reading_order(mistake: Mistake) -> tuple[str, int]:
+        place, _, line = mistake.place.rpartition(" line ")
+        return (place, int(line)) if place else (mistake.place, 0)
+
+    shown = sorted(unique, key=reading_order)[:_MOST_SHOWN]
     lines = [_EVERY_KEY]
     for section in dict.fromkeys(one.path[:-1] for one in shown[::-1] if one.problem == _NO_SUCH_KEY and not one.fix):
         if keys := dict.fromkeys(name for model in models_at(section) for name in fields(model)):
@@ -78,18 +83,18 @@ def _row(mistake: Mistake) -> str:
     return f"{row}; {mistake.fix}" if mistake.fix else row
 
 
-def _reading_order(mistake: Mistake) -> tuple[str, int]:
-    place, _, line = mistake.place.rpartition(" line ")
-    return (place, int(line)) if place else (mistake.place, 0)
-
-
 def from_pydantic(error: ValidationError, data: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
     """The mistakes at each key that pydantic reports; the members of a union are merged into one."""
     groups: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors()[: 2 * _MOST_SHOWN]:
         groups.setdefault(_written_path(detail, data), []).append(detail)
-    kept = {path: details for path, details in groups.items() if not _explained_deeper(path, details, groups)}
-    return [mistake for path, details in kept.items() for mistake in _mistakes(path, details, data, origins)]
+    found = list[Mistake]()
+    for path, details in groups.items():
+        deeper = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
+        if deeper and all(detail["type"] not in ("extra_forbidden", "missing") for detail in details):
+            continue  # a section was given where a union also allows a word: only the errors inside it count
+        found += _mistakes(path, details, data, origins)
+    return found
 
 
 def _written_path(detail: ErrorDetails, data: Any) -> KeyPath:
@@ -109,12 +114,6 @@ def step(data: Any, part: str | int, absent: object = None) -> Any:
     if isinstance(data, dict):
         return data.get(part, absent)
     return data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else absent
-
-
-def _explained_deeper(path: KeyPath, details: list[ErrorDetails], groups: Mapping[KeyPath, object]) -> bool:
-    """Whether a section was given where a union also allows a word: then only the errors inside it count."""
-    deeper = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
-    return deeper and all(detail["type"] not in ("extra_forbidden", "missing") for detail in details)
 
 
 def _mistakes(
@@ -145,7 +144,11 @@ def _mistakes(
     problem = f"must be {_listed(expected)}, not {_shown(value)}"
     if "false" in expected and isinstance(value, str) and value in _SWITCHES:
         fix = f"write {_SWITCHES[value]}"
-    return [Mistake(path, place, problem, fix or _nearest(value, words) or _unquoted(value, details))]
+    fix = fix or _nearest(value, words)
+    number = r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?\s*"
+    if not fix and isinstance(value, str) and re.fullmatch(number, value, re.I):
+        fix = "remove the quotes" if any(detail["type"] in ("int_type", "float_type") for detail in details) else ""
+    return [Mistake(path, place, problem, fix)]
 
 
 def _unknown(path: KeyPath, value: Any, siblings: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
@@ -186,13 +189,6 @@ def _expectation(detail: ErrorDetails) -> str:
         key: f"{bound:g}" if isinstance(bound, int | float) else bound for key, bound in detail.get("ctx", {}).items()
     }
     return _EXPECTED.get(detail["type"], detail["msg"]).format(**bounds)
-
-
-def _unquoted(value: object, details: list[ErrorDetails]) -> str:
-    """The fix for a number in quotes."""
-    if not isinstance(value, str) or all(detail["type"] not in ("int_type", "float_type") for detail in details):
-        return ""
-    return "remove the quotes" if re.fullmatch(r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?\s*", value, re.I) else ""
 
 
 def place_of(path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:

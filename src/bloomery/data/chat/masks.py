@@ -134,14 +134,6 @@ def _last_mark(turn: Turn, index: int) -> int | None:
     return 3 * index + _CLOSE if turn["content"].strip() else None
 
 
-def _without_arguments(turn: Turn, within: str) -> str:
-    """The template text after the name of a call, without the arguments of the call."""
-    if not turn.get("tool_calls"):
-        return within
-    arguments = json.dumps(turn["tool_calls"][-1]["function"]["arguments"], ensure_ascii=False)
-    return within.replace(arguments, "\0", 1)
-
-
 @dataclass
 class RenderedConversation:
     """One conversation under a template: where its assistant turns begin and end."""
@@ -240,7 +232,11 @@ class RenderedConversation:
         mark = _last_mark(self.turns[turn], turn)
         if mark is not None and self._marked.once(mark):
             within = self._marked.after(self._marked.place(mark))
-            key = ("last" if last else "end", _without_arguments(self.turns[turn], within)) if self._both else None
+            beyond = within  # the template text after the name of a call, without the arguments of the call
+            if calls := self.turns[turn].get("tool_calls"):
+                arguments = json.dumps(calls[-1]["function"]["arguments"], ensure_ascii=False)
+                beyond = within.replace(arguments, "\0", 1)
+            key = ("last" if last else "end", beyond) if self._both else None
             if key in self.cuts:  # counted from the end, as the arguments of calls differ in length
                 return self._marked.places(mark)[0] + len(within) - self.cuts[key]
         whole = self._marked if last else self._prefix(turn + 1, prompt=False)

@@ -61,28 +61,22 @@ class TemplateProcess:
         """One answer per job: {"text", "spans"} or {"error"}. Raises UserError for a template that always fails."""
         if not jobs:
             return []
-        answers = self._ask(jobs)
-        if isinstance(answers, list):
+        child = self._child or self._start()
+        answer = child.ask({"jobs": jobs}, seconds=WALL_SECONDS + CPU_SECONDS * len(jobs))
+        if not isinstance(answer, str):
+            answers: list[Json] = answer["answers"]
             self._answered += len(answers)
             return answers
+        reason = self._ended(answer)
         if len(jobs) > 1:  # one of them killed the child: one by one
             return [answer for job in jobs for answer in self.read([job])]
         self._deaths += 1
         if self._deaths >= _PATIENCE + self._answered // 1000:
-            raise self.error(answers)
-        return [{"error": answers}]
+            raise self.error(reason)
+        return [{"error": reason}]
 
     def error(self, problem: str) -> UserError:
         return UserError(f"the chat template failed: {problem}", where=self._template.origin, fix=_TEMPLATE_FIX)
-
-    def _ask(self, jobs: Sequence[Json]) -> list[Json] | str:
-        """The answers, or the reason why the process ended."""
-        child = self._child or self._start()
-        answer = child.ask({"jobs": jobs}, seconds=WALL_SECONDS + CPU_SECONDS * len(jobs))
-        if isinstance(answer, str):
-            return self._ended(answer)
-        answers: list[Json] = answer["answers"]
-        return answers
 
     def _start(self) -> Child:
         """Start the child with only the environment variables that Python needs: no token, no key."""

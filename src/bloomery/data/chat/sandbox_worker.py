@@ -4,7 +4,7 @@ import json
 import re
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn, final
@@ -94,8 +94,14 @@ class Template:
         given = {
             **self.names, "messages": list(turns), "tools": tools, "documents": None, "add_generation_prompt": prompt,
         }  # fmt: skip
+        pieces, size = list[str](), 0
         try:
-            return "".join(_limited(self._compiled.generate(**given)))
+            for piece in self._compiled.generate(**given):
+                size += len(piece)
+                if size > MAX_OUTPUT:
+                    raise Refused(f"it writes more than {MAX_OUTPUT:,} characters for one conversation")
+                pieces.append(piece)
+            return "".join(pieces)
         except (Refused, Unclear):
             raise
         except Exception as error:  # a template may raise any exception
@@ -127,15 +133,6 @@ class Template:
 
     def _blocks(self, turns: Sequence[Turn], tools: list[Json] | None, plane: int) -> int:
         return len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane))) if turns else 0
-
-
-def _limited(pieces: Iterator[str]) -> Iterator[str]:
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > MAX_OUTPUT:
-            raise Refused(f"it writes more than {MAX_OUTPUT:,} characters for one conversation")
-        yield piece
 
 
 def _short(message: object) -> str:

@@ -81,7 +81,11 @@ def _functions(files: tuple[SourceFile, ...]) -> list[tuple[str, str, str]]:
             if does and response and does.lower() not in prompts and response not in responses:
                 prompts.add(does.lower())
                 responses.add(response)
-                found.append((f"{file.name}:{node.lineno}", _prompt(node, does), response))
+                arguments = [*node.args.posonlyargs, *node.args.args]
+                what = "method" if arguments and arguments[0].arg in ("self", "cls") else "function"
+                phrase = _PHRASES[crc32(f"{node.name} {does}".encode()) % len(_PHRASES)]
+                prompt = phrase.format(what=what, does=does, name=node.name)
+                found.append((f"{file.name}:{node.lineno}", prompt, response))
     return found
 
 
@@ -93,14 +97,12 @@ def _summary(docstring: str) -> str | None:
     verb = first.lower()
     if verb not in _KNOWN:
         verb = next((stem for stem in (verb[:-1], verb[:-2]) if verb.endswith("s") and stem in _KNOWN), "")
-    fits = first[:1].isupper() and rest and rest.isascii() and len(sentence) <= MAX_QUESTION
-    return f"{_third_person(verb)} {rest}" if verb and fits and ">>>" not in rest else None
-
-
-def _third_person(verb: str) -> str:
     if verb.endswith(("s", "sh", "ch", "x", "z")):
-        return f"{verb}es"
-    return f"{verb[:-1]}ies" if verb.endswith("y") and verb[-2] not in "aeiou" else f"{verb}s"
+        third_person = f"{verb}es"
+    else:
+        third_person = f"{verb[:-1]}ies" if verb.endswith("y") and verb[-2] not in "aeiou" else f"{verb}s"
+    fits = first[:1].isupper() and rest and rest.isascii() and len(sentence) <= MAX_QUESTION
+    return f"{third_person} {rest}" if verb and fits and ">>>" not in rest else None
 
 
 def _response_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str | None:
@@ -122,13 +124,6 @@ def _is_python(text: str) -> bool:
     except (SyntaxError, ValueError):
         return False
     return True
-
-
-def _prompt(node: ast.FunctionDef | ast.AsyncFunctionDef, does: str) -> str:
-    arguments = [*node.args.posonlyargs, *node.args.args]
-    what = "method" if arguments and arguments[0].arg in ("self", "cls") else "function"
-    phrase = _PHRASES[crc32(f"{node.name} {does}".encode()) % len(_PHRASES)]
-    return phrase.format(what=what, does=does, name=node.name)
 
 
 # Character tables and documentation topics are data in the shape of code; tests repeat what they test.

@@ -77,13 +77,16 @@ def _read_node(root: Path, folder: Path) -> KfdNode | None:
         return None
     minor, bus = facts.get("drm_render_minor", 0), facts.get("location_id", 0)
     device = root / f"class/drm/renderD{minor}/device"
+    # Memory banks that are not system memory (heap_type 0); `local_mem_size` is always 0.
+    banks = [_properties(bank / "properties") for bank in sorted((folder / "mem_banks").glob("[0-9]*"))]
+    local = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type", 0) != 0)
     return KfdNode(
         arch=gfx_name(facts["gfx_target_version"]),
         device_id=facts.get("device_id", 0),
         revision=_integer(device / "revision"),
         render_minor=minor,
         compute_units=facts.get("simd_count", 0) // max(1, facts.get("simd_per_cu", 1)),
-        memory_bytes=_integer(device / "mem_info_vram_total") or _local_memory(folder / "mem_banks"),
+        memory_bytes=_integer(device / "mem_info_vram_total") or local,
         memory_used_bytes=_integer(device / "mem_info_vram_used"),
         integrated=facts.get("cpu_cores_count", 0) > 0 or facts["gfx_target_version"] in INTEGRATED,
         pci_address=f"{facts.get('domain', 0):04x}:{bus >> 8 & 0xFF:02x}:{bus >> 3 & 0x1F:02x}.{bus & 7}",
@@ -100,12 +103,6 @@ INTEGRATED = frozenset((90012, 100303, 100305, 100306, 100307, 110003, 110500, 1
 def _properties(path: Path) -> dict[str, int]:
     """`key value` lines; empty for a device hidden by the control group (EPERM)."""
     return {key: int(value) for key, value in re.findall(r"^(\w+) (\d{1,20})$", text_of(path), re.MULTILINE)}
-
-
-def _local_memory(banks: Path) -> int:
-    """Bytes of the memory banks that are not system memory (heap_type 0); `local_mem_size` is always 0."""
-    facts = [_properties(bank / "properties") for bank in sorted(banks.glob("[0-9]*"))]
-    return sum(bank.get("size_in_bytes", 0) for bank in facts if bank.get("heap_type", 0) != 0)
 
 
 def _identity(number: int) -> str:

@@ -55,15 +55,20 @@ def read_software(root: Path) -> Software:
     """The packages that this interpreter imports; shell files and pip configuration below `root`."""
     packages = tuple(sorted(_packages(), key=lambda package: package.name))
     versions = {package.name: package.version for package in packages}
-    table = _torch_table()
+    spec = util.find_spec("torch")  # finds the package without importing it
+    table = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
     values = assignments(text_of(table)) if table else {}
+    home = str(Path.home()) + "/"
+    environment = {name: value for name, value in sorted(os.environ.items()) if matters(name)}
+    if home != "//":  # no user name in a bug report
+        environment = {name: value.replace(home, "~/") for name, value in environment.items()}
     torch = values.get("__version__") or versions.get("torch") or ""
     return Software(
         python=platform.python_version(),
         torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder named torch is not PyTorch
         build=build_of(values) if values else None,
         triton=next((versions[name] for name in TRITONS if name in versions), None),
-        environment={name: _with_tilde(value) for name, value in sorted(os.environ.items()) if matters(name)},
+        environment=environment,
         hip=values.get("hip", ""),
         cuda=values.get("cuda", ""),
         prefix=_short(Path(sys.prefix)),
@@ -77,11 +82,6 @@ def read_software(root: Path) -> Software:
 def matters(name: str) -> bool:
     """Whether a variable of this name affects PyTorch, the driver or the libraries between them."""
     return name in ENVIRONMENT or name.startswith(ENVIRONMENT_PREFIXES)
-
-
-def _torch_table() -> Path | None:
-    spec = util.find_spec("torch")  # finds the package without importing it
-    return Path(spec.origin).parent / "version.py" if spec and spec.origin else None
 
 
 def assignments(text: str) -> dict[str, str]:
@@ -99,11 +99,6 @@ def _short(path: Path) -> str:
     return "~/" + str(path.relative_to(home)) if home != Path("/") and path.is_relative_to(home) else str(path)
 
 
-def _with_tilde(text: str) -> str:
-    home = str(Path.home())
-    return text.replace(home + "/", "~/") if home != "/" else text
-
-
 def _packages() -> Iterator[Package]:
     """Installed distributions related to torch, the first of each name on the import path."""
     names = set()
@@ -114,7 +109,9 @@ def _packages() -> Iterator[Package]:
             if name in names:
                 continue
             names.add(name)
-            requirement = _requires_torch(folder)
+            found = REQUIRES_TORCH.findall(text_of(folder / "METADATA"))  # "torch>=2.8", and the extra that it is of
+            wanted = next((requirement for requirement, marker in found if "extra" not in marker), "")
+            requirement = re.sub(r"[()\s]", "", wanted)
             record = folder / "RECORD"  # written by the installer; other files can keep the time of a cache
             if requirement or COMPANIONS.fullmatch(name):
                 yield Package(
@@ -124,12 +121,6 @@ def _packages() -> Iterator[Package]:
                     requested=(folder / "REQUESTED").exists(),
                     requires_torch=requirement,
                 )
-
-
-def _requires_torch(folder: Path) -> str:
-    """The requirement of torch, "torch>=2.8", without those of extras."""
-    found = REQUIRES_TORCH.findall(text_of(folder / "METADATA"))
-    return next((re.sub(r"[()\s]", "", requirement) for requirement, marker in found if "extra" not in marker), "")
 
 
 def _settings(root: Path) -> Iterator[Setting]:

@@ -53,13 +53,19 @@ def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
     gid, render_gid = (
         path.stat().st_gid if path and path.exists() else None for path in (kfd, next(iter(renders), None))
     )
+    # The groups of the user after the next login.
+    rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
+    entry = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
+    user = entry[0] if entry else os.environ.get("LOGNAME", os.environ.get("USER", ""))
+    listed = [names.get(int(entry[3]), entry[3])] if entry and entry[3].isdecimal() else []
+    listed += [name for name, _, _, members in _group_rows(root) if user and user in members.split(",")]
     access = Access(
         kfd=answers.get(kfd, "absent"),
         kfd_group="" if gid is None else names.get(gid, str(gid)),
         kfd_gid=gid,
         render_gid=render_gid,
         groups=tuple(names.get(group, str(group)) for group in sorted({os.getegid(), *os.getgroups()})),
-        listed_groups=_listed_groups(root, names),
+        listed_groups=tuple(dict.fromkeys(listed)),
     )
     return access, {f"/dev/dri/{path.name}": answers[path] for path in renders}
 
@@ -83,46 +89,25 @@ def _group_rows(root: Path) -> list[list[str]]:
     return [fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()]
 
 
-def _listed_groups(root: Path, names: dict[int, str]) -> tuple[str, ...]:
-    """The groups of the user after the next login."""
-    rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
-    entry = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
-    user = entry[0] if entry else os.environ.get("LOGNAME", os.environ.get("USER", ""))
-    own = [names.get(int(entry[3]), entry[3])] if entry and entry[3].isdecimal() else []
-    listing = [name for name, _, _, members in _group_rows(root) if user and user in members.split(",")]
-    return tuple(dict.fromkeys((*own, *listing)))
-
-
 def read_driver(root: Path) -> Driver:
-    """Kernel drivers, and the settings that blacklist them."""
+    """Kernel drivers, and the file or boot parameter that blacklists amdgpu."""
     command_line = text_of(root / "proc/cmdline")
+    files = [file for folder in MODPROBE_FOLDERS for file in sorted((root / folder).glob("*.conf"))]
+    blacklisted = next(("/" + str(file.relative_to(root)) for file in files if BLACKLISTED.search(text_of(file))), "")
+    boot = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
+    # A line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release".
+    nvidia = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
     balancing = text_of(root / "proc/sys/kernel/numa_balancing").strip()
     return Driver(
         kernel=text_of(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
         amdgpu=(root / "sys/module/amdgpu").is_dir(),
         amdgpu_version=text_of(root / "sys/module/amdgpu/version").strip(),
-        nvidia=_nvidia_driver(root),
-        blacklisted=_blacklisted(root, command_line),
+        nvidia=nvidia[1] if nvidia else text_of(root / "sys/module/nvidia/version").strip(),
+        blacklisted=blacklisted or (f"{boot[0]} in /proc/cmdline" if boot else ""),
         boot=" ".join(BOOT_WORDS.findall(command_line)),
         rocm=system_rocm(root),
         numa_balancing=balancing != "0" if balancing else None,
     )
-
-
-def _nvidia_driver(root: Path) -> str:
-    """580.82.07, from a line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release"."""
-    match = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
-    return match[1] if match else text_of(root / "sys/module/nvidia/version").strip()
-
-
-def _blacklisted(root: Path, command_line: str) -> str:
-    """The file or boot parameter that blacklists amdgpu."""
-    for folder in MODPROBE_FOLDERS:
-        for file in sorted((root / folder).glob("*.conf")):
-            if BLACKLISTED.search(text_of(file)):
-                return "/" + str(file.relative_to(root))
-    match = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
-    return f"{match[0]} in /proc/cmdline" if match else ""
 
 
 def system_rocm(root: Path) -> str:

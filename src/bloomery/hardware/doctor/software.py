@@ -246,14 +246,6 @@ def release_of(version: str) -> str | None:
     return next((one for one in reversed(wheel_table().rocm) if version_key(one) <= version_key(version)), None)
 
 
-def driver_release(version: str) -> tuple[str, str]:
-    """(ROCm release, package name) of an AMD driver version such as 6.14.14; the oldest listed for older ones."""
-    drivers = [(rocm, row) for rocm, row in wheel_table().rocm.items() if "driver" in row]
-    listed = [each for each in drivers if version_key(each[1]["driver"]) <= version_key(version)]
-    rocm, row = (listed or drivers[:1])[-1]
-    return rocm, row["package"]
-
-
 def wheel_rocm(machine: Machine) -> str:
     """The ROCm version that the installed PyTorch includes, 7.1; empty for other builds."""
     local = re.search(r"\+rocm(\d+\.\d+)", machine.software.torch or "")
@@ -275,13 +267,15 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
         fix = (f"{PROBE}  # if all probes pass, change nothing; otherwise:", *_newer_driver(machine, wheel))
         yield from_table("amd-driver-inbox", fix=fix, kernel=".".join(map(str, kernel)), wheel=wheel)
         return
-    rocm, package = driver_release(driver.amdgpu_version)
+    drivers = [(rocm, row) for rocm, row in wheel_table().rocm.items() if "driver" in row]
+    listed = [each for each in drivers if version_key(each[1]["driver"]) <= version_key(driver.amdgpu_version)]
+    rocm, row = (listed or drivers[:1])[-1]  # of a driver such as 6.14.14; the oldest listed for older ones
     if tested(rocm, wheel):
         return
     version, torch = driver.amdgpu_version, machine.software.torch
     evidence = f"amdgpu {version} belongs to ROCm {rocm}, torch {torch} includes ROCm {wheel}"
     if version_key(rocm) > version_key(wheel):
-        yield from_table("amd-driver-newer", package=package, wheel=wheel, evidence=evidence)
+        yield from_table("amd-driver-newer", package=row["package"], wheel=wheel, evidence=evidence)
         return
     older = _build_for_driver(machine, device, rocm)
     run = older.command.replace("pip install ", "pip install --force-reinstall ", 1) if older else ""

@@ -70,14 +70,9 @@ def run_probes(
     return results
 
 
-def cached_probes(machine: Machine) -> tuple[Probe, ...]:
-    """Cached results for these devices with this torch and driver; empty without any."""
-    return _probes_of(_cache().get(cache_key(machine)))
-
-
 def with_cached_probes(machine: Machine) -> Machine:
-    """The machine with the cached results for exactly these devices."""
-    return machine.model_copy(update={"probes": cached_probes(machine)})
+    """The machine with the cached results for exactly these devices with this torch and driver."""
+    return machine.model_copy(update={"probes": _probes_of(_cache().get(cache_key(machine)))})
 
 
 def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:

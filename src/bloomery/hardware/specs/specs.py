@@ -50,10 +50,6 @@ class ArchSpec(TableEntry):
     efficiency_source: str = "no published figure"
     context_mib: int
 
-    @property
-    def bf16_matmul(self) -> bool:
-        return self.bf16 != "none"
-
     def attention_in(self, torch: str | None) -> Literal["yes", "experimental", "none", "wrong"]:
         """The support of fused attention in a PyTorch release ("2.13.0+rocm7.2"; None: the newest)."""
         release = None if torch is None else series(torch)
@@ -64,10 +60,6 @@ class ArchSpec(TableEntry):
         if release < series(self.fused_attention_from):
             return "none"
         return "experimental" if release < series(self.fused_attention_stable_from) else self.fused_attention
-
-    @property
-    def context_name(self) -> str:
-        return "HIP context" if self.vendor == "amd" else "CUDA context"
 
 
 class GpuSpec(TableEntry):

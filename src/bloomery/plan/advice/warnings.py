@@ -96,7 +96,7 @@ def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
             yield f"train.precision is {asked}: this CPU has no bf16 instructions, float32 is faster"
         if recipe.data.pin_memory is True:
             yield "data.pin_memory has no effect on a CPU"
-    elif asked.startswith("bfloat16") and arch is not None and not arch.bf16_matmul:
+    elif asked.startswith("bfloat16") and arch is not None and arch.bf16 == "none":
         yield f"train.precision is {asked}: {profile.accelerator.arch} only emulates bf16, as slow as float32"
     if recipe.train.compile is True and not profile.compile.value:
         yield f"train.compile is true, but {profile.compile.reason}"

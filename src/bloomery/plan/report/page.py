@@ -183,7 +183,7 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     memory, (unit, size), (above, large) = plan.memory, unit_of(plan.memory.total), unit_of(plan.memory.limit)
     digits = 1 if size == GIB else 0
     names = {
-        "context": profile.arch.context_name if profile.arch else "context",
+        "context": f"{'HIP' if profile.arch.vendor == 'amd' else 'CUDA'} context" if profile.arch else "context",
         "half-precision copies": f"{SHORT_NAMES[plan.train.precision]} copies",
         "runtime": "Python, PyTorch",
         "kernels": "CPU kernels",
