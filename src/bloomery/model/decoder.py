@@ -120,17 +120,11 @@ class Block(nn.Module):
         y_BTD = self.input_layernorm(x_BTD) if before else x_BTD
         y_BTD = self.drop(self.self_attn(y_BTD, rotary, layout, cache))
         x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if after else y_BTD)
-        y_BTD = self.before_mlp(x_BTD)
+        y_BTD = x_BTD
+        if before:  # Llama calls the norm before its MLP post_attention_layernorm
+            y_BTD = (self.pre_feedforward_layernorm if after else self.post_attention_layernorm)(x_BTD)
         y_BTD = self.drop(self.mlp(y_BTD))
         return x_BTD + (self.post_feedforward_layernorm(y_BTD) if after else y_BTD)
-
-    def before_mlp(self, x_BTD: Tensor) -> Tensor:
-        """Llama calls the norm before its MLP post_attention_layernorm."""
-        if self.placement == "after":
-            return x_BTD
-        norm = self.post_attention_layernorm if self.placement == "before" else self.pre_feedforward_layernorm
-        normed: Tensor = norm(x_BTD)
-        return normed
 
     def drop(self, x_BTD: Tensor) -> Tensor:
         return F.dropout(x_BTD, self.dropout) if self.dropout and self.training else x_BTD

@@ -138,12 +138,6 @@ def _to_other_gradient(logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softca
     logits_CV.copy_(gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV))
 
 
-def _label_gradient(scores_C: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None) -> Tensor:
-    """grad (1 - share of the label), through the soft-cap."""
-    gradient_C = -torch.expm1(scores_C) * grad_C
-    return gradient_C if softcap is None else gradient_C * (1 - ((scores_C + sums_C) / softcap).square())
-
-
 def _chosen(function: Callable[..., R], settings: Settings) -> Callable[..., R]:
     return fused(function) if settings.compiled else function
 
@@ -189,8 +183,16 @@ class _LabelScores(torch.autograd.Function):
         hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept = ctx.saved_tensors
         settings, to_other_gradient = ctx.settings, _chosen(_to_other_gradient, ctx.settings)
         d_hidden = torch.zeros_like(hidden_ND, dtype=sums_N.dtype)
-        d_weight = _room_for_gradient(weight_VD, sums_N.dtype, settings) if ctx.needs_input_grad[1] else None
-        label_N = _label_gradient(scores_N, sums_N, grad_N, settings.softcap)
+        d_weight = None
+        if ctx.needs_input_grad[1] and settings.into_grad:
+            if weight_VD.grad is None:
+                weight_VD.grad = torch.zeros_like(weight_VD)
+            d_weight = weight_VD.grad
+        elif ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype)
+        label_N = -torch.expm1(scores_N) * grad_N  # grad (1 - share of the label), through the soft-cap
+        if settings.softcap is not None:
+            label_N = label_N * (1 - ((scores_N + sums_N) / settings.softcap).square())
         for entries in _slices(len(weight_VD), _tile(weight_VD)):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
@@ -202,8 +204,12 @@ class _LabelScores(torch.autograd.Function):
                 others_C, own_C = gradient_CU[every_C, place_C], label_N[rows].to(gradient_CU.dtype)
                 gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
                 d_hidden[rows] += gradient_CU @ weight_UD
-                if d_weight is not None:
-                    _add_product(d_weight[entries], gradient_CU.T, hidden_ND[rows])
+                if d_weight is None:
+                    continue
+                if d_weight.dtype == gradient_CU.dtype:
+                    d_weight[entries].addmm_(gradient_CU.T, hidden_ND[rows])
+                else:
+                    d_weight[entries] += gradient_CU.T @ hidden_ND[rows]
         given = None if d_weight is None or settings.into_grad else d_weight.to(weight_VD.dtype)
         return d_hidden.to(hidden_ND.dtype), given, None, None
 
@@ -221,22 +227,6 @@ def _places(labels_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
     """Where in a tile each label stands, and whether it does; elsewhere the place is a valid one that means nothing."""
     place_C = labels_C - entries.start
     return place_C.clamp(0, entries.stop - entries.start - 1), (place_C >= 0) & (labels_C < entries.stop)
-
-
-def _room_for_gradient(weight_VD: Tensor, exact: torch.dtype, settings: Settings) -> Tensor:
-    if not settings.into_grad:
-        return torch.zeros_like(weight_VD, dtype=exact)
-    if weight_VD.grad is None:
-        weight_VD.grad = torch.zeros_like(weight_VD)
-    return weight_VD.grad
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, without a product of its own where the types allow it."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
 
 
 @dataclass(frozen=True)

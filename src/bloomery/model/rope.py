@@ -35,7 +35,9 @@ def frequencies(config: ModelConfig, theta: float, scaling: RopeScaling | None, 
         case "linear":
             return 1.0 / theta**powers / scaling.factor
         case "dynamic":
-            return 1.0 / _dynamic_theta(config, theta, scaling, length) ** powers
+            stretch = torch.clamp(torch.as_tensor(length).float(), min=config.max_positions) / config.max_positions
+            longer = theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (width / (width - 2))
+            return 1.0 / longer**powers
         case "llama3":
             return _llama3(1.0 / theta**powers, scaling, _original(config, scaling))
         case "yarn":
@@ -49,12 +51,6 @@ def frequencies(config: ModelConfig, theta: float, scaling: RopeScaling | None, 
 
 def _original(config: ModelConfig, scaling: RopeScaling) -> int:
     return scaling.original_max_positions or config.max_positions
-
-
-def _dynamic_theta(config: ModelConfig, theta: float, scaling: RopeScaling, length: Tensor | int) -> Tensor:
-    stretch = torch.clamp(torch.as_tensor(length).float(), min=config.max_positions) / config.max_positions
-    width = config.rotary_width
-    return theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (width / (width - 2))
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:

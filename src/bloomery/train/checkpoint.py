@@ -119,19 +119,17 @@ class Saver:
         copied = self._staged(step, parts)
         state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
         writer = None if self._writer is None else self._writer()
-        staged = _Staged(step, copied, writer, state, best, self._lineage())
+        with suppress(UserError):  # damaged during the run: keep the last one; `bloomery resume` reports it
+            self._head = read_identity(self.folder.parent)
+        head = self._head
+        lineage = Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), self._before)
+        staged = _Staged(step, copied, writer, state, best, lineage)
         if not self.async_save:
             self._run(staged)
             self.poll()
             return
         self._thread = threading.Thread(target=self._run, args=(staged,), name=f"save-{step}")
         self._thread.start()
-
-    def _lineage(self) -> Lineage:
-        with suppress(UserError):  # damaged during the run: keep the last one; `bloomery resume` reports it
-            self._head = read_identity(self.folder.parent)
-        head = self._head
-        return Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), self._before)
 
     def _staged(self, step: int, parts: Parts) -> Parts:
         try:

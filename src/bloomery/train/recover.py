@@ -98,8 +98,12 @@ def shrink(context: RunContext, full: AllocationFailed) -> Action:
     if fallback is None:
         whole = f"micro-batch {size} of {plan.data.sequence_length:,} tokens"
         whole += " (a fused backward cannot accumulate gradients)" if size > 1 else ""
+        if plan.train.device == "cuda":  # memory of this GPU used by other processes, and their names
+            free, total = torch.cuda.mem_get_info()
+            others = total - free - torch.cuda.memory_reserved()
+            whole += other_processes(gpu_processes(), others=others, total=total)
         raise OutOfMemory(
-            f"{problem}, {whole}{who_else(plan.train.device)}",
+            f"{problem}, {whole}",
             where=f"train.micro_batch_size={size}{listed}",
             fix=_fix(plan),
         )
@@ -133,15 +137,6 @@ def _fix(plan: RunPlan) -> str:
         f"start a new run with {' or '.join(edits) or 'a smaller model'}; `bloomery plan` prints what each saves. "
         "Lower data.sequence_length last"
     )
-
-
-def who_else(device: str) -> str:
-    """Memory of this GPU used by other processes, and their names; "" without any, and on the CPU."""
-    if device != "cuda":
-        return ""
-    free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()
-    return other_processes(gpu_processes(), others=others, total=total)
 
 
 def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: int) -> str:

@@ -52,6 +52,7 @@ class PeftAdapter:
         finally:
             torch.set_rng_state(states)
         self._model, self._updates = model, 0
+        self._allocator: Any = getattr(self._wrapped.base_model, "rankallocator", None)  # AdaLoRA's
         self._first_pattern = getattr(self.settings, "rank_pattern", None)
         self._first = {name: tensor.detach().clone() for name, tensor in self._own()}
 
@@ -118,10 +119,6 @@ class PeftAdapter:
         """As before the first step."""
         kept = {f"own.{name}": tensor for name, tensor in self._first.items()}
         self.load(kept, {"rank_pattern": self._first_pattern, "updates": 0})
-
-    @property
-    def _allocator(self) -> Any:
-        return getattr(self._wrapped.base_model, "rankallocator", None)
 
     def after_update(self) -> None:
         """Call after the update, before gradients are dropped: AdaLoRA reallocates ranks."""

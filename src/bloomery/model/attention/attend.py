@@ -58,21 +58,6 @@ def _compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, first_BT: Tensor | None, options: Options) -> Tensor:
-    """[B, H, T, E]; compiled by torch on first use. No dropout; no backward on the CPU."""
-    assert options.dropout == 0, "FlexAttention has no dropout"
-    softcap = options.softcap
-    mask = block_mask(first_BT, q_BHTE.shape[2], options.window, q_BHTE.device)
-
-    def cap(score: Tensor, _b: Tensor, _h: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
-        return score if softcap is None else softcap * torch.tanh(score / softcap)
-
-    return _compiled_flex()(
-        q_BHTE, k_BKTE, v_BKTE, score_mod=None if softcap is None else cap, block_mask=mask, scale=options.scale,
-        enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
-    )  # fmt: skip
-
-
 def document_offsets(first_BT: Tensor) -> Tensor:
     """int32 [n + 1]: where each document starts in the rows laid end to end, then the total.
 
@@ -82,23 +67,6 @@ def document_offsets(first_BT: Tensor) -> Tensor:
     starts = (first_BT == position_T).flatten().nonzero().squeeze(1)
     spare = (1 << (len(starts) - 1).bit_length()) - len(starts) + 1
     return torch.nn.functional.pad(starts, (0, spare), value=first_BT.numel()).int()
-
-
-def varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, offsets: Tensor, options: Options) -> Tensor:
-    """[B, H, T, E]; half types on a GPU, from torch 2.12 on. `offsets`: `document_offsets`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    assert options.dropout == 0, "varlen_attn has no dropout"
-    assert options.softcap is None, "varlen_attn has no soft-cap"
-    assert options.window is None, "windows are FlexAttention's"
-    batch, heads, length, _ = q_BHTE.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
-    out = varlen_attn(
-        q, k, v, offsets, offsets, length, length,
-        scale=options.scale, window_size=(-1, 0), enable_gqa=heads != k.shape[1],
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return torch.unflatten(out, 0, (batch, length)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -118,7 +86,9 @@ def layout_of(documents_BT: Tensor | None, *, backend: str) -> DocumentLayout:
     assert backend != "sdpa", "sdpa does not keep documents apart: pass documents_BT=None or take another backend"
     first_BT = document_starts(documents_BT)
     if backend in ("mask", "math"):
-        return DocumentLayout(first_BT, _document_mask(first_BT))
+        position_T = torch.arange(first_BT.shape[1], device=first_BT.device)
+        started_BTS = position_T >= first_BT[..., None]
+        return DocumentLayout(first_BT, (started_BTS & (position_T <= position_T[:, None]))[:, None])
     if backend == "varlen":
         return DocumentLayout(first_BT, offsets=document_offsets(first_BT))
     return DocumentLayout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
@@ -130,12 +100,6 @@ def document_starts(documents_BT: Tensor) -> Tensor:
     changed_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     changed_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
     return torch.where(changed_BT, position_T, 0).cummax(1).values
-
-
-def _document_mask(first_BT: Tensor) -> Tensor:
-    position_T = torch.arange(first_BT.shape[1], device=first_BT.device)
-    started_BTS = position_T >= first_BT[..., None]
-    return (started_BTS & (position_T <= position_T[:, None]))[:, None]
 
 
 def causal_mask(queries: int, keys: int, *, window: int | None, device: torch.device) -> Tensor:
@@ -217,14 +181,37 @@ def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: Docume
 
 
 def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
-    return flex(q_BHTE, k_BKTE, v_BKTE, layout.first_BT, options)
+    """[B, H, T, E]; compiled by torch on first use. No dropout; no backward on the CPU."""
+    assert options.dropout == 0, "FlexAttention has no dropout"
+    softcap = options.softcap
+    mask = block_mask(layout.first_BT, q_BHTE.shape[2], options.window, q_BHTE.device)
+
+    def cap(score: Tensor, _b: Tensor, _h: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    return _compiled_flex()(
+        q_BHTE, k_BKTE, v_BKTE, score_mod=None if softcap is None else cap, block_mask=mask, scale=options.scale,
+        enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
+    )  # fmt: skip
 
 
 def _varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
-    batch, _, length, _ = q_BHTE.shape
+    """[B, H, T, E]; half types on a GPU, from torch 2.12 on."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert options.dropout == 0, "varlen_attn has no dropout"
+    assert options.softcap is None, "varlen_attn has no soft-cap"
+    assert options.window is None, "windows are FlexAttention's"
+    batch, heads, length, _ = q_BHTE.shape
     rows = range(0, batch * length + 1, length)
     offsets = torch.tensor(rows, dtype=torch.int32, device=q_BHTE.device) if layout.offsets is None else layout.offsets
-    return varlen(q_BHTE, k_BKTE, v_BKTE, offsets, options)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
+    out = varlen_attn(
+        q, k, v, offsets, offsets, length, length,
+        scale=options.scale, window_size=(-1, 0), enable_gqa=heads != k.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return torch.unflatten(out, 0, (batch, length)).transpose(1, 2)
 
 
 def _seed(dropout: float) -> Tensor | None:

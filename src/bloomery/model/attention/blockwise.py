@@ -229,12 +229,8 @@ def _grouped(x_BHTE: Tensor, key_heads: int) -> Tensor:
 
 def _scores(query: Tensor, key: Tensor, task: Task) -> Tensor:
     """[B, K, G, n, m] from query [B, K, G, n, E] (scaled already) and key [B, K, m, E]; soft-capped, not masked."""
-    scores = (query.flatten(2, 3) @ key.mT).to(_exact(query))
+    scores = (query.flatten(2, 3) @ key.mT).to(torch.promote_types(query.dtype, torch.float32))
     return torch.unflatten(task.capped(scores), 2, query.shape[2:4])
-
-
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple[Tensor, Tensor]:

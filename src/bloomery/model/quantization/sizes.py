@@ -53,14 +53,10 @@ def _without_bitsandbytes(machine: Machine) -> str | None:
     installed = next((package for package in machine.software.packages if package.name == "bitsandbytes"), None)
     if installed is None:
         return "bitsandbytes is not installed"
-    if _series(installed.version) < OLDEST:
+    numbers = [int(number) for number in re.findall(r"\d+", installed.version)[:2]]
+    if len(numbers) < 2 or tuple(numbers) < OLDEST:
         return f"bitsandbytes {installed.version} is older than 0.50"
     probe = next((probe for probe in machine.probes if probe.name == "bitsandbytes"), None)
     if probe is None:
         return "`bloomery doctor --probe` has not tried bitsandbytes"
     return None if probe.outcome == "ok" else f"the probe of bitsandbytes came out {probe.outcome}"
-
-
-def _series(version: str) -> tuple[int, int]:
-    numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)

@@ -4,7 +4,7 @@ NF4 is bitwise identical to bitsandbytes, so that its kernels can read it. N num
 follow each other without regard to rows, and the last one may be short.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, final
 
@@ -29,7 +29,15 @@ LEAST = 1e-38  # a block of zeros is divided by this
 def quantize_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, two in a byte with the first one above (uint8 [N / 2]), and the largest size in each block (float32)."""
     blocks, scales = _blocks(values_N, BLOCK)
-    pairs = _bounds_below(_normed(blocks, scales), nf4_bounds(values_N.device)).view(-1, 2)
+    values, levels = _normed(blocks, scales), nf4_levels(values_N.device)
+    # The number of bounds below each value, half way between the levels: torch.bucketize takes three times as long on
+    # a CPU.
+    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    above = torch.empty(values.shape, dtype=torch.bool, device=values.device)
+    for bound in (levels[:-1] + levels[1:]) / 2:
+        torch.gt(values, bound, out=above)
+        codes += above.view(torch.uint8)
+    pairs = codes.view(-1, 2)
     return (pairs[:, 0] << 4 | pairs[:, 1])[: -(-len(values_N) // 2)], scales
 
 
@@ -83,16 +91,6 @@ def _normed(blocks: Tensor, scales: Tensor) -> Tensor:
     return blocks * scales.clamp_min(LEAST).reciprocal()[:, None]
 
 
-def _bounds_below(values: Tensor, bounds: Tensor) -> Tensor:
-    """The number of bounds below each value, uint8: torch.bucketize takes three times as long on a CPU."""
-    count = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
-    above = torch.empty(values.shape, dtype=torch.bool, device=values.device)
-    for bound in bounds:
-        torch.gt(values, bound, out=above)
-        count += above.view(torch.uint8)
-    return count
-
-
 def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = BLOCK) -> None:
     """into = values times the scale of their block; the values are not needed afterwards."""
     whole = len(values_N) // size * size
@@ -105,13 +103,6 @@ def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = BLO
 @cache
 def nf4_levels(device: torch.device) -> Tensor:
     return torch.tensor(NF4_LEVELS, device=device)
-
-
-@cache
-def nf4_bounds(device: torch.device) -> Tensor:
-    """Half way between the levels."""
-    levels = nf4_levels(device)
-    return (levels[:-1] + levels[1:]) / 2
 
 
 @cache
@@ -307,7 +298,8 @@ class QuantizedWeight(nn.Module):
         """
         quantize = quantize_int8 if self.base == "int8" else quantize_nf4
         first, found = 0, []
-        for part in self._parts(pieces):
+        rows = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
+        for part in (part for piece in pieces for part in torch.split(piece, rows)):  # parts take little memory
             codes, scales = quantize(part.to(self.codes.device).flatten())
             self.codes[first : first + len(codes)] = codes
             first += len(codes)
@@ -325,9 +317,3 @@ class QuantizedWeight(nn.Module):
             self.outer.copy_(outer.view(torch.uint8))
         else:
             self.scales.copy_(scales.view(torch.uint8))
-
-    def _parts(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The same rows, in parts of whole blocks that take little memory while they are quantized."""
-        rows = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
-        for piece in pieces:
-            yield from torch.split(piece, rows)

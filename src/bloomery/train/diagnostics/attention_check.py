@@ -20,15 +20,18 @@ TOLERANCE = {"float32": 2e-3, "float16": 2e-2, "bfloat16": 4e-2, "bfloat16-pure"
 
 def check_attention(model: Decoder, plan: RunPlan) -> None:
     """Compare output and gradients with the math backend in float32, on two packed documents; RNG states are kept.
+    Layers of transformers with the native head are compared to transformers' forward.
 
-    Raises Unsound when they differ by more than rounding or are non-finite.
+    Raises Unsound when they differ by more than rounding or are non-finite; UserError for transformers' layers.
     """
+    limit, packed = TOLERANCE[plan.train.precision], plan.data.layout == "packed"
     if plan.model.config.transformers_backend is not None:
-        check_transformers_attention(model, plan)
+        with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
+            check_head(model, limit)
+            check_rows(model, limit, packed=packed)
         return
     if plan.model.attention == "math":
         return
-    limit = TOLERANCE[plan.train.precision]
     parts = [part for part in model.modules() if isinstance(part, Attention)]
     kinds = {(part.window, part.scale) for part in parts}
     for window, scale in sorted(kinds, key=str):
@@ -40,14 +43,6 @@ def check_attention(model: Decoder, plan: RunPlan) -> None:
                 where=f"the check before the first step, PyTorch {torch.__version__}",
                 fix="run `bloomery doctor --probe`; or set train.attention=blockwise, which needs no such kernel",
             )
-
-
-def check_transformers_attention(model: Decoder, plan: RunPlan) -> None:
-    """Compare transformers' layers with the native head to transformers' forward. Raises UserError."""
-    limit, packed = TOLERANCE[plan.train.precision], plan.data.layout == "packed"
-    with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
-        check_head(model, limit)
-        check_rows(model, limit, packed=packed)
 
 
 def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:

@@ -125,7 +125,12 @@ class _Update:
             variance = self._moved(states, "variance", squares, weight)
             self._scales = variance.rsqrt_().mul_(factor), torch.ones(1, device=variance.device)
             return
-        row_new, col_new = self._sums([state["row_var"] for state in states], [s["col_var"] for s in states])
+        row_new = torch.empty_like(stacked([state["row_var"] for state in states]))  # sums of squares
+        col_new = torch.zeros_like(stacked([state["col_var"] for state in states]))
+        for rows in self.slices:
+            row_new[:, rows], of_columns = _square_sums(self._gradient_NRC[:, rows], -1, -2)
+            col_new += of_columns
+        col_new = self._mesh.sum_over_shards(col_new)
         row = self._moved(states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), weight)
         col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._shape[-2]), weight)
         # The paper's R C / sum(R) as two factors: their product underflows float32 for small gradients.
@@ -133,14 +138,6 @@ class _Update:
         if self._mesh.shard > 1:
             mean = self._mesh.sum_over_shards(row.sum(-2, keepdim=True)) / self._shape[-2]
         self._scales = (row / mean).rsqrt_().mul_(factor), col.rsqrt_()
-
-    def _sums(self, rows_like: list[Tensor], cols_like: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Sums of squares along rows and along columns."""
-        row, col = torch.empty_like(stacked(rows_like)), torch.zeros_like(stacked(cols_like))
-        for rows in self.slices:
-            row[:, rows], of_columns = _square_sums(self._gradient_NRC[:, rows], -1, -2)
-            col += of_columns
-        return row, self._mesh.sum_over_shards(col)
 
     def _moved(self, states: list[State], slot: str, squares: Tensor, weight: float) -> Tensor:
         """The new second moments, also stored in `states`, clamped above zero."""

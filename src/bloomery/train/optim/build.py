@@ -124,7 +124,8 @@ def orthogonalize(stack_NRC: Tensor) -> Tensor:
 
 def orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
     """`orthogonalize` of matrices of one shape or its transpose, in their own orientation."""
-    stack_NRC = orthogonalize(torch.stack([_wide(matrix) for matrix in matrices]))
+    wide = [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
+    stack_NRC = orthogonalize(torch.stack(wide))
     return [u if matrix.shape == u.shape else u.mT for u, matrix in zip(stack_NRC, matrices, strict=True)]
 
 
@@ -166,10 +167,6 @@ def stacks(
         size = max(1, MUON_STACK // math.prod(shape))
         runs += [members[i : i + size] for i in range(0, len(members), size)]
     return runs
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 @final
