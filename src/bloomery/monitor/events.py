@@ -237,12 +237,6 @@ LONGEST_LINE = 2**20  # bytes; a longer line is no event
 _STAMPED = re.compile(r'(.*), "crc32": "([0-9a-f]{8})"\}\s*', re.DOTALL)
 
 
-def to_line(event: Event) -> bytes:
-    """A line of the file: without secrets, with the CRC-32 of the bytes before it."""
-    body = to_json(without_secrets(event))[:-1].encode("utf-8", errors="backslashreplace")
-    return body + f', "crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
-
-
 def from_json(line: str) -> Event | None:
     """None for a truncated or damaged line and for an unknown kind of event.
 
@@ -295,7 +289,9 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Raises UserError when the disk is full, or the file was moved or deleted."""
-        line = to_line(event)
+        # Without secrets, with the CRC-32 of the bytes before it.
+        body = to_json(without_secrets(event))[:-1].encode("utf-8", errors="backslashreplace")
+        line = body + f', "crc32": "{zlib.crc32(body):08x}"}}\n'.encode()
         if not self._in_place():
             raise UserError(
                 "the run folder was moved or deleted during training",
@@ -303,7 +299,8 @@ class EventLog:
                 fix="resume the run from its new place: `bloomery resume FOLDER`",
             )
         try:
-            rest = line if self._on_fresh_line() else b"\n" + line
+            size = os.fstat(self._file).st_size
+            rest = line if size == 0 or os.pread(self._file, 1, size - 1) == b"\n" else b"\n" + line
             while rest:  # a full disk accepts a part and fails on the next call
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
@@ -312,10 +309,6 @@ class EventLog:
                 where=str(self.path),
                 fix=f"free disk space, then `bloomery resume {shlex.quote(str(self.path.parent))}`",
             ) from error
-
-    def _on_fresh_line(self) -> bool:
-        size = os.fstat(self._file).st_size
-        return size == 0 or os.pread(self._file, 1, size - 1) == b"\n"
 
     def _in_place(self) -> bool:
         try:
@@ -349,7 +342,15 @@ class Tail:
 
     def read(self, *, whole: bool = False) -> Iterator[Event]:
         """Every new event; `whole`: the file is final, and the text after the last newline is a line."""
-        while chunk := read_from(self._path, self._position):
+        while True:
+            try:
+                with os.fdopen(open_regular(self._path), "rb") as file:
+                    file.seek(self._position)
+                    chunk = file.read(2**20)
+            except FileNotFoundError:
+                break
+            if not chunk:
+                break
             self._position += len(chunk)
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             if len(self._rest) > LONGEST_LINE:
@@ -380,16 +381,6 @@ def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_second
         if ended:
             return
         time.sleep(poll_seconds)
-
-
-def read_from(path: Path, position: int) -> bytes:
-    """The next chunk of a growing file; empty at its end or when it does not exist."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            file.seek(position)
-            return file.read(2**20)
-    except FileNotFoundError:
-        return b""
 
 
 def last_per_step(events: Iterable[Event], kind: type[E]) -> list[E]:

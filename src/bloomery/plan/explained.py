@@ -1,5 +1,7 @@
 """Facts for the diagnosis of a run, from its plan, machine and dataset."""
 
+from contextlib import suppress
+
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.data.prepare.stats import DatasetStats, read_stats
@@ -34,7 +36,10 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
 
 def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
     """Reads a sample of the shards: a tenth of a second. Facts of a missing or damaged dataset are None."""
-    config, train, optimizer, stats = plan.model.config, plan.train, plan.optimizer, _stats(plan)
+    config, train, optimizer = plan.model.config, plan.train, plan.optimizer
+    stats: DatasetStats | None = None
+    with suppress(UserError, OSError):
+        stats = read_stats(plan.data.prepared)
     estimate, aim = plan.step_seconds, plan.objective.spec
     nats = aim.loss_unit == "token"
     return PlanFacts(
@@ -63,10 +68,3 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         memory_limit_gib=plan.memory.limit / GIB,
         step_seconds=None if estimate is None else (estimate.low, estimate.high),
     )
-
-
-def _stats(plan: RunPlan) -> DatasetStats | None:
-    try:
-        return read_stats(plan.data.prepared)
-    except (UserError, OSError):
-        return None

@@ -84,8 +84,13 @@ class Facts:
 
 
 def gather(loaded: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
-    """With the dataset of `prepared`, or the one that `prepare` would write there. Raises UserError."""
-    return facts_of(loaded, machine, prepared=prepared, dataset=dataset_of(loaded, prepared))
+    """With the dataset of `prepared`, or an estimate of the one that `prepare` would write there from its files.
+
+    Raises UserError, also for a folder with another recipe's dataset.
+    """
+    manifest = finished(loaded, prepared)
+    dataset = guessed(loaded.recipe) if manifest is None else counted(manifest, loaded.recipe.data, prepared)
+    return facts_of(loaded, machine, prepared=prepared, dataset=dataset)
 
 
 def facts_of(
@@ -105,7 +110,10 @@ def facts_of(
             pad_token_id=dataset.pad_id,
         )
     trained = replace(config, head="values") if recipe.objective.spec.values else config
-    source = None if start is None else _place_of(start)
+    source = None  # the folder of a model, or its name where it is not here and our table was asked instead
+    if start is not None:
+        ours = cached_model(start) is None and published_config(start) is not None
+        source = Path(start) if ours else hub.local_model(start)
     known = None if start is None else known_config(start).vocab_size
     added = 0 if start is None else new_tokens(recipe)
     ids = () if start is None else new_ids(recipe)
@@ -137,13 +145,6 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
         yield f"{name} has remote code (auto_map), which is never run: loaded as {taken}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
         yield f"{name} has an unknown model_type ({kind[:60]}): loaded as {taken}, as in its architectures"
-
-
-def _place_of(name: str) -> Path:
-    """The folder of a model, or its name where it is not here and our table was asked instead. Raises UserError."""
-    if cached_model(name) is None and published_config(name) is not None:
-        return Path(name)
-    return hub.local_model(name)
 
 
 def fetch(recipe: Recipe, *, weights: bool) -> None:
@@ -238,15 +239,6 @@ def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
     )
 
 
-def dataset_of(loaded: LoadedRecipe, prepared: Path) -> DatasetFacts | None:
-    """Counted facts of the prepared dataset, an estimate from its files, else None.
-
-    Raises UserError for a folder with another recipe's dataset.
-    """
-    manifest = finished(loaded, prepared)
-    return counted(manifest, loaded.recipe.data, prepared) if manifest is not None else guessed(loaded.recipe)
-
-
 def absent(recipe: Recipe) -> list[str]:
     """Paths of the recipe's dataset that do not exist on this disk."""
     held_out = recipe.data.validation
@@ -325,7 +317,12 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
     for document in documents:
         if document.tokens and tokenizer is not None:
             checked_tokens(document, tokenizer)
-    if tokenizer is not None and (teacher := _local_teacher(recipe)) is not None:
+    # The teacher, whose tokenizer is the data's own; None where it is only on the Hub.
+    teacher = cached_model(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+    if teacher is not None and is_bare(teacher) and not any((teacher / name).is_file() for name in TOKENIZER_FILES):
+        teacher = None
+    if tokenizer is not None and teacher is not None:
+        refuse_few_positions(read_config(teacher), recipe.data.sequence_length, where=str(teacher))
         refuse_other_words(load_tokenizer(teacher), tokenizer, where=str(teacher))
     examples = [row.example for row in documents if row.example is not None]
     template, kept = _template(recipe, kinds, examples, tokenizer)
@@ -371,16 +368,6 @@ def local_tokenizer(recipe: Recipe) -> Tokenizer | None:
         return None
     stamps = tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     return _loaded(folder, stamps, tuple(spec.get("additional_special_tokens", ())))
-
-
-def _local_teacher(recipe: Recipe) -> Path | None:
-    """The folder of the teacher, whose tokenizer is the data's own; None where it is only on the Hub."""
-    objective = recipe.objective
-    folder = cached_model(objective.teacher) if isinstance(objective, Distill) else None
-    if folder is None or (is_bare(folder) and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
-        return None
-    refuse_few_positions(read_config(folder), recipe.data.sequence_length, where=str(folder))
-    return folder
 
 
 def _folder_of(spec: dict[str, Any]) -> Path | None:

@@ -263,12 +263,6 @@ def _repeats(_: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         yield Diagnosis("duplicates", "the dataset has many duplicate documents", evidence, fix)
 
 
-def _unexplained(history: RunHistory, facts: PlanFacts) -> Diagnosis:
-    evidence = f"{_curve(history, facts)}; labels, loss mask, gradients and update sizes are ok"
-    fix = "check `bloomery prepare RECIPE --preview 3`; then try train.seed=1 and a tenth of the learning rate"
-    return Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)
-
-
 def _overfitting(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     """The validation loss rises while the training loss falls. The last two evaluations must agree, by 0.05 nats."""
     evaluations = sorted(history.evaluations.items())
@@ -444,7 +438,11 @@ def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
         return direct
     found = _apply("curve", history, facts)
     if not found and _stuck(history, facts):
-        found = _apply("plateau", history, facts) or [_unexplained(history, facts)]
+        found = _apply("plateau", history, facts)
+        if not found:
+            evidence = f"{_curve(history, facts)}; labels, loss mask, gradients and update sizes are ok"
+            fix = "check `bloomery prepare RECIPE --preview 3`; then try train.seed=1 and a tenth of the learning rate"
+            found = [Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)]
         found += _apply("plateau, too", history, facts)
     return [*found, *_apply("overfit", history, facts)]
 

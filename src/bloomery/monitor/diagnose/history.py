@@ -106,7 +106,13 @@ class RunHistory:
             case StepDone():
                 self._add_step(event)
             case StepHealth():
-                self._add_health(event)
+                # The path counts each ratio for all steps since the previous one: ratios change slowly.
+                since = event.step - (self.health[-1].step if self.health else self.began_at)
+                ratio, before = event.update_ratio or 0.0, self.moved[-1]
+                self.moved.append(Moved(event.step, before.path + ratio * max(1, since), max(before.largest, ratio)))
+                if event.graphs is not None and self.compiled_graphs is None and event.step >= self.began_at + FEW:
+                    self.compiled_graphs = event.graphs
+                self.health.append(event)
             case EvalDone(loss=float() as loss):
                 self.evaluations[event.step] = loss
                 self.evaluation_seconds += event.seconds
@@ -133,15 +139,6 @@ class RunHistory:
             self.loss_steps.append(event.step)
         if event.grad_norm is not None and len(self.first_norms) < FEW:
             self.first_norms.append(event.grad_norm)
-
-    def _add_health(self, event: StepHealth) -> None:
-        """The path counts each ratio for all steps since the previous one: ratios change slowly."""
-        since = event.step - (self.health[-1].step if self.health else self.began_at)
-        ratio, before = event.update_ratio or 0.0, self.moved[-1]
-        self.moved.append(Moved(event.step, before.path + ratio * max(1, since), max(before.largest, ratio)))
-        if event.graphs is not None and self.compiled_graphs is None and event.step >= self.began_at + FEW:
-            self.compiled_graphs = event.graphs
-        self.health.append(event)
 
     def _go_back(self, step: int) -> None:
         """Discards the steps after `step`; seconds are kept."""

@@ -6,7 +6,6 @@ from bloomery.core.units import counted, format_count, format_seconds
 from bloomery.hardware.doctor.env_vars import idle_settings
 from bloomery.hardware.profile import Profile
 from bloomery.plan.advice.claims import roughly, span
-from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import Facts
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.rules.choices import ineffective_settings
@@ -24,8 +23,19 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
     if (repeated := too_many_epochs(plan)) is not None:
         yield repeated
     yield from _lengths(plan)
-    yield from _truncated(plan)
-    yield from _rank(recipe, facts.model)
+    dataset, length = plan.dataset, plan.data.sequence_length
+    if dataset is not None and dataset.left_out:
+        dropped = counted(dataset.left_out, "examples")
+        yield f"{dropped} dropped: all labels within {length:,} tokens are masked"
+    if dataset is not None and dataset.cut_short:
+        yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
+    if isinstance(recipe.adapter, Lora):  # the product of its matrices has at most the rank of the weight
+        rank, model = recipe.adapter.rank, facts.model
+        sides = {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.pairs}
+        name = min(sides, key=lambda one: sides[one])
+        if rank > sides[name]:
+            most = f"{name} has at most rank {sides[name]:,}"
+            yield f"adapter.rank is {rank:,}, but {most}: a higher rank only costs memory and time"
     yield from _settings(recipe, profile)
     # Environment variables without effect on this device, or that slow it down or harm.
     yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.kind != "works")
@@ -64,27 +74,6 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
         yield f"warmup and decay last {warmup + decay:,} steps together, more than the run's {steps:,}"
     if plan.eval.every_steps is not None and plan.eval.every_steps > steps:
         yield f"eval.every is {plan.eval.every_steps:,} steps, the run ends after {steps:,}: evaluated only at the end"
-
-
-def _truncated(plan: RunPlan) -> Iterator[str]:
-    """Prepared conversations and pairs that are dropped or truncated."""
-    dataset, length = plan.dataset, plan.data.sequence_length
-    if dataset is not None and dataset.left_out:
-        dropped = counted(dataset.left_out, "examples")
-        yield f"{dropped} dropped: all labels within {length:,} tokens are masked"
-    if dataset is not None and dataset.cut_short:
-        yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
-
-
-def _rank(recipe: Recipe, model: TrainedModel) -> Iterator[str]:
-    """The product of LoRA matrices has at most the rank of the weight that it is added to."""
-    if not isinstance(recipe.adapter, Lora):
-        return
-    rank, sides = recipe.adapter.rank, {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.pairs}
-    name = min(sides, key=lambda one: sides[one])
-    if rank > sides[name]:
-        most = f"{name} has at most rank {sides[name]:,}"
-        yield f"adapter.rank is {rank:,}, but {most}: a higher rank only costs memory and time"
 
 
 def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:

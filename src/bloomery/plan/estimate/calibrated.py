@@ -57,9 +57,14 @@ def corrected(
     Without a measurement that is near enough they stay unchanged.
     """
     known = nearest(step, measurements)
-    factor = None if known is None else table_error(known, step, seconds)
-    if known is None or factor is None:
+    there = None if known is None else measured_step(known, step)
+    if known is None or there is None:  # nothing is near enough, or a model that is unknown
         return dict(parts)
+    tokens = known.point.micro_batch_size * known.point.accumulation * known.point.sequence_length
+    expected = seconds(there, tokens)
+    if not expected:
+        return dict(parts)
+    factor = tokens / known.point.tokens_per_second / expected
     spread = 1 + SPREAD[known.own] + SPREAD_PER_DOUBLING * known.distance
     return {name: _around(part.value * factor, spread, by=known.reason) for name, part in parts.items()}
 
@@ -88,14 +93,6 @@ def _around(value: float, spread: float, *, by: str) -> Estimate:
     return Estimate(value=value, low=value / spread, high=value * spread, origin="measured", by=by)
 
 
-def table_error(known: NearestMeasurement, step: StepShape, seconds: TableSeconds) -> float | None:
-    """Measured over estimated seconds; None without an estimate or with an unknown model."""
-    there, point = measured_step(known, step), known.point
-    tokens = point.micro_batch_size * point.accumulation * point.sequence_length
-    expected = None if there is None else seconds(there, tokens)
-    return None if not expected else tokens / point.tokens_per_second / expected
-
-
 def compile_gain(
     measurements: Sequence[Calibration], *, model: ModelConfig, precision: str, setting: str
 ) -> float | None:
@@ -114,14 +111,15 @@ def compile_gain(
 
 def nearest(step: StepShape, measurements: Sequence[Calibration]) -> NearestMeasurement | None:
     """Among points of the same precision and compilation; own measurements before contributed ones."""
-    found = [
-        NearestMeasurement(source=source, point=point, distance=_distance(step, source, point))
-        for source in measurements
-        for point in source.points
-        if (point.precision, point.compiled) == (step.precision, step.compiled)
-        and point.setting in ("", step.setting)
-        and _width(source) is not None
-    ]
+    found = []
+    for source, point in ((each, point) for each in measurements for point in each.points):
+        if (point.precision, point.compiled) != (step.precision, step.compiled) or _width(source) is None:
+            continue
+        if point.setting in ("", step.setting):
+            sequences = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
+            settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
+            distance = _width_doublings(step, source) + sequences + 0.5 * settings
+            found.append(NearestMeasurement(source=source, point=point, distance=distance))
     near = [known for known in found if _width_doublings(step, known.source) <= NEAR]
     return min(near, key=lambda k: (not k.own, k.point.setting != step.setting, k.distance), default=None)
 
@@ -143,12 +141,6 @@ def measured_step(known: NearestMeasurement, step: StepShape) -> StepShape | Non
         checkpointing=point.activation_checkpointing,
         score_chunk=point.micro_batch_size * point.sequence_length,
     )
-
-
-def _distance(step: StepShape, source: Calibration, point: Point) -> float:
-    sequences = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
-    settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
-    return _width_doublings(step, source) + sequences + 0.5 * settings
 
 
 def _width_doublings(step: StepShape, source: Calibration) -> float:

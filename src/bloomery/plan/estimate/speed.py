@@ -56,15 +56,6 @@ def score_traffic(step: StepShape) -> float:
     return 0.0
 
 
-def dequantized_traffic(step: StepShape) -> float:
-    """Bytes of dequantizing every matrix once: read quantized, written."""
-    if step.mode.base == "none":
-        return 0.0
-    matrices = [matrix for layer in layers(step.config) for matrix in layer.matrices]
-    kept = sum(storage_bytes((each.outputs, each.inputs), step.mode.base, step.mode.double) for each in matrices)
-    return float(kept + step.element * sum(each.size for each in matrices))
-
-
 COMPILED_GAIN = 1.15  # on a CPU; measured: 10 to 35%
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
 FUSED_ATTENTION_SHARE = 0.6  # of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
@@ -155,7 +146,11 @@ def work_of(
     states = model.optimizer_bytes(step.optimizer, step.precision) / max(1, trained)
     weight = model.learning_bytes(step.precision) / max(1, trained)
     casts = CASTS * (trained if step.mode.frozen else count) * passes if weight > step.element else 0.0
-    casts += dequantized_traffic(step) * (2 + again.products) * passes
+    if step.mode.base != "none":  # dequantizing every matrix once: read quantized, written
+        matrices = [matrix for layer in layers(step.config) for matrix in layer.matrices]
+        read = sum(storage_bytes((each.outputs, each.inputs), step.mode.base, step.mode.double) for each in matrices)
+        dequantized = float(read + step.element * sum(each.size for each in matrices))
+        casts += dequantized * (2 + again.products) * passes
     between += LOSS[loss][int(step.compiled)] * step.outputs * step.loss_share
     between = between * (1 + step.extra_forwards / 3) * tokens + casts
     # Weights and states are read and written, gradients read, and scaled where they are clipped.

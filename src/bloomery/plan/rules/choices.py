@@ -1,6 +1,6 @@
 """Choices of attention, compilation, determinism and optimizer memory, with their reasons."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from bloomery.core.choice import Choice
 from bloomery.core.errors import UserError
@@ -54,7 +54,10 @@ def choose_attention(
             float32=precision == "float32",
             torch=torch,
         )
-        reason = choice.reason if choice.value != "blockwise" else _unfused_reason(unfit_for)
+        reason = choice.reason
+        if choice.value == "blockwise":  # why no fused kernel of PyTorch supports the recipe
+            reasons = dict.fromkeys(why for backend in ("varlen", "flex") if (why := unfit_for(backend)))
+            reason = "; ".join((*reasons, "blockwise supports both, with memory linear in the length"))
         return Choice(choice.value, profile.attention.reason if profile.attention.value == "plain" else reason)
     unfit = unfit_for(asked)
     if unfit is not None:
@@ -65,12 +68,6 @@ def choose_attention(
             code=2,
         )
     return Choice(asked, ASKED)
-
-
-def _unfused_reason(unfit_for: Callable[[str], str | None]) -> str:
-    """Why no fused kernel of PyTorch supports the recipe."""
-    reasons = dict.fromkeys(reason for backend in ("varlen", "flex") if (reason := unfit_for(backend)))
-    return "; ".join((*reasons, "blockwise supports both, with memory linear in the length"))
 
 
 def choose_compile(
