@@ -10,7 +10,7 @@ import pytest
 from plans_for_tests import tiny_plan
 
 from bloomery.core.errors import UserError
-from bloomery.train.diagnostics.stragglers import Stragglers
+from bloomery.train.diagnostics.step_health import Stragglers
 from ranks import on_ranks, ranks
 
 

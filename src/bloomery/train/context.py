@@ -32,8 +32,7 @@ from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.checkpoint import Saver, copy_tokenizer
 from bloomery.train.diagnostics.attention_check import check_attention
 from bloomery.train.diagnostics.profiler import Recorder
-from bloomery.train.diagnostics.step_health import HealthCheck
-from bloomery.train.diagnostics.stragglers import Stragglers
+from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.objectives.build import Objective, build_objective

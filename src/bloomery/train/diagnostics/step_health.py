@@ -1,8 +1,10 @@
-"""Health of a step: update sizes, unchanged parameters, and whether labels are the next tokens."""
+"""Health of a step: update sizes, unchanged parameters, labels that are not the next tokens, slow ranks."""
 
 import math
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -149,3 +151,33 @@ def core_wait_seconds() -> float | None:
         return int(SCHEDULER.read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
         return None
+
+
+# Ranks that all others wait for
+
+TIMES = 1.3  # of the median
+STEPS, SLOW_STEPS = 100, 50
+
+
+@final
+class Stragglers:
+    """Each rank is named once."""
+
+    def __init__(self) -> None:
+        self._last = deque[tuple[float, ...]](maxlen=STEPS)
+        self._named = set[int]()
+
+    def note(self, seconds: Sequence[float]) -> dict[int, float]:
+        """`seconds` of one step that each rank worked, without waiting for others.
+
+        The ranks to name now, and how many times the median their work takes.
+        """
+        median = statistics.median_low(seconds)
+        self._last.append(tuple(each / median if median else 1.0 for each in seconds))
+        found = dict[int, float]()
+        for rank in range(len(seconds)):
+            slow = [times[rank] for times in self._last if times[rank] > TIMES]
+            if len(slow) >= SLOW_STEPS and rank not in self._named:
+                self._named.add(rank)
+                found[rank] = statistics.median(slow)
+        return found
