@@ -40,7 +40,12 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     longest = longest_batches(plan, together)
     on_phase("compiling" if plan.train.compile else "warming up")
     rig.warm_up(longest)
-    batches = text_batches(plan, together) if job["text"] == "prepared" else longest
+    batches = longest
+    if job["text"] == "prepared":  # the run's first micro-batches
+        data, sequences, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
+        loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
+        read = [loader.batch(Cursor(seed, number * sequences), sequences) for number in range(together)]
+        batches = [with_text_structure(batch, plan) for batch in read]
     rig.seconds(batches)
     on_phase("measuring")
     begun, waited = time.perf_counter(), core_wait_seconds()
@@ -117,15 +122,6 @@ def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
         )
         batches.append(with_text_structure(batch, plan))
     return batches
-
-
-def text_batches(plan: RunPlan, count: int) -> list[Batch]:
-    """The run's first micro-batches. Raises UserError when the prepared dataset is damaged."""
-    data, sequences, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
-    loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
-    return [
-        with_text_structure(loader.batch(Cursor(seed, number * sequences), sequences), plan) for number in range(count)
-    ]
 
 
 def bound_memory(limit: float) -> None:

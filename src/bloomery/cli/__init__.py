@@ -93,8 +93,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     given = list(sys.argv[1:] if arguments is None else arguments)
-    _steady_streams()
-    _some_home()
+    # Discard output to a closed stream; print `?` for characters that the encoding lacks. Neither ends a run.
+    if sys.stdout is None or sys.stderr is None:  # as after `>&-`
+        nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="replace")
+    try:
+        Path.home()
+    except RuntimeError:  # a user id that is not in /etc/passwd, as Docker has: libraries expect a home folder
+        os.environ["HOME"] = "/"
     own = given[: given.index("--")] if "--" in given else given
     debug = "--debug" in own
     if debug:
@@ -102,24 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     else:
         sys.excepthook = _explain_crash
     sys.exit(_run(given, debug))
-
-
-def _steady_streams() -> None:
-    """Discard output to a closed stream; print `?` for characters that the encoding lacks. Neither ends a run."""
-    if sys.stdout is None or sys.stderr is None:  # as after `>&-`
-        nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
-        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
-            stream.reconfigure(errors="replace")
-
-
-def _some_home() -> None:
-    """Set HOME to `/` for a user id that is not in /etc/passwd, as Docker does: libraries expect a home folder."""
-    try:
-        Path.home()
-    except RuntimeError:
-        os.environ["HOME"] = "/"
 
 
 def _run(arguments: list[str], debug: bool) -> int:

@@ -243,13 +243,9 @@ def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, conte
     if not math.isfinite(nats):
         problem = "the loss is not a finite number: the weights are damaged or have diverged"
         raise UserError(problem, where=where, fix="evaluate an earlier checkpoint with --step")
-    return from_nats(nats, tokens, size)
-
-
-def from_nats(nats: float, tokens: int, size: int) -> TextScores:
-    """Bits per byte = nats / ln 2 / bytes (independent of the tokenizer); perplexity = exp(nats / tokens)."""
-    loss = nats / tokens
-    return TextScores(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / size if size else None, tokens, size)
+    # Bits per byte = nats / ln 2 / bytes (independent of the tokenizer); perplexity = exp(nats / tokens).
+    bits, loss = nats / math.log(2) / size if size else None, nats / tokens
+    return TextScores(loss, math.exp(min(loss, 700.0)), bits, tokens, size)
 
 
 def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: str | None = None) -> Iterator[Text]:
@@ -277,7 +273,10 @@ def _masked(ids: list[int], loss_mask: np.ndarray, sizes: np.ndarray, kind: Shar
 
 
 def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...] | Example]:
-    root, glob = _split_glob(data)
+    root, glob = data, None
+    places = [index for index, part in enumerate(data.parts) if any(mark in part for mark in "*?[")]
+    if places and not data.exists():  # the folder before the first wildcard, and the pattern after it
+        root, glob = Path(*data.parts[: places[0]]), str(Path(*data.parts[places[0] :]))
     if root.is_file() and suffix_of(root) not in DATA | TABLES:
         yield read_file(root)
         return
@@ -301,16 +300,6 @@ def _open_any(source: Source) -> Dataset:
             failed = failed or error
     assert failed is not None
     raise failed
-
-
-def _split_glob(data: Path) -> tuple[Path, str | None]:
-    """The folder before the first wildcard, and the pattern after it."""
-    if data.exists():
-        return data, None
-    for index, part in enumerate(data.parts):
-        if any(mark in part for mark in "*?["):
-            return Path(*data.parts[:index]), str(Path(*data.parts[index:]))
-    return data, None
 
 
 def _bytes(content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *, whole: bool) -> int:

@@ -97,8 +97,12 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        for key, reference in list(self._flat.items()):  # a storage is resized where no dispatch mode sees it
+            resized = reference()
+            if resized is not None and resized.nbytes() != self._kinds[key][1]:
+                self._note(key, self._kinds[key][0], resized.nbytes())
         if self._flat:
-            self._check_resized()
+            self._note_peak()
         result = func(*args, **(kwargs or {}))
         if self.hidden:
             return result
@@ -110,14 +114,6 @@ class MemoryTracker(TorchDispatchMode):
                     self._flat[id(storage)] = self._watched[id(storage)]
         self._note_peak()
         return result
-
-    def _check_resized(self) -> None:
-        """A storage is resized where no dispatch mode sees it."""
-        for key, reference in list(self._flat.items()):
-            storage = reference()
-            if storage is not None and storage.nbytes() != self._kinds[key][1]:
-                self._note(key, self._kinds[key][0], storage.nbytes())
-        self._note_peak()
 
     def _note_peak(self) -> None:
         if self._now <= self._highest:
