@@ -131,11 +131,8 @@ def _similar(names: Sequence[str], value: Any, siblings: Mapping[str, Any]) -> A
     here = {_normal(key[-1]): key for key in known_keys() if key[:-1] == tuple(names[:-1])}
 
     def near(known: Iterable[str], cutoff: float) -> str:
-        alike = [
-            one
-            for one in known
-            if one[0] == name[:1] and re.findall(r"\d", one) == re.findall(r"\d", name) and "." not in one
-        ]
+        alike = [one for one in known if one[0] == name[:1] and "." not in one]
+        alike = [one for one in alike if re.findall(r"\d", one) == re.findall(r"\d", name)]
         return "".join(closest(name, alike, cutoff=cutoff))
 
     found = near(here, _SIMILAR)
