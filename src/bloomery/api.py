@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
-Layout = Literal["hf", "adapter", "merged"]
+Layout = Literal["hf", "adapter", "merged", "gguf", "gguf-adapter"]
 Recipe = str | Path | Mapping[str, Any]
 OnText = Callable[[str], None]
 OnEvent = Callable[["Event"], None]
@@ -174,18 +174,29 @@ def export(
     model: str | Path, out: str | Path, *, layout: Layout = "hf", dtype: str | None = None, step: str = "best",
     verify: bool = True, device: str = "auto",
 ) -> "Exported":  # fmt: skip
-    """Export a model to the new folder `out`: hf (a full model), adapter (for PEFT), or merged (adapter and base).
+    """Export a model as `out`: hf (a full model), adapter (for PEFT), merged (adapter and base), gguf (one file for
+    llama.cpp) or gguf-adapter (a LoRA for llama.cpp).
 
-    `dtype`: of merged weights; None keeps the base model's. `verify`: read the export back, compare and run it.
+    `dtype`: of merged weights (None keeps the base model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
+    q6_K; None is f16). `verify`: read the export back, compare and run it.
     """
-    if dtype is not None and layout != "merged":
-        problem = f"--to {layout} does not convert weights"
-        raise UserError(problem, where="--type", fix="remove --type, or use --to merged", code=2)
+    if layout in ("gguf", "gguf-adapter"):
+        kind = {None: "f16", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
+    elif dtype is not None and (layout != "merged" or dtype not in ("float32", "bfloat16", "float16")):
+        problem = f"--to {layout} does not convert weights" + ("" if layout != "merged" else f" to {dtype}")
+        raise UserError(problem, where="--type", fix="remove --type, or use --to merged or --to gguf", code=2)
     folder, use = _located(model, device, None)
     from bloomery.export import layouts
     from bloomery.train.model_folder import find_model
 
     files = find_model(folder, step)
+    if layout in ("gguf", "gguf-adapter"):
+        from bloomery.export.gguf import export_gguf, export_gguf_adapter
+
+        assert kind is not None
+        if layout == "gguf-adapter":
+            return export_gguf_adapter(files, Path(out), kind=kind)
+        return export_gguf(files, Path(out), kind=kind, verify=verify, use=use)
     if layout == "adapter":
         return layouts.export_adapter(files, Path(out), verify=verify, use=use)
     if layout == "merged":

@@ -53,6 +53,7 @@ FLAGS = {
         "--system", "--template", "--step", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--seed", "-d", "--devices", "--quantize",
     },
+    "import": {"--out", "--type"},
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
     "report": {"--data", "--prompt", "--template", "--out", "-d", "--devices"},

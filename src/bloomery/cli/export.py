@@ -1,4 +1,4 @@
-"""`bloomery export MODEL --to hf|adapter|merged --out PATH`"""
+"""`bloomery export MODEL --to hf|adapter|merged|gguf|gguf-adapter --out PATH`"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,17 +11,21 @@ from bloomery.core.units import format_bytes
 if TYPE_CHECKING:
     from bloomery.api import Layout
 
+DTYPES = ("float32", "bfloat16", "float16")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_K_M", "q5_K_M", "q6_K")
+
 
 @click.command()
 @click.argument("model")
 @click.option(
-    "--to", "layout", type=click.Choice(["hf", "adapter", "merged"]), required=True,
-    help="Export the full model, the adapter, or both merged.",
+    "--to", "layout", required=True,
+    type=click.Choice(["hf", "adapter", "merged", "gguf", "gguf-adapter"]),
+    help="Format of the export.",
 )  # fmt: skip
-@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder.")
+@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
 @click.option(
-    "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Store merged weights as [default: as in the base model].",
+    "--type", "dtype", type=click.Choice([*DTYPES, *GGUF_TYPES]),
+    help="Type of merged weights or GGUF [default: as in the base model; f16].",
 )  # fmt: skip
 @step_option
 @click.option("--verify/--no-verify", default=True, help="Read the export back, compare and run it.")
@@ -29,16 +33,19 @@ if TYPE_CHECKING:
 def command(
     model: str, layout: "Layout", out: Path, dtype: str | None, step: str, verify: bool, devices: str
 ) -> None:  # fmt: skip
-    """Export MODEL in Hugging Face format.
+    """Export MODEL in Hugging Face format or as GGUF.
 
     hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: an adapter merged into its base
-    model, computed in float32.
+    model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA adapter
+    for llama.cpp.
 
     Example: bloomery export last --to hf --out my-model
+
+    Example: bloomery export last --to gguf --type q8_0 --out my-model.gguf
     """
     from bloomery.api import export
 
     done = export(model, out, layout=layout, dtype=dtype, step=step, verify=verify, device=devices)
     for proof in done.proofs:
-        echo(f"verified   {proof}", err=True)
+        echo(f"{'' if proof.startswith('differs') else 'verified   '}{proof}", err=True)
     echo(f"export     {done.folder} ({format_bytes(done.bytes)})")

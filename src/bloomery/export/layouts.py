@@ -201,10 +201,8 @@ def _probe_tokens(config: ModelConfig) -> Tensor:
     return torch.arange(min(PROBE_TOKENS, config.max_positions))[None] * 7919 % config.vocab_size
 
 
-def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> tuple[Tensor, ModelConfig]:
-    """Logits of a few tokens, computed in float32 on the device. Raises UserError before memory is allocated where the
-    model does not fit, and when its logits are not finite; `where` is the model of that message.
-    """
+def load_whole(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
+    """The model in float32 on the device. Raises UserError before memory is allocated where it does not fit."""
 
     def refuse_full(decoder: Decoder) -> None:
         needed, free = sum(parameter.nbytes for parameter in decoder.parameters()), use.free_bytes()
@@ -213,7 +211,14 @@ def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) ->
             fix = "add --no-verify" + (" or --devices cpu" if use.device == "cuda" else "")
             raise UserError(problem, where=str(folder), fix=fix)
 
-    decoder = load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
+    return load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
+
+
+def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> tuple[Tensor, ModelConfig]:
+    """Logits of a few tokens of `load_whole`. Raises UserError as it does, and when they are not finite; `where` is the
+    model of that message.
+    """
+    decoder = load_whole(folder, use, base=base)
     with torch.no_grad():
         device = decoder.model.embed_tokens.weight.device
         logits: Tensor = decoder(_probe_tokens(decoder.config).to(device)).cpu()

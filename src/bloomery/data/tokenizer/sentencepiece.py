@@ -32,7 +32,7 @@ def describe(model: bytes) -> Json | None:
     proto = messages.ModelProto.FromString(model)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
-    builders = {trainer.UNIGRAM: _unigram, trainer.BPE: _bpe}
+    builders = {trainer.UNIGRAM: _unigram, trainer.BPE: bpe_of_pieces}
     if trainer.model_type not in builders or trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
         return None
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -70,7 +70,7 @@ def _unigram(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
     return {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": byte_fallback}
 
 
-def _bpe(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
+def bpe_of_pieces(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
     """Merges from scores: all splits of a piece into two pieces, in the order of their scores."""
     ids = {text: index for index, (text, _, kind) in enumerate(pieces)}
     whole = {text for text, _, kind in pieces if kind in (NORMAL, USER_DEFINED)}

@@ -357,6 +357,18 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         return self._backend.id_of(token)
 
+    @cached_property
+    def description(self) -> Json:
+        """The tokenizer.json, for a SentencePiece model its conversion. Raises UserError where there is none."""
+        if self._backend.description:
+            return self._backend.description
+        files = self._backend.files()
+        if "tokenizer.json" not in files:
+            problem = "this SentencePiece model has no equal tokenizer.json"
+            raise UserError(problem, where=MODEL_FILE, fix="save a tokenizer.json next to it with transformers")
+        described: Json = json.loads(files["tokenizer.json"])
+        return described
+
     def control_tokens(self) -> list[str]:
         """Special tokens by name: what may end a turn. The begin token is one of them only where it ends texts too."""
         begin = self.bos_id if self.bos_id != self.eos_id else None

@@ -1,0 +1,499 @@
+"""What llama.cpp computes from a GGUF file, in numpy, compared with the PyTorch model that the file was made from.
+
+Written after llama.cpp's sources (llama-graph.cpp, models/*.cpp, llama-vocab.cpp, ops.cpp) and without the decoder: a
+wrong name, order of rows or key of the metadata shows as other logits. Activations are float32 here; llama.cpp rounds
+them to the type of a quantized matrix, so that its own logits differ a little more.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from bloomery.core.errors import UserError
+from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
+from bloomery.data.examples import Message
+from bloomery.data.tokenizer.templates import ChatTemplate, own_templates
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.export.gguf import (
+    CONTROL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    USER_DEFINED,
+    composes,
+    gguf_library,
+    splits,
+)
+from bloomery.export.gguf_import import fill_from_file
+from bloomery.export.layouts import load_whole
+from bloomery.model.decoder import Decoder
+from bloomery.train.model_folder import ModelFiles
+from bloomery.train.use import Use
+
+Array = np.ndarray[Any, Any]
+Json = dict[str, Any]
+GREEDY = 64  # tokens
+SAME_WEIGHTS = 1e-4  # of the largest logit: the same weights in two programs, in float32
+ERF = 2e-2  # the same where the graph has another GELU than the model
+# The mean KL divergence, in nats per token, above which an export is refused; of other types it is reported.
+MOST_KL = {"f32": 1e-5, "f16": 1e-2, "bf16": 5e-2, "q8_0": 1e-1}
+TEXTS = (
+    "", " ", "Hello world", "def f(x):\n    return x + 1\n", "  two  spaces\tand tabs\n\n\n", "größer naïve café",
+    "東京 世界 カタカナ 한국어", "🙂🙃 👩‍💻", "I'll see YOU'RE 2026 12345 3.14e-5", "<s> </s> <unk> <|x|>",
+    "x==y && !z || a_b->c[0];", " leading and trailing ", "\r\n\r\n mixed\r line\n ends", "العربية हिन्दी ไทย",
+    "https://example.com/a?b=c#d", "½ ² Ⅷ «quoted» … — $5", "A" * 70, "\x00\x7f\x1b", "ﬁ e\u0301 Å",
+)  # fmt: skip
+CHAT = (Message("user", "Hello! What's 2 + 2?"), Message("assistant", "4"), Message("user", " And\n3?"))
+
+
+@dataclass(frozen=True)
+class Parity:
+    """`difference`: the largest of a logit, with the weights of the file in both programs; `scale`: the largest logit.
+
+    `kl`: mean divergence in nats of the file's distribution from the original's; `top1`: share of equal best tokens;
+    `greedy`: how many of the `asked` tokens are equal, None where the text was not continued.
+    """
+
+    difference: float
+    scale: float
+    kl: float
+    top1: float
+    greedy: int | None
+    asked: int
+
+
+# The graph
+
+
+@final
+class Graph:
+    """A file as llama.cpp reads it. `forward` adds tokens to its cache."""
+
+    NEIGHBORS = ("llama", "smollm3")  # what its rotary positions turn together; others turn halves of a head
+    GELU = ("gemma", "gemma2", "gemma3", "gpt2")
+    PERIODS = {"gemma2": 2, "gemma3": 6}  # noqa: RUF012 (a constant)
+    # The tensors of a layer, which llama.cpp counts: one more or less is an error there
+    LAYERS = {  # noqa: RUF012
+        "llama": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+        "qwen2": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+        "qwen3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_norm ffn_gate ffn_up ffn_down",
+        "gemma": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+        "gemma2": "attn_norm attn_q attn_k attn_v attn_output post_attention_norm ffn_norm ffn_gate ffn_up ffn_down "
+        "post_ffw_norm",
+        "gemma3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_norm "
+        "ffn_gate ffn_up ffn_down post_ffw_norm",
+        "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
+        "gpt2": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
+        "olmo2": "attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_gate ffn_up "
+        "ffn_down post_ffw_norm",
+        "smollm3": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+    }  # fmt: skip
+
+    def __init__(self, path: Path) -> None:
+        library = gguf_library()
+        self.path, self._library = path, library
+        reader = library.GGUFReader(path)
+        self.facts: Json = {name: field.contents() for name, field in reader.fields.items()}
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+        self.arch: str = self.facts["general.architecture"]
+        self.layers, self.width = self._key("block_count"), self._key("embedding_length")
+        self.heads = self._key("attention.head_count")
+        self.kv_heads = self._key("attention.head_count_kv", self.heads)
+        self.head_dim = self._key("attention.key_length", self.width // self.heads)
+        self._values: dict[str, Array] = {}
+        self._kept = sum(math.prod(tensor.shape) for tensor in reader.tensors) * 4 < 2**30
+        self._check_names()
+        self.context = int(self._key("context_length"))  # llama.cpp's -c, which chooses among LongRoPE's factors
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        empty = np.zeros((self.kv_heads, 0, self.head_dim), dtype=np.float32)
+        self.cache = [(empty, empty) for _ in range(self.layers)]
+
+    def _key(self, name: str, default: Any = None) -> Any:
+        value = self.facts.get(f"{self.arch}.{name}", default)
+        if value is None:
+            raise UserError(f"{self.arch}.{name} is missing", where=str(self.path), fix="report this bug")
+        return value
+
+    def _check_names(self) -> None:
+        inside = {
+            f"blk.{layer}.{name}.weight" for layer in range(self.layers) for name in self.LAYERS[self.arch].split()
+        }
+        outer = {"token_embd.weight", "output_norm.weight"} | (
+            {"position_embd.weight"} if self.arch == "gpt2" else set()
+        )
+        weights = {name for name in self.tensors if name.endswith(".weight") and not name.startswith("rope_")}
+        if missing := (inside | outer) - weights:
+            raise UserError(f"{min(missing)} is missing in the file", where=str(self.path), fix="report this bug")
+        if surplus := weights - inside - outer - {"output.weight"}:
+            raise UserError(f"{min(surplus)} has no place in the file", where=str(self.path), fix="report this bug")
+
+    def value(self, name: str) -> Array | None:
+        """A tensor in float32, or None where the file has none."""
+        if name in self._values:
+            return self._values[name]
+        if name not in self.tensors:
+            return None
+        tensor = self.tensors[name]
+        values: Array = self._library.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        values = values.reshape([int(size) for size in reversed(tensor.shape)])
+        if self._kept:
+            self._values[name] = values
+        return values
+
+    def _linear(self, x: Array, name: str) -> Array:
+        weight, bias = self.value(f"{name}.weight"), self.value(f"{name}.bias")
+        assert weight is not None
+        product: Array = x @ weight.T
+        return product if bias is None else product + bias
+
+    def _norm(self, x: Array, name: str) -> Array:
+        weight, bias = self.value(f"{name}.weight"), self.value(f"{name}.bias")
+        if weight is None:  # OLMo 2 has none before a block
+            return x
+        if self.arch == "gpt2":
+            centered = x - x.mean(-1, keepdims=True)
+            eps = self._key("attention.layer_norm_epsilon")
+            x = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + np.float32(eps))
+        else:
+            eps = self._key("attention.layer_norm_rms_epsilon")
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + np.float32(eps))
+        return x * weight if bias is None else x * weight + bias
+
+    def _angles(self, positions: Array, layer: int) -> tuple[Array, Array]:
+        """cos and sin [T, width / 2] of `ggml_rope_ext`."""
+        width = self._key("rope.dimension_count", self.head_dim)
+        base = float(self._key("rope.freq_base", 10000.0))
+        kind = self.facts.get(f"{self.arch}.rope.scaling.type", "none")
+        stretch = float(self._key("rope.scaling.factor", 1.0)) if kind != "none" else 1.0
+        if self._windowed(layer):
+            default = 10000.0 if self.arch == "gemma3" else base
+            base, stretch = float(self._key("rope.freq_base_swa", default)), 1.0 if self.arch == "gemma3" else stretch
+        frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        original = int(self._key("rope.scaling.original_context_length", self._key("context_length")))
+        long = "long" if self.context > original else "short"
+        for name in ("rope_freqs.weight", f"rope_factors_{long}.weight"):
+            if (factors := self.value(name)) is not None:
+                frequencies = frequencies / factors
+        scale = float(self._key("rope.scaling.attn_factor", 1.0))
+        if kind == "yarn":
+            turns = (self._key("rope.scaling.yarn_beta_fast", 32.0), self._key("rope.scaling.yarn_beta_slow", 1.0))
+            ends = [width * math.log(original / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns]
+            low, high = max(0, math.floor(ends[0])), min(width - 1, math.ceil(ends[1]))
+            mix = 1 - np.clip((np.arange(width // 2) - low) / max(0.001, high - low), 0, 1)
+            frequencies = frequencies / stretch * (1 - mix) + frequencies * mix
+            scale *= 1.0 + 0.1 * math.log(stretch)
+        else:
+            frequencies = frequencies / stretch
+        angles = positions[:, None] * frequencies
+        return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
+
+    def _turn(self, x: Array, cos: Array, sin: Array) -> Array:
+        """Rotates [H, T, D]."""
+        width = 2 * cos.shape[-1]
+        turned = x.copy()
+        neighbors = self.arch in self.NEIGHBORS
+        first = np.s_[..., 0:width:2] if neighbors else np.s_[..., 0 : width // 2 : 1]
+        second = np.s_[..., 1:width:2] if neighbors else np.s_[..., width // 2 : width : 1]
+        turned[first] = x[first] * cos - x[second] * sin
+        turned[second] = x[first] * sin + x[second] * cos
+        return turned
+
+    def _windowed(self, layer: int) -> bool:
+        period = self.PERIODS.get(self.arch, 0)
+        return bool(period and self._key("attention.sliding_window", 0) and layer % period < period - 1)
+
+    def _attention(self, x: Array, layer: int, positions: Array) -> Array:
+        block, count = f"blk.{layer}", len(x)
+        if f"{block}.attn_qkv.weight" in self.tensors:
+            sizes = np.cumsum([self.heads * self.head_dim, self.kv_heads * self.head_dim])
+            q, k, v = np.split(self._linear(x, f"{block}.attn_qkv"), sizes, axis=-1)
+        else:
+            q, k, v = (self._linear(x, f"{block}.attn_{name}") for name in "qkv")
+
+        def by_head(values: Array, heads: int, norm: str) -> Array:
+            gain = self.value(f"{block}.{norm}.weight") if norm else None
+            if gain is not None and gain.size == values.shape[-1] != self.head_dim:  # of all heads together
+                values, gain = self._norm(values, f"{block}.{norm}"), None
+            values = values.reshape(count, heads, self.head_dim).swapaxes(0, 1)
+            return values if gain is None else self._norm(values, f"{block}.{norm}")
+
+        q, k = by_head(q, self.heads, "attn_q_norm"), by_head(k, self.kv_heads, "attn_k_norm")
+        v = by_head(v, self.kv_heads, "")
+        if self.arch != "gpt2" and not (self.arch == "smollm3" and (layer + 1) % 4 == 0):
+            cos, sin = self._angles(positions, layer)
+            q, k = self._turn(q, cos, sin), self._turn(k, cos, sin)
+        k, v = (np.concatenate(pair, axis=1) for pair in zip(self.cache[layer], (k, v), strict=True))
+        self.cache[layer] = k, v
+        large = (self.arch, self.layers) in (("gemma2", 46), ("gemma3", 62))
+        scale = (self.width // self.heads if large else self.head_dim) ** -0.5
+        k, v = (np.repeat(each, self.heads // self.kv_heads, axis=0) for each in (k, v))
+        scores = q @ k.swapaxes(1, 2) * np.float32(scale)
+        if self.arch == "gemma2":
+            cap = np.float32(self._key("attn_logit_softcapping", 50.0))
+            scores = cap * np.tanh(scores / cap)
+        past = positions[:, None] - np.arange(k.shape[1])[None]
+        hidden = (past < 0) | (past >= self._key("attention.sliding_window") if self._windowed(layer) else False)
+        scores = np.where(hidden, -np.inf, scores)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (weights / weights.sum(-1, keepdims=True)) @ v
+        return self._linear(mixed.swapaxes(0, 1).reshape(count, -1), f"{block}.attn_output")
+
+    def _mlp(self, x: Array, layer: int) -> Array:
+        block = f"blk.{layer}"
+        up = self._linear(x, f"{block}.ffn_up")
+        if self.arch == "phi3":
+            gate, up = np.split(up, 2, axis=-1)
+        elif self.arch == "gpt2":
+            return self._linear(_gelu(up), f"{block}.ffn_down")
+        else:
+            gate = self._linear(x, f"{block}.ffn_gate")
+        active = _gelu(gate) if self.arch in self.GELU else gate / (1 + np.exp(-gate))
+        return self._linear(active * up, f"{block}.ffn_down")
+
+    def forward(self, tokens: Sequence[int]) -> Array:
+        """Logits [T, V] of the tokens, which follow those of earlier calls."""
+        start = self.cache[0][0].shape[1]
+        positions = np.arange(start, start + len(tokens))
+        embedding = self.value("token_embd.weight")
+        assert embedding is not None
+        x = embedding[list(tokens)]
+        if self.arch.startswith("gemma"):
+            x = x * np.float32(math.sqrt(self.width))
+        if (places := self.value("position_embd.weight")) is not None:
+            x = x + places[positions]
+        for layer in range(self.layers):
+            mixed = self._attention(self._norm(x, f"blk.{layer}.attn_norm"), layer, positions)
+            x = x + self._norm(mixed, f"blk.{layer}.post_attention_norm")
+            mixed = self._mlp(self._norm(x, f"blk.{layer}.ffn_norm"), layer)
+            x = x + self._norm(mixed, f"blk.{layer}.post_ffw_norm")
+        head = self.value("output.weight")
+        logits: Array = self._norm(x, "output_norm") @ (embedding if head is None else head).T
+        if cap := self.facts.get(f"{self.arch}.final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0):
+            logits = np.float32(cap) * np.tanh(logits / np.float32(cap))
+        return logits
+
+
+def _gelu(x: Array) -> Array:
+    """GGML_GELU: by tanh."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * x * (1 + np.float32(0.044715) * x * x)
+    gelu: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return gelu
+
+
+# The tokenizer
+
+
+@final
+class FileTokenizer:
+    """The tokenizer of a file as llama.cpp reads it, with special tokens in a text."""
+
+    def __init__(self, facts: Json) -> None:
+        self.model, self.facts = facts["tokenizer.ggml.model"], facts
+        self.tokens: list[str] = facts["tokenizer.ggml.tokens"]
+        self.types: list[int] = facts["tokenizer.ggml.token_type"]
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        self.ranks = {
+            tuple(merge.split(" ")): rank for rank, merge in enumerate(facts.get("tokenizer.ggml.merges", []))
+        }
+        special = (CONTROL, USER_DEFINED, UNKNOWN)
+        named = [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in special and token]
+        self.special = sorted(named, key=lambda token: -len(token))
+
+    @cached_property
+    def _words(self) -> Any:
+        from tokenizers import Tokenizer as Library
+
+        steps, empty = (
+            splits(PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][0]),
+            {"type": "BPE", "vocab": {}, "merges": []},
+        )
+        return Library.from_str(json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps})).pre_tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        fragments: list[str | int] = [text] if text else []
+        for token in self.special:
+            cut: list[str | int] = []
+            for fragment in fragments:
+                if isinstance(fragment, int) or token not in fragment:
+                    cut.append(fragment)
+                    continue
+                for number, part in enumerate(fragment.split(token)):
+                    cut += [self.ids[token]] if number else []
+                    cut += [part] if part else []
+            fragments = cut
+        found, after_special = list[int](), True
+        for fragment in fragments:
+            if isinstance(fragment, int):
+                found.append(fragment)
+            elif self.model == "gpt2":
+                found += self._byte_level(fragment)
+            else:
+                prefix = " " if after_special and self.facts.get("tokenizer.ggml.add_space_prefix", True) else ""
+                found += self._sentencepiece((prefix + fragment).replace(" ", "▁"))
+            after_special = isinstance(fragment, int)
+        return found
+
+    def _byte_level(self, text: str) -> Iterator[int]:
+        whole = PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][1]
+        for _, (first, last) in self._words.pre_tokenize_str(text):
+            word = "".join(map(_spelled, text[first:last].encode()))
+            if whole and word in self.ids:
+                yield self.ids[word]
+                continue
+            symbols = list(word)
+            while len(symbols) > 1:
+                pairs = [self.ranks.get(pair, math.inf) for pair in pairwise(symbols)]
+                best = min(pairs)
+                if best == math.inf:
+                    break
+                at = pairs.index(best)
+                symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+            for symbol in symbols:
+                yield from [self.ids[symbol]] if symbol in self.ids else [self.ids[c] for c in symbol if c in self.ids]
+
+    def _sentencepiece(self, text: str) -> Iterator[int]:
+        scores = self.facts["tokenizer.ggml.scores"]
+        symbols = list(text)
+        while len(symbols) > 1:
+            joined = [self.ids.get(a + b) for a, b in pairwise(symbols)]
+            known = [-math.inf if index is None else scores[index] for index in joined]
+            best = max(known)
+            if best == -math.inf:
+                break
+            at = known.index(best)
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        for symbol in symbols:
+            if symbol in self.ids:
+                yield self.ids[symbol]
+            else:
+                yield from (self.ids[f"<0x{byte:02X}>"] for byte in symbol.encode())
+
+
+def _spelled(byte: int) -> str:
+    """The character that GPT-2 writes a byte as."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte) if byte in plain else chr(256 + [each for each in range(256) if each not in plain].index(byte))
+
+
+# The comparison
+
+
+def verify_gguf(
+    path: Path, files: ModelFiles, tokenizer: Tokenizer, *, kind: str, use: Use, where: Path
+) -> tuple[str, ...]:
+    """One sentence per check that passed. Raises UserError for the first that does not; `where` is its place."""
+    graph = Graph(path)
+    proofs = [*_check_tokens(graph, tokenizer, where), *_check_template(graph, tokenizer, where)]
+    decoder = load_whole(files.weights, use, base=files.base)
+    prompt = FileTokenizer(graph.facts).encode(TEXTS[3])[:32] or [0]
+    parity = compare(graph, decoder, prompt, greedy=kind == "f32")
+    bound = ERF if decoder.config.activation == "gelu" else SAME_WEIGHTS
+    if not parity.difference <= bound * parity.scale:
+        problem = f"the logits of the file differ by {parity.difference:.2g} (largest logit: {parity.scale:.2g})"
+        raise UserError(problem, where=str(where), fix="add --no-verify to export without this check; report this bug")
+    if not parity.kl <= MOST_KL.get(kind, math.inf) and bound == SAME_WEIGHTS:
+        problem = f"{kind} changes the model: {parity.kl:.2g} nats per token of KL divergence"
+        raise UserError(problem, where=str(where), fix="choose a larger --type")
+    proofs.append(f"logits      differ by {parity.difference:.1e} at most (bound {bound * parity.scale:.1e})")
+    proofs.append(f"{kind:<11} KL divergence {parity.kl:.1e} nats per token, best token equal at {parity.top1:.1%}")
+    if parity.greedy is not None:
+        if parity.greedy < parity.asked and bound == SAME_WEIGHTS:
+            problem = f"greedy text differs after {parity.greedy} tokens"
+            raise UserError(problem, where=str(where), fix="report this bug")
+        proofs.append(f"greedy      {parity.greedy} of {parity.asked} tokens are equal")
+    return tuple(proofs)
+
+
+def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bool) -> Parity:
+    """The file against the model that it was made from, whose weights are then replaced by those of the file.
+
+    With `greedy`, the file continues the prompt, and the model must choose the same tokens.
+    """
+    config = decoder.config
+    windows = [] if graph.PERIODS.get(graph.arch) else [each for each in config.sliding_window if each is not None]
+    limit = min([config.max_positions, *windows])  # llama.cpp ignores these windows: compared is what both can see
+    prompt = prompt[: max(1, limit - GREEDY // 2)][: limit - 1]
+    room = min(GREEDY, limit - len(prompt))
+    graph.context = len(prompt) + room
+    graph.reset()
+    parts = [graph.forward(prompt)]
+    tokens = list(prompt)
+    for _ in range(room if greedy else 0):
+        tokens.append(int(parts[-1][-1].argmax()))
+        parts.append(graph.forward(tokens[-1:]))
+    if not greedy:  # any tokens show a difference
+        more = [int(each) for each in np.random.default_rng(0).integers(0, config.vocab_size, room)]
+        tokens += more
+        parts.append(graph.forward(more))
+    theirs = np.concatenate(parts)
+    device = decoder.model.embed_tokens.weight.device
+    with torch.no_grad():
+        original = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
+        fill_from_file(decoder, graph.tensors)
+        same = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
+    difference, scale = float(np.abs(theirs - same).max()), float(np.abs(same).max())
+    first, second = _log_softmax(original), _log_softmax(theirs)
+    kl = float((np.exp(first) * (first - second)).sum(-1).mean())
+    top1 = float((original.argmax(-1) == theirs.argmax(-1)).mean())
+    equal = None
+    if greedy:
+        steps = np.arange(len(prompt) - 1, len(tokens) - 1)
+        chosen = original[steps, tokens[len(prompt) :]]
+        wrong = original[steps].max(-1) - chosen > 2 * SAME_WEIGHTS * scale  # a tie may break either way
+        equal = int(wrong.argmax()) if wrong.any() else len(steps)
+    return Parity(difference, scale, max(kl, 0.0), top1, equal, room)
+
+
+def _log_softmax(x: Array) -> Array:
+    x = x.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    result: Array = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    return result
+
+
+def _check_tokens(graph: Graph, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
+    ours = FileTokenizer(graph.facts)
+    texts = TEXTS[:-1] if composes(tokenizer.description) else TEXTS
+    for text in texts:
+        expected, found = tokenizer.encode(text, special=True), ours.encode(text)
+        if found != expected:
+            problem = f"the tokenizer of the file gives other tokens for {text[:40]!r}: {found[:8]} and {expected[:8]}"
+            raise UserError(problem, where=str(where), fix="add --no-verify to export without this check")
+    yield f"token ids   equal for {len(texts)} texts ({ours.model}, {graph.facts['tokenizer.ggml.pre']})"
+
+
+def _check_template(graph: Graph, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
+    """The template in the file, with the special tokens of the file, writes the same prompt, of the same tokens."""
+    text = graph.facts.get("tokenizer.chat_template")
+    if "default" not in own_templates(tokenizer.config):
+        return
+    if text is None:
+        raise UserError("the chat template is not in the file", where=str(where), fix="report this bug")
+    roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    keys = {role: graph.facts.get(f"tokenizer.ggml.{key}_token_id") for key, role in roles.items()}
+    ours = FileTokenizer(graph.facts)
+    names = {role: ours.tokens[index] for role, index in keys.items() if index is not None}
+    job = {"messages": [as_turn(message) for message in CHAT], "tools": [], "train_on": None, "prompt": True}
+    process = TemplateProcess(ChatTemplate(text, "the template of the file"), names, tokenizer.control_tokens())
+    try:
+        (answer,) = process.read([job])
+    finally:
+        process.close()
+    if "error" in answer:
+        raise process.error(answer["error"])
+    with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+        expected = renderer.prompt(CHAT)
+    if ours.encode(answer["text"]) != expected:
+        problem = "the chat template of the file writes another prompt than the tokenizer's"
+        raise UserError(problem, where=str(where), fix="add --no-verify to export without this check")
+    yield f"template    writes the same prompt, {len(expected)} tokens"

@@ -1,0 +1,298 @@
+"""A GGUF file computes what the model computes, comes back as it was, and harms nothing when it is made to."""
+
+import json
+import random
+import shutil
+import struct
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from bloomery.cli import cli
+from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.export import gguf as gguf_export
+from bloomery.export.gguf import Piece, export_gguf, vocabulary
+from bloomery.export.gguf_import import import_gguf, read_gguf
+from bloomery.model.families.presets import read_config
+from bloomery.model.io.weights import load_decoder, model_state
+from bloomery.train.model_folder import find_model
+from gguf_models import saved_case
+from models_for_tests import make_model
+
+# Facts that llama.cpp's graph fixes, in cases that have others
+FITTING = {"gemma2": {"query_pre_attn_scalar": 20}, "gemma3": {"query_pre_attn_scalar": 20}}
+EXPORTED = ["gpt2", "llama3-gqa-tied", "gemma2", "qwen3"]
+ALSO = ["gpt2-erf-wide", "llama2", "llama-biases-head-dim", "llama-linear", "llama-dynamic", "llama-yarn", "gemma",
+        "mistral-window", "mistral-head-dim", "qwen2", "qwen2.5-window-tied", "gemma-mqa-untied", "gemma3", "smollm3",
+        "olmo2", "phi3", "phi3-window", "phi4-partial", "phi3-longrope", "phi3-longrope-short"]  # fmt: skip
+REFUSED = ["gpt2-unscaled", "llama-yarn-mscale", "qwen3-bias-yarn", "gemma2-uncapped", "smollm3-window", "olmo2-bias"]
+
+
+def exported(case: str, folder: Path, kind: str = "f32", **changed) -> tuple[Path, Path, tuple[str, ...]]:
+    source = saved_case(case, folder / "source", **FITTING.get(case, {}) | changed)
+    done = export_gguf(find_model(source), folder / "out.gguf", kind=kind)
+    return source, done.folder, done.proofs
+
+
+@pytest.mark.parametrize("case", [*EXPORTED, *(pytest.param(case, marks=pytest.mark.soak) for case in ALSO)])
+def test_every_family_computes_the_same_and_comes_back_whole(case: str, tmp_path: Path) -> None:
+    source, path, proofs = exported(case, tmp_path)
+    kinds = [proof.split()[0] for proof in proofs if not proof.startswith("differs")]
+    assert kinds == ["token", "logits", "f32", "greedy"]
+    import_gguf(path, tmp_path / "back")
+    theirs, ours = (model_state(load_decoder(folder)) for folder in (source, tmp_path / "back"))
+    assert ours.keys() == theirs.keys() | ({"lm_head.weight"} & ours.keys())
+    for name, values in theirs.items():  # Gemma's norms have 1 added in the file
+        torch.testing.assert_close(ours[name], values, atol=1e-6 if "norm" in name else 0, rtol=0)
+    tokens = torch.arange(40)[None]
+    limit = {"mistral-window": 8, "qwen2.5-window-tied": 8, "phi3-window": 8, "llama-dynamic": 24}.get(case, 40)
+    before, after = (load_decoder(folder)(tokens[:, :limit]) for folder in (source, tmp_path / "back"))
+    torch.testing.assert_close(after, before, atol=2e-3 if case == "gpt2-erf-wide" else 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", [REFUSED[0], *(pytest.param(case, marks=pytest.mark.soak) for case in REFUSED[1:])])
+def test_what_the_graph_cannot_compute_is_refused(case: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"llama\.cpp's .* graph"):
+        exported(case, tmp_path)
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".tmp*"))
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
+def test_types(kind: str, tmp_path: Path) -> None:
+    _, path, proofs = exported("llama2", tmp_path, kind, hidden_size=64, intermediate_size=96)
+    assert any(proof.startswith(kind) for proof in proofs)
+    stored = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(path).tensors}
+    assert stored["blk.0.ffn_down.weight"] == kind
+    assert stored["blk.0.attn_norm.weight"] == "f32"
+    assert stored["output.weight"] == ("q8_0" if kind == "q4_0" else kind)
+
+
+def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:
+    _, path, proofs = exported("gpt2", tmp_path, "q8_0")
+    assert "10 of 14 matrices are f16" in proofs[0]
+    kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+    assert kinds == {"F16", "F32", "Q8_0"}
+
+
+@pytest.mark.parametrize("harm", ["order of q and k", "rope base", "norm", "merges"])
+def test_the_check_finds_what_would_answer_nonsense(harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if harm == "order of q and k":
+        apply = Piece.apply
+        monkeypatch.setattr(Piece, "apply", lambda self, whole, *, undo=False: apply(self, whole, undo=True))
+    elif harm == "rope base":
+        monkeypatch.setattr(gguf.GGUFWriter, "add_rope_freq_base", lambda self, base: None)
+    elif harm == "norm":
+        key = "llama.attention.layer_norm_rms_epsilon"
+        monkeypatch.setattr(gguf.GGUFWriter, "add_layer_norm_rms_eps", lambda self, eps: self.add_float32(key, 1e-2))
+    else:
+        add = gguf.GGUFWriter.add_token_merges
+        monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda self, merges: add(self, merges[:9]))
+    problem = "tokens for" if harm == "merges" else "logits of the file differ|changes the model"
+    with pytest.raises(UserError, match=problem):
+        exported("llama3-gqa-tied", tmp_path)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_metadata_and_bytes(tmp_path: Path) -> None:
+    source = saved_case("llama3-gqa-tied", tmp_path / "source")
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
+    files = find_model(source)
+    first = export_gguf(files, tmp_path / "a.gguf")
+    again = export_gguf(files, tmp_path / "b" / "a.gguf", verify=False)
+    assert first.folder.read_bytes() == again.folder.read_bytes()
+    assert any(proof.startswith("template") for proof in first.proofs)
+    facts = {name: field.contents() for name, field in gguf.GGUFReader(first.folder).fields.items()}
+    tokenizer = load_tokenizer(source)
+    assert {
+        "general.architecture": "llama", "general.name": "a", "general.license": "apache-2.0", "general.file_type": 1,
+        "llama.context_length": 64, "llama.attention.head_count_kv": 2, "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_id, "tokenizer.ggml.add_bos_token": True,
+    }.items() <= facts.items()  # fmt: skip
+    assert facts["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 3, 1]
+    assert "rope_freqs.weight" in {tensor.name for tensor in gguf.GGUFReader(first.folder).tensors}
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+LATER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+         r"|\s+(?!\S)|\s+")  # fmt: skip
+
+
+def split(expression: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+PRE = {
+    "gpt-2": [LEVEL], "smollm": [{"type": "Digits", "individual_digits": True}, LEVEL],
+    "qwen2": [split(LATER % ""), LEVEL | {"use_regex": False}],
+    "llama-bpe": [split(LATER % "{1,3}"), LEVEL | {"use_regex": False}],
+    "dbrx": [split(LATER % "{1,3}"), LEVEL | {"use_regex": False}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRE)
+def test_the_pre_tokenizer_is_found_by_how_it_splits(name: str, tmp_path: Path) -> None:
+    make_model(tmp_path)
+    description = json.loads((tmp_path / "tokenizer.json").read_text())
+    description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PRE[name]}
+    description["model"]["ignore_merges"] = name == "llama-bpe"
+    assert vocabulary(description, 320, where="").pre == name
+    other = {"type": "Sequence", "pretokenizers": [{"type": "Punctuation", "behavior": "Isolated"}, *PRE["gpt-2"]]}
+    with pytest.raises(UserError, match="splits words in another way"):
+        vocabulary({**description, "pre_tokenizer": other}, 320, where="")
+
+
+def test_weights_that_are_not_finite_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    for value, problem in ((float("nan"), "not finite"), (1e6, "65,504")):
+        tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = value
+        save_file(tensors, source / "model.safetensors")
+        with pytest.raises(UserError, match=problem):
+            export_gguf(find_model(source), tmp_path / "out.gguf", kind="f16")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_model(tmp_path / "source")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gguf_export, "_encoded", full)
+    with pytest.raises(UserError, match="No space left"):
+        export_gguf(find_model(source), tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_without_the_package_the_error_has_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_model(tmp_path / "source")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(UserError) as raised:
+        export_gguf(find_model(source), tmp_path / "out.gguf")
+    assert raised.value.fix == "pip install 'bloomery[gguf]'"
+
+
+def test_k_types_need_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_model(tmp_path / "source")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="llama-quantize"):
+        export_gguf(find_model(source), tmp_path / "out.gguf", kind="q4_K_M")
+
+
+def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    words = ["export", "model", "--to", "gguf", "--type", "f32", "--devices", "cpu", "--out"]
+    done = CliRunner().invoke(cli, [*words, "new/model.gguf"], catch_exceptions=False)
+    assert done.stdout.startswith("export     new/model.gguf (") and done.stderr.count("verified") == 4
+    back = CliRunner().invoke(cli, ["import", "new/model.gguf", "--out", "back"], catch_exceptions=False)
+    assert back.stdout.startswith("import     back (")
+    assert read_config(Path("back")) == read_config(Path("model"))
+    text = "def f(x): größer 東京 <s>"
+    one, other = (load_tokenizer(Path(name)).encode(text, special=True) for name in ("back", "model"))
+    assert one == other
+    for out, problem in (("new/model.gguf", "exists"), ("plain", "ends in .gguf")):
+        raised = CliRunner().invoke(cli, [*words, out]).exception
+        assert isinstance(raised, UserError) and problem in raised.problem
+
+
+# Files made to harm
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def header(tensors: int = 0, keys: int = 0, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + rest
+
+
+def array(kind: int, count: int, rest: bytes = b"") -> bytes:
+    return text("k") + struct.pack("<IIQ", 9, kind, count) + rest
+
+
+def tensor(name: str = "t", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+HOSTILE = {
+    "empty": b"", "magic": b"GGML" + bytes(40), "version": header(version=99, rest=bytes(64)),
+    "2^63 tensors": header(2**63, 0, bytes(64)), "2^63 keys": header(0, 2**63, bytes(64)),
+    "2^63 letters": header(0, 1, struct.pack("<Q", 2**63) + bytes(64)),
+    "value of 2^63 letters": header(0, 1, text("k") + struct.pack("<IQ", 8, 2**63) + bytes(64)),
+    "2^40 numbers": header(0, 1, array(4, 2**40, bytes(64))), "2^40 texts": header(0, 1, array(8, 2**40, bytes(64))),
+    "2^64 / 4 numbers": header(0, 1, array(4, 2**62, bytes(64))),
+    "nested": header(0, 1, array(9, 1, struct.pack("<IQ", 9, 1) * 50_000)),
+    "unknown type": header(0, 1, text("k") + struct.pack("<I", 77) + bytes(64)),
+    "not UTF-8": header(0, 1, struct.pack("<Q", 2) + b"\xff\xfe" + bytes(64)),
+    "same key twice": header(0, 2, (text("k") + struct.pack("<II", 4, 1)) * 2 + bytes(32)),
+    "same tensor twice": header(2, 0, tensor() * 2 + bytes(512)),
+    "outside": header(1, 0, tensor(offset=2**40) + bytes(512)),
+    "huge shape": header(1, 0, tensor(shape=(2**40, 2**40)) + bytes(512)),
+    "wrapping shape": header(1, 0, tensor(shape=(2**63, 2, 2**63, 2)) + bytes(512)),
+    "many dimensions": header(1, 0, text("t") + struct.pack("<I", 2**31) + bytes(512)),
+    "unknown tensor type": header(1, 0, tensor(kind=999) + bytes(512)),
+    "alignment 0": header(1, 1, text("general.alignment") + struct.pack("<II", 4, 0) + tensor() + bytes(512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(HOSTILE[name])
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="not a valid GGUF file"):
+        import_gguf(path, tmp_path / "out")
+    assert time.monotonic() - begin < 2
+    assert [each.name for each in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def fuzzed(rounds: int, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    export_gguf(find_model(tmp_path / "model"), tmp_path / "good.gguf", verify=False)
+    good, choose, path = (tmp_path / "good.gguf").read_bytes(), random.Random(0), tmp_path / "bad.gguf"
+    end = len(good) - sum(block.data.nbytes for block in read_gguf(tmp_path / "good.gguf")[1].values())
+    for _ in range(rounds):
+        content = bytearray(good)
+        for _ in range(choose.choice((1, 1, 2, 8))):
+            at = choose.randrange(4, end)
+            content[at : at + 8] = choose.choice((bytes(8), b"\xff" * 8, struct.pack("<Q", 2**63), choose.randbytes(8)))
+        path.write_bytes(content[: choose.choice((len(content), len(content), end, at))])
+        begin = time.monotonic()
+        try:
+            import_gguf(path, tmp_path / "out")
+            shutil.rmtree(tmp_path / "out")
+        except UserError:
+            assert not (tmp_path / "out").exists()
+        assert time.monotonic() - begin < 5
+
+
+def test_fuzzed_headers_are_read_or_refused(tmp_path: Path) -> None:
+    fuzzed(25, tmp_path)
+
+
+@pytest.mark.soak
+def test_many_fuzzed_headers_are_read_or_refused(tmp_path: Path) -> None:
+    fuzzed(1500, tmp_path)
+
+
+def test_every_float_of_a_quantized_file_is_what_the_package_makes_of_it(tmp_path: Path) -> None:
+    _, path, _ = exported("llama2", tmp_path, "q8_0", hidden_size=64, intermediate_size=96)
+    import_gguf(path, tmp_path / "back", dtype="float32")
+    stored = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight")
+    expected = gguf.quants.dequantize(stored.data, stored.tensor_type)
+    found = load_file(tmp_path / "back" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    assert np.array_equal(found.numpy(), expected)
