@@ -8,8 +8,12 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
+
+import pytest
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bloomery-tests-")
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
@@ -29,3 +33,14 @@ gc.disable()  # while libraries are imported: millions of objects come, and none
 def pytest_collection_finish() -> None:
     gc.freeze()  # what stands now stays, and need not be walked over again and again
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_children() -> None:
+    """Processes that Bloomery starts from the process of a test are forked where that makes no difference, too."""
+    import preloaded
+    from bloomery.core import child
+    from bloomery.runs import supervisor
+
+    for module in (child, supervisor):
+        module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen})

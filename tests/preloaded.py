@@ -28,8 +28,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker")
-MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker")
+TALKING = ("bloomery.simulate.run",)  # children by `core.child`: their second argument is their parent
+CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", *TALKING)
+MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker",
+           "bloomery.simulate.step")  # fmt: skip
 # Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.
 EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_",
          "CUDA_", "HIP_", "ROC", "HSA_", "NCCL_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")  # fmt: skip
@@ -140,6 +142,8 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         chosen = [number if given == -1 else given for number, given in enumerate(streams)]
         if "--parent" in job["arguments"]:  # which ends when this process does
             job["arguments"][job["arguments"].index("--parent") + 1] = str(server().process.pid)
+        elif job["module"] in TALKING:
+            job["arguments"][1] = str(server().process.pid)
         self.pid, self._ending = server().fork(job, [*chosen, *job["passed"]])
         self._child_created = True
         self._close_pipe_fds(*[bound[name] for name in

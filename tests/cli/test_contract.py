@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import preloaded
 from bloomery.cli import COMMANDS, cli, main
 from bloomery.cli.demo.pretrain import evaluate_demo
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
@@ -203,7 +203,7 @@ def workshop(tmp_path_factory) -> Path:
         (folder / f"text/{number}.txt").write_text(" ".join(f"the cat {number} sat on mat {n}" for n in range(30)))
     (folder / "tiny.yaml").write_text(TINY)
     command = [sys.executable, "-m", "bloomery", "train", "tiny.yaml", "logging.trackers=[tensorboard]"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = preloaded.run(command, cwd=folder, text=True)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -1,14 +1,11 @@
 """Fixtures of whole runs."""
 
 import os
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from runs_of_bloomery import Bloomery, write_workshop
 
-import preloaded
 from bloomery.runs import supervisor as supervise
 
 
@@ -23,7 +20,6 @@ def dies(folder: Path, monkeypatch: pytest.MonkeyPatch, worker: str) -> Path:
     (folder / "runs").mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setattr(supervise, "WORKER", worker)
-    monkeypatch.setattr(supervise, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen}))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     return folder
 
