@@ -54,6 +54,10 @@ FLAGS = {
         "--repetition-penalty", "--seed", "-d", "--devices", "--quantize",
     },
     "import": {"--out", "--type"},
+    "serve": {
+        "--adapter", "--host", "--port", "--open", "--template", "--max-requests", "--max-queue", "--max-context",
+        "--max-new-tokens", "--max-seconds", "--max-body", "--step", "-d", "--devices", "--quantize",
+    },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
     "report": {"--data", "--prompt", "--template", "--out", "-d", "--devices"},

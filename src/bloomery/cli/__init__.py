@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("bloomery.cli.eval:command", "Compute loss, perplexity and bits per byte."),
     "generate": ("bloomery.cli.generate:command", "Generate text from prompts."),
     "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),
+    "serve": ("bloomery.cli.serve:command", "Serve models over HTTP, as OpenAI does, with a page."),
     "export": ("bloomery.cli.export:command", "Export a model to Hugging Face, PEFT or GGUF."),
     "import": ("bloomery.cli.import_:command", "Convert a GGUF file to Hugging Face format."),
     "download": ("bloomery.cli.download:command", "Download a model or dataset from the Hub."),

@@ -1,0 +1,52 @@
+"""A server over tiny models in this process, on a port of its own."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.adapters.many import Adapters
+from bloomery.model.io.weights import load_decoder
+from bloomery.serve.app import Server
+from bloomery.serve.engine import Engine, Limits, Served
+from bloomery.serve.run import serve_loaded
+
+LIMITS = Limits(slots=4, context=120, new_tokens=100, queue=200, seconds=60, body_bytes=20_000)
+
+
+@dataclass
+class Running:
+    url: str
+    engine: Engine
+    models: list[Served]
+
+
+@contextmanager
+def running(
+    folders: dict[str, Path], *, limits: Limits = LIMITS, adapters: dict[str, Path] | None = None,
+    token: str | None = None,
+) -> Iterator[Running]:
+    with ExitStack() as stack:
+        models = []
+        for name, folder in folders.items():
+            decoder = load_decoder(folder)
+            many = Adapters(decoder, adapters) if adapters else None
+            tokenizer = load_tokenizer(folder)
+            models.append(serve_loaded(decoder, tokenizer, name, limits, stack, "chatml", many))
+        engine = stack.enter_context(Engine(models, limits))
+        app = Server(engine, token=token).app(("127.0.0.1", "localhost"))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(lambda: setattr(server, "should_exit", True))
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield Running(f"http://127.0.0.1:{port}", engine, models)
+        engine.close()
