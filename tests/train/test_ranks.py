@@ -1,5 +1,7 @@
 """Two and four ranks train as one does, and take over each other's checkpoints. Oracle: one rank."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,22 +100,38 @@ RESHARDS = [("1", "2c"), ("1", "2s"), ("2c", "1"), ("2s", "1"), ("2s", "4s"), ("
             ("1", "4s")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("before", "after"), RESHARDS, ids="-".join)
-def test_a_checkpoint_resumes_on_another_mesh(prepared, tmp_path, before, after) -> None:
-    def mesh(word: str) -> dict[str, int]:
-        return {"shard" if word.endswith("s") else "replicate": int(word[0])}
+def sizes(mesh: str) -> dict[str, int]:
+    return {"shard" if mesh.endswith("s") else "replicate": int(mesh[0])}
 
-    plan = plan_of(prepared)
-    train(on_ranks(plan, **mesh(before)), tmp_path / "run", stop_after=3)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000003"
-    stored = tensors(tmp_path / "run", 3)
-    again = on_ranks(plan, **mesh(after)).model_copy(update={"checkpoint": plan.checkpoint})
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> dict[int, float]:
+    """The losses of one rank, never stopped."""
+    return losses(train(plan_of(prepared), tmp_path_factory.mktemp("whole")))
+
+
+@pytest.fixture(scope="module")
+def stopped(prepared, tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a run over a mesh, stopped after three steps."""
+
+    @cache
+    def run(mesh: str) -> Path:
+        folder = tmp_path_factory.mktemp(mesh)
+        train(on_ranks(plan_of(prepared), **sizes(mesh)), folder, stop_after=3)
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize(("before", "after"), RESHARDS, ids="-".join)
+def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, whole, tmp_path, before, after) -> None:
+    plan, checkpoint = plan_of(prepared), stopped(before) / "checkpoints" / "step-00000003"
+    again = on_ranks(plan, **sizes(after)).model_copy(update={"checkpoint": plan.checkpoint})
     # What the other mesh holds after reading is what was stored: it saves the same bits before any step.
     train(again, tmp_path / "copy", resume_from=checkpoint, stop_after=0)
-    assert_same_tensors(tensors(tmp_path / "copy", 3), stored)
+    assert_same_tensors(tensors(tmp_path / "copy", 3), tensors(stopped(before), 3))
     rest = train(again, tmp_path / "rest", resume_from=checkpoint)
-    whole = train(plan, tmp_path / "whole")
-    assert losses(rest) == pytest.approx({s: loss for s, loss in losses(whole).items() if s > 3}, rel=0, abs=1e-5)
+    assert losses(rest) == pytest.approx({step: loss for step, loss in whole.items() if step > 3}, rel=0, abs=1e-5)
 
 
 def test_the_first_rank_tells_of_all_of_them(prepared, tmp_path) -> None:
