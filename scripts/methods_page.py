@@ -4,11 +4,12 @@ Usage: `python scripts/methods_page.py [--draw]`.
 
 Measured figures come from benchmarks/results/methods.json, which benchmarks/methods.py writes; planned figures come
 from the planner of this version. Block NAME is between `<!-- methods: NAME -->` and `<!-- end -->`. `--draw` draws the
-figures again and needs matplotlib; each contains the hash of its input.
+figures again; each contains the hash of its input.
 """
 
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -195,22 +196,38 @@ def number() -> str:
 
 def draw() -> None:
     """All pictures, the same bytes for the same figures."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({
-        "svg.fonttype": "none", "svg.hashsalt": "bloomery", "font.family": "sans-serif", "font.size": 10,
-        "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white",
-    })  # fmt: skip
     FIGURES.mkdir(exist_ok=True)
     for name, picture in PICTURES.items():
-        path, drawn = FIGURES / f"{name}.svg", picture(report())
-        if isinstance(drawn, str):
-            path.write_text(drawn, encoding="utf-8")
-        else:
-            drawn.savefig(path, metadata={"Date": None, "Creator": None})
-        lines = [line.rstrip() for line in path.read_text(encoding="utf-8").splitlines()]
-        path.write_text("\n".join([*lines, f"<!-- drawn from {number()} -->"]) + "\n", encoding="utf-8")
+        lines = [line.rstrip() for line in picture(report()).splitlines()]
+        drawn = "\n".join([*lines, f"<!-- drawn from {number()} -->"]) + "\n"
+        (FIGURES / f"{name}.svg").write_text(drawn, encoding="utf-8")
+
+
+STYLE = """<style>
+.figure{--card:#fff;--ink:#1d1c1a;--soft:#65615b;--rule:#e4e0d9;--weights:#c9d4e3;--first:#0072b2;--second:#d55e00;--third:#3f8f4f}
+@media (prefers-color-scheme:dark){.figure{--card:#1e1d1a;--ink:#ebe7e0;--soft:#a39d93;--rule:#37342f;--weights:#4a5a70;
+--first:#56b4e9;--second:#f0a35c;--third:#7cc98a}}
+.figure text{font:13px system-ui,sans-serif;fill:var(--ink)}
+.figure .soft{font-size:11px;fill:var(--soft)}
+</style>"""
+COLORS = ("first", "second", "third")
+
+
+def _svg(width: int, height: int, label: str, parts: list[str]) -> str:
+    """A picture that follows light and dark themes."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="figure" viewBox="0 0 {width} {height}" role="img" '
+    ground = f'<rect width="{width}" height="{height}" fill="var(--card)"/>'
+    head += f'width="{width}" height="{height}" aria-label="{label}">'
+    return "\n".join([head, STYLE, ground, *parts, "</svg>"])
+
+
+def _text(x: float, y: float, words: str, *, anchor: str = "start", soft: bool = False) -> str:
+    kind = ' class="soft"' if soft else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{words}</text>'
+
+
+def _box(x: float, y: float, width: float, height: float, color: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="var(--{color})"/>'
 
 
 def loss_curves(found: dict[str, Any]) -> str:
@@ -222,73 +239,72 @@ def loss_curves(found: dict[str, Any]) -> str:
     return str(line_chart("Validation loss of each method", curves, unit="nats per token", height=300, shape="image"))
 
 
-def singular_values(found: dict[str, Any]) -> Any:
-    """Of what full training and LoRA added to four matrices of one layer."""
-    from matplotlib.figure import Figure
+def singular_values(found: dict[str, Any]) -> str:
+    """Of what full training and LoRA added to four matrices of one layer; both axes are logarithmic."""
+    spectra, parts = found["spectra"], []
+    for at, name in enumerate(("q_proj", "v_proj", "up_proj", "down_proj")):
+        left, top, width, height = 60 + at % 2 * 345, 62 + at // 2 * 240, 270, 160
+        curves = {who: [v for v in each["values"][name] if v > each["values"][name][0] * 1e-5]
+                  for who, each in spectra.items()}  # fmt: skip
+        values, most = [value for curve in curves.values() for value in curve], max(map(len, curves.values()))
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        parts.append(_text(left, top - 12, f"{name}, layer {spectra['full']['layer'] + 1}"))
+        for power in range(low, high + 1):
+            y = top + height * (high - power) / (high - low)
+            parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="var(--rule)"/>')
+            parts.append(_text(left - 6, y + 4, f"{10.0**power:g}", anchor="end", soft=True))
+        for tick in (1, 8, 64, most):
+            x = left + width * math.log(tick) / math.log(most)
+            parts.append(_text(x, top + height + 16, str(tick), anchor="middle", soft=True))
+        for color, curve in zip(COLORS, curves.values(), strict=True):
+            points = " ".join(
+                f"{left + width * math.log(n) / math.log(most):.1f},"
+                f"{top + height * (high - math.log10(value)) / (high - low):.1f}"
+                for n, value in enumerate(curve, 1)
+            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="var(--{color})" stroke-width="1.8"/>')
+        parts.append(_text(left + width / 2, top + height + 32, "singular value number", anchor="middle", soft=True))
+    for at, (color, who) in enumerate(zip(COLORS, spectra, strict=True)):
+        parts += [_box(60 + 150 * at, 14, 18, 10, color), _text(84 + 150 * at, 24, who)]
+    return _svg(720, 520, "Singular values of the change of four matrices, by full training and by LoRA", parts)
 
-    spectra = found["spectra"]
-    names = ["q_proj", "v_proj", "up_proj", "down_proj"]
-    picture = Figure(figsize=(7.2, 5.0), layout="constrained")
-    for place, name in zip(picture.subplots(2, 2).flat, names, strict=True):
-        for who, style in zip(spectra, ("-", "--", "-."), strict=True):
-            values = spectra[who]["values"][name]
-            shown = [value for value in values if value > values[0] * 1e-5]  # beyond a LoRA's rank: rounding
-            place.loglog(range(1, len(shown) + 1), shown, style, label=who)
-        place.set(title=f"{name}, layer {spectra['full']['layer'] + 1}", xlabel="number", ylabel="singular value")
-    place.legend(frameon=False)
-    return picture
 
-
-def shapes(_found: dict[str, Any]) -> Any:
-    """W, B and A of Llama 2 7B's q_proj to scale in numbers: areas are counts."""
-    from matplotlib.patches import Rectangle
-
-    config = planned_for(LARGE, "LoRA r16").model.config
-    width, rank = config.hidden_size, 16
-    axes = _axes(7.2, 3.2)
-    thin = 0.03  # of the page: 16 of 4,096 would be a hair
-    parts = [
-        (0.0, 0.0, 1.0, 1.0, f"W, frozen\n{width:,} x {width:,}\n{width * width:,} numbers", "#c9d4e3"),
-        (1.35, 0.0, thin, 1.0, f"B\n{width:,} x {rank}", "#e8a33d"),
-        (1.55, 1.0 - thin, 1.0, thin, f"A: {rank} x {width:,}", "#e8a33d"),
-    ]
-    for left, low, wide, high, text, colour in parts:
-        axes.add_patch(Rectangle((left, low), wide, high, facecolor=colour, edgecolor="black", linewidth=0.6))
-        inside = wide > 0.5 and high > 0.5
-        where = (left + wide / 2, low + high / 2) if inside else (left + wide / 2, low - 0.06)
-        axes.text(*where, text, ha="center", va="center" if inside else "top")
-    axes.text(1.17, 0.5, "+  s x", ha="center", va="center", fontsize=13)
+def shapes(_found: dict[str, Any]) -> str:
+    """W, B and A of Llama 2 7B's q_proj; areas to scale except for the rank."""
+    width, rank, side, thin = planned_for(LARGE, "LoRA r16").model.config.hidden_size, 16, 220, 8
     trained = 2 * rank * width
-    axes.text(1.55, 0.45, f"trained: {trained:,} numbers,\n{trained / width**2:.2%} of W's", va="center")
-    axes.set(xlim=(-0.05, 2.65), ylim=(-0.28, 1.05), aspect="equal")
-    axes.axis("off")
-    return axes.figure
+    return _svg(720, 285, "W, B and A of a LoRA of rank 16", [
+        _box(20, 20, side, side, "weights"),
+        _text(20 + side / 2, 115, "W, frozen", anchor="middle"),
+        _text(20 + side / 2, 135, f"{width:,} x {width:,}", anchor="middle"),
+        _text(20 + side / 2, 155, f"{width * width:,} numbers", anchor="middle"),
+        _text(280, 135, "+ s x", anchor="middle"),
+        _box(335, 20, thin, side, "second"), _text(335 + thin / 2, 262, f"B: {width:,} x {rank}", anchor="middle"),
+        _text(390, 135, "x", anchor="middle"),
+        _box(435, 20, side, thin, "second"), _text(435, 50, f"A: {rank} x {width:,}"),
+        _text(435, 125, f"trainable: {trained:,} numbers,"), _text(435, 145, f"{trained / width**2:.2%} of W's"),
+    ])  # fmt: skip
 
 
-def memory(_found: dict[str, Any]) -> Any:
-    """Weights, gradients and states of Llama 2 7B."""
-    parts = seven_parts()
-    axes = _axes(7.2, 2.4)
-    names, left = list(parts), [0.0] * len(parts)
-    for kind, colour in (("weights", "#c9d4e3"), ("gradients", "#e8a33d"), ("states", "#7aa874")):
-        sizes = [parts[name][kind] / 1e9 for name in names]
-        axes.barh(names, sizes, left=left, color=colour, label=kind)
-        left = [before + size for before, size in zip(left, sizes, strict=True)]
-    for place, total in enumerate(left):
-        axes.text(total + 1, place, f"{total:.1f} GB", va="center")
-    axes.invert_yaxis()
-    axes.set(xlabel="GB, before any activation", xlim=(0, 1.15 * max(left)))
-    axes.legend(frameon=False, loc="lower right")
-    return axes.figure
+def memory(_found: dict[str, Any]) -> str:
+    """Weights, gradients and states of Llama 2 7B, one bar per method."""
+    parts, drawn = seven_parts(), []
+    scale = 430 / max(sum(each.values()) for each in parts.values())
+    kinds = {"weights": "weights", "gradients": "second", "states": "third"}
+    for at, (name, each) in enumerate(parts.items()):
+        x, y = 150.0, 46 + 44 * at
+        drawn.append(_text(140, y + 19, name, anchor="end"))
+        for kind, color in kinds.items():
+            drawn.append(_box(x, y, each[kind] * scale, 28, color))
+            x += each[kind] * scale
+        drawn.append(_text(x + 8, y + 19, _decimal(sum(each.values()))))
+    for at, (kind, color) in enumerate(kinds.items()):
+        drawn += [_box(150 + 120 * at, 16, 18, 10, color), _text(174 + 120 * at, 26, kind)]
+    drawn.append(_text(700, 190, "before any activation", anchor="end", soft=True))
+    return _svg(720, 200, "Weights, gradients and states of Llama 2 7B, in full, with LoRA and with QLoRA", drawn)
 
 
-def _axes(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained").subplots()
-
-
-PICTURES: dict[str, Callable[[dict[str, Any]], Any]] = {
+PICTURES: dict[str, Callable[[dict[str, Any]], str]] = {
     "lora-shapes": shapes, "lora-memory": memory, "lora-loss": loss_curves, "lora-singular-values": singular_values,
 }  # fmt: skip
 
