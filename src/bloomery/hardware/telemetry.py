@@ -288,8 +288,7 @@ class AmdSmi:
 
     name = "amdsmi"
 
-    def __init__(self) -> None:
-        self._handles: list[tuple[str, Any]] | None = None
+    _handles: list[tuple[str, Any]] | None = None
 
     def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]:
         library = importlib.import_module("amdsmi")
@@ -332,8 +331,7 @@ class Nvml:
 
     name = "nvml"
 
-    def __init__(self) -> None:
-        self._library: Any = None
+    _library: Any = None
 
     def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]:
         if self._library is None:

@@ -32,6 +32,7 @@ Action = Literal["step", "skip", "rewind"]
 
 
 @final
+@dataclass(kw_only=True)
 class NonFinite:
     """The policy for non-finite losses and gradients.
 
@@ -40,10 +41,10 @@ class NonFinite:
     scaling causes bad steps of its own while it finds its scale: `skips` must leave room for them.
     """
 
-    def __init__(self, *, skips: int = 3, rewinds: int = 2) -> None:
-        self.skips, self.rewinds = skips, rewinds
-        self._skipped = 0
-        self._rewound = 0
+    skips: int = 3
+    rewinds: int = 2
+    _skipped: int = 0
+    _rewound: int = 0
 
     def decide(
         self, finite: bool, *, step: int, sequences: range, what: str = "loss", exhausted: bool = False

@@ -174,7 +174,13 @@ def init_adapters(model: Decoder, seed: int) -> None:
     for name, module in adapted(model):
         generator = stream(seed, f"{name}.lora_A")
         if module.pissa:
-            _principal(module, generator)
+            # B = U sqrt(S / scale), A = sqrt(S / scale) V^T of the largest singular values (equations 2 and 3).
+            U, S, V = _largest(module.base_weight().float(), module.rank, generator)
+            root = (S / module.scale).sqrt()
+            module.lora_A.copy_(root[:, None] * V.T)
+            module.lora_B.copy_(U * root)
+            module.first_A.copy_(module.lora_A)
+            module.first_B.copy_(module.lora_B)
         else:
             bound = 1 / math.sqrt(module.in_features)
             put(torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator), module.lora_A)
@@ -182,16 +188,6 @@ def init_adapters(model: Decoder, seed: int) -> None:
         module.note_base()
         if module.dora:
             module.lora_magnitude.copy_(module.base_squares.sqrt())
-
-
-def _principal(module: LoraLinear, generator: torch.Generator) -> None:
-    """B = U sqrt(S / scale), A = sqrt(S / scale) V^T of the largest singular values (PiSSA, equations 2 and 3)."""
-    U, S, V = _largest(module.base_weight().float(), module.rank, generator)
-    root = (S / module.scale).sqrt()
-    module.lora_A.copy_(root[:, None] * V.T)
-    module.lora_B.copy_(U * root)
-    module.first_A.copy_(module.lora_A)
-    module.first_B.copy_(module.lora_B)
 
 
 def _largest(W: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

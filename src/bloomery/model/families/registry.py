@@ -19,11 +19,13 @@ LARGEST = {"vocab_size": 2**24, "max_positions": 2**31, "num_layers": 2**12, "nu
            "hidden_size": 2**18, "intermediate_size": 2**21, "head_dim": 2**14}  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Fields:
     """A JSON object read key by key. Whatever is never asked for is dropped: `auto_map` and the like do nothing."""
 
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], *, where: str) -> None:
-        self.values, self.defaults, self.where = values, defaults, where
+    values: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    where: str
 
     def get(self, key: str) -> Any:
         """The value, the family's default where the key is absent; None where neither exists, or null is written."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -55,7 +54,10 @@ def score_documents(
     for group in _groups(documents):
         nats = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
         pieces = [piece for i, tokens in enumerate(group) for piece in windows(len(tokens), context, i)]
-        for batch in _batches(sorted(pieces, key=lambda piece: piece.start - piece.end)):
+        pieces.sort(key=lambda piece: piece.start - piece.end)
+        while pieces:  # the longest first: a batch is padded to its first
+            rows = max(_TOKENS_A_FORWARD // (pieces[0].end - pieces[0].start), 1)
+            batch, pieces = pieces[:rows], pieces[rows:]
             for piece, scores in zip(batch, _score(decoder, group, batch), strict=True):
                 nats[piece.document][piece.scored - 1 : piece.end - 1] = scores
         yield from nats
@@ -72,16 +74,6 @@ def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]
             group, size = [], 0
     if group:
         yield group
-
-
-def _batches(pieces: list[Window]) -> Iterator[list[Window]]:
-    """`pieces`: longest first; a batch is padded to its first."""
-    edges = [0]
-    while edges[-1] < len(pieces):
-        longest = pieces[edges[-1]]
-        rows = max(_TOKENS_A_FORWARD // (longest.end - longest.start), 1)
-        edges.append(min(edges[-1] + rows, len(pieces)))
-    return (pieces[a:b] for a, b in pairwise(edges))
 
 
 def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]) -> list[np.ndarray]:
