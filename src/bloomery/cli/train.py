@@ -1,4 +1,4 @@
-"""`bloomery train RECIPE`"""
+"""`bloomery train RECIPE`, `bloomery resume RUN`"""
 
 import os
 import shlex
@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import NewPath, chosen_recipe, echo, recipe_or_model
+from bloomery.cli.common import NewPath, chosen_recipe, echo, overrides_argument, recipe_or_model, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
+from bloomery.runs.names import find_run
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -179,3 +180,28 @@ def conclude(run: "EndedRun") -> int:
         commands.insert(0, f"bloomery {use}")
     echo(f"done       {run.folder}\nnext       " + "\n           ".join(commands))
     return 0
+
+
+@click.command()
+@run_argument
+@overrides_argument
+@click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Resume from this step's checkpoint.")
+@click.option("-d", "--devices", metavar="LIST", help="Train on these devices: 0,1 or cpu [default: the same].")
+@click.option("--recover", is_flag=True, help="After a crash, restart with safer settings (3 times).")
+def resume_command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool) -> int:
+    """Resume a run from its last checkpoint.
+
+    Only the length, eval.*, sample.*, checkpoint.* and logging.* can be changed.
+
+    Example: bloomery resume last train.epochs=4
+    """
+    from bloomery.cli.crash import traceback_file
+    from bloomery.runs.lifecycle import resume
+
+    folder = find_run(run)
+    traceback_file.set(folder / "log.txt")
+    outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
+    if outcome.again:
+        echo(f"done       nothing left to train\nnext       bloomery resume {outcome.name} train.epochs=N")
+        return 0
+    return conclude(outcome)
