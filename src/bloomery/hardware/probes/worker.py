@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,13 +37,12 @@ def compared(error: float, dtype: str, **fields: Any) -> Result:
     return {"outcome": "wrong", "error": error if error == error else None, "message": message} | fields
 
 
-def difference(result: "Tensor", reference: "Tensor") -> float:
-    """The largest difference relative to the largest value of the reference; NaN if a value is NaN."""
-    return float((result.double().cpu() - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
-
-
-def worst(errors: list[float]) -> float:
-    """The largest error; NaN counts as the largest."""
+def worst_error(pairs: Iterable[tuple["Tensor", "Tensor"]]) -> float:
+    """The largest difference of a result from its reference, relative to the largest value of that; NaN if one is."""
+    errors = [
+        float((result.double().cpu() - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
+        for result, reference in pairs
+    ]
     return next((error for error in errors if error != error), max(errors))
 
 
@@ -83,7 +82,7 @@ def check(run: Compute, reference: Compute, shapes: Shapes, where: str, dtype: s
     pairs = [(result.detach(), truth.detach())]
     pairs += [(x.grad, y.grad) for x, y in zip(inputs, exact, strict=True) if x.grad is not None and y.grad is not None]
     assert len(pairs) == len(shapes)
-    return compared(worst([difference(*pair) for pair in pairs]), dtype)
+    return compared(worst_error(pairs), dtype)
 
 
 def seconds_of(run: Compute, shapes: Shapes, where: str, dtype: str) -> float:
@@ -102,17 +101,13 @@ def seconds_of(run: Compute, shapes: Shapes, where: str, dtype: str) -> float:
     return best_seconds(work, where)
 
 
-def check_matmul(where: str, dtype: str, *, sizes: tuple[int, int, int]) -> Result:
+def checked_matmul(where: str, dtype: str, *, size: int) -> Result:
+    """A small matmul and its gradients; then the time and the rate at `size`."""
     import torch
 
-    rows, inner, columns = sizes
-    return check(torch.matmul, torch.matmul, ((rows, inner), (inner, columns), (rows, columns)), where, dtype)
-
-
-def matmul_seconds(where: str, dtype: str, size: int) -> float:
-    import torch
-
-    return seconds_of(torch.matmul, ((size, size),) * 3, where, dtype)
+    result = check(torch.matmul, torch.matmul, ((192, 512), (512, 256), (192, 256)), where, dtype)
+    seconds = seconds_of(torch.matmul, ((size, size),) * 3, where, dtype)
+    return result | {"seconds": seconds, "facts": {"tflops": f"{6 * size**3 / seconds / 1e12:.3g}"}}
 
 
 def check_attention(run: Compute, where: str, dtype: str) -> Result:
@@ -125,11 +120,6 @@ def check_attention(run: Compute, where: str, dtype: str) -> Result:
         return torch.softmax(scores, -1) @ v
 
     return check(run, reference, ((2, 4, 256, 64),) * 4, where, dtype)
-
-
-def attention_seconds(run: Compute, where: str, dtype: str, *, tokens: int) -> float:
-    """The time of one sequence, with 8 heads of width 64."""
-    return seconds_of(run, ((1, 8, tokens, 64),) * 4, where, dtype)
 
 
 LONGEST_SECONDS = 600.0  # the parent of the probe stops waiting earlier
@@ -243,16 +233,14 @@ def device(name: str, job: Mapping[str, Any]) -> Result:
         "warp_size": str(getattr(properties, "warp_size", "")),
     }
     where = f"cuda:{index}"
-    return check_matmul(where, job["dtype"], sizes=(64, 64, 64)) | {"facts": facts}
+    return check(torch.matmul, torch.matmul, ((64, 64),) * 3, where, job["dtype"]) | {"facts": facts}
 
 
 def matmul(name: str, job: Mapping[str, Any]) -> Result:
     """`matmul-bfloat16`: a matmul and its gradients, and the rate at a size that fills the device."""
     dtype = name.partition("-")[2]
-    result = check_matmul(job["device"], dtype, sizes=(192, 512, 256))
     size = 4096 if job["device"] != "cpu" else 512 if dtype == "float16" else 1024
-    seconds = matmul_seconds(job["device"], dtype, size)
-    return result | {"seconds": seconds, "facts": {"tflops": f"{6 * size**3 / seconds / 1e12:.3g}"}}
+    return checked_matmul(job["device"], dtype, size=size)
 
 
 def attention(name: str, job: Mapping[str, Any]) -> Result:
@@ -279,7 +267,7 @@ def attention(name: str, job: Mapping[str, Any]) -> Result:
             return {"outcome": "absent", "message": one_line(error)}
         raise
     tokens = 1024 if job["device"] == "cpu" else 4096
-    seconds = attention_seconds(run, job["device"], job["dtype"], tokens=tokens)
+    seconds = seconds_of(run, ((1, 8, tokens, 64),) * 4, job["device"], job["dtype"])
     return result | {"seconds": seconds, "facts": {"tokens": str(tokens)}}
 
 
@@ -303,17 +291,15 @@ def compile_(_: str, job: Mapping[str, Any]) -> Result:
     result.square().sum().backward()
     grads = [p.grad for p in moved.parameters() if p.grad is not None]
     seconds = time.perf_counter() - begun
-    errors = [difference(a, b) for a, b in zip((result.detach(), *grads), (exact.detach(), *truth), strict=True)]
-    return compared(worst(errors), "float32", seconds=seconds)
+    error = worst_error(zip((result.detach(), *grads), (exact.detach(), *truth), strict=True))
+    return compared(error, "float32", seconds=seconds)
 
 
 def blas(_: str, job: Mapping[str, Any]) -> Result:
     """`blas-hipblaslt`, `blas-rocblas`: the rate of a matmul; the environment selects the library."""
-    seconds = matmul_seconds(job["device"], job["dtype"], 4096)
-    result = check_matmul(job["device"], job["dtype"], sizes=(192, 512, 256))
+    result = checked_matmul(job["device"], job["dtype"], size=4096)
     chosen = os.environ.get("TORCH_BLAS_PREFER_HIPBLASLT", "")
-    facts = {"TORCH_BLAS_PREFER_HIPBLASLT": chosen, "tflops": f"{6 * 4096**3 / seconds / 1e12:.3g}"}
-    return result | {"seconds": seconds, "facts": facts}
+    return result | {"facts": {"TORCH_BLAS_PREFER_HIPBLASLT": chosen} | result["facts"]}
 
 
 def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
@@ -353,7 +339,7 @@ def flash_attn(_: str, job: Mapping[str, Any]) -> Result:
         return out.transpose(1, 2)
 
     result = check_attention(run, job["device"], dtype)
-    seconds = attention_seconds(run, job["device"], dtype, tokens=4096)
+    seconds = seconds_of(run, ((1, 8, 4096, 64),) * 4, job["device"], dtype)
     return result | {"seconds": seconds, "facts": {"version": __version__, "tokens": "4096"}}
 
 
