@@ -122,6 +122,12 @@ def _matches_nothing(pattern: object) -> float:
         return 1.0
 
 
+def added_token(token: str, index: int) -> Json:
+    """An entry of added_tokens that matches its exact text anywhere."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {"id": index, "content": token, **flags}
+
+
 def roles(description: Json, config: Json) -> dict[str, str | None]:
     """The BOS, EOS, padding and unknown tokens: those of the configuration, else the usual names."""
     added = description.get("added_tokens") or []
@@ -415,9 +421,7 @@ class Tokenizer:
                 "tokens cannot be added to a SentencePiece .model", where="tokenizer.additional_special_tokens",
                 fix="save it as tokenizer.json with transformers, and set tokenizer.from to that",
             )  # fmt: skip
-        # Each matches its exact text anywhere.
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        entries = [{"id": self.vocab_size + n, "content": token, **flags} for n, token in enumerate(new)]
+        entries = [added_token(token, self.vocab_size + n) for n, token in enumerate(new)]
         description = self._backend.description
         description = {**description, "added_tokens": [*(description.get("added_tokens") or []), *entries]}
         config = dict(self._config)
