@@ -85,14 +85,15 @@ PLAIN: Mapping[str, Any] = MappingProxyType({
 })  # fmt: skip
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GEMMA = {"norm": "rms_unit_offset", "activation": "gelu_tanh", "scale_embeddings": True}
+_TIED = {"tie_embeddings": True}
 _LLAMA = Architecture("llama", free=("attention_bias", "output_bias", "mlp_bias"), interleaved=True)
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", {"qk_norm": "head"}),
-    "gemma": Architecture("gemma", _GEMMA),
-    "gemma2": Architecture("gemma2", _GEMMA | {"norm_placement": "both"}, window_period=2,
+    "gemma": Architecture("gemma", _GEMMA | _TIED),
+    "gemma2": Architecture("gemma2", _GEMMA | _TIED | {"norm_placement": "both"}, window_period=2,
                            free=("attention_bias", "attention_scale", "attention_softcap", "final_softcap")),
     "gemma3_text": Architecture("gemma3", _GEMMA | {"norm_placement": "both", "qk_norm": "head"}, window_period=6,
                                 free=("attention_bias", "attention_scale", "final_softcap", "local_rope_theta")),
@@ -486,6 +487,17 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
             writer.add_eot_token_id(ends[0])
 
 
+def _model_name(name: str, description: Mapping[str, Any]) -> str:
+    """llama.cpp strips white space after the special tokens of every model named Phi-3, and looks for its tokens."""
+    phi, added = re.compile("phi(-?)3", re.IGNORECASE), description.get("added_tokens") or []
+    strips = any(entry.get("rstrip") for entry in added) and {"<|endoftext|>", "<unk>", "<s>", "</s>"} <= {
+        entry["content"] for entry in added
+    }
+    if not strips:
+        return phi.sub("phi_3", name)
+    return name if phi.search(name) else f"{name} (phi-3)"
+
+
 def _license_of(*folders: Path | None) -> str | None:
     """From the metadata block of the first model card that states one."""
     for folder in folders:
@@ -615,7 +627,7 @@ def write_gguf(
     pieces, computed = layout(config), _computed(config)
     writer = library.GGUFWriter(path, ARCHITECTURES[config.family].name)
     writer.add_type("model")
-    writer.add_name(name)
+    writer.add_name(_model_name(name, tokenizer.description))
     if license_ is not None:
         writer.add_license(license_)
     writer.add_string("general.exported_by", f"bloomery {__version__}")

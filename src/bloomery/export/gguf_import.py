@@ -21,7 +21,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input
 from bloomery.data.tokenizer.sentencepiece import bpe_of_pieces
-from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer, added_token
+from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer
 from bloomery.export.gguf import (
     ALIGNMENT,
     ARCHITECTURES,
@@ -333,8 +333,9 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
     if len(vocab) != len(tokens) - sum(pads):
         (twice, _), *_ = Counter(token for token, pad in zip(tokens, pads, strict=True) if not pad).most_common(1)
         raise refuse(f"the token {twice[:40]!r} is stated twice")
-    added = [{**added_token(token, index), "special": types[index] != USER_DEFINED} for token, index in vocab.items()
-             if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)]  # fmt: skip
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": index, "content": token, "special": types[index] != USER_DEFINED, **flags}
+             for token, index in vocab.items() if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)]  # fmt: skip
     shared: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
                     "post_processor": None, "normalizer": None, "pre_tokenizer": None}  # fmt: skip
     if kind == "gpt2":

@@ -7,6 +7,7 @@ them to the type of a quantized matrix, so that its own logits differ a little m
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -308,6 +309,8 @@ class FileTokenizer:
         special = (CONTROL, USER_DEFINED, UNKNOWN)
         named = [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in special and token]
         self.special = sorted(named, key=lambda token: -len(token))
+        phi = re.search("phi-?3", facts.get("general.name", "").lower()) is not None
+        self.stripping = set(named) - {"<unk>", "<s>", "<|endoftext|>"} if phi else set[str]()
 
     @cached_property
     def _words(self) -> Any:
@@ -328,7 +331,9 @@ class FileTokenizer:
                     cut.append(fragment)
                     continue
                 for number, part in enumerate(fragment.split(token)):
-                    cut += [self.ids[token]] if number else []
+                    if number:
+                        cut.append(self.ids[token])
+                        part = part.lstrip(" \t\n\r\v\f") if token in self.stripping else part
                     cut += [part] if part else []
             fragments = cut
         found, after_special = list[int](), True
@@ -442,7 +447,7 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
         fill_from_file(decoder, graph.tensors)
         same = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
     difference, scale = float(np.abs(theirs - same).max()), float(np.abs(same).max())
-    first, second = _log_softmax(original), _log_softmax(theirs)
+    first, second = log_softmax(original), log_softmax(theirs)
     kl = float((np.exp(first) * (first - second)).sum(-1).mean())
     top1 = float((original.argmax(-1) == theirs.argmax(-1)).mean())
     equal = None
@@ -454,7 +459,7 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
     return Parity(difference, scale, max(kl, 0.0), top1, equal, room)
 
 
-def _log_softmax(x: Array) -> Array:
+def log_softmax(x: Array) -> Array:
     x = x.astype(np.float64)
     x = x - x.max(-1, keepdims=True)
     result: Array = x - np.log(np.exp(x).sum(-1, keepdims=True))
