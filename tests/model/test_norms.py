@@ -7,6 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
 from bloomery.model.norms import LayerNorm, RMSNorm, rms_norm
+from bloomery.model.rope import Rotary, rotate
 
 
 def test_gradients_are_right() -> None:
@@ -20,6 +21,17 @@ def test_values_are_torchs(dtype: torch.dtype) -> None:
     x, gain = torch.randn(4, 64).to(dtype), torch.randn(64).to(dtype)
     expected = F.rms_norm(x.float(), (64,), gain.float(), 1e-6).to(dtype)
     assert_close(rms_norm(x, gain, 1e-6, dtype), expected, atol=0 if dtype == torch.bfloat16 else 1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_without_gradients_are_the_same_to_the_bit(dtype: torch.dtype) -> None:
+    x, gain = torch.randn(4, 64, requires_grad=True).to(dtype), torch.randn(64).to(dtype)
+    angles = torch.rand(1, 4, 1, 8)
+    rotary = Rotary(angles.cos(), angles.sin())
+    with torch.no_grad():
+        normed, turned = rms_norm(x, gain, 1e-6, dtype), rotate(x.view(1, 4, 4, 16), rotary, dtype)
+    assert torch.equal(normed, rms_norm(x, gain, 1e-6, dtype))
+    assert torch.equal(turned, rotate(x.view(1, 4, 4, 16), rotary, dtype))
 
 
 def test_a_row_of_zeros_stays_finite() -> None:

@@ -48,3 +48,29 @@ def test_planned_and_measured_memory_agree(smollm2, pairs, tmp_path, monkeypatch
     assert row.outcome == "ok", row.said
     assert row.peak_gib is not None and row.planned_gib is not None
     assert row.peak_gib == pytest.approx(row.planned_gib, rel=WITHIN)
+
+
+def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
+    """Of several lengths, in float32, decoded one by one and in one batch."""
+    from transformers import AutoModelForCausalLM
+
+    from bloomery.data.tokenizer.tokenizer import load_tokenizer
+    from bloomery.model.decoding import Batch, Past, sample_tokens
+    from bloomery.model.io.weights import load_decoder
+    from bloomery.model.sampling import Sampling
+
+    tokenizer = load_tokenizer(smollm2 / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32)
+    ours = load_decoder(smollm2 / "model", dtype=torch.float32)
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "def add(a, b):", "Once")]
+    cold = Sampling(max_new_tokens=16, temperature=0.0)
+    expected = []
+    for ids in prompts:
+        row = theirs.generate(torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False)
+        expected.append(row[0, len(ids) :].tolist())
+    assert [list(sample_tokens(ours, ids, cold)) for ids in prompts] == expected
+    batch = Batch(Past(ours, 3, 64), piece=3)
+    texts = [batch.add(ids, cold) for ids in prompts]
+    while batch.texts:
+        batch.step()
+    assert [text.new for text in texts] == expected

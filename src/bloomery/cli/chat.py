@@ -37,11 +37,13 @@ class Session:
         system: str | None = None,
     ) -> None:  # fmt: skip
         from bloomery.model.decoding import Past
+        from bloomery.runs.generate import Speed
 
         self.decoder, self.tokenizer, self.form, self.system = decoder, tokenizer, form, system
         self.sampling = replace(sampling, stop_ids=form.stop_ids)
         self.history: list[Message] = []
         self.past = Past(decoder)
+        self.speed = Speed()  # of the last reply
         self.dropped = 0  # messages that no longer fit into the context
         self._replies = 0
 
@@ -58,7 +60,7 @@ class Session:
 
         Raises UserError; the history is then unchanged.
         """
-        from bloomery.runs.generate import continued
+        from bloomery.runs.generate import Speed, continued
 
         message = Message("user", text)
         ids = self._fitting([*self.history, message])
@@ -67,7 +69,8 @@ class Session:
         self._replies += 1
         pieces: list[str] = []
         try:
-            for piece in continued(self.decoder, self.tokenizer, ids, sampling, self.form.stop_strings, self.past):
+            ends, self.speed = self.form.stop_strings, Speed()
+            for piece in continued(self.decoder, self.tokenizer, ids, sampling, ends, self.past, self.speed):
                 pieces.append(piece)
                 yield piece
         finally:
@@ -235,6 +238,8 @@ class Terminal:
             click.echo(shown, nl=False)
             sys.stdout.flush()
         click.echo()
+        if self.prompt:
+            _note(f"({self.session.speed})")
 
     def _reset(self, _rest: str) -> None:
         self.session.reset()

@@ -8,6 +8,7 @@ import click
 
 from bloomery.cli.common import (
     devices_option,
+    echo,
     json_option,
     loading,
     print_json,
@@ -58,13 +59,15 @@ def command(
     folder = model_path(model)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.model.sampling import Sampling
-    from bloomery.runs.generate import load_model, writer
+    from bloomery.runs.generate import Speed, load_model, writer
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
     safe = harmless if sys.stdout.isatty() else str  # a file gets every character
-    with writer(decoder, tokenizer, Sampling(**settings), stop, chat=chat) as complete:
+    speed = Speed()
+    with writer(decoder, tokenizer, Sampling(**settings), stop, chat=chat, speed=speed) as complete:
         if as_json:
             print_json({"results": [{"prompt": text, "text": "".join(complete(text))} for text in texts]})
+            echo(f"speed      {speed}", err=True)
             return
         for number, text in enumerate(texts):
             if number:
@@ -74,6 +77,7 @@ def command(
                 click.echo(safe(piece), nl=False)
                 sys.stdout.flush()
             click.echo()
+    echo(f"speed      {speed}", err=True)
 
 
 def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:

@@ -35,11 +35,9 @@ class RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        wide = widened(x)
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed, scale = _normed(x, gain, eps)
         ctx.save_for_backward(x, gain, scale)
-        normed: Tensor = (wide * scale).mul_(gain).to(dtype)
-        return normed
+        return normed.to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -54,9 +52,18 @@ class RMSNormFunction(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_gain, None, None
 
 
+def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm in float32 at least, and what each row was multiplied by."""
+    wide = widened(x)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).mul_(gain), scale
+
+
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
     if not torch.compiler.is_compiling() and kind_of(x.device) == "cpu":
+        if not torch.is_grad_enabled():  # one token is normed as fast as an autograd function is called
+            return _normed(x, widened(gain), eps)[0].to(dtype)
         normed: Tensor = RMSNormFunction.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
         return normed
     if x.dtype == gain.dtype:

@@ -127,5 +127,7 @@ def _turned(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x_BTHE: Tensor, rotary: Rotary, dtype: torch.dtype) -> Tensor:
     """Turns the first 2R numbers of every head, in float32 at least, and answers as `dtype`; the rest stays."""
+    if not torch.is_grad_enabled():  # an autograd function costs as much as the rotation of one token
+        return _turned(x_BTHE, rotary.cos, rotary.sin).to(dtype)
     turned: Tensor = _Rotate.apply(x_BTHE, rotary.cos, rotary.sin, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
     return turned

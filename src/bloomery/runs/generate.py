@@ -1,5 +1,6 @@
 """Text generation: completions and chat replies, in pieces that are whole characters"""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast, final
 
 from bloomery.core.errors import UserError
+from bloomery.core.units import counted
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message, Role
 from bloomery.data.tokenizer.templates import own_templates
@@ -69,9 +71,33 @@ class Model:
             return "".join(reply([Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]))
 
 
+@final
+class Speed:
+    """The tokens of completions, and the seconds that they took from prompt to end."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+
+    def measured(self, tokens: Iterator[int]) -> Iterator[int]:
+        """The same tokens; the time of whoever takes them does not count."""
+        while True:
+            began = time.perf_counter()
+            token = next(tokens, None)
+            self.seconds += time.perf_counter() - began
+            if token is None:
+                return
+            self.tokens += 1
+            yield token
+
+    def __str__(self) -> str:
+        each_second = self.tokens / max(self.seconds, 1e-9)
+        return f"{counted(self.tokens, 'tokens')} in {self.seconds:.1f} s: {each_second:.1f} tokens/s"
+
+
 def generate(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: str, sampling: Sampling, stop: Sequence[str] = ()
-) -> Iterator[str]:
+    decoder: Decoder, tokenizer: Tokenizer, prompt: str, sampling: Sampling, stop: Sequence[str] = (),
+    speed: Speed | None = None,
+) -> Iterator[str]:  # fmt: skip
     """The completion of `prompt`, in pieces that are whole characters, up to an EOS token or the first `stop` text.
 
     The prompt starts with the BOS token, if the tokenizer has one. Raises UserError when the prompt fills the context,
@@ -81,39 +107,50 @@ def generate(
     if not ids:
         problem = "the prompt is empty, and this tokenizer has no BOS token"
         raise UserError(problem, where="--prompt", fix="write a prompt")
-    return continued(decoder, tokenizer, ids, sampling, stop)
+    return continued(decoder, tokenizer, ids, sampling, stop, speed=speed)
 
 
 @contextmanager
 def writer(
-    decoder: Decoder, tokenizer: Tokenizer, sampling: Sampling, stop: Sequence[str] = (), *, chat: bool = False
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    *,
+    chat: bool = False,
+    speed: Speed | None = None,
 ) -> Iterator[Callable[[str], Iterator[str]]]:
     """A function from a prompt to the pieces of its completion or, with `chat`, of the reply in the chat template.
 
     Raises UserError for a chat with a model without a chat template.
     """
     if not chat:
-        yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop)
+        yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop, speed)
         return
-    with _chat_writer(decoder, tokenizer, sampling, stop, None) as reply:
+    with _chat_writer(decoder, tokenizer, sampling, stop, None, speed) as reply:
         yield lambda prompt: reply([Message("user", prompt)])
 
 
 @contextmanager
 def _chat_writer(
-    decoder: Decoder, tokenizer: Tokenizer, sampling: Sampling, stop: Sequence[str], template: str | None
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    stop: Sequence[str],
+    template: str | None,
+    speed: Speed | None = None,
 ) -> Iterator[Callable[[Sequence[Message]], Iterator[str]]]:
     if template is None and not own_templates(tokenizer.config):
         fix = "remove --chat, or use `bloomery chat MODEL --template chatml`"
         raise UserError("this model has no chat template", where="--chat", fix=fix)
     with chat_format(tokenizer, template) as form:
         settings, ends = replace(sampling, stop_ids=form.stop_ids), (*stop, *form.stop_strings)
-        yield lambda messages: continued(decoder, tokenizer, form.encode(tuple(messages)), settings, ends)
+        yield lambda messages: continued(decoder, tokenizer, form.encode(tuple(messages)), settings, ends, speed=speed)
 
 
 def continued(
     decoder: Decoder, tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling, stop: Sequence[str] = (),
-    past: Past | None = None,
+    past: Past | None = None, speed: Speed | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """`generate` from token ids. With a `past`, tokens in its cache are not computed again; all new ones are added.
 
@@ -122,7 +159,8 @@ def continued(
     refuse_prompt(ids, decoder.config)
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
     sampling = replace(sampling, stop_ids=ends)
-    return _pieces(sample_tokens(decoder, ids, sampling, past), TextStream(tokenizer, ids), Stops(stop))
+    tokens = sample_tokens(decoder, ids, sampling, past)
+    return _pieces(tokens if speed is None else speed.measured(tokens), TextStream(tokenizer, ids), Stops(stop))
 
 
 def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
