@@ -3,15 +3,17 @@
 import itertools
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from plans_for_tests import tiny_plan
 
-from bloomery.cli.demo.pretrain import KILL_AT, planned_seconds
+from bloomery.cli.demo.pretrain import Kill, time_text
 from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import RunPlan, ScheduleBlock
 from bloomery.recipe.schema import Wsd
+from bloomery.report.page import compared
 from bloomery.train.length import Costs, Timer, current, due, fitted, measured, with_next_block
 from bloomery.train.optim.schedules import fraction_done, planned_lr_scale
 
@@ -300,7 +302,13 @@ def measured_demo(*, steps: int, every: int, step_seconds: float, ends: float) -
 
 
 @pytest.mark.parametrize(("step_seconds", "ends"), [(0.36, 104.0), (0.8, 215.0)], ids=["quiet", "busy"])
-def test_the_plan_counts_the_least_steps_and_those_that_the_kill_repeats(step_seconds, ends):
+def test_the_demo_and_its_report_have_one_planned_time(step_seconds, ends):
     plan = measured_demo(steps=240, every=48, step_seconds=step_seconds, ends=ends)
-    repeated = 240 * KILL_AT - 3 * 48
-    assert planned_seconds(plan) == pytest.approx(ends + repeated * step_seconds)
+    record = SimpleNamespace(
+        plan=plan, summary=SimpleNamespace(training_seconds=1.1 * ends, peak_gib=1.0), steps=[], state="done",
+        tokens_per_second=5.0,
+    )  # fmt: skip
+    reported = {title: (planned, ran) for title, planned, ran in compared(record)}
+    assert reported["training time, s (planned at step 10)"] == (ends, 1.1 * ends)
+    kill = Kill(step=160, saved=145, before=dict.fromkeys(range(146, 161)))
+    assert time_text(plan, 1.1 * ends, kill) == f"time {ends:.0f} s, took {1.1 * ends:.0f} s (+10%, 15 steps twice)"

@@ -288,10 +288,12 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     step = plan.step_seconds.value if plan.step_seconds else None
     ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
     whole = plan.seconds.value if plan.seconds and record.state == "done" else None  # as on the terminal
+    timed = next((block.step for block in plan.train.blocks if block.step_seconds is not None), None)
+    when = "" if timed is None else f" (planned at step {timed})"  # from measured steps
     return [
         ("seconds per step", step, ran),
         ("tokens per second", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
-        ("training time, s", whole, summary.training_seconds),
+        (f"training time, s{when}", whole, summary.training_seconds),
         ("peak memory, GiB", plan.memory.total / GIB, summary.peak_gib),
     ]
 

@@ -169,19 +169,20 @@ def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
 def _show_plan(story: Story, plan: RunPlan) -> None:
     """The plan, once the number of steps is known."""
     train, memory = plan.train, plan.memory
+    assert plan.seconds is not None, "the length of the run is known"
     reason = next(choice.reason for choice in plan.choices if choice.key == "train.precision")
     size = format_count(parameter_count(plan.model.config))
     tokens = f"{train.steps:,} steps x {train.tokens_per_step:,} tokens"
-    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB · about {format_seconds(planned_seconds(plan))}"
+    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB · about {format_seconds(plan.seconds.value)}"
     story.write("plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", fits)
 
 
-def planned_seconds(plan: RunPlan) -> float:
-    """Of training, as estimated once steps were measured, and of the steps between checkpoint and kill, taken twice."""
-    steps, every = plan.train.steps, plan.checkpoint.every_steps
-    assert plan.seconds is not None and steps is not None, "the length of the run is known"
-    step_seconds = next(block.step_seconds for block in plan.train.blocks if block.step_seconds is not None)
-    return plan.seconds.value + KILL_AT * steps % every * step_seconds
+def time_text(plan: RunPlan, took: float, kill: Kill | None) -> str:
+    """Planned and measured training time as in the report; the steps that ran twice are not planned."""
+    assert plan.seconds is not None, "the length of the run is known"
+    planned = plan.seconds.value
+    again = f", {len(kill.before)} steps twice" if kill else ""
+    return f"time {planned:.0f} s, took {took:.0f} s ({took / planned - 1:+.0%}{again})"
 
 
 def _resume(folder: Path, story: Story, kill: Kill) -> None:
@@ -224,10 +225,9 @@ def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
     story.write()
     summary = summary_of(read_events(folder / "events.jsonl"))
-    memory, planned, took = plan.memory.total / GIB, planned_seconds(plan), summary.training_seconds
-    time_taken = f"time {planned:.0f} s, took {took:.0f} s ({took / planned - 1:+.0%})"
+    memory = plan.memory.total / GIB
     peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
-    story.write("planned", f"{time_taken} · {peak}")
+    story.write("planned", f"{time_text(plan, summary.training_seconds, kill)} · {peak}")
     model = folder / "export" / "hf"
     with story.busy("writing the report"):
         if not model.exists():
