@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
-Layout = Literal["hf", "adapter", "merged", "gguf", "gguf-adapter"]
+Layout = Literal["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama"]
 Recipe = str | Path | Mapping[str, Any]
 OnText = Callable[[str], None]
 OnEvent = Callable[["Event"], None]
@@ -175,13 +175,14 @@ def export(
     verify: bool = True, device: str = "auto",
 ) -> "Exported":  # fmt: skip
     """Export a model as `out`: hf (a full model), adapter (for PEFT), merged (adapter and base), gguf (one file for
-    llama.cpp) or gguf-adapter (a LoRA for llama.cpp).
+    llama.cpp), gguf-adapter (a LoRA for llama.cpp) or ollama (a folder for `ollama create`).
 
     `dtype`: of merged weights (None keeps the base model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
-    q6_K; None is f16). `verify`: read the export back, compare and run it.
+    q6_K; None is f16, for ollama q8_0). `verify`: read the export back, compare and run it.
     """
-    if layout in ("gguf", "gguf-adapter"):
-        kind = {None: "f16", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
+    if layout in ("gguf", "gguf-adapter", "ollama"):
+        usual = "q8_0" if layout == "ollama" else "f16"
+        kind = {None: usual, "float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
     elif dtype is not None and (layout != "merged" or dtype not in ("float32", "bfloat16", "float16")):
         problem = f"--to {layout} does not convert weights" + ("" if layout != "merged" else f" to {dtype}")
         raise UserError(problem, where="--type", fix="remove --type, or use --to merged or --to gguf", code=2)
@@ -190,6 +191,11 @@ def export(
     from bloomery.train.model_folder import find_model
 
     files = find_model(folder, step)
+    if layout == "ollama":
+        from bloomery.export.ollama import export_ollama
+
+        assert kind is not None
+        return export_ollama(files, Path(out), kind=kind, verify=verify, use=use)
     if layout in ("gguf", "gguf-adapter"):
         from bloomery.export.gguf import export_gguf, export_gguf_adapter
 

@@ -1,4 +1,4 @@
-"""`bloomery export MODEL --to hf|adapter|merged|gguf|gguf-adapter --out PATH`"""
+"""`bloomery export MODEL --to hf|adapter|merged|gguf|gguf-adapter|ollama --out PATH`"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_K_M", "q5_K_M", "q6_K")
 @click.argument("model")
 @click.option(
     "--to", "layout", required=True,
-    type=click.Choice(["hf", "adapter", "merged", "gguf", "gguf-adapter"]),
+    type=click.Choice(["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama"]),
     help="Format of the export.",
 )  # fmt: skip
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
@@ -37,7 +37,7 @@ def command(
 
     hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: an adapter merged into its base
     model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA adapter
-    for llama.cpp.
+    for llama.cpp. ollama: a folder for `ollama create`.
 
     Example: bloomery export last --to hf --out my-model
 
@@ -49,3 +49,5 @@ def command(
     for proof in done.proofs:
         echo(f"{'' if proof.startswith('differs') else 'verified   '}{proof}", err=True)
     echo(f"export     {done.folder} ({format_bytes(done.bytes)})")
+    if done.next:
+        echo(f"next       {done.next}", err=True)

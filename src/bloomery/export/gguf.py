@@ -498,7 +498,7 @@ def _model_name(name: str, description: Mapping[str, Any]) -> str:
     return name if phi.search(name) else f"{name} (phi-3)"
 
 
-def _license_of(*folders: Path | None) -> str | None:
+def license_of(*folders: Path | None) -> str | None:
     """From the metadata block of the first model card that states one."""
     for folder in folders:
         card = None if folder is None else folder / "README.md"
@@ -608,7 +608,7 @@ def export_gguf(
         with open_source(files, use) as source:
             config = source.config
             write_gguf(draft, source, kind, library, tokenizer, name=out.stem,
-                       license_=_license_of(files.weights, files.base))  # fmt: skip
+                       license_=license_of(files.weights, files.base))  # fmt: skip
         notes = [*differences(config, tokenizer.description), *_fallbacks(config, kind)]
         proofs = tuple(f"differs    {note}" for note in notes)
         if verify:

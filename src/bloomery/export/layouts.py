@@ -52,11 +52,12 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 @dataclass(frozen=True)
 class Exported:
-    """`proofs`: one sentence per check that passed; empty without verification."""
+    """`proofs`: one sentence per check that passed; empty without verification. `next`: a command for the result."""
 
     folder: Path
     bytes: int
     proofs: tuple[str, ...]
+    next: str = ""
 
 
 def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
