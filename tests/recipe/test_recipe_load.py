@@ -336,7 +336,10 @@ def test_one_key_sets_the_length(write):
 def test_a_batch_is_given_in_tokens_or_in_sequences(write):
     path = write(SMALL + "train: {tokens_per_step: 4096}\n")
     assert load_recipe(path).recipe.tokens_per_step == 4096
-    assert load_recipe(path, ["train.batch_size=16"]).recipe.tokens_per_step == 16 * 1024
+    loaded = load_recipe(path, ["train.batch_size=16"])
+    assert loaded.recipe.tokens_per_step == 16 * 1024
+    (path.parent / "copy.yaml").write_text(dump_recipe(loaded))  # a run's recipe.yaml, which training reads
+    assert load_recipe(path.parent / "copy.yaml").recipe == loaded.recipe
     assert load_recipe(path, ["train.batch_size=16", "train.tokens_per_step=auto"]).recipe.tokens_per_step == "auto"
     assert "tokens_per_step and batch_size" in refused(
         write(SMALL + "train: {tokens_per_step: 4096, batch_size: 4}\n")

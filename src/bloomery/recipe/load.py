@@ -27,6 +27,7 @@ _ALTERNATIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("train", tuple(LENGTHS)),
     ("train", ("tokens_per_step", "batch_size")),
 )
+_UNSET = (("tokens_per_step", "auto"),)  # next to batch_size in the complete recipe of a run
 _NEEDED = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}  # one of its alternatives
 # Sections that a scalar stands for: `adapter: lora` is `adapter: {kind: lora}`.
 _WITH_KIND: tuple[KeyPath, ...] = (
@@ -327,7 +328,7 @@ def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) 
         given = data.get(section, {})
         if not isinstance(given, dict):
             continue
-        said = [key for key in choices if given.get(key) not in (None, [])]
+        said = [key for key in choices if given.get(key) not in (None, []) and (key, given[key]) not in _UNSET]
         if len(said) > 1:
             problem = f"sets {' and '.join(said)}, but only one of them can be set"
             yield Mistake((section,), place_of((section, said[-1]), origins), problem, f"keep one of {', '.join(said)}")
