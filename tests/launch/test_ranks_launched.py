@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from runs_of_bloomery import Bloomery, losses, wait_for, write_workshop
 
 from bloomery.core.errors import UserError
-from bloomery.monitor.events import Recovered, Resumed, StepDone
+from bloomery.monitor.events import Recovered, Resumed, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
@@ -290,7 +290,8 @@ def struck(bloomery: Bloomery, number: int, *, rank: int | None, step: int) -> s
         wait_for(lambda: moment() or process.poll() is not None)
         struck = [rank_process(bloomery.run_dir, each) for each in ([0, 1] if rank is None else [rank])]
         for each in filter(None, struck):
-            os.kill(each, number)
+            with suppress(ProcessLookupError):  # the first kill may have ended the other rank
+                os.kill(each, number)
         since = time.monotonic()
         _, told = process.communicate(timeout=60)
         assert time.monotonic() - since < 15
@@ -331,9 +332,10 @@ def test_a_rank_without_memory_restarts_all_with_a_smaller_micro_batch(dying_wor
     (dying_workshop / "runs/deaths.json").write_text(json.dumps([[{"rank": 1, "rows": 2}, 5, "memory"]]))
     run = start(load_recipe(dying_workshop / "tiny.yaml"), run_dir=Path("runs/one"), devices="cpu,cpu", quiet=True)
     assert run.code == 0
-    (recovered,) = [event for event in run.events() if isinstance(event, Recovered)]
+    events = list(read_events(run.folder / "events.jsonl"))
+    (recovered,) = [event for event in events if isinstance(event, Recovered)]
     assert "out of memory after step 4" in recovered.reason and "micro-batch 2 -> 1" in recovered.action
-    assert [event.step for event in run.events() if isinstance(event, Resumed)] == [3]  # of the last checkpoint
+    assert [event.step for event in events if isinstance(event, Resumed)] == [3]  # of the last checkpoint
 
 
 @pytest.mark.soak
@@ -354,10 +356,14 @@ def test_a_stopped_rank_of_a_real_run_is_named_and_the_run_goes_on(bloomery, one
 
 @pytest.mark.soak
 def test_a_full_disk_of_rank_0_is_told_once(bloomery, one_thread) -> None:
-    done = bloomery.faulted("fsync:error=ENOSPC:when=12", *TRAIN)
+    struck(bloomery, signal.SIGKILL, rank=0, step=2)
+    done = bloomery.faulted("fsync:error=ENOSPC:when=6+", *bloomery.go_on)
+    assert bloomery.injected()
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "disk" in done.stderr or "No space" in done.stderr, done.stderr
     assert ranks_of(bloomery.run_dir) == []
+    assert bloomery.run(*bloomery.go_on).returncode == 0
+    assert_as_undisturbed(bloomery)
 
 
 def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:

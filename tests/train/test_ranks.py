@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from plans_for_tests import tiny_config, tiny_plan
-from runs_of_the_loop import assert_same_tensors
+from runs_of_the_loop import RECIPE, assert_same_tensors
 from safetensors.torch import load_file
 
+from bloomery.data.prepare.prepare import prepare
+from bloomery.recipe.load import load_recipe
 from ranks import fields, losses, on_ranks, train
 
 MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
+EIGHT = {"8 copies": (8, 1), "8 shards": (1, 8), "2 x 4": (2, 4)}
 
 
 def plan_of(prepared: Path, **sections):
@@ -26,9 +29,13 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("replicate", "shard"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("replicate", "shard"),
+    [*(pytest.param(*mesh, id=name) for name, mesh in MESHES.items()),
+     *(pytest.param(*mesh, id=name, marks=pytest.mark.soak) for name, mesh in EIGHT.items())],
+)  # fmt: skip
 def test_losses_and_weights_are_those_of_one_rank(prepared, tmp_path, replicate, shard) -> None:
-    plan = plan_of(prepared)
+    plan = plan_of(prepared, train={"accumulation": 4, "tokens_per_step": 256} if replicate * shard == 8 else {})
     alone = train(plan, tmp_path / "one")
     several = train(on_ranks(plan, replicate=replicate, shard=shard), tmp_path / "several")
     assert losses(several).keys() == losses(alone).keys() == set(range(1, 7))
@@ -132,6 +139,21 @@ def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, whole, tmp_path
     assert_same_tensors(tensors(tmp_path / "copy", 3), tensors(stopped(before), 3))
     rest = train(again, tmp_path / "rest", resume_from=checkpoint)
     assert losses(rest) == pytest.approx({step: loss for step, loss in whole.items() if step > 3}, rel=0, abs=1e-5)
+
+
+def test_fewer_documents_than_ranks_train_as_on_one(tmp_path) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("a", "b"):  # one to train on, one to validate
+        lines = [f"def {name}_{number}():\n    return {number}" for number in range(40)]
+        (tmp_path / "text" / f"{name}.py").write_text("\n".join(lines))
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(RECIPE.replace("validation: 20%", "validation: 50%"))
+    prepare(load_recipe(recipe), tmp_path / "prepared")
+    plan = plan_of(tmp_path / "prepared")
+    alone, four = train(plan, tmp_path / "one"), train(on_ranks(plan, replicate=4), tmp_path / "four")
+    assert losses(four) == pytest.approx(losses(alone), rel=0, abs=1e-5)
+    scored = [[event["loss"] for event in fields(run, "EvalDone")] for run in (alone, four)]
+    assert scored[0] and scored[1] == pytest.approx(scored[0], abs=1e-5)
 
 
 def test_the_first_rank_tells_of_all_of_them(prepared, tmp_path) -> None:
