@@ -85,7 +85,7 @@ def check(text: str, recipe: str) -> None:
 
 def test_precisions_that_the_page_names_are_the_ones_chosen() -> None:
     _, _, correction = rows_of("worldmodel-rocm-spec.md")[15]
-    assert "`auto` gives it float32" in correction
+    assert "`auto` chooses float32" in correction
     here = detect()
     chosen = {gpu: build_profile(with_gpu(here, find_gpu(gpu))).dtype.value for gpu in ("MI50 32GB", "MI250X")}
     assert chosen == {"MI50 32GB": "float32", "MI250X": "bfloat16"}
