@@ -36,8 +36,8 @@ Render = Callable[[Sequence[Message]], str]
 
 @dataclass(frozen=True)
 class Translation:
-    """What a chat template writes around a message: before and after it, by role. `head`: first, without a system
-    message; `prompt`: last, for the next answer.
+    """The text that a chat template writes around a message: before and after it, by role. `head`: first, without a
+    system message; `prompt`: last, for the next answer.
     """
 
     head: str
@@ -59,7 +59,7 @@ class Translation:
         return f"{first}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
 
     def render(self, messages: Sequence[Message]) -> str:
-        """What Ollama writes with it."""
+        """The text that Ollama writes with it."""
         text, around = "", {"user": self.user, "assistant": self.assistant, "system": self.system or ("", "")}
         if messages[0].role != "system":
             text = self.head

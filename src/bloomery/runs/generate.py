@@ -79,7 +79,7 @@ class Speed:
         self.tokens, self.seconds = 0, 0.0
 
     def measured(self, tokens: Iterator[int]) -> Iterator[int]:
-        """The same tokens; the time of whoever takes them does not count."""
+        """The same tokens; the time of the caller does not count."""
         while True:
             began = time.perf_counter()
             token = next(tokens, None)
