@@ -19,12 +19,12 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import gguf as gguf_export
-from bloomery.export.gguf import Piece, export_gguf, vocabulary
+from bloomery.export.gguf import Piece, export_gguf, export_gguf_adapter, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state
 from bloomery.train.model_folder import find_model
-from gguf_models import saved_case
+from gguf_models import saved_adapter, saved_case
 from models_for_tests import make_model
 
 # Facts that llama.cpp's graph fixes, in cases that have others
@@ -74,6 +74,26 @@ def test_types(kind: str, tmp_path: Path) -> None:
     assert stored["blk.0.ffn_down.weight"] == kind
     assert stored["blk.0.attn_norm.weight"] == "f32"
     assert stored["output.weight"] == ("q8_0" if kind == "q4_0" else kind)
+
+
+def test_an_adapter_is_merged_or_goes_alone(tmp_path: Path) -> None:
+    """llama.cpp adds alpha / rank * B @ A, the rows of B in the order of its q and k."""
+    source = saved_case("llama3-gqa-tied", tmp_path / "source")
+    adapter = find_model(saved_adapter(source, tmp_path / "adapter", ["q_proj", "k_proj", "down_proj"]))
+    merged = export_gguf(adapter, tmp_path / "merged.gguf", kind="f32")
+    assert any("53 of 53 tokens" in proof for proof in merged.proofs)
+    base = export_gguf(find_model(source), tmp_path / "base.gguf", kind="f32", verify=False)
+    lora = export_gguf_adapter(adapter, tmp_path / "lora.gguf", kind="f32")
+    facts = {name: field.contents() for name, field in gguf.GGUFReader(lora.folder).fields.items()}
+    assert {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 1.0}.items() <= facts.items()
+    pairs, whole, plain = ({each.name: each.data for each in gguf.GGUFReader(path).tensors}
+                           for path in (lora.folder, merged.folder, base.folder))  # fmt: skip
+    for name in ("blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.3.ffn_down.weight"):
+        A, B = pairs[f"{name}.lora_a"], pairs[f"{name}.lora_b"]
+        assert np.abs(whole[name] - plain[name]).max() > 0.1
+        np.testing.assert_allclose(whole[name], plain[name] + B @ A / len(A), atol=1e-5)
+    with pytest.raises(UserError, match="full model"):
+        export_gguf_adapter(find_model(source), tmp_path / "none.gguf")
 
 
 def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 `BLOOMERY_UPDATE=1 pytest -m soak tests/test_gguf_llama_cpp.py` writes docs/export-parity.md from these measurements.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -11,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.gguf import TYPES, export_gguf, export_gguf_adapter
 from bloomery.export.verify import TEXTS, FileTokenizer, Graph, Parity, compare, log_softmax
 from bloomery.model.io.weights import load_decoder
 from bloomery.train.model_folder import find_model
-from gguf_models import saved_case, tokens
+from gguf_models import saved_adapter, saved_case, tokens
 
 pytest.importorskip("llama_cpp", reason="not installed: pip install llama-cpp-python builds it in ten minutes")
 from llama_cpp_oracle import Oracle
@@ -114,7 +112,8 @@ def test_llama_cpp_agrees(name: str, kind: str, tmp_path: Path) -> None:
     parity, own, kl, same = measured(folder, tmp_path / "out.gguf", kind, CONTEXT)
     found[name, kind] = row(name, kind, parity, own, kl, same)
     assert parity.difference <= (2e-2 if "exact" in name else 1e-4) * parity.scale
-    assert own <= {"f32": MOST.get(name, 1e-4), "f16": 1e-2, "bf16": 5e-2, "q8_0": 5e-2, "q4_0": 1e-1}[kind]
+    # activations are rounded to the type of the weights, next to q8_0 and q4_0 to 8 bits: of these the KL is the check
+    assert own <= {"f32": MOST.get(name, 1e-4), "f16": 1e-2, "bf16": 5e-2, "q8_0": 2e-1, "q4_0": 2e-1}[kind]
     assert kl <= 2 * parity.kl + {"f32": 1e-4, "f16": 1e-3}.get(kind, 5e-2)
 
 
@@ -132,22 +131,9 @@ def test_llama_cpp_agrees_on_a_real_model(kind: str, tmp_path: Path, request: py
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2", "phi3"])
 def test_llama_cpp_runs_a_lora(case: str, tmp_path: Path) -> None:
     """The adapter next to its base computes what the merged model computes."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    changed = GPT2 if case == "gpt2" else SIZES
-    folder = saved_case(case, tmp_path / "model", **changed)
+    folder = saved_case(case, tmp_path / "model", **(GPT2 if case == "gpt2" else SIZES))
     targets = {"gpt2": ["c_attn", "c_proj"], "phi3": ["qkv_proj", "gate_up_proj", "o_proj"]}
-    settings = LoraConfig(r=4, lora_alpha=12, target_modules=targets.get(case, ["q_proj", "k_proj", "down_proj"]))
-    torch.manual_seed(0)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, 0, 0.2)
-    model.save_pretrained(tmp_path / "adapter")
-    stated = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    stated["base_model_name_or_path"] = str(folder)
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(stated))
+    saved_adapter(folder, tmp_path / "adapter", targets.get(case, ["q_proj", "k_proj", "down_proj"]))
     base = export_gguf(find_model(folder), tmp_path / "base.gguf", kind="f32", verify=False).folder
     files = find_model(tmp_path / "adapter")
     lora = export_gguf_adapter(files, tmp_path / "lora.gguf", kind="f32").folder
@@ -157,4 +143,3 @@ def test_llama_cpp_runs_a_lora(case: str, tmp_path: Path) -> None:
     expected = Graph(merged).forward(probe)
     assert np.abs(plain - expected).max() > 0.1
     assert np.abs(with_lora - expected).max() <= 3e-3 * np.abs(expected).max()
-    assert load_tokenizer(folder).vocab_size == 320

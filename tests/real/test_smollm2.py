@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from bloomery.bench.measuring import Bench
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.export.gguf import export_gguf
+from bloomery.export.gguf_import import import_gguf
 from bloomery.hardware.detect.detect import detect
+from bloomery.model.io.weights import load_decoder, model_state
+from bloomery.train.model_folder import find_model
 
 PARTS = {
     "full": "",
@@ -74,3 +79,21 @@ def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
     while batch.texts:
         batch.step()
     assert [text.new for text in texts] == expected
+
+
+@pytest.mark.soak
+def test_gguf_comes_back_bitwise_and_quantized_answers_alike(smollm2, tmp_path):
+    files = find_model(smollm2 / "model")
+    whole = export_gguf(files, tmp_path / "whole.gguf", kind="f32")
+    assert any("64 of 64 tokens" in proof for proof in whole.proofs)
+    import_gguf(whole.folder, tmp_path / "back", dtype="bfloat16")
+    theirs, ours = (model_state(load_decoder(folder)) for folder in (smollm2 / "model", tmp_path / "back"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(values, ours[name]) for name, values in theirs.items())
+    text = (smollm2 / "test.jsonl").read_text()[:20_000]
+    one, other = (load_tokenizer(folder).encode(text) for folder in (smollm2 / "model", tmp_path / "back"))
+    assert one == other
+    for kind, most in (("q8_0", 0.02), ("q4_0", 1.0)):
+        proofs = export_gguf(files, tmp_path / f"{kind}.gguf", kind=kind).proofs
+        found = next(float(proof.split()[3]) for proof in proofs if proof.startswith(kind))
+        assert 0 < found < most

@@ -34,6 +34,8 @@ from bloomery.export.gguf import (
 )
 from bloomery.export.gguf_import import fill_from_file
 from bloomery.export.layouts import load_whole
+from bloomery.model.adapters.lora import adapters_disabled
+from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.decoder import Decoder
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
@@ -444,8 +446,11 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
     device = decoder.model.embed_tokens.weight.device
     with torch.no_grad():
         original = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
+        if has_method(decoder):
+            merge_methods(decoder)
         fill_from_file(decoder, graph.tensors)
-        same = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
+        with adapters_disabled(decoder):  # which the file has merged
+            same = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
     difference, scale = float(np.abs(theirs - same).max()), float(np.abs(same).max())
     first, second = log_softmax(original), log_softmax(theirs)
     kl = float((np.exp(first) * (first - second)).sum(-1).mean())
