@@ -17,7 +17,7 @@ INSTALL = 'pip install "bloomery[serve]"'
 @click.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL ...")
 @click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH",
-              help="Serve this LoRA adapter of MODEL under its own name; can be repeated.")  # fmt: skip
+              help="Serve this LoRA adapter, too; can be repeated.")  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Listen on this port.")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
