@@ -17,6 +17,7 @@ from bloomery.export.card import model_card, training_of
 from bloomery.export.layouts import export
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state
+from bloomery.train.model_folder import find_model
 from models_for_tests import make_model, make_run
 
 TOKENS = torch.arange(40)[None]
@@ -138,3 +139,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stderr.count("verified") == 2
     again = CliRunner().invoke(cli, words).exception
     assert isinstance(again, UserError) and again.code == 1
+
+
+def test_a_folder_for_vllm_is_bfloat16_and_readable(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source")
+    done = hf.export_vllm(find_model(source), tmp_path / "out")
+    assert len(done.proofs) == 1 and done.next == f"vllm serve {tmp_path / 'out'}"
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (done.folder, source))
+    assert all(torch.equal(values, theirs[name].bfloat16()) for name, values in ours.items())
+    assert {path.stat().st_mode & 0o777 for path in done.folder.iterdir()} == {0o644}
+    assert "generation_config.json" in {path.name for path in done.folder.iterdir()}

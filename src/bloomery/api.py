@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
-Layout = Literal["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama"]
+Layout = Literal["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama", "vllm"]
 Recipe = str | Path | Mapping[str, Any]
 OnText = Callable[[str], None]
 OnEvent = Callable[["Event"], None]
@@ -175,7 +175,8 @@ def export(
     verify: bool = True, device: str = "auto",
 ) -> "Exported":  # fmt: skip
     """Export a model as `out`: hf (a full model), adapter (for PEFT), merged (adapter and base), gguf (one file for
-    llama.cpp), gguf-adapter (a LoRA for llama.cpp) or ollama (a folder for `ollama create`).
+    llama.cpp), gguf-adapter (a LoRA for llama.cpp), ollama (a folder for `ollama create`) or vllm
+    (a full or merged model in bfloat16).
 
     `dtype`: of merged weights (None keeps the base model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
     q6_K; None is f16, for ollama q8_0). `verify`: read the export back, compare and run it.
@@ -203,6 +204,8 @@ def export(
         if layout == "gguf-adapter":
             return export_gguf_adapter(files, Path(out), kind=kind)
         return export_gguf(files, Path(out), kind=kind, verify=verify, use=use)
+    if layout == "vllm":
+        return layouts.export_vllm(files, Path(out), verify=verify, use=use)
     if layout == "adapter":
         return layouts.export_adapter(files, Path(out), verify=verify, use=use)
     if layout == "merged":

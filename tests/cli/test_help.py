@@ -55,7 +55,7 @@ def test_wrong_words(capsys):
     assert exit_code("recipes", "show") == 2
     assert "error: missing argument" in capsys.readouterr().err
     assert exit_code("export", "last") == 2
-    choices = "hf, adapter, merged, gguf, gguf-adapter, ollama"
+    choices = "hf, adapter, merged, gguf, gguf-adapter, ollama, vllm"
     assert capsys.readouterr().err.startswith(f"error: missing option '--to'. Choose from: {choices}\nwhere: ")
     assert exit_code("recipes", "--nonsense") == 2
     assert exit_code("recipes", "show", "go-coder-tinny") == 2

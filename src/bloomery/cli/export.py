@@ -1,4 +1,4 @@
-"""`bloomery export MODEL --to hf|adapter|merged|gguf|gguf-adapter|ollama --out PATH`"""
+"""`bloomery export MODEL --to hf|adapter|merged|gguf|gguf-adapter|ollama|vllm --out PATH`"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_K_M", "q5_K_M", "q6_K")
 @click.argument("model")
 @click.option(
     "--to", "layout", required=True,
-    type=click.Choice(["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama"]),
+    type=click.Choice(["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama", "vllm"]),
     help="Format of the export.",
 )  # fmt: skip
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
@@ -37,7 +37,8 @@ def command(
 
     hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: an adapter merged into its base
     model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA adapter
-    for llama.cpp. ollama: a folder for `ollama create`.
+    for llama.cpp. ollama: a folder for `ollama create`. vllm: a
+    full or merged model in bfloat16.
 
     Example: bloomery export last --to hf --out my-model
 

@@ -10,7 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter
 from bloomery.model.adapters.peft_files import read_adaptation, read_trained
 from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.config import ModelConfig
+from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import read_config
 from bloomery.model.families.registry import config_to_hf
@@ -157,6 +158,39 @@ def export_merged(
             proofs.append(f"logits equal those of base and adapter within {error:.1e}")
             proofs += _opens_elsewhere(draft, logits, config)
     return _exported(out, proofs)
+
+
+def export_vllm(files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+    """Writes the new folder `out` for vLLM, completely or not at all: bfloat16, adapters merged, mode 0644.
+
+    Verification as for `export` and `export_merged`. Raises UserError.
+    """
+    use, serve = use or Use("cpu"), f"vllm serve {out}"
+    if files.base is not None:
+        done = export_merged(files, out, dtype="bfloat16", verify=verify, use=use)
+    elif all(stored.dtype == torch.bfloat16 for stored in find_tensors(files.weights).values()):
+        done = export(files.weights, out, verify=verify, use=use)
+    else:
+        config, proofs = read_config(files.weights), list[str]()
+        with draft_of(out) as draft:
+            with StoredModel(config, files.weights) as stored:
+
+                def piece(name: str) -> Tensor:
+                    held = torch.empty(shapes[name], dtype=torch.bfloat16)
+                    stored.fill(name, held)
+                    return held
+
+                shapes = parameter_shapes(config)
+                write_model_piecewise(piece, config, torch.bfloat16, draft)
+            write_json(draft / "generation_config.json", _generation_settings(files.weights, config))
+            load_tokenizer(files.tokenizer).save(draft)
+            (draft / "README.md").write_text(model_card(out.name, config, training_of(files.weights)), encoding="utf-8")
+            if verify:
+                proofs += _opens_elsewhere(draft, *_probed(draft, use, where=draft))
+        done = _exported(out, proofs)
+    for path in out.iterdir():
+        path.chmod(0o644)
+    return replace(done, next=serve)
 
 
 @contextmanager
