@@ -15,9 +15,12 @@ MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle", "joblib", "sock
 KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 # The installed PEFT's own config classes, cut out of its files: what importing them would run, without PyTorch.
 # A port that ranks meet at is found by binding to it on this host; nothing listens there before torch does.
+# `bloomery serve` listens, for it is a server: on 127.0.0.1, elsewhere only with a token (tests/serve).
 ALLOWED = {
     "src/bloomery/model/adapters/peft_settings.py": ["exec", "compile", "eval"],
     "src/bloomery/runs/ranks/launchers.py": ["listening.bind"],
+    "src/bloomery/serve/app.py": ["import asyncio"],
+    "src/bloomery/serve/run.py": ["import asyncio", "listener.bind"],
 }
 METHODS = {"listen", "bind", "serve_forever"}
 
