@@ -246,6 +246,16 @@ class TestBadInput:
             assert (status, body["error"]["code"]) == (408, "timeout")
             assert idle(server)
 
+    def test_an_error_while_decoding_ends_requests_and_not_the_server(
+        self, server: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as broken:  # after the text left the batch
+            broken.setattr("bloomery.serve.engine.TextStream.flush", lambda _: 1 / 0)
+            status, body = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 3})
+            assert status == 500 and "ZeroDivisionError" in body["error"]["message"]
+        assert idle(server) and server.engine.alive
+        assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
+
     def test_a_token_is_asked_for(self, folder: Path) -> None:
         with running({"tiny": folder}, token="quite a secret") as server:
             with pytest.raises(openai.AuthenticationError):

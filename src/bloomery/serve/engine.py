@@ -222,9 +222,10 @@ class Engine:
                 self._give(self._running[drawn.text], drawn)
         except Exception as error:  # such as out of memory: the requests of this model end, the server does not
             traceback.print_exc(file=sys.stderr)
-            for text in model.batch.texts:
-                problem = error.problem if isinstance(error, UserError) else f"internal error: {type(error).__name__}"
-                self._end(self._running.pop(text), End("error", len(text.new), problem))
+            problem = error.problem if isinstance(error, UserError) else f"internal error: {type(error).__name__}"
+            for text, job in [each for each in self._running.items() if each[1].model is model]:
+                del self._running[text]
+                self._end(job, End("error", len(text.new), problem))
             model.reset()
 
     def _give(self, job: Job, drawn: Drawn) -> None:
