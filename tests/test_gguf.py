@@ -19,7 +19,8 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import gguf as gguf_export
-from bloomery.export.gguf import Piece, export_gguf, export_gguf_adapter, vocabulary
+from bloomery.export.gguf import export_gguf, export_gguf_adapter
+from bloomery.export.gguf_format import Piece, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state

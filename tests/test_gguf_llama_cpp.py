@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from bloomery.export.gguf import TYPES, export_gguf, export_gguf_adapter
+from bloomery.export.gguf import export_gguf, export_gguf_adapter
+from bloomery.export.gguf_format import TYPES
 from bloomery.export.verify import TEXTS, FileTokenizer, Graph, Parity, compare, log_softmax
 from bloomery.model.io.weights import load_decoder
 from bloomery.train.model_folder import find_model

@@ -4,8 +4,6 @@ Names, shapes and metadata are those of llama.cpp's conversion scripts; what its
 is refused before anything is written.
 """
 
-import importlib
-import json
 import math
 import os
 import re
@@ -13,9 +11,8 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +25,23 @@ from bloomery.core.version import __version__
 from bloomery.data.chat.render import chat_format
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.export.gguf_format import (
+    ALIGNMENT,
+    ARCHITECTURES,
+    ELSEWHERE,
+    K_TYPES,
+    Piece,
+    computed_tensors,
+    differences,
+    encoded,
+    fallbacks,
+    gguf_library,
+    layout,
+    stored_bytes,
+    type_of,
+    unsupported,
+    vocabulary,
+)
 from bloomery.export.layouts import Exported, merged_pieces, merged_state
 from bloomery.model.adapters.base_model import base_of, read_settings
 from bloomery.model.adapters.peft_files import PREFIX, adapter_tensors, read_adaptation
@@ -37,374 +51,9 @@ from bloomery.model.families.presets import read_config
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import places
 from bloomery.model.io.weights import VOCABULARY, StoredModel, load_decoder
-from bloomery.model.rope import frequencies, table_scale
+from bloomery.model.rope import table_scale
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
-
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-K_TYPES = ("q4_K_M", "q5_K_M", "q6_K")  # llama-quantize writes them
-ALIGNMENT = 32
-BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
-_OTHER = "export it with --to hf, which transformers and vLLM run"
-Array = np.ndarray[Any, Any]
-
-
-def gguf_library() -> Any:
-    """The gguf package, loaded when needed. Raises UserError where it is not installed."""
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        fix = "pip install 'bloomery[gguf]'"
-        raise UserError("the gguf package is not installed", where="--to gguf", fix=fix) from error
-
-
-# What a graph of llama.cpp computes
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A graph of llama.cpp. `fixed`: facts of a ModelConfig whose value the graph cannot change, where it is not
-    PLAIN's; `free`: facts that its metadata or tensors state. `interleaved`: it rotates neighboring numbers of a head,
-    which changes the order of the rows of q and k. `fused`: tensors that hold several parameters.
-    """
-
-    name: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    free: tuple[str, ...] = ("attention_bias",)
-    interleaved: bool = False
-    fused: Mapping[tuple[str, ...], str] = field(default_factory=dict)
-    full_width: bool = False  # heads x head_dim must be hidden_size
-    window_period: int = 0  # every layer but each n-th has a sliding window; 0: none has
-
-
-PLAIN: Mapping[str, Any] = MappingProxyType({
-    "norm": "rms", "norm_placement": "before", "qk_norm": "none", "activation": "silu", "gated_mlp": True,
-    "positions": "rotary", "rotary_share": 1.0, "local_rope_theta": None, "rotary_layers": (), "attention_scale": None,
-    "attention_softcap": None, "final_softcap": None, "scale_embeddings": False, "attention_bias": False,
-    "output_bias": False, "mlp_bias": False, "head": "tokens",
-})  # fmt: skip
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_GEMMA = {"norm": "rms_unit_offset", "activation": "gelu_tanh", "scale_embeddings": True}
-_TIED = {"tie_embeddings": True}
-_LLAMA = Architecture("llama", free=("attention_bias", "output_bias", "mlp_bias"), interleaved=True)
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3", {"qk_norm": "head"}),
-    "gemma": Architecture("gemma", _GEMMA | _TIED),
-    "gemma2": Architecture("gemma2", _GEMMA | _TIED | {"norm_placement": "both"}, window_period=2,
-                           free=("attention_bias", "attention_scale", "attention_softcap", "final_softcap")),
-    "gemma3_text": Architecture("gemma3", _GEMMA | {"norm_placement": "both", "qk_norm": "head"}, window_period=6,
-                                free=("attention_bias", "attention_scale", "final_softcap", "local_rope_theta")),
-    "phi3": Architecture("phi3", free=("rotary_share",), full_width=True, fused={
-        _QKV: "attn_qkv", ("mlp.gate_proj", "mlp.up_proj"): "ffn_up"}),
-    "gpt2": Architecture("gpt2", {"norm": "layer", "activation": "gelu_tanh", "gated_mlp": False,
-                                  "positions": "learned", "attention_bias": True, "output_bias": True,
-                                  "mlp_bias": True}, free=(), full_width=True, fused={_QKV: "attn_qkv"}),
-    "olmo2": Architecture("olmo2", {"norm_placement": "after", "qk_norm": "full"}, full_width=True),
-    "smollm3": Architecture("smollm3", free=("attention_bias", "output_bias", "mlp_bias", "rotary_layers"),
-                            interleaved=True),
-})  # fmt: skip
-LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, whose graphs scale by the width of all heads
-NO_ROPE_EVERY = 4  # SmolLM3's graph
-MODULES = MappingProxyType({
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-})  # fmt: skip
-OUTER = MappingProxyType({
-    "model.embed_tokens": "token_embd", "model.embed_positions": "position_embd", "model.norm": "output_norm",
-    "lm_head": "output",
-})  # fmt: skip
-
-
-def unsupported(config: ModelConfig) -> str | None:
-    """Why llama.cpp cannot compute this model, or None."""
-    if config.transformers_backend is not None or config.family not in ARCHITECTURES:
-        return f"{config.family} runs through transformers, and its tensors have no GGUF names here"
-    architecture = ARCHITECTURES[config.family]
-    graph = f"llama.cpp's {architecture.name} graph"
-    facts = {**PLAIN, **architecture.fixed}
-    if (architecture.name, config.activation) == ("gpt2", "gelu"):
-        facts["activation"] = "gelu"  # named as a difference
-    for fact, value in facts.items():
-        if fact not in architecture.free and (found := getattr(config, fact)) != value:
-            return f"{graph} computes {fact} {value!r}, and the model has {found!r}"
-    heads = config.num_heads * config.head_dim
-    if architecture.full_width and heads != config.hidden_size:
-        return f"{graph} needs heads of {config.hidden_size} numbers together, and the model has {heads}"
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
-        return f"{graph} rounds YaRN's limits (truncate), and the model does not"
-    if architecture.window_period:
-        layers, period = range(config.num_layers), architecture.window_period
-        window = next((each for each in config.sliding_window if each is not None), None)
-        pattern = tuple(window if n % period < period - 1 else None for n in layers)
-        if config.sliding_window != pattern and (architecture.name == "gemma2" or window is not None):
-            return f"{graph} has a window in every layer but each {period}th, and the model has another pattern"
-        width = config.hidden_size // config.num_heads
-        scale = (width if config.num_layers == LARGEST[architecture.name] else config.head_dim) ** -0.5
-        if not math.isclose(config.attention_scale or config.head_dim**-0.5, scale, rel_tol=1e-6):
-            return f"{graph} scales attention by {scale:.4g}, and the model by {config.attention_scale:.4g}"
-    if architecture.name == "gemma2" and None in (config.attention_softcap, config.final_softcap):
-        return f"{graph} caps logits and attention, and the model does not"
-    rotating = tuple((n + 1) % NO_ROPE_EVERY != 0 for n in range(config.num_layers))
-    if architecture.name == "smollm3" and (config.rotary_layers or (True,) * config.num_layers) != rotating:
-        return f"{graph} rotates in all layers but each fourth, and the model in others"
-    return None
-
-
-def differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[str, ...]:
-    """What llama.cpp computes differently, one sentence each. `description`: of the tokenizer."""
-    found = []
-    windows = [each for each in config.sliding_window if each is not None and each < config.max_positions]
-    if windows and not ARCHITECTURES[config.family].window_period:
-        found.append(f"llama.cpp ignores the sliding window: texts above {min(windows):,} tokens are read whole")
-    if config.family == "gpt2" and config.activation == "gelu":
-        found.append("llama.cpp computes GPT-2's GELU by tanh, this model the exact form: activations differ by 5e-4")
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "dynamic":
-        found.append(f"llama.cpp has no dynamic RoPE scaling: texts above {config.max_positions:,} tokens differ")
-    if scaling is not None and scaling.kind == "longrope":
-        limit = scaling.original_max_positions or config.max_positions
-        found.append(
-            f"llama.cpp chooses LongRoPE's factors by its context size: run it with -c {limit} for short texts"
-        )
-    if composes(description):
-        found.append("llama.cpp does not normalize Unicode (NFC, NFKC): decomposed letters become other tokens")
-    return tuple(found)
-
-
-def composes(description: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer normalizes Unicode, which llama.cpp's BPE does not."""
-    return re.search(r'"type": "(NFK?[CD]|Precompiled)"', json.dumps(description.get("normalizer"))) is not None
-
-
-# Tensors
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of the file. `parts`: our parameters, one below the other; empty for one that is computed.
-
-    `heads`: of q or k, whose rows are interleaved; 0: they are in the same order. `shift` is added to each number.
-    """
-
-    name: str
-    parts: tuple[str, ...]
-    shape: tuple[int, ...]
-    heads: int = 0
-    shift: float = 0.0
-
-    def apply(self, whole: Tensor, *, undo: bool = False) -> Tensor:
-        """Our rows in the order of the file, shifted; `undo`: the reverse."""
-        if self.heads:
-            half = whole.shape[0] // self.heads // 2
-            order = (self.heads, half, 2) if undo else (self.heads, 2, half)
-            whole = whole.reshape(*order, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
-        return whole + (-self.shift if undo else self.shift) if self.shift else whole
-
-
-def layout(config: ModelConfig) -> tuple[Piece, ...]:
-    """Every tensor of the file that holds parameters, in order."""
-    architecture, shapes, found = ARCHITECTURES[config.family], parameter_shapes(config), dict[str, Piece]()
-    before = config.norm_placement == "before"
-    for name, shape in shapes.items():
-        module, _, kind = name.rpartition(".")
-        together: tuple[str, ...] = (module,)
-        if module in OUTER:
-            prefix, target = "", OUTER[module]
-        else:
-            _, _, layer, inner = module.split(".", 3)
-            prefix, outer = f"blk.{layer}.", f"model.layers.{layer}."
-            fused = ((parts, target) for parts, target in architecture.fused.items() if inner in parts)
-            alone: tuple[tuple[str, ...], str] = (inner,), ""
-            inside, target = next(fused, alone)
-            if not target:
-                after = "ffn_norm" if before else "post_attention_norm"
-                target = after if inner == "post_attention_layernorm" else MODULES[inner]
-            together = tuple(outer + part for part in inside)
-        named = tuple(f"{part}.{kind}" for part in together)
-        rows = sum(shapes[part][0] for part in named)
-        heads = 0
-        if architecture.interleaved and target in ("attn_q", "attn_k"):
-            heads = config.num_heads if target == "attn_q" else config.num_kv_heads
-        shift = 1.0 if config.norm == "rms_unit_offset" and "norm" in target else 0.0
-        full = f"{prefix}{target}.{kind}"
-        found.setdefault(full, Piece(full, named, (rows, *shape[1:]), heads, shift))
-    if config.family == "olmo2" and config.tie_embeddings:  # its graph wants a head of its own
-        found["output.weight"] = Piece("output.weight", ("model.embed_tokens.weight",), shapes[VOCABULARY[0]])
-    return tuple(found.values())
-
-
-def _computed(config: ModelConfig) -> dict[str, Array]:
-    """The factors of rotary frequencies, for the stretching that is stated as tensors."""
-    scaling = config.rope_scaling
-    if scaling is None or scaling.kind not in ("llama3", "longrope"):
-        return {}
-    if scaling.kind == "longrope":
-        return {f"rope_factors_{kind}.weight": np.array(factors, dtype=np.float32)
-                for kind, factors in (("long", scaling.long_factor), ("short", scaling.short_factor))}  # fmt: skip
-    plain, stretched = (frequencies(config, config.rope_theta, each, 0) for each in (None, scaling))
-    return {"rope_freqs.weight": (plain / stretched).numpy()}
-
-
-def _kind(name: str, shape: tuple[int, ...], asked: str) -> str:
-    """The type of one tensor: vectors and positions stay float32; rows that are no multiple of a block are f16."""
-    if len(shape) == 1 or name == "position_embd.weight":
-        return "f32"
-    if asked in ("q8_0", "q4_0"):
-        if shape[-1] % BLOCK:
-            return "f16"
-        return "q8_0" if name in ("token_embd.weight", "output.weight") else asked
-    return asked
-
-
-def _fallbacks(config: ModelConfig, asked: str) -> Iterator[str]:
-    kinds = [_kind(piece.name, piece.shape, asked) for piece in layout(config) if len(piece.shape) > 1]
-    if asked not in ("f16", "bf16", "f32") and (count := kinds.count("f16")):
-        yield f"{count} of {len(kinds)} matrices are f16: their rows are no multiple of {BLOCK}"
-
-
-def _bytes(shape: tuple[int, ...], kind: str) -> int:
-    per_block = {"f32": 4 * BLOCK, "f16": 2 * BLOCK, "bf16": 2 * BLOCK, "q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
-    return math.prod(shape) * per_block[kind] // BLOCK
-
-
-def _encoded(values: Tensor, kind: str, name: str) -> Array:
-    """float32 rows as the bytes of the file. Raises UserError for numbers that the type cannot hold."""
-    if not bool(torch.isfinite(values).all()):
-        problem = f"{name} has numbers that are not finite"
-        raise UserError(problem, where="the model's weights", fix="choose an earlier --step")
-    if kind == "f16":
-        if float(values.abs().max()) > torch.finfo(torch.float16).max:
-            raise UserError(f"{name} has numbers above 65,504", where="--type f16", fix="use --type bf16 or f32")
-        return values.half().numpy().view(np.uint8)
-    if kind == "bf16":
-        return values.bfloat16().view(torch.int16).numpy().view(np.uint8)
-    if kind == "f32":
-        return values.numpy().view(np.uint8)
-    library = gguf_library()
-    quantized: Array = library.quants.quantize(values.numpy(), library.GGMLQuantizationType[kind.upper()])
-    return quantized
-
-
-# The vocabulary
-
-# The expressions that llama.cpp splits text with, one after the other, by its name of the pre-tokenizer, and whether
-# it takes a word that is a token without merging (llama-vocab.cpp).
-_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LATER = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER + "+%s|" + r"[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*%s"
-_MARKED = (r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-           r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""")  # fmt: skip
-PRE_TOKENIZERS: Mapping[str, tuple[tuple[str, ...], bool]] = MappingProxyType({
-    "gpt-2": ((_GPT2,), False),
-    "smollm": ((r"\p{N}", _GPT2), False),
-    "llama-bpe": ((_CONTRACTIONS + _LATER % "{1,3}",), True),
-    "dbrx": ((_CONTRACTIONS + _LATER % "{1,3}",), False),
-    "qwen2": ((_CONTRACTIONS + _LATER % "",), False),
-    "tekken": ((_CASED % ("", "") + r"|\p{N}" + _TAIL,), True),
-    "gpt-4o": ((_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _TAIL,), False),
-    "deepseek-v3": ((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _MARKED), False),
-})  # fmt: skip
-
-_SPLIT_PROBE = (
-    "Hello world, I'll see you're ADA'S \tand\r\n\r\n  it's 2026 1234567 3.14e-5\n\n\n    def f(x):\n\treturn x/2 "
-    "# done!?\n größer naïve café e\u0301 ÀB McDonald iPhone XMLHttp 東京都に行く 世界 カタカナ 한국어 العربية ไทย "
-    "🙂🙃👩\u200d💻 … -- «quoted» $5.00 a_b x==y && !z\u00a0nbsp\u3000wide ½ ² Ⅷ /path/to//file.py\n/ \n  trailing   "
-)
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types of GGUF
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer as llama.cpp states it: `model` is gpt2 (byte-level BPE) or llama (SentencePiece's BPE)."""
-
-    model: str
-    pre: str
-    tokens: list[str]
-    types: list[int]
-    scores: list[float]
-    merges: list[str]
-    space_prefix: bool
-
-
-def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Vocabulary:
-    """Of a tokenizer.json, filled to the model's `size` with unused tokens. Raises UserError for one that llama.cpp
-    does not have.
-    """
-
-    def refuse(problem: str) -> UserError:
-        return UserError(f"llama.cpp has no such tokenizer: {problem}", where=where, fix=_OTHER)
-
-    model = description["model"]
-    if model.get("type") != "BPE":
-        raise refuse(f"its model is {model.get('type')}, and BPE can be exported")
-    if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise refuse("its BPE has dropout, a prefix or a suffix")
-    pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
-    tokens = [f"[PAD{number}]" for number in range(size)]
-    types, scores = [UNUSED] * size, [0.0] * size
-    added = description.get("added_tokens") or []
-    largest = max([*model["vocab"].values(), *(entry["id"] for entry in added)])
-    if largest >= size:
-        problem = f"the tokenizer has id {largest:,} and the model {size:,} tokens"
-        raise UserError(problem, where=where, fix="put the tokenizer there that the model was trained with")
-    spaced = bool(model.get("byte_fallback"))
-    for token, index in model["vocab"].items():
-        raw = spaced and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
-        tokens[index], types[index] = token, BYTE if raw else NORMAL
-    for entry in added:
-        unknown = entry["content"] == model.get("unk_token")
-        kind = UNKNOWN if unknown else CONTROL if entry.get("special") else USER_DEFINED
-        tokens[entry["id"]], types[entry["id"]] = entry["content"], kind
-    if not spaced:
-        merges = [" ".join(pair) for pair in pairs]
-        return Vocabulary("gpt2", _pre_tokenizer(description, refuse), tokens, types, scores, merges, False)
-    ranks: dict[str, int] = {}
-    for rank, pair in enumerate(pairs):
-        ranks.setdefault("".join(pair), rank)
-    for index, token in enumerate(tokens):
-        if types[index] == NORMAL:  # the text that is merged first has the largest score
-            scores[index] = -float(ranks.get(token, len(pairs)))
-    text = json.dumps([description.get("normalizer"), description.get("pre_tokenizer")], ensure_ascii=False)
-    prefixed = '"prepend": "▁"' in text or re.search('"prepend_scheme": "(always|first)"', text) is not None
-    return Vocabulary("llama", "default", tokens, types, scores, [], prefixed)
-
-
-def _pre_tokenizer(description: Mapping[str, Any], refuse: Callable[[str], UserError]) -> str:
-    """llama.cpp's name of the pre-tokenizer that splits a text as this one does. Raises UserError for another."""
-    from tokenizers import Tokenizer as Library
-
-    def ends(steps: object) -> list[tuple[int, int]]:
-        empty = {"type": "BPE", "vocab": {}, "merges": []}
-        library = Library.from_str(json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps}))
-        return [places for _, places in library.pre_tokenizer.pre_tokenize_str(_SPLIT_PROBE)]
-
-    stated = description.get("pre_tokenizer")
-    text = json.dumps(stated)
-    if '"ByteLevel"' not in text or '"add_prefix_space": true' in text:
-        raise refuse("its pre-tokenizer is not byte-level, or adds a space before the text")
-    wanted, whole = ends(stated), bool(description["model"].get("ignore_merges"))
-    fitting = [name for name, (patterns, _) in PRE_TOKENIZERS.items() if ends(splits(patterns)) == wanted]
-    if not fitting:
-        raise refuse("its pre-tokenizer splits words in another way than those of llama.cpp")
-    return min(fitting, key=lambda name: PRE_TOKENIZERS[name][1] != whole)
-
-
-def splits(patterns: tuple[str, ...]) -> dict[str, Any]:
-    """The pre-tokenizer of the tokenizers library that splits with one expression after the other."""
-    steps = [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-             for each in patterns]  # fmt: skip
-    return {"type": "Sequence", "pretokenizers": steps}
-
 
 # Metadata
 
@@ -550,7 +199,7 @@ def open_source(files: ModelFiles, use: Use) -> Iterator[Source]:
 
 def _refuse(config: ModelConfig, where: Path) -> None:
     if (problem := unsupported(config)) is not None:
-        raise UserError(problem, where=str(where), fix=_OTHER)
+        raise UserError(problem, where=str(where), fix=ELSEWHERE)
 
 
 def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
@@ -609,7 +258,7 @@ def export_gguf(
             config = source.config
             write_gguf(draft, source, kind, library, tokenizer, name=out.stem,
                        license_=license_of(files.weights, files.base))  # fmt: skip
-        notes = [*differences(config, tokenizer.description), *_fallbacks(config, kind)]
+        notes = [*differences(config, tokenizer.description), *fallbacks(config, kind)]
         proofs = tuple(f"differs    {note}" for note in notes)
         if verify:
             from bloomery.export.verify import verify_gguf
@@ -624,7 +273,7 @@ def write_gguf(
 ) -> None:
     """The file, tensor by tensor. Raises UserError for a model that llama.cpp cannot run, or that is not finite."""
     config = source.config
-    pieces, computed = layout(config), _computed(config)
+    pieces, computed = layout(config), computed_tensors(config)
     writer = library.GGUFWriter(path, ARCHITECTURES[config.family].name)
     writer.add_type("model")
     writer.add_name(_model_name(name, tokenizer.description))
@@ -637,11 +286,11 @@ def write_gguf(
     writer.add_file_type(library.LlamaFileType[file_types[kind]])
     writer.add_quantization_version(library.GGML_QUANT_VERSION)
     _describe_vocabulary(writer, tokenizer, config)
-    kinds = {piece.name: _kind(piece.name, piece.shape, kind) for piece in pieces}
+    kinds = {piece.name: type_of(piece.name, piece.shape, kind) for piece in pieces}
     for piece in pieces:
         raw = library.GGMLQuantizationType[kinds[piece.name].upper()]
         writer.add_tensor_info(
-            piece.name, piece.shape, np.dtype(np.float32), _bytes(piece.shape, kinds[piece.name]), raw
+            piece.name, piece.shape, np.dtype(np.float32), stored_bytes(piece.shape, kinds[piece.name]), raw
         )
     for tensor, values in computed.items():
         writer.add_tensor_info(tensor, values.shape, values.dtype, values.nbytes)
@@ -653,7 +302,7 @@ def write_gguf(
         for piece in pieces:
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
             for rows in _rows_of(piece, source):
-                file.write(_encoded(rows, kinds[piece.name], piece.name).data)
+                file.write(encoded(rows, kinds[piece.name], piece.name).data)
         for values in computed.values():
             file.write(b"\0" * (-file.tell() % ALIGNMENT) + values.tobytes())
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
@@ -734,7 +383,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             B = piece.apply(B * (scales[target].scale * A.shape[0])).contiguous()
             for suffix, values in (("lora_a", A), ("lora_b", B)):
                 raw = library.GGMLQuantizationType[kind.upper()]
-                data = _encoded(values.contiguous(), kind, piece.name).reshape(values.shape[0], -1)
+                data = encoded(values.contiguous(), kind, piece.name).reshape(values.shape[0], -1)
                 data = data if kind == "bf16" else data.view(np.float32 if kind == "f32" else np.float16)
                 writer.add_tensor(f"{piece.name}.{suffix}", data, raw_dtype=raw if kind == "bf16" else None)
             count += 1

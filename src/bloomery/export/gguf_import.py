@@ -22,7 +22,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input
 from bloomery.data.tokenizer.sentencepiece import bpe_of_pieces
 from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer
-from bloomery.export.gguf import (
+from bloomery.export.gguf_format import (
     ALIGNMENT,
     ARCHITECTURES,
     CONTROL,

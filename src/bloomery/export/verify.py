@@ -23,7 +23,7 @@ from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import ChatTemplate, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.export.gguf import (
+from bloomery.export.gguf_format import (
     CONTROL,
     PRE_TOKENIZERS,
     UNKNOWN,
