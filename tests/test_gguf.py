@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(gguf_export, "_encoded", full)
+    monkeypatch.setattr(gguf_export, "encoded", full)
     with pytest.raises(UserError, match="No space left"):
         export_gguf(find_model(source), tmp_path / "out.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
