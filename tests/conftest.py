@@ -24,6 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Where no bytecode is kept, hundreds of children would each compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# readline, in the process that starts those of the tests, says that the terminal has 80 columns; there is none.
+for size in ("COLUMNS", "LINES"):
+    os.environ.pop(size, None)
 # A shell that runs the suite in the background has children ignore Ctrl+C, which some tests send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -239,7 +239,10 @@ class _Group:
         return {rank: text for rank, text in texts.items() if text}
 
     def result(self, stage: Stage) -> StageResult:
-        """That of the rank that ended the others: the first killed one, else the first with a report."""
+        """That of the rank that ended the others: the first killed one, else the first with a report.
+
+        The others may be seen to end first: they lose their connection at once.
+        """
         results = [self.members[rank].result(stage, rank if self._world > 1 else None) for rank in self.ended]
         if self._world == 1:
             return results[0]
@@ -250,12 +253,11 @@ class _Group:
         if any(each.code == 1 and each.report is None for each in results) and (stacks := self._dumped()):
             return self._hung(results, stacks)
         early = [each for each in results if each.code not in (0, STOPPED)]
-        killed = [each for each in early if each.code < 0 and each.code != -signal.SIGKILL]
-        first_killed = [each for each in early[:1] if each.code < 0]
+        killed = [each for each in early if each.code < 0 and each.rank not in self._silent]  # not by this process
         reported = [each for each in early if each.report is not None]
         if len(reported) > 1 and all(each.report == reported[0].report for each in reported):
             reported[0] = replace(reported[0], rank=None)  # the ranks agreed on it
-        return (first_killed or killed or reported or early or results)[0]
+        return (killed or reported or early or results)[0]
 
     def _hung(self, results: Sequence[StageResult], stacks: Mapping[int, str]) -> StageResult:
         """Of ranks without progress: the one that left no stack, else one that did not wait for the others."""
