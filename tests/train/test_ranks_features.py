@@ -21,7 +21,7 @@ WIDE = tiny_config(vocab_size=512, hidden_size=64, intermediate_size=128, head_d
 LORA = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
 IA3 = {"method": "ia3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 ADALORA = {"method": "adalora", "init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 5}
-STEPS, GRADIENTS = 20, "gradients.safetensors"
+STEPS, FEW, GRADIENTS = 20, 4, "gradients.safetensors"
 HALF = 1e-3
 # One device keeps the residual stream in float32; with shards, FSDP2 gathers bfloat16 weights, and the stream has their
 # dtype. Measured: 20 steps on one device end 2e-4 from those in float32, on shards 2e-3.
@@ -71,11 +71,14 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     "model.load_with=transformers": [("text", {"foreign": "phi"}, 1e-5)],
 }  # fmt: skip
 REFUSED = {one.name for one in FEATURES if all(one.reason(axis) for axis in AXES)}
+# Steps in half precision, which a CPU only imitates, take ten times as long: most of them are soak.
 CELLS = [
-    pytest.param(feature, axis, world, *case, id=f"{feature.name}-{world} {axis}-{number}",
-                 marks=[pytest.mark.soak] if feature.name == "train.compile" or world > 2 else [])
-    for feature in FEATURES for axis in AXES if not feature.reason(axis) for world in (2, 4)
+    pytest.param(feature, axis, world, steps, *case, id=f"{feature.name}-{world} {axis}-{steps} steps-{number}",
+                 marks=[] if feature.name != "train.compile" and (world, steps) == quick else [pytest.mark.soak])
+    for feature in FEATURES for axis in AXES if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
+    for quick in [(2, FEW if "precision" in case[1].get("train", {}) else STEPS)]
+    for world, steps in sorted({(2, STEPS), (4, STEPS), quick})
 ]  # fmt: skip
 
 
@@ -135,11 +138,11 @@ def alone(tmp_path_factory):
     return of
 
 
-def plan_of(folders: dict[str, Path], data: str, changes: dict[str, Any]):
+def plan_of(folders: dict[str, Path], data: str, changes: dict[str, Any], steps: int):
     changes = dict(changes)
     sections = {name: changes.pop(name) for name in ("train", "optimizer") if name in changes}
-    sections["train"] = {"steps": STEPS} | sections.get("train", {})
-    sections |= {"checkpoint": {"every_steps": STEPS}, "eval": {"every_steps": STEPS // 2}}
+    sections["train"] = {"steps": steps} | sections.get("train", {})
+    sections |= {"checkpoint": {"every_steps": steps}, "eval": {"every_steps": steps // 2}}
     if "precision" in sections["train"]:  # at 0.01 the rounding of half precision grows tenfold within three steps
         sections["optimizer"] = {"learning_rate": 0.003} | sections.get("optimizer", {})
         sections["train"] |= {"accumulation": 8, "tokens_per_step": 512}  # the loss of few tokens is mostly rounding
@@ -160,13 +163,13 @@ def test_every_cell_is_refused_or_has_a_case() -> None:
     assert all(bool(one.reason("shard")) >= bool(one.reason("replicate")) for one in FEATURES)
 
 
-@pytest.mark.parametrize(("feature", "axis", "world", "data", "changes", "near"), CELLS)
-def test_ranks_train_as_one_does(folders, alone, tmp_path, feature, axis, world, data, changes, near) -> None:
-    plan = plan_of(folders, data, changes)
+@pytest.mark.parametrize(("feature", "axis", "world", "steps", "data", "changes", "near"), CELLS)
+def test_ranks_train_as_one_does(folders, alone, tmp_path, feature, axis, world, steps, data, changes, near) -> None:
+    plan = plan_of(folders, data, changes, steps)
     one, place = alone(plan)
     several = on_ranks(plan, **{axis: world})
     many = ranks(world).call(train_noting_gradients, several.model_dump_json(), str(tmp_path))[0]
-    assert losses(many).keys() == set(range(1, STEPS + 1))
+    assert losses(many).keys() == set(range(1, steps + 1))
     if axis == "shard" and plan.train.precision == "bfloat16" and plan.adapter.kind == "none":
         first = [{step: loss for step, loss in losses(run).items() if step <= 3} for run in (one, many)]
         assert first[1] == pytest.approx(first[0], rel=0, abs=near)
