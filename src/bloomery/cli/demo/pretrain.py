@@ -232,7 +232,8 @@ def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -
     with story.busy("writing the report"):
         if not model.exists():
             export(checkpoint, model)
-        title, note = "Bits per byte on the validation set", "Lower is better."
+        title = "Bits per byte on the whole validation set"
+        note = "Lower is better. Evaluations during training score a part of the set."
         bars = Bars(title, tuple(bits.items()), unit="bits per byte", note=note, own="this model")
         report = write_report(folder, extras=(bars,))
     story.write("report", f"{folder / 'report.html'!s:<31}training curves, samples, events, settings")
@@ -267,7 +268,7 @@ def _bits_per_byte(story: Story, decoder: "Decoder", tokenizer: Tokenizer, prepa
             "xz -9": 8 * len(lzma.compress(whole, preset=9)) / len(whole),
             "this model": evaluate(decoder, tokenizer, prepared)[0].bits_per_byte or math.nan,
         }
-    story.write("result", "bits per byte on the validation set "
+    story.write("result", "bits per byte on the whole validation set "
                 f"(lower is better; {repeated:.0%} of its lines occur in training)")  # fmt: skip
     for name, value in bits.items():
         eighths = round(value / max(bits.values()) * BAR * 8)  # of a character
