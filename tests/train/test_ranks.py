@@ -60,7 +60,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(2, 1), (1, 2), (1, 4)], ids=["copies", "shards", "4 shards"])
+@pytest.mark.parametrize(
+    ("replicate", "shard"), [(2, 1), (1, 2), pytest.param(1, 4, marks=pytest.mark.soak)],
+    ids=["copies", "shards", "4 shards"],
+)  # fmt: skip
 @pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_optimizer_takes_the_steps_of_one_rank(prepared, tmp_path, changes, replicate, shard) -> None:
     plan = plan_of(prepared, config=tiny_config(vocab_size=512, **WIDE), optimizer={"warmup_steps": 0} | changes)

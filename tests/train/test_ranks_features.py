@@ -71,13 +71,14 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     "model.load_with=transformers": [("text", {"foreign": "phi"}, 1e-5)],
 }  # fmt: skip
 REFUSED = {one.name for one in FEATURES if all(one.reason(axis) for axis in AXES)}
-# Steps in half precision, which a CPU only imitates, take ten times as long: most of them are soak.
+# `make test` takes twenty steps for these and a few for all others, `make soak` twenty for all.
+TWENTY = ("objective pretrain", "objective sft", "objective dpo, ipo, simpo, orpo", "adapter lora", "optimizer adamw")
 CELLS = [
     pytest.param(feature, axis, world, steps, *case, id=f"{feature.name}-{world} {axis}-{steps} steps-{number}",
                  marks=[] if feature.name != "train.compile" and (world, steps) == quick else [pytest.mark.soak])
     for feature in FEATURES for axis in AXES if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
-    for quick in [(2, FEW if "precision" in case[1].get("train", {}) else STEPS)]
+    for quick in [(2, STEPS if feature.name in TWENTY else FEW)]
     for world, steps in sorted({(2, STEPS), (4, STEPS), quick})
 ]  # fmt: skip
 
