@@ -75,7 +75,8 @@ REFUSED = {one.name for one in FEATURES if all(one.reason(axis) for axis in AXES
 TWENTY = ("objective pretrain", "objective sft", "objective dpo, ipo, simpo, orpo", "adapter lora", "optimizer adamw")
 CELLS = [
     pytest.param(feature, axis, world, steps, *case, id=f"{feature.name}-{world} {axis}-{steps} steps-{number}",
-                 marks=[] if feature.name != "train.compile" and (world, steps) == quick else [pytest.mark.soak])
+                 marks=[] if feature.name != "train.compile" and (world, steps, number) == (*quick, 0)
+                 else [pytest.mark.soak])
     for feature in FEATURES for axis in AXES if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
     for quick in [(2, STEPS if feature.name in TWENTY else FEW)]
