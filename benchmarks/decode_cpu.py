@@ -2,7 +2,7 @@
 
 Greedy, the same prompt on every side, which alternate in one process: Bloomery with one text and with eight together,
 transformers' `generate` in bfloat16 and in float32. Prints medians, ratios to transformers' faster precision, the bytes
-of weights that each reads per second, and what a plain copy reaches beside them.
+of weights that each reads per second, and what a plain copy reaches in the same run.
 """
 
 import argparse

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from bloomery.export import GGUF_TYPES
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
-from bloomery.export.gguf_format import TYPES
 from bloomery.export.verify import TEXTS, FileTokenizer, Graph, Parity, compare, log_softmax
 from bloomery.model.io.weights import load_decoder
 from bloomery.train.model_folder import find_model
@@ -105,7 +105,7 @@ def page():
         PAGE.write_text(HEAD.format(version=llama_cpp.__version__) + "\n".join(found.values()) + "\n")
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", GGUF_TYPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_llama_cpp_agrees(name: str, kind: str, tmp_path: Path) -> None:
     case, changed = FAMILIES[name]
@@ -118,7 +118,7 @@ def test_llama_cpp_agrees(name: str, kind: str, tmp_path: Path) -> None:
     assert kl <= 2 * parity.kl + {"f32": 1e-4, "f16": 1e-3}.get(kind, 5e-2)
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_llama_cpp_agrees_on_a_real_model(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     cache = Path(os.environ.get("BLOOMERY_REAL_MODEL", Path.home() / ".cache" / "bloomery-real-model"))
     if not (cache / "model" / "config.json").is_file():

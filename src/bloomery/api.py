@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from bloomery.core.errors import UserError
+from bloomery.export import DTYPES
 
 if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
@@ -181,10 +182,10 @@ def export(
     `dtype`: of merged weights (None keeps the base model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
     q6_K; None is f16, for ollama q8_0). `verify`: read the export back, compare and run it.
     """
-    if layout in ("gguf", "gguf-adapter", "ollama"):
-        usual = "q8_0" if layout == "ollama" else "f16"
-        kind = {None: usual, "float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
-    elif dtype is not None and (layout != "merged" or dtype not in ("float32", "bfloat16", "float16")):
+    usual = "q8_0" if layout == "ollama" else "f16"
+    kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype or usual, dtype or usual)  # of GGUF
+    allowed = {"merged": DTYPES, "hf": (), "adapter": (), "vllm": ()}.get(layout)  # None: the format's own
+    if dtype is not None and allowed is not None and dtype not in allowed:
         problem = f"--to {layout} does not convert weights" + ("" if layout != "merged" else f" to {dtype}")
         raise UserError(problem, where="--type", fix="remove --type, or use --to merged or --to gguf", code=2)
     folder, use = _located(model, device, None)
@@ -195,12 +196,10 @@ def export(
     if layout == "ollama":
         from bloomery.export.ollama import export_ollama
 
-        assert kind is not None
         return export_ollama(files, Path(out), kind=kind, verify=verify, use=use)
     if layout in ("gguf", "gguf-adapter"):
         from bloomery.export.gguf import export_gguf, export_gguf_adapter
 
-        assert kind is not None
         if layout == "gguf-adapter":
             return export_gguf_adapter(files, Path(out), kind=kind)
         return export_gguf(files, Path(out), kind=kind, verify=verify, use=use)

@@ -83,7 +83,7 @@ class TestOpenAI:
             done = client.completions.create(model="tiny", prompt="def f", max_tokens=30, **settings)
             sampling = Sampling(max_new_tokens=30, **settings)
             assert done.choices[0].text == "".join(generate(model.decoder, model.tokenizer, "def f", sampling))
-            assert done.usage.prompt_tokens == len(model.encode("def f"))
+            assert done.usage.prompt_tokens == len(model.tokenizer.encode_prompt("def f"))
             assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
 
     def test_a_reply_is_that_of_chat_streamed_or_not(self, client: openai.OpenAI, server: Running) -> None:

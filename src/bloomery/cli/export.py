@@ -7,12 +7,10 @@ import click
 
 from bloomery.cli.common import NewPath, devices_option, echo, step_option
 from bloomery.core.units import format_bytes
+from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
     from bloomery.api import Layout
-
-DTYPES = ("float32", "bfloat16", "float16")
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_K_M", "q5_K_M", "q6_K")
 
 
 @click.command()
@@ -24,7 +22,7 @@ GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_K_M", "q5_K_M", "q6_K")
 )  # fmt: skip
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
 @click.option(
-    "--type", "dtype", type=click.Choice([*DTYPES, *GGUF_TYPES]),
+    "--type", "dtype", type=click.Choice([*DTYPES, *GGUF_TYPES, *K_TYPES]),
     help="Type of merged weights or GGUF [default: as in the base model; f16].",
 )  # fmt: skip
 @step_option

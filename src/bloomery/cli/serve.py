@@ -50,8 +50,7 @@ def command(
     """
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"{missing[0]} is not installed", where="`bloomery serve`", fix=INSTALL)
-    # MODEL, folder and checkpoint of each; all are found before one is loaded.
-    places = [(name, *_placed(name, step)) for name in models]
+    places = [_placed(name, step) for name in models]  # all are found before one is loaded
     pairs = dict(_pair(word) for word in adapters)
     if pairs and len(models) > 1:
         raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
@@ -65,9 +64,9 @@ def command(
                     body_bytes=body_bytes)  # fmt: skip
     with ExitStack() as stack, text_flags():
         served = [
-            load_served(folder, _shown(name, folder), limits, stack, step=at, use=use, template=template,
-                        adapters=folders, on_load=loading)
-            for name, folder, at in places
+            load_served(folder, name, limits, stack, step=at, use=use, template=template, adapters=folders,
+                        on_load=loading)
+            for folder, name, at in places
         ]  # fmt: skip
         names = [model.name for model in served] + list(pairs)
         if len(set(names)) < len(names):
@@ -81,19 +80,14 @@ def command(
     echo("stopped", err=True)
 
 
-def _placed(name: str, step: str) -> tuple[Path, str]:
-    """The folder of MODEL or RUN@STEP, and the checkpoint."""
-    run, at, number = name.rpartition("@")
-    if at and not Path(name).exists() and (number in ("best", "last") or number.isdecimal()):
-        return model_path(run), number
-    return model_path(name), step
-
-
-def _shown(name: str, folder: Path) -> str:
-    """The name of a model in the API: its folder's, with the checkpoint where one was asked for."""
-    _, at, number = name.rpartition("@")
-    asked = at and not Path(name).exists() and (number in ("best", "last") or number.isdecimal())
-    return folder.resolve().name + (f"@{number}" if asked else "")
+def _placed(model: str, step: str) -> tuple[Path, str, str]:
+    """The folder of MODEL or RUN@STEP, its name in the API and the checkpoint."""
+    run, at, number = model.rpartition("@")
+    if at and not Path(model).exists() and (number in ("best", "last") or number.isdecimal()):
+        folder = model_path(run)
+        return folder, f"{folder.resolve().name}@{number}", number
+    folder = model_path(model)
+    return folder, folder.resolve().name, step
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -5,12 +5,11 @@ is refused before anything is written.
 """
 
 import math
-import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,15 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import abandoned, flush_to_disk
 from bloomery.core.version import __version__
 from bloomery.data.chat.render import chat_format
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.export import K_TYPES
 from bloomery.export.gguf_format import (
     ALIGNMENT,
     ARCHITECTURES,
     ELSEWHERE,
-    K_TYPES,
     Piece,
     computed_tensors,
     differences,
@@ -42,7 +40,7 @@ from bloomery.export.gguf_format import (
     unsupported,
     vocabulary,
 )
-from bloomery.export.layouts import Exported, merged_pieces, merged_state
+from bloomery.export.layouts import Exported, draft_of, merged_pieces, merged_state
 from bloomery.model.adapters.base_model import base_of, read_settings
 from bloomery.model.adapters.peft_files import PREFIX, adapter_tensors, read_adaptation
 from bloomery.model.config import ModelConfig
@@ -215,29 +213,11 @@ def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
     yield whole
 
 
-@contextmanager
-def draft_file(out: Path) -> Iterator[Path]:
-    """A temporary file next to `out`, renamed to `out` when the block succeeds, deleted when it fails."""
+def _draft_file(out: Path) -> AbstractContextManager[Path]:
     if out.suffix != ".gguf":
         fix = f"use --out {out.name}.gguf"
         raise UserError("the name of a GGUF file ends in .gguf", where=str(out), fix=fix, code=2)
-    if out.exists():
-        raise UserError("the output file exists; nothing was overwritten", where=str(out), fix="choose another --out")
-    draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for left in out.parent.glob(".tmp-*"):
-            if left.name.startswith(f".tmp-{out.name}-") and abandoned(left):
-                left.unlink()
-        yield draft
-        flush_to_disk(draft)
-        draft.replace(out)
-        flush_to_disk(out.parent)
-    except OSError as error:
-        problem = f"cannot write the export: {error.strerror or error}"
-        raise UserError(problem, where=str(out), fix="choose another --out, or free disk space") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    return draft_of(out, "file")
 
 
 def export_gguf(
@@ -245,18 +225,16 @@ def export_gguf(
 ) -> Exported:
     """Writes the model as the new file `out`, completely or not at all; an adapter is merged into its base.
 
-    `kind`: one of TYPES or K_TYPES. The same model gives the same bytes. One tensor at a time is in memory, of the
+    `kind`: one of GGUF_TYPES or K_TYPES. The same model gives the same bytes. One tensor at a time is in memory, of the
     vocabulary a few rows. Verification runs `export.verify` on the file. Raises UserError.
     """
     use = use or Use("cpu")
     library = gguf_library()
-    if kind in K_TYPES:
-        return _export_k(files, out, kind, verify=verify, use=use)
-    with draft_file(out) as draft:
+    with _draft_file(out) as draft:
         tokenizer = load_tokenizer(files.tokenizer)
-        with open_source(files, use) as source:
+        with _to_write(draft, kind) as (path, written), open_source(files, use) as source:
             config = source.config
-            write_gguf(draft, source, kind, library, tokenizer, name=out.stem,
+            write_gguf(path, source, written, library, tokenizer, name=out.stem,
                        license_=license_of(files.weights, files.base))  # fmt: skip
         notes = [*differences(config, tokenizer.description), *fallbacks(config, kind)]
         proofs = tuple(f"differs    {note}" for note in notes)
@@ -317,31 +295,26 @@ def _rows_of(piece: Piece, source: Source) -> Iterator[Tensor]:
     yield piece.apply(torch.cat([source.whole(part) for part in piece.parts])).contiguous()
 
 
-def _export_k(files: ModelFiles, out: Path, kind: str, *, verify: bool, use: Use) -> Exported:
-    """A file in bf16 or f32 first, which llama-quantize turns into the K type."""
+@contextmanager
+def _to_write(draft: Path, kind: str) -> Iterator[tuple[Path, str]]:
+    """The file to write, and its type: for a K type one in float32, which llama-quantize turns into `draft`."""
+    if kind not in K_TYPES:
+        yield draft, kind
+        return
     program = shutil.which("llama-quantize")
     if program is None:
         fix = "install llama.cpp (brew install llama.cpp, or https://github.com/ggml-org/llama.cpp), or use --type q8_0"
         raise UserError(f"{kind} needs llama-quantize, which is not installed", where="--type", fix=fix)
-    with draft_file(out) as draft:
-        plain = draft.with_name(f".tmp-{out.stem}-plain-{os.getpid()}.gguf")
-        try:
-            export_gguf(files, plain, kind="f32", verify=False, use=use)
-            done = subprocess.run([program, str(plain), str(draft), kind.upper()], capture_output=True, text=True,
-                                  check=False)  # fmt: skip
-            if done.returncode != 0 or not draft.is_file():
-                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                raise UserError(f"llama-quantize failed: {last[:200]}", where=program, fix="use --type q8_0")
-        finally:
-            plain.unlink(missing_ok=True)
-        proofs: tuple[str, ...] = ()
-        if verify:
-            from bloomery.export.verify import verify_gguf
-
-            tokenizer = load_tokenizer(files.tokenizer)
-            proofs = verify_gguf(draft, files, tokenizer, kind=kind, use=use, where=out)
-        size = draft.stat().st_size
-    return Exported(out, size, proofs)
+    plain = draft.with_name(draft.name.replace(".gguf-", ".gguf-plain-"))
+    try:
+        yield plain, "f32"
+        done = subprocess.run([program, str(plain), str(draft), kind.upper()], capture_output=True, text=True,
+                              check=False)  # fmt: skip
+        if done.returncode != 0 or not draft.is_file():
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"llama-quantize failed: {last[:200]}", where=program, fix="use --type q8_0")
+    finally:
+        plain.unlink(missing_ok=True)
 
 
 def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> Exported:
@@ -364,7 +337,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         raise UserError(problem, where=str(files.weights), fix=merge)
     library, stored, where = gguf_library(), adapter_tensors(files.weights), places(config)
     scales = {where[f"{module}.weight"].name.removesuffix(".weight"): pair for module, pair in adaptation.pairs.items()}
-    with draft_file(out) as draft, TensorReader() as reader:
+    with _draft_file(out) as draft, TensorReader() as reader:
         writer = library.GGUFWriter(draft, ARCHITECTURES[config.family].name)
         writer.add_type("adapter")
         writer.add_string("adapter.type", "lora")

@@ -19,8 +19,6 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.weights import VOCABULARY
 from bloomery.model.rope import frequencies
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-K_TYPES = ("q4_K_M", "q5_K_M", "q6_K")  # llama-quantize writes them
 ALIGNMENT = 32
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
 ELSEWHERE = "export it with --to hf, which transformers and vLLM run"

@@ -181,7 +181,7 @@ def _values(block: Any) -> Tensor:
         data = data.view(np.float32 if int(block.tensor_type) == 0 else np.float16)
     try:
         values = library.quants.dequantize(data, block.tensor_type)
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, ValueError) as error:  # a type it only names; rows that are no whole blocks
         problem = f"the gguf package cannot dequantize {block.tensor_type.name}"
         raise UserError(problem, where="the file", fix="use a file of type f16, q8_0, q4_0 or a K type") from error
     shape = [int(size) for size in reversed(block.shape)]

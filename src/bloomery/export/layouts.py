@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import abandoned, remove
+from bloomery.core.files import abandoned, flush_to_disk, remove
 from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.export import DTYPES as WORDS
 from bloomery.export.card import model_card, training_of
 from bloomery.model.adapters.base_model import (
     CONFIG,
@@ -46,7 +47,7 @@ from bloomery.train.use import Use
 
 TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
 PROBE_TOKENS = 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in WORDS}
 # Of the largest logit: float32 only changes the order of operations, 16-bit formats round every weight.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -80,9 +81,7 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
             shutil.copyfile(path, draft / path.name)
         dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
         write_json(draft / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
-        write_json(draft / "generation_config.json", _generation_settings(source, config))
-        load_tokenizer(source).save(draft)
-        (draft / "README.md").write_text(model_card(out.name, config, training_of(source)), encoding="utf-8")
+        _complete(draft, out.name, config, ModelFiles(source, None, source))
         if verify:
             copies = find_tensors(draft)
             with TensorReader() as reader:
@@ -143,11 +142,7 @@ def export_merged(
         proofs.append(f"merged into the unquantized base model; the run trained with {bits}, so logits differ slightly")
     with draft_of(out) as draft:
         config, kept = _write_merged(model_files, model_files.base, draft, dtype, use)
-        write_json(draft / "generation_config.json", _generation_settings(model_files.base, config))
-        load_tokenizer(model_files.tokenizer).save(draft)
-        (draft / "README.md").write_text(
-            model_card(out.name, config, training_of(model_files.weights)), encoding="utf-8"
-        )
+        _complete(draft, out.name, config, model_files)
         if verify:  # one model at a time is in memory
             expected, _ = _probed(model_files.weights, use, base=model_files.base, where=model_files.weights)
             logits, config = _probed(draft, use, where=draft)
@@ -182,9 +177,7 @@ def export_vllm(files: ModelFiles, out: Path, *, verify: bool = True, use: Use |
 
                 shapes = parameter_shapes(config)
                 write_model_piecewise(piece, config, torch.bfloat16, draft)
-            write_json(draft / "generation_config.json", _generation_settings(files.weights, config))
-            load_tokenizer(files.tokenizer).save(draft)
-            (draft / "README.md").write_text(model_card(out.name, config, training_of(files.weights)), encoding="utf-8")
+            _complete(draft, out.name, config, files)
             if verify:
                 proofs += _opens_elsewhere(draft, *_probed(draft, use, where=draft))
         done = _exported(out, proofs)
@@ -194,24 +187,36 @@ def export_vllm(files: ModelFiles, out: Path, *, verify: bool = True, use: Use |
 
 
 @contextmanager
-def draft_of(out: Path) -> Iterator[Path]:
-    """A temporary folder next to `out`, renamed to `out` when the block succeeds, deleted when it fails."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError("the output folder exists; nothing was overwritten", where=str(out), fix="choose another --out")
+def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[Path]:
+    """A temporary folder, or the name of a file, next to `out`: renamed to `out` when the block succeeds, deleted when
+    it fails.
+    """
+    if out.exists() and not (kind == "folder" and out.is_dir() and not any(out.iterdir())):
+        raise UserError(
+            f"the output {kind} exists; nothing was overwritten", where=str(out), fix="choose another --out"
+        )
     draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
         for left in out.parent.glob(f".tmp-{glob.escape(out.name)}-*"):
             if abandoned(left):
                 remove(left)
-        draft.mkdir(parents=True)
+        (draft if kind == "folder" else out.parent).mkdir(parents=True, exist_ok=kind == "file")
         yield draft
+        flush_to_disk(draft)
         draft.replace(out)
+        flush_to_disk(out.parent)
     except OSError as error:
         problem = f"cannot write the export: {error.strerror or error}"
         raise UserError(problem, where=str(out), fix="choose another --out, or free disk space") from error
     finally:
-        if draft.exists():
-            shutil.rmtree(draft)
+        remove(draft)
+
+
+def _complete(draft: Path, name: str, config: ModelConfig, files: ModelFiles) -> None:
+    """All that a full model has besides its weights and config."""
+    write_json(draft / "generation_config.json", _generation_settings(files.base or files.weights, config))
+    load_tokenizer(files.tokenizer).save(draft)
+    (draft / "README.md").write_text(model_card(name, config, training_of(files.weights)), encoding="utf-8")
 
 
 def _exported(out: Path, proofs: list[str]) -> Exported:

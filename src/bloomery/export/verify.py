@@ -74,30 +74,30 @@ class Parity:
 
 # The graph
 
+NEIGHBORS = ("llama", "smollm3")  # what its rotary positions turn together; others turn halves of a head
+GELU = ("gemma", "gemma2", "gemma3", "gpt2")
+PERIODS = {"gemma2": 2, "gemma3": 6}
+# The tensors of a layer, which llama.cpp counts: one more or less is an error there
+LAYERS = {
+    "llama": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+    "qwen2": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+    "qwen3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_norm ffn_gate ffn_up ffn_down",
+    "gemma": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+    "gemma2": "attn_norm attn_q attn_k attn_v attn_output post_attention_norm ffn_norm ffn_gate ffn_up ffn_down "
+    "post_ffw_norm",
+    "gemma3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_norm "
+    "ffn_gate ffn_up ffn_down post_ffw_norm",
+    "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
+    "gpt2": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
+    "olmo2": "attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_gate ffn_up "
+    "ffn_down post_ffw_norm",
+    "smollm3": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+}  # fmt: skip
+
 
 @final
 class Graph:
     """A file as llama.cpp reads it. `forward` adds tokens to its cache."""
-
-    NEIGHBORS = ("llama", "smollm3")  # what its rotary positions turn together; others turn halves of a head
-    GELU = ("gemma", "gemma2", "gemma3", "gpt2")
-    PERIODS = {"gemma2": 2, "gemma3": 6}  # noqa: RUF012 (a constant)
-    # The tensors of a layer, which llama.cpp counts: one more or less is an error there
-    LAYERS = {  # noqa: RUF012
-        "llama": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-        "qwen2": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-        "qwen3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_norm ffn_gate ffn_up ffn_down",
-        "gemma": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-        "gemma2": "attn_norm attn_q attn_k attn_v attn_output post_attention_norm ffn_norm ffn_gate ffn_up ffn_down "
-        "post_ffw_norm",
-        "gemma3": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_norm "
-        "ffn_gate ffn_up ffn_down post_ffw_norm",
-        "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
-        "gpt2": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
-        "olmo2": "attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_gate ffn_up "
-        "ffn_down post_ffw_norm",
-        "smollm3": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-    }  # fmt: skip
 
     def __init__(self, path: Path) -> None:
         library = gguf_library()
@@ -128,9 +128,7 @@ class Graph:
         return value
 
     def _check_names(self) -> None:
-        inside = {
-            f"blk.{layer}.{name}.weight" for layer in range(self.layers) for name in self.LAYERS[self.arch].split()
-        }
+        inside = {f"blk.{layer}.{name}.weight" for layer in range(self.layers) for name in LAYERS[self.arch].split()}
         outer = {"token_embd.weight", "output_norm.weight"} | (
             {"position_embd.weight"} if self.arch == "gpt2" else set()
         )
@@ -204,7 +202,7 @@ class Graph:
         """Rotates [H, T, D]."""
         width = 2 * cos.shape[-1]
         turned = x.copy()
-        neighbors = self.arch in self.NEIGHBORS
+        neighbors = self.arch in NEIGHBORS
         first = np.s_[..., 0:width:2] if neighbors else np.s_[..., 0 : width // 2 : 1]
         second = np.s_[..., 1:width:2] if neighbors else np.s_[..., width // 2 : width : 1]
         turned[first] = x[first] * cos - x[second] * sin
@@ -212,7 +210,7 @@ class Graph:
         return turned
 
     def _windowed(self, layer: int) -> bool:
-        period = self.PERIODS.get(self.arch, 0)
+        period = PERIODS.get(self.arch, 0)
         return bool(period and self._key("attention.sliding_window", 0) and layer % period < period - 1)
 
     def _attention(self, x: Array, layer: int, positions: Array) -> Array:
@@ -260,7 +258,7 @@ class Graph:
             return self._linear(_gelu(up), f"{block}.ffn_down")
         else:
             gate = self._linear(x, f"{block}.ffn_gate")
-        active = _gelu(gate) if self.arch in self.GELU else gate / (1 + np.exp(-gate))
+        active = _gelu(gate) if self.arch in GELU else gate / (1 + np.exp(-gate))
         return self._linear(active * up, f"{block}.ffn_down")
 
     def forward(self, tokens: Sequence[int]) -> Array:
@@ -294,6 +292,11 @@ def _gelu(x: Array) -> Array:
 
 
 # The tokenizer
+
+_PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = tuple(byte for byte in range(256) if byte not in _PLAIN)
+# The character that GPT-2 writes a byte as
+SPELLED = tuple(chr(byte if byte in _PLAIN else 256 + _OTHERS.index(byte)) for byte in range(256))
 
 
 @final
@@ -353,7 +356,7 @@ class FileTokenizer:
     def _byte_level(self, text: str) -> Iterator[int]:
         whole = PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][1]
         for _, (first, last) in self._words.pre_tokenize_str(text):
-            word = "".join(map(_spelled, text[first:last].encode()))
+            word = "".join(SPELLED[byte] for byte in text[first:last].encode())
             if whole and word in self.ids:
                 yield self.ids[word]
                 continue
@@ -386,12 +389,6 @@ class FileTokenizer:
                 yield from (self.ids[f"<0x{byte:02X}>"] for byte in symbol.encode())
 
 
-def _spelled(byte: int) -> str:
-    """The character that GPT-2 writes a byte as."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return chr(byte) if byte in plain else chr(256 + [each for each in range(256) if each not in plain].index(byte))
-
-
 # The comparison
 
 
@@ -400,9 +397,10 @@ def verify_gguf(
 ) -> tuple[str, ...]:
     """One sentence per check that passed. Raises UserError for the first that does not; `where` is its place."""
     graph = Graph(path)
-    proofs = [*_check_tokens(graph, tokenizer, where), *_check_template(graph, tokenizer, where)]
+    theirs = FileTokenizer(graph.facts)
+    proofs = [*_check_tokens(theirs, tokenizer, where), *_check_template(theirs, tokenizer, where)]
     decoder = load_whole(files.weights, use, base=files.base)
-    prompt = FileTokenizer(graph.facts).encode(TEXTS[3])[:32] or [0]
+    prompt = theirs.encode(TEXTS[3])[:32] or [0]
     parity = compare(graph, decoder, prompt, greedy=kind == "f32")
     bound = ERF if decoder.config.activation == "gelu" else SAME_WEIGHTS
     if not parity.difference <= bound * parity.scale:
@@ -427,7 +425,7 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
     With `greedy`, the file continues the prompt, and the model must choose the same tokens.
     """
     config = decoder.config
-    windows = [] if graph.PERIODS.get(graph.arch) else [each for each in config.sliding_window if each is not None]
+    windows = [] if PERIODS.get(graph.arch) else [each for each in config.sliding_window if each is not None]
     limit = min([config.max_positions, *windows])  # llama.cpp ignores these windows: compared is what both can see
     prompt = prompt[: max(1, limit - GREEDY // 2)][: limit - 1]
     room = min(GREEDY, limit - len(prompt))
@@ -471,28 +469,26 @@ def log_softmax(x: Array) -> Array:
     return result
 
 
-def _check_tokens(graph: Graph, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
-    ours = FileTokenizer(graph.facts)
+def _check_tokens(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
     texts = TEXTS[:-1] if composes(tokenizer.description) else TEXTS
     for text in texts:
-        expected, found = tokenizer.encode(text, special=True), ours.encode(text)
+        expected, found = tokenizer.encode(text, special=True), theirs.encode(text)
         if found != expected:
             problem = f"the tokenizer of the file gives other tokens for {text[:40]!r}: {found[:8]} and {expected[:8]}"
             raise UserError(problem, where=str(where), fix="add --no-verify to export without this check")
-    yield f"token ids   equal for {len(texts)} texts ({ours.model}, {graph.facts['tokenizer.ggml.pre']})"
+    yield f"token ids   equal for {len(texts)} texts ({theirs.model}, {theirs.facts['tokenizer.ggml.pre']})"
 
 
-def _check_template(graph: Graph, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
+def _check_template(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
     """The template in the file, with the special tokens of the file, writes the same prompt, of the same tokens."""
-    text = graph.facts.get("tokenizer.chat_template")
+    text = theirs.facts.get("tokenizer.chat_template")
     if "default" not in own_templates(tokenizer.config):
         return
     if text is None:
         raise UserError("the chat template is not in the file", where=str(where), fix="report this bug")
     roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    keys = {role: graph.facts.get(f"tokenizer.ggml.{key}_token_id") for key, role in roles.items()}
-    ours = FileTokenizer(graph.facts)
-    names = {role: ours.tokens[index] for role, index in keys.items() if index is not None}
+    keys = {role: theirs.facts.get(f"tokenizer.ggml.{key}_token_id") for key, role in roles.items()}
+    names = {role: theirs.tokens[index] for role, index in keys.items() if index is not None}
     job = {"messages": [as_turn(message) for message in CHAT], "tools": [], "train_on": None, "prompt": True}
     process = TemplateProcess(ChatTemplate(text, "the template of the file"), names, tokenizer.control_tokens())
     try:
@@ -503,7 +499,7 @@ def _check_template(graph: Graph, tokenizer: Tokenizer, where: Path) -> Iterator
         raise process.error(answer["error"])
     with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
         expected = renderer.prompt(CHAT)
-    if ours.encode(answer["text"]) != expected:
+    if theirs.encode(answer["text"]) != expected:
         problem = "the chat template of the file writes another prompt than the tokenizer's"
         raise UserError(problem, where=str(where), fix="add --no-verify to export without this check")
     yield f"template    writes the same prompt, {len(expected)} tokens"

@@ -78,7 +78,7 @@ class Past:
         try:
             with torch.no_grad():
                 logits: Tensor = self.decoder(torch.tensor(tokens, device=device), head=LAST, cache=self.cache)
-        except BaseException:
+        except BaseException:  # Ctrl+C too: half a forward would stay in the cache
             for row in rows:
                 self.cache.clear(row)
             raise

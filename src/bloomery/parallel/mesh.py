@@ -227,9 +227,9 @@ def _meeting(rank: int, ranks: int) -> Any:
     """The torch.distributed.Store of all ranks, once each of them has arrived. Raises NotArrived."""
     store: Any
     if meeting := os.environ.get(RENDEZVOUS):
-        store = dist.FileStore(meeting, ranks)  # type: ignore[attr-defined]
+        store = dist.FileStore(meeting, ranks)  # type: ignore[attr-defined]  # torch exports it, unannotated
     else:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # as above
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=rank == 0,
             timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False,
         )  # fmt: skip

@@ -103,7 +103,7 @@ def generate(
     The prompt starts with the BOS token, if the tokenizer has one. Raises UserError when the prompt fills the context,
     or has no tokens.
     """
-    ids = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+    ids = tokenizer.encode_prompt(prompt)
     if not ids:
         problem = "the prompt is empty, and this tokenizer has no BOS token"
         raise UserError(problem, where="--prompt", fix="write a prompt")

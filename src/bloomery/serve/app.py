@@ -71,11 +71,6 @@ class Asked(BaseModel, extra="forbid", strict=True):
     def most_tokens(self) -> int | None:
         return self.max_tokens
 
-    @property
-    def top(self) -> int | None:
-        """How many of the likeliest tokens to report; None: no log-probabilities."""
-        raise NotImplementedError
-
 
 class Part(BaseModel, extra="forbid", strict=True):
     type: Literal["text"]
@@ -100,10 +95,6 @@ class ChatAsked(Asked):
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    @property
-    def top(self) -> int | None:
-        return self.top_logprobs if self.logprobs else None
-
 
 class CompletionAsked(Asked):
     """Of /v1/completions."""
@@ -113,10 +104,6 @@ class CompletionAsked(Asked):
     echo: Literal[False] = False
     best_of: Literal[1] | None = None
     suffix: None = None
-
-    @property
-    def top(self) -> int | None:
-        return self.logprobs
 
 
 A = TypeVar("A", bound=Asked)
@@ -205,7 +192,8 @@ class Server:
             ids = await run_in_threadpool(model.encode_chat, turns)
         except UserError as error:
             raise Refused(400, f"the chat template refuses this: {error.problem}", parameter="messages") from error
-        form = Shape("chat.completion", "chatcmpl-", asked.model or model.name, model)
+        top = asked.top_logprobs if asked.logprobs else None
+        form = Shape("chat.completion", "chatcmpl-", asked.model or model.name, model, top)
         ends = (*model.form.stop_ids, *model.ends), model.form.stop_strings
         return await self._answer(request, asked, form, adapter, [ids], *ends)
 
@@ -215,9 +203,10 @@ class Server:
         given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
         several: list[Any] = [given] if given and isinstance(given[0], int) else given
         prompts = [
-            await run_in_threadpool(model.encode, each) if isinstance(each, str) else list(each) for each in several
+            await run_in_threadpool(model.tokenizer.encode_prompt, each) if isinstance(each, str) else list(each)
+            for each in several
         ]
-        form = Shape("text_completion", "cmpl-", asked.model or model.name, model)
+        form = Shape("text_completion", "cmpl-", asked.model or model.name, model, asked.logprobs)
         return await self._answer(request, asked, form, adapter, prompts, model.ends, ())
 
     async def _read(self, request: Request, kind: type[A]) -> A:
@@ -283,7 +272,7 @@ class Server:
 
         jobs = [
             Job(model, ids, replace(sampling, seed=(seed + choice) % 2**63), (*stops, *texts),
-                put_at(number * asked.n + choice), adapter, asked.top)
+                put_at(number * asked.n + choice), adapter, form.top)
             for number, ids in enumerate(prompts) for choice in range(asked.n)
         ]  # fmt: skip
         try:
@@ -294,10 +283,10 @@ class Server:
         usage = sum(len(ids) for ids in prompts)
         if asked.stream:
             wanted = bool((asked.stream_options or {}).get("include_usage"))
-            events = form.streamed(_events(arrived, jobs), usage if wanted else None, first=asked.top is not None)
+            events = form.streamed(_events(arrived, jobs), usage if wanted else None)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         gone = asyncio.create_task(_disconnected(request))
-        done = asyncio.create_task(form.whole(_events(arrived, jobs), len(jobs), usage, asked.top is not None))
+        done = asyncio.create_task(form.whole(_events(arrived, jobs), len(jobs), usage))
         try:
             await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
             if done.done():
@@ -332,15 +321,15 @@ async def _events(arrived: "asyncio.Queue[tuple[int, Piece | End]]", jobs: Seque
 
 @final
 class Shape:
-    """How an endpoint words its answers."""
+    """How an endpoint words its answers. `top`: how many of the likeliest tokens to report; None: no
+    log-probabilities.
+    """
 
-    def __init__(self, kind: str, prefix: str, name: str, model: Served) -> None:
-        self.kind, self.name, self.model, self.chat = kind, name, model, kind == "chat.completion"
+    def __init__(self, kind: str, prefix: str, name: str, model: Served, top: int | None) -> None:
+        self.kind, self.model, self.chat, self.top = kind, model, kind == "chat.completion", top
         self.head = {"id": prefix + secrets.token_hex(12), "created": int(time.time()), "model": name}
 
-    async def whole(
-        self, events: AsyncIterator[tuple[int, Piece | End]], count: int, prompt_tokens: int, logprobs: bool
-    ) -> Json:  # fmt: skip
+    async def whole(self, events: AsyncIterator[tuple[int, Piece | End]], count: int, prompt_tokens: int) -> Json:
         """Raises Refused where a completion failed."""
         pieces: list[list[Piece]] = [[] for _ in range(count)]
         ends: dict[int, End] = {}
@@ -359,13 +348,13 @@ class Shape:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
                 choice["text"] = text
-            choices.append(choice | {"logprobs": self._logprobs(chances) if logprobs else None})
+            choices.append(choice | {"logprobs": self._logprobs(chances)})
         new = sum(end.tokens for end in ends.values())
         return {**self.head, "object": self.kind, "choices": choices, "usage": _usage(prompt_tokens, new)}
 
     async def streamed(
-        self, events: AsyncIterator[tuple[int, Piece | End]], prompt_tokens: int | None, *, first: bool
-    ) -> AsyncIterator[str]:
+        self, events: AsyncIterator[tuple[int, Piece | End]], prompt_tokens: int | None
+    ) -> AsyncIterator[str]:  # fmt: skip
         """Server-sent events. `prompt_tokens`: the last event reports the usage."""
         kind = "chat.completion.chunk" if self.chat else self.kind
         new, begun = 0, set[int]()
@@ -391,12 +380,14 @@ class Shape:
             else:
                 choice["text"] = text
             begun.add(index)
-            yield line([choice | {"logprobs": self._logprobs(chances) if first and chances else None}])
+            yield line([choice | {"logprobs": self._logprobs(chances) if chances else None}])
         if prompt_tokens is not None:
             yield line([], usage=_usage(prompt_tokens, new))
         yield "data: [DONE]\n\n"
 
-    def _logprobs(self, chances: Sequence[Chance]) -> Json:
+    def _logprobs(self, chances: Sequence[Chance]) -> Json | None:
+        if self.top is None:
+            return None
         if self.chat:
             return {"content": [_chance(each) | {"top_logprobs": list(map(_chance, each.top))} for each in chances],
                     "refusal": None}  # fmt: skip

@@ -61,10 +61,6 @@ class Served:
         with self._rendering:  # a template is rendered in a child process, one conversation at a time
             return self.form.encode(messages)
 
-    def encode(self, text: str) -> list[int]:
-        """A prompt to be continued, with the BOS token."""
-        return ([] if self.tokenizer.bos_id is None else [self.tokenizer.bos_id]) + self.tokenizer.encode(text)
-
 
 @dataclass(frozen=True)
 class Chance:

@@ -1,7 +1,6 @@
 """Serving: load the models, listen, and end cleanly at Ctrl+C or SIGTERM."""
 
 import asyncio
-import contextlib
 import signal
 import socket
 import sys
@@ -89,18 +88,22 @@ def serve(
     """Answers requests until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser."""
     import uvicorn
 
-    from bloomery.serve.app import Server
+    from bloomery.serve import app
 
     with _listening(host, port) as listener, Engine(models, limits) as engine:
         hosts = ("127.0.0.1", "localhost", "[::1]") if host in LOCAL else ()
-        app = Server(engine, token=token).app(hosts)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE,
-            timeout_keep_alive=10, limit_concurrency=4 * (limits.slots + limits.queue) + 64, server_header=False,
+            app.Server(engine, token=token).app(hosts), log_level="warning", access_log=False, lifespan="off",
+            timeout_graceful_shutdown=GRACE, timeout_keep_alive=10, server_header=False,
+            limit_concurrency=4 * (limits.slots + limits.queue) + 64,
         )  # fmt: skip
-        server = uvicorn.Server(config)
-        # Signals are handled below: uvicorn would raise them again at its end.
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
+
+        class Server(uvicorn.Server):
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # they are handled below: uvicorn would raise them again at its end
+
+        server = Server(config)
         bound = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
 

@@ -342,6 +342,6 @@ def continuation(tokenizer: Tokenizer) -> EncodeTurns:
         for turn in turns:
             begins = turn.role == "user" and text and not text.endswith("\n")
             text += ("\n" if begins else "") + turn.content
-        return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
+        return tokenizer.encode_prompt(text)
 
     return encode

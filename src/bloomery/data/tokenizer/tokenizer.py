@@ -351,6 +351,10 @@ class Tokenizer:
             words.refuse_long(self._size(text), words.LONGEST_PLACED)
         return self._backend.encode_places(texts)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """A text to be continued: the BOS token, where there is one, and the ids of `encode`."""
+        return ([] if self.bos_id is None else [self.bos_id]) + self.encode(text)
+
     @cached_property
     def prefix(self) -> list[int]:
         """The ids that transformers adds before a plain text: BOS or none."""

@@ -55,9 +55,11 @@ def score_documents(
         nats = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
         pieces = [piece for i, tokens in enumerate(group) for piece in windows(len(tokens), context, i)]
         pieces.sort(key=lambda piece: piece.start - piece.end)
-        while pieces:  # the longest first: a batch is padded to its first
-            rows = max(_TOKENS_A_FORWARD // (pieces[0].end - pieces[0].start), 1)
-            batch, pieces = pieces[:rows], pieces[rows:]
+        begin = 0
+        while begin < len(pieces):  # the longest first: a batch is padded to its first
+            rows = max(_TOKENS_A_FORWARD // (pieces[begin].end - pieces[begin].start), 1)
+            batch = pieces[begin : begin + rows]
+            begin += rows
             for piece, scores in zip(batch, _score(decoder, group, batch), strict=True):
                 nats[piece.document][piece.scored - 1 : piece.end - 1] = scores
         yield from nats
