@@ -312,6 +312,10 @@ def _install_torch(line: _line) -> None:
     (VENV / "pip.conf").write_text(f"[install]\nconstraint = {PIN.as_uri()}\n")
     for note in _torch().notes:
         line.note(note)
+    try:
+        _pip(["pip>=25"], line)  # older ones take twice as long to choose versions
+    except SetUpError:
+        line.note("pip cannot be upgraded: the set-up takes longer")
     if _torch().words:
         _pip([*_torch().words], line)
     _write_pin()
