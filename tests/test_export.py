@@ -144,7 +144,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_for_vllm_is_bfloat16_and_readable(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
     done = hf.export_vllm(find_model(source), tmp_path / "out")
-    assert len(done.proofs) == 1 and done.next == f"vllm serve {tmp_path / 'out'}"
+    assert len(done.proofs) == 2 and done.next == f"vllm serve {tmp_path / 'out'}"
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (done.folder, source))
     assert all(torch.equal(values, theirs[name].bfloat16()) for name, values in ours.items())
     assert {path.stat().st_mode & 0o777 for path in done.folder.iterdir()} == {0o644}

@@ -16,6 +16,7 @@ from bloomery.export import DTYPES
 
 if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
+    from bloomery.export.merge import Method
     from bloomery.monitor.events import Event
     from bloomery.plan.types import PlanReport
     from bloomery.recipe.load import LoadedRecipe
@@ -173,25 +174,32 @@ def generate(
 
 def export(
     model: str | Path, out: str | Path, *, layout: Layout = "hf", dtype: str | None = None, step: str = "best",
-    verify: bool = True, device: str = "auto",
+    weights: Sequence[float] | None = None, verify: bool = True, device: str = "auto",
 ) -> "Exported":  # fmt: skip
-    """Export a model as `out`: hf (a full model), adapter (for PEFT), merged (adapter and base), gguf (one file for
+    """Export a model as `out`: hf (a full model), adapter (for PEFT), merged (adapters and base), gguf (one file for
     llama.cpp), gguf-adapter (a LoRA for llama.cpp), ollama (a folder for `ollama create`) or vllm
     (a full or merged model in bfloat16).
 
-    `dtype`: of merged weights (None keeps the base model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
-    q6_K; None is f16, for ollama q8_0). `verify`: read the export back, compare and run it.
+    `dtype`: of hf and merged weights (None keeps the model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
+    q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of BASE+ADAPTER+ADAPTER, merged (1 each by
+    default). `verify`: read the export back, compare and run it.
     """
     usual = "q8_0" if layout == "ollama" else "f16"
     kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype or usual, dtype or usual)  # of GGUF
-    allowed = {"merged": DTYPES, "hf": (), "adapter": (), "vllm": ()}.get(layout)  # None: the format's own
+    allowed = {"merged": DTYPES, "hf": DTYPES, "adapter": (), "vllm": ()}.get(layout)  # None: the format's own
     if dtype is not None and allowed is not None and dtype not in allowed:
-        problem = f"--to {layout} does not convert weights" + ("" if layout != "merged" else f" to {dtype}")
-        raise UserError(problem, where="--type", fix="remove --type, or use --to merged or --to gguf", code=2)
+        problem = f"--to {layout} does not convert weights" + (f" to {dtype}" if allowed else "")
+        raise UserError(problem, where="--type", fix="remove --type, or use --to hf, merged or gguf", code=2)
     folder, use = _located(model, device, None)
     from bloomery.export import layouts
+    from bloomery.export.merge import export_several, is_several
     from bloomery.train.model_folder import find_model
 
+    if layout == "merged" and is_several(folder):
+        return export_several(folder, Path(out), weights=weights, step=step, dtype=dtype, verify=verify, use=use)
+    if weights is not None:
+        fix = "use --to merged with BASE+ADAPTER+ADAPTER, or `bloomery merge` for full models"
+        raise UserError("--weights are of several adapters", where="--weights", fix=fix, code=2)
     files = find_model(folder, step)
     if layout == "ollama":
         from bloomery.export.ollama import export_ollama
@@ -209,7 +217,32 @@ def export(
         return layouts.export_adapter(files, Path(out), verify=verify, use=use)
     if layout == "merged":
         return layouts.export_merged(files, Path(out), dtype=dtype, verify=verify, use=use)
-    return layouts.export(files.weights, Path(out), verify=verify, use=use)
+    return layouts.export(files.weights, Path(out), dtype=dtype, verify=verify, use=use)
+
+
+def merge(
+    models: Sequence[str | Path], out: str | Path, *, method: "Method" = "linear",
+    weights: Sequence[float] | None = None, base: str | Path | None = None, density: float = 0.2,
+    dtype: str | None = None, verify: bool = True, device: str = "auto",
+) -> "Exported":  # fmt: skip
+    """Merge models of one architecture and tokenizer into the new folder `out`: linear, slerp, ties, task-arithmetic.
+
+    `weights`: one per model, 1 each by default. `base`: the model that all were fine-tuned from, for ties and
+    task-arithmetic. `density`: the share of each parameter's changes that ties keeps.
+
+        bloomery.merge(["model-a", "model-b"], "merged", method="ties", base="original")
+    """
+    from bloomery.runs.names import chosen_use, model_path
+
+    paths, own = [model_path(str(model)) for model in models], None if base is None else model_path(str(base))
+    use = chosen_use(device, None)
+    from bloomery.export.merge import merge as merge_models
+    from bloomery.train.model_folder import find_model
+
+    return merge_models(
+        [find_model(path) for path in paths], Path(out), method=method, base=None if own is None else find_model(own),
+        weights=weights, density=density, dtype=dtype, verify=verify, use=use,
+    )  # fmt: skip
 
 
 def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Path, Use]":

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("bloomery.cli.serve:command", "Serve models over HTTP, as OpenAI does, with a page."),
     "export": ("bloomery.cli.export:command", "Export a model to Hugging Face, PEFT or GGUF."),
     "import": ("bloomery.cli.import_:command", "Convert a GGUF file to Hugging Face format."),
+    "merge": ("bloomery.cli.merge:command", "Merge models into one: linear, SLERP, TIES."),
     "download": ("bloomery.cli.download:command", "Download a model or dataset from the Hub."),
     "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),

@@ -21,6 +21,7 @@ from bloomery.core.text import expanded, fitted, harmless
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from bloomery.export.layouts import Exported
     from bloomery.recipe.load import LoadedRecipe
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -166,6 +167,26 @@ class NewPath(click.Path):
             where = f"{param.opts[0] if param else 'the path'} {value}".rstrip()
             raise UserError(problem, where=where, fix="use a path that can be created", code=2)
         return path
+
+
+def numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+    """A callback for an option of numbers with commas between them, such as 0.7,0.3."""
+    try:
+        return None if value is None else tuple(float(each) for each in value.split(","))
+    except ValueError as error:
+        problem = f"{value!r} is not a list of numbers such as 0.7,0.3"
+        raise click.BadParameter(problem, ctx=context, param=parameter) from error
+
+
+def show_export(done: "Exported") -> None:
+    """Print the checks that passed and the folder or file."""
+    from bloomery.core.units import format_bytes
+
+    for proof in done.proofs:
+        echo(f"{'' if proof.startswith('differs') else 'verified   '}{proof}", err=True)
+    echo(f"export     {done.folder} ({format_bytes(done.bytes)})")
+    if done.next:
+        echo(f"next       {done.next}", err=True)
 
 
 def data_path(data: Path) -> Path:

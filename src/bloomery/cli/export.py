@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import NewPath, devices_option, echo, step_option
-from bloomery.core.units import format_bytes
+from bloomery.cli.common import NewPath, devices_option, numbers, show_export, step_option
 from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
@@ -23,30 +22,31 @@ if TYPE_CHECKING:
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
 @click.option(
     "--type", "dtype", type=click.Choice([*DTYPES, *GGUF_TYPES, *K_TYPES]),
-    help="Type of merged weights or GGUF [default: as in the base model; f16].",
+    help="Type of the weights [default: as in the model; GGUF: f16].",
 )  # fmt: skip
+@click.option("--weights", callback=numbers, metavar="LIST", help="Weights of the adapters of BASE+ADAPTER+ADAPTER.")
 @step_option
 @click.option("--verify/--no-verify", default=True, help="Read the export back, compare and run it.")
 @devices_option
 def command(
-    model: str, layout: "Layout", out: Path, dtype: str | None, step: str, verify: bool, devices: str
+    model: str, layout: "Layout", out: Path, dtype: str | None, weights: tuple[float, ...] | None, step: str,
+    verify: bool, devices: str,
 ) -> None:  # fmt: skip
     """Export MODEL in Hugging Face format or as GGUF.
 
-    hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: an adapter merged into its base
+    hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: adapters merged into their base
     model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA adapter
     for llama.cpp. ollama: a folder for `ollama create`. vllm: a
     full or merged model in bfloat16.
 
     Example: bloomery export last --to hf --out my-model
 
+    Example: bloomery export base+adapter-a+adapter-b --to merged --weights 0.7,0.3 --out my-model
+
     Example: bloomery export last --to gguf --type q8_0 --out my-model.gguf
     """
     from bloomery.api import export
 
-    done = export(model, out, layout=layout, dtype=dtype, step=step, verify=verify, device=devices)
-    for proof in done.proofs:
-        echo(f"{'' if proof.startswith('differs') else 'verified   '}{proof}", err=True)
-    echo(f"export     {done.folder} ({format_bytes(done.bytes)})")
-    if done.next:
-        echo(f"next       {done.next}", err=True)
+    show_export(export(
+        model, out, layout=layout, dtype=dtype, weights=weights, step=step, verify=verify, device=devices,
+    ))  # fmt: skip

@@ -32,6 +32,16 @@ class Training:
     evaluation: EvalDone | None
 
 
+@dataclass(frozen=True)
+class Merge:
+    """A merge of whole models: the name and weight of each, and what the method takes besides."""
+
+    method: str
+    models: tuple[tuple[str, float], ...]
+    base: str | None = None
+    density: float | None = None
+
+
 def training_of(checkpoint: Path) -> Training | None:
     """None when the folder is no checkpoint of a run."""
     run, step = checkpoint.parent.parent, checkpoint.name.removeprefix("step-")
@@ -55,15 +65,21 @@ def training_of(checkpoint: Path) -> Training | None:
     )  # fmt: skip
 
 
-def model_card(name: str, config: ModelConfig, training: Training | None, *, base: str | None = None) -> str:
+def model_card(
+    name: str, config: ModelConfig, training: Training | None, *, base: str | None = None, merge: Merge | None = None
+) -> str:
     """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for."""
+    if merge is not None:
+        training = None  # it is the training of one of the models
     task = "text-classification" if config.head == "values" else "text-generation"
     metadata = ModelCardData(
-        library_name="transformers" if base is None else "peft", pipeline_tag=task, tags=["bloomery"],
+        library_name="transformers" if base is None else "peft", pipeline_tag=task,
+        tags=["bloomery", "merge"] if merge else ["bloomery"],
         base_model=None if base is None or base.startswith("/") else base,
     )  # fmt: skip
     fields: dict[str, Any] = {
-        "name": name, "config": config, "training": training, "base": None if base is None else _public(base),
+        "name": name, "config": config, "training": training, "merge": merge,
+        "base": None if base is None else public(base),
         "size": format_count(parameter_count(config)), "architecture": architecture_of(config),
     }  # fmt: skip
     if training is not None:
@@ -75,13 +91,13 @@ def model_card(name: str, config: ModelConfig, training: Training | None, *, bas
             "data_names": names if recipe.data.builtin is None else f"builtin {recipe.data.builtin}",
             "tokens": format_count(training.tokens), "seconds": format_seconds(training.seconds),
             "unit": "nats per token" if training.per == "token" else f"per {training.per}",
-            "started_from": None if recipe.model.from_ is None else _public(recipe.model.from_),
+            "started_from": None if recipe.model.from_ is None else public(recipe.model.from_),
             "evaluation": training.evaluation if training.evaluation and training.evaluation.loss is not None else None,
         }  # fmt: skip
     template = str(Path(__file__).with_name("card.md.jinja"))
     return str(ModelCard.from_template(metadata, template_path=template, **fields))
 
 
-def _public(model: str) -> str:
+def public(model: str) -> str:
     """The id on the Hub, or the last part of a path: a whole path could identify the author."""
     return Path(model).name if model.startswith(("/", ".", "~")) else model

@@ -22,7 +22,7 @@ from bloomery.core.files import abandoned, flush_to_disk, remove
 from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import DTYPES as WORDS
-from bloomery.export.card import model_card, training_of
+from bloomery.export.card import Merge, model_card, training_of
 from bloomery.model.adapters.base_model import (
     CONFIG,
     TENSORS,
@@ -45,6 +45,7 @@ from bloomery.model.io.weights import StoredModel, load_decoder, write_json, wri
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 
+Piece = Callable[[str], Tensor]  # a parameter by our name
 TOLERANCE = 1e-3  # of the largest logit; weights may be 16 bits wide, and kernels differ
 PROBE_TOKENS = 16
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in WORDS}
@@ -62,27 +63,34 @@ class Exported:
     next: str = ""
 
 
-def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
-    """Copies the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
+def export(
+    source: Path, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
+) -> Exported:
+    """Writes the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
 
-    `out` is written completely or not at all. Verification reads it back, compares every tensor with the source, runs
-    a forward pass, and loads it in transformers where that is installed. Raises UserError when `out` exists or a check
-    fails.
+    `dtype`: None copies the weights as they are; else each is rounded once, one at a time. `out` is written completely
+    or not at all. Verification reads it back, compares every tensor with the source, or the logits where weights were
+    rounded, and loads it in transformers where that is installed. Raises UserError when `out` exists or a check fails.
     """
     if is_adapter_folder(source):
         raise UserError(
             "cannot export an adapter as a full model", where=str(source), code=2,
             fix="use --to merged for a full model, or --to adapter for the adapter",
         )  # fmt: skip
-    config, proofs = read_config(source), []
+    files, config, proofs = ModelFiles(source, None, source), read_config(source), list[str]()
+    tensors, index = find_tensors(source), source / "model.safetensors.index.json"
+    copied = dtype is None or all(stored.dtype == DTYPES[dtype] for stored in tensors.values())
     with draft_of(out) as draft:
-        tensors, index = find_tensors(source), source / "model.safetensors.index.json"
-        for path in {stored.path for stored in tensors.values()} | ({index} if index.is_file() else set()):
-            shutil.copyfile(path, draft / path.name)
-        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-        write_json(draft / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
-        _complete(draft, out.name, config, ModelFiles(source, None, source))
-        if verify:
+        if copied:
+            for path in {stored.path for stored in tensors.values()} | ({index} if index.is_file() else set()):
+                shutil.copyfile(path, draft / path.name)
+            kept = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+            write_json(draft / "config.json", config_to_hf(config) | {"dtype": kept, "torch_dtype": kept})
+        else:
+            with full_pieces(source, DTYPES[str(dtype)]) as (piece, config):
+                write_model_piecewise(piece, config, DTYPES[str(dtype)], draft)
+        write_rest(draft, out.name, config, files)
+        if verify and copied:
             copies = find_tensors(draft)
             with TensorReader() as reader:
                 for name, stored in tensors.items():
@@ -92,8 +100,10 @@ def export(source: Path, out: Path, *, verify: bool = True, use: Use | None = No
                         problem = f"{name} changed during the copy"
                         raise UserError(problem, where=str(draft), fix="check the disk")
             proofs.append(f"read back: all {len(tensors)} tensors are identical")
-            proofs += _opens_elsewhere(draft, *_probed(draft, use or Use("cpu"), where=source))
-    return _exported(out, proofs)
+            proofs += opens_elsewhere(draft, *probed(draft, use or Use("cpu"), where=source))
+        elif verify:
+            proofs += _compared(draft, files, DTYPES[str(dtype)], use or Use("cpu"))
+    return exported(out, proofs)
 
 
 def export_adapter(model_files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
@@ -119,10 +129,10 @@ def export_adapter(model_files: ModelFiles, out: Path, *, verify: bool = True, u
         if verify:
             if (model_files.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
                 raise UserError(f"{TENSORS} changed during the copy", where=str(draft), fix="check the disk")
-            probed = _probed(draft, use or Use("cpu"), base=model_files.base, where=model_files.weights)
+            results = probed(draft, use or Use("cpu"), base=model_files.base, where=model_files.weights)
             proofs.append("read back: the tensors are identical and load into the base model")
-            proofs += _opens_elsewhere(draft, *probed, base=model_files.base)
-    return _exported(out, proofs)
+            proofs += opens_elsewhere(draft, *results, base=model_files.base)
+    return exported(out, proofs)
 
 
 def export_merged(
@@ -142,17 +152,10 @@ def export_merged(
         proofs.append(f"merged into the unquantized base model; the run trained with {bits}, so logits differ slightly")
     with draft_of(out) as draft:
         config, kept = _write_merged(model_files, model_files.base, draft, dtype, use)
-        _complete(draft, out.name, config, model_files)
-        if verify:  # one model at a time is in memory
-            expected, _ = _probed(model_files.weights, use, base=model_files.base, where=model_files.weights)
-            logits, config = _probed(draft, use, where=draft)
-            error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
-            if error > TOLERANCES[kept] * scale:
-                problem = f"the logits of the merged model differ by {error:.2g} (largest logit: {scale:.2g})"
-                raise UserError(problem, where=str(draft), fix="use --type float32")
-            proofs.append(f"logits equal those of base and adapter within {error:.1e}")
-            proofs += _opens_elsewhere(draft, logits, config)
-    return _exported(out, proofs)
+        write_rest(draft, out.name, config, model_files)
+        if verify:
+            proofs += _compared(draft, model_files, kept, use)
+    return exported(out, proofs)
 
 
 def export_vllm(files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
@@ -160,30 +163,13 @@ def export_vllm(files: ModelFiles, out: Path, *, verify: bool = True, use: Use |
 
     Verification as for `export` and `export_merged`. Raises UserError.
     """
-    use, serve = use or Use("cpu"), f"vllm serve {out}"
     if files.base is not None:
         done = export_merged(files, out, dtype="bfloat16", verify=verify, use=use)
-    elif all(stored.dtype == torch.bfloat16 for stored in find_tensors(files.weights).values()):
-        done = export(files.weights, out, verify=verify, use=use)
     else:
-        config, proofs = read_config(files.weights), list[str]()
-        with draft_of(out) as draft:
-            with StoredModel(config, files.weights) as stored:
-
-                def piece(name: str) -> Tensor:
-                    held = torch.empty(shapes[name], dtype=torch.bfloat16)
-                    stored.fill(name, held)
-                    return held
-
-                shapes = parameter_shapes(config)
-                write_model_piecewise(piece, config, torch.bfloat16, draft)
-            _complete(draft, out.name, config, files)
-            if verify:
-                proofs += _opens_elsewhere(draft, *_probed(draft, use, where=draft))
-        done = _exported(out, proofs)
+        done = export(files.weights, out, dtype="bfloat16", verify=verify, use=use)
     for path in out.iterdir():
         path.chmod(0o644)
-    return replace(done, next=serve)
+    return replace(done, next=f"vllm serve {out}")
 
 
 @contextmanager
@@ -212,14 +198,27 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
         remove(draft)
 
 
-def _complete(draft: Path, name: str, config: ModelConfig, files: ModelFiles) -> None:
+def write_rest(draft: Path, name: str, config: ModelConfig, files: ModelFiles, merge: Merge | None = None) -> None:
     """All that a full model has besides its weights and config."""
     write_json(draft / "generation_config.json", _generation_settings(files.base or files.weights, config))
     load_tokenizer(files.tokenizer).save(draft)
-    (draft / "README.md").write_text(model_card(name, config, training_of(files.weights)), encoding="utf-8")
+    card = model_card(name, config, training_of(files.weights), merge=merge)
+    (draft / "README.md").write_text(card, encoding="utf-8")
 
 
-def _exported(out: Path, proofs: list[str]) -> Exported:
+def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> list[str]:
+    """The logits of the draft with those of its source, then in transformers; one model at a time is in memory."""
+    expected, _ = probed(files.weights, use, base=files.base, where=files.weights)
+    logits, config = probed(draft, use, where=draft)
+    error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
+    if error > TOLERANCES[kept] * scale:
+        problem = f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
+        raise UserError(problem, where=str(draft), fix="use --type float32")
+    source = "the source" if files.base is None else "base and adapter"
+    return [f"logits equal those of {source} within {error:.1e}", *opens_elsewhere(draft, logits, config)]
+
+
+def exported(out: Path, proofs: list[str]) -> Exported:
     return Exported(out, sum(path.stat().st_size for path in out.iterdir()), tuple(proofs))
 
 
@@ -254,7 +253,7 @@ def load_whole(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
     return load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
 
 
-def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> tuple[Tensor, ModelConfig]:
+def probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> tuple[Tensor, ModelConfig]:
     """Logits of a few tokens of `load_whole`. Raises UserError as it does, and when they are not finite; `where` is the
     model of that message.
     """
@@ -268,7 +267,7 @@ def _probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) ->
     return logits, decoder.config
 
 
-def _opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: Path | None = None) -> list[str]:
+def opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: Path | None = None) -> list[str]:
     """Loads a full model in transformers, or an adapter in PEFT on its `base`, and compares logits; returns the proof,
     or nothing where these packages are not installed.
     """
@@ -319,9 +318,30 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @contextmanager
+def full_pieces(folder: Path, dtype: torch.dtype) -> Iterator[tuple[Piece, ModelConfig]]:
+    """The parameters of a model folder by our names, one at a time. Raises UserError as `load_decoder` does, and for a
+    weight that `dtype` cannot hold.
+    """
+    config = read_config(folder)
+    shapes = parameter_shapes(config)
+    with StoredModel(config, folder) as stored:
+
+        @torch.no_grad()
+        def piece(name: str) -> Tensor:
+            held = torch.empty(shapes[name], dtype=dtype)
+            stored.fill(name, held)
+            if dtype == torch.float16 and not bool(held.isfinite().all()):
+                problem = f"{name} holds a weight above 65,504, the largest of float16"
+                raise UserError(problem, where=str(folder), fix="use --type bfloat16")
+            return held
+
+        yield piece, config
+
+
+@contextmanager
 def merged_pieces(
     folder: Path, base: Path, dtype: torch.dtype, device: str | torch.device
-) -> Iterator[tuple[Callable[[str], Tensor], ModelConfig]]:
+) -> Iterator[tuple[Piece, ModelConfig]]:
     """`merged_state` of a low-rank adapter, one parameter at a time: only that parameter of the base is in memory.
 
     Raises UserError as `load_decoder` does.

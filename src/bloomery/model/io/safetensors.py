@@ -18,6 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
 from bloomery.model.io.stored import DTYPES, Stored, places
 
+Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
 
 
@@ -117,21 +118,20 @@ class TensorReader:
             done += count
 
 
-def write_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, produce: Callable[[str], Tensor]
-) -> None:
+def write_tensors(path: Path, specs: Mapping[str, Spec], produce: Callable[[str], Tensor]) -> None:
     """A safetensors file, tensor by tensor: each is asked for when the ones before it are written, and then let go."""
-    kind = next(name for name, known in DTYPES.items() if known == str(dtype).removeprefix("torch."))
+    kinds = {known: name for name, known in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in specs.items():
         begin, end = end, end + dtype.itemsize * math.prod(shape)
+        kind = kinds[str(dtype).removeprefix("torch.")]
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     said = json.dumps(header).encode()
     said += b" " * (-len(said) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(said)) + said)
-        for name, shape in shapes.items():
+        for name, (shape, dtype) in specs.items():
             tensor = produce(name)
             assert tensor.dtype == dtype and tensor.shape == shape
             flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

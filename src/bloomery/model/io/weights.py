@@ -20,7 +20,7 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families.presets import grown, read_config
 from bloomery.model.families.registry import config_to_hf
-from bloomery.model.io.safetensors import TensorReader, split_shards, to_hf_names, write_tensors
+from bloomery.model.io.safetensors import Spec, TensorReader, split_shards, to_hf_names, write_tensors
 from bloomery.model.io.sharded import first_row, full, local, put
 from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
 from bloomery.model.quantization.weight import QuantizedWeight
@@ -204,20 +204,32 @@ def write_model_piecewise(
     *, shard_bytes: int = SHARD_BYTES,
 ) -> None:  # fmt: skip
     """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
-    kind, where, shapes = str(dtype).removeprefix("torch."), places(config), parameter_shapes(config)
+    kind = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
+    shapes, whole = stored_pieces(produce, config)
+    write_stored({name: (shape, dtype) for name, shape in shapes.items()}, whole, folder, shard_bytes=shard_bytes)
+
+
+def stored_pieces(
+    produce: Callable[[str], Tensor], config: ModelConfig
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
+    """The shape of each stored tensor by its name, and a function that makes it of our parameters."""
+    where, shapes = places(config), parameter_shapes(config)
     parts: dict[str, list[str]] = {}
     for name, place in where.items():
         parts.setdefault(place.name, []).append(name)
     stored = {name: where[ours[0]].stored_shape(shapes[ours[0]]) for name, ours in parts.items()}
-    sizes = {name: dtype.itemsize * math.prod(shape) for name, shape in stored.items()}
+    return stored, lambda name: to_hf_names({ours: produce(ours) for ours in parts[name]}, config)[name]
 
-    def whole(name: str) -> Tensor:
-        return to_hf_names({ours: produce(ours) for ours in parts[name]}, config)[name]
 
+def write_stored(
+    specs: Mapping[str, Spec], produce: Callable[[str], Tensor], folder: Path, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Stored tensors one at a time, in shards with an index above `shard_bytes`."""
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, (shape, dtype) in specs.items()}
     _write_shards(
         folder, sizes, shard_bytes,
-        lambda file, group: write_tensors(file, {name: stored[name] for name in group}, dtype, whole),
+        lambda file, group: write_tensors(file, {name: specs[name] for name in group}, produce),
     )  # fmt: skip
 
 
