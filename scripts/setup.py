@@ -335,8 +335,7 @@ def _write_pin() -> None:
 
 
 def _install_bloomery(extras: list[str], line: _line) -> None:
-    target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-    _install_pinned(["-e", target], line)
+    _install_pinned(["-e", f"{ROOT}[{','.join(['gguf', *extras])}]"], line)  # the demo ends with a GGUF file
 
 
 def _requirements(extras: list[str]) -> list[str]:

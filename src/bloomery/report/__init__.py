@@ -10,13 +10,14 @@ from bloomery.report.charts import Bars
 
 if TYPE_CHECKING:
     from bloomery.report.model_page import ModelFacts, ModelResults
+    from bloomery.report.page import Answers
     from bloomery.train.use import Use
 
 __all__ = ["Bars", "refuse_place", "write_model_report", "write_report"]
 
 
 def write_report(
-    run_dir: Path, *, extras: Sequence[Bars] = (), out: Path | None = None, use: "Use | None" = None
+    run_dir: Path, *, extras: "Sequence[Bars | Answers]" = (), out: Path | None = None, use: "Use | None" = None
 ) -> Path:
     """Writes `report.html` into the run folder or to `out` and returns its path. The run may be unfinished.
 

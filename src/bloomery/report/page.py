@@ -1,6 +1,7 @@
 """Content of the page about a run; run.html is its template."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from statistics import fmean
@@ -18,7 +19,7 @@ from bloomery.monitor.summary import JOULES_IN_KWH, in_millions
 from bloomery.plan.advice.advise import claims_of, energy_kwh
 from bloomery.report.charts import SIGNS, Bars, Plot, Point, Series, bar_chart, line_chart
 from bloomery.report.record import RunRecord, check_claims, read_record
-from bloomery.report.render import render
+from bloomery.report.render import part, render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ResponsePair, ValidationText, heat_level
 
 _LEGEND = {
@@ -35,10 +36,20 @@ _METRIC_UNITS = {
 _DRAWN = 8  # devices with a color in charts
 
 
+@dataclass(frozen=True)
+class Answers:
+    """What several programs answer to one prompt, side by side: (program, text). `note` stands above them."""
+
+    title: str
+    prompt: str
+    answers: Sequence[tuple[str, str]]
+    note: str = ""
+
+
 def page(
     record: RunRecord,
     validation_text: ValidationText | str,
-    extras: Sequence[Bars],
+    extras: Sequence[Bars | Answers],
     name: str,
     responses: Sequence[ResponsePair] = (),
 ) -> str:
@@ -60,7 +71,7 @@ def page(
         record=record,
         lead=lead,
         cards=_cards(record),
-        extras=[bar_chart(bars) for bars in extras],
+        extras=[bar_chart(one) if isinstance(one, Bars) else part("answered", **vars(one)) for one in extras],
         loss=line_chart("Loss", _losses(record), record.marks, unit=summary.unit, height=300),
         legend_of_marks=" · ".join(f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in kinds),
         charts=[*_metrics(record), *(_speed(record) if record.steps else [])],

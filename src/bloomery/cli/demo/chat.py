@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo.pretrain import describe, followed, free_folders
+from bloomery.cli.demo.pretrain import describe, followed, free_folders, take_away
 from bloomery.cli.demo.story import Story
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
@@ -146,6 +146,7 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
     """Prints results, a response of each model, reports and next commands; returns the document of `--json`."""
     with story.busy("loading the model"):
         from bloomery.report import Bars, write_report
+        from bloomery.runs.evaluate import load_to_evaluate
         from bloomery.train.evaluation.answers import shown, validation_prompts
 
     prepared = read_plan(runs["lora"] / "plan.json").data.prepared
@@ -168,9 +169,15 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
     losses, note = tuple((result.name, result.loss) for result in results), "Response tokens. Lower is better."
     with story.busy("writing the reports"):
         bars = [Bars("Validation loss", losses, unit="nats per token", note=note, own=name) for name in runs]
-        reports = [write_report(run, extras=(one,)) for run, one in zip(runs.values(), bars, strict=True)]
+        asked, last = prompts[example].prompt, runs["full"]
+        decoder, _ = load_to_evaluate(last)
+        file = last / "export" / f"{last.name}.gguf"
+        taken = take_away(last, file, decoder, tokenizer, asked, shown(tokenizer, asked))
+        extras = [(one, *(taken.answers if name == "full" else ())) for name, one in zip(runs, bars, strict=True)]
+        reports = [write_report(run, extras=each) for run, each in zip(runs.values(), extras, strict=True)]
     for title, report in zip(("report", ""), reports, strict=True):
         story.write(title, str(_near(report)))
+    story.write("gguf", *taken.lines)
     story.write()
     lora, full = (shlex.quote(run.name if run.parent == Path("runs") else str(run)) for run in runs.values())
     export = f"bloomery export {full} --to hf --out my-model"
@@ -180,6 +187,7 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
         "prompts": len(prompts),
         "seconds": time.time() - began,
         "reports": [str(report) for report in reports],
+        **taken.facts,
         "folders": [str(run) for run in runs.values()],
     }
 

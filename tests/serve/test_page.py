@@ -1,0 +1,145 @@
+"""The page of the server in a headless Chromium: by keyboard alone, in the light and the dark, wide and narrow.
+
+`BLOOMERY_PICTURES=FOLDER pytest -m soak tests/serve/test_page.py` keeps a picture of each view.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from browser import PROGRAM, Browser
+from server_for_tests import LIMITS, Running, running
+
+from models_for_tests import make_model
+
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")]
+FOCUSED = "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
+CONTRAST = """(() => {
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const rgba = (color) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const linear = (c) => c <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
+  const below = (one) => {
+    for (let at = one; at; at = at.parentElement) {
+      const color = rgba(getComputedStyle(at).backgroundColor);
+      if (color[3] === 255) return color;
+    }
+    return [255, 255, 255];
+  };
+  const kinds = "h1, h2, label, button:not(:disabled), .user, .facts, .hint, .detail, input, select";
+  const texts = [...document.querySelectorAll(kinds)].filter((one) => one.offsetParent && (one.innerText || one.value));
+  return texts.map((one) => {
+    const [a, b] = [light(rgba(getComputedStyle(one).color)), light(below(one))];
+    return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), one.id || one.className || one.tagName];
+  }).sort((a, b) => a[0] - b[0])[0];
+})()"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = make_model(tmp_path_factory.mktemp("page") / "tiny")
+    with running({"tiny": folder, "other": folder}, limits=replace(LIMITS, body_bytes=200_000)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+def opened(browser: Browser, server: Running, *, width: int = 1280, dark: bool = False) -> None:
+    browser.problems.clear()
+    browser.look(width=width, dark=dark)
+    browser.open(server.url)
+    browser.until("columns.length === 2")
+    browser.value("$('max_tokens').value = 20")
+
+
+def answered(browser: Browser, count: int = 2) -> None:
+    browser.until(f"!running && document.querySelectorAll('.facts, .error').length === {count}")
+
+
+def test_a_conversation_by_keyboard_alone(browser: Browser, server: Running) -> None:
+    opened(browser, server)
+    assert browser.value(FOCUSED) == "prompt"
+    browser.write("def f")
+    browser.press("Enter", shift=True)
+    assert browser.value("$('prompt').value") == "def f\n"
+    browser.press("Enter")
+    answered(browser)
+    assert browser.value("$('prompt').value") == ""
+    assert browser.value("columns.every((each) => each.turns.length === 2)")
+    reached = []
+    for _ in range(40):  # every control is reached with Tab
+        browser.press("Tab")
+        reached.append(browser.value(FOCUSED))
+    assert {"one", "two", "color", "toggle", "temperature", "earlier", "system", "send", "clear", "log", "answer"} <= {
+        each.split()[0] for each in reached
+    }
+    browser.value("document.querySelector('.answer').focus()")
+    browser.press("ArrowRight", "ArrowRight")
+    assert browser.value("document.querySelectorAll('.answer span')[1].className") == "chosen"
+    assert "%" in browser.value("document.querySelector('.detail').textContent")
+    browser.value("$('max_tokens').value = 100; $('prompt').focus()")
+    browser.write("x")
+    browser.press("Enter")
+    browser.press("Escape")
+    answered(browser, 4)
+    assert browser.value(FOCUSED) == "prompt"
+    assert not browser.problems, browser.problems
+
+
+def test_a_conversation_longer_than_the_context_goes_on_and_says_so(browser: Browser, server: Running) -> None:
+    opened(browser, server)
+    browser.value("$('two').value = ''; arrange()")
+    for number in range(1, 6):  # a context of 120 tokens
+        browser.value(f"$('prompt').value = 'message {number} ' + 'x y '.repeat(6); $('form').requestSubmit()")
+        answered(browser, number)
+    assert not browser.value("document.querySelectorAll('.error').length")
+    said = browser.value("[...document.querySelectorAll('.facts')].at(-1).textContent")
+    assert "without the oldest" in said and "120 tokens" in said, said
+    browser.value("$('prompt').value = 'x y '.repeat(400); $('form').requestSubmit()")
+    answered(browser, 6)
+    said = browser.value("document.querySelector('.error').textContent")
+    assert "--max-context" in said and "120" in said, said
+    assert browser.value("$('prompt').value").startswith("x y x y")  # to be shortened
+
+
+def test_a_limit_of_the_history(browser: Browser, server: Running) -> None:
+    opened(browser, server)
+    browser.value("$('max_tokens').value = 2; $('earlier').value = 2; $('two').value = ''; arrange()")
+    browser.value(
+        "window.sent = []; const real = fetch; window.fetch = (url, asked) => {"
+        " sent.push(JSON.parse(asked.body).messages.length); return real(url, asked); }; undefined"
+    )
+    for number in range(1, 5):
+        browser.value(f"$('prompt').value = 'a{number}'; $('form').requestSubmit()")
+        answered(browser, number)
+    assert browser.value("sent") == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_views(browser: Browser, server: Running, width: int, dark: bool, tmp_path: Path) -> None:
+    opened(browser, server, width=width, dark=dark)
+    browser.value("$('prompt').value = 'def f(x):'; $('form').requestSubmit()")
+    answered(browser)
+    browser.value("document.querySelector('.answer').focus()")
+    browser.press("ArrowRight")
+    assert browser.value("document.documentElement.scrollWidth") <= width  # nothing is cut off at the side
+    least, where = browser.value(CONTRAST)
+    assert least >= 4.5, where
+    kept = Path(os.environ.get("BLOOMERY_PICTURES", tmp_path))
+    name = f"page-{width}-{'dark' if dark else 'light'}"
+    browser.picture(kept / f"{name}.png")
+    browser.value("show($('settings').hidden)")
+    browser.picture(kept / f"{name}-settings.png")
+    assert browser.value("document.documentElement.scrollWidth") <= width
