@@ -19,11 +19,15 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import gguf as gguf_export
+from bloomery.export import llama_cpp
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.export.gguf_format import Piece, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
+from bloomery.export.llama_cpp import continue_greedily
+from bloomery.model.decoding import sample_tokens
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state
+from bloomery.model.sampling import Sampling
 from bloomery.train.model_folder import find_model
 from gguf_models import saved_adapter, saved_case
 from models_for_tests import make_model
@@ -219,6 +223,30 @@ def test_k_types_need_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="llama-quantize"):
         export_gguf(find_model(source), tmp_path / "out.gguf", kind="q4_K_M")
+
+
+def test_a_prompt_is_continued_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In numpy, as PyTorch continues it; by a program on the PATH, which gets the prompt as text; or not quietly."""
+    source = make_model(tmp_path / "source")
+    path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32", verify=False).folder
+    tokenizer, decoder = load_tokenizer(source), load_decoder(source)
+    prompt = [tokenizer.bos_id, *tokenizer.encode("def f(x):\n\\n")]
+    expected = tokenizer.decode(list(sample_tokens(decoder, prompt, Sampling(max_new_tokens=20, temperature=0.0))))
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda _: None)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    done = continue_greedily(path, prompt, tokenizer, most=20)
+    assert (done.text, done.real) == (expected, False)
+    program = tmp_path / "llama-completion"
+    program.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > {tmp_path}/words\necho " y = 1 [end of text]"\necho\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    done = continue_greedily(path, prompt, tokenizer, most=20)
+    assert (done.program, done.text, done.real) == ("llama-completion", " y = 1", True)
+    words = (tmp_path / "words").read_text().split("|")
+    assert words[words.index("-p") + 1] == "def f(x):\n\\n" and words[words.index("-n") + 1] == "20"
+    program.write_text("#!/bin/sh\necho no such graph >&2\nexit 3\n")
+    with pytest.raises(UserError, match="llama-completion failed: no such graph"):
+        continue_greedily(path, prompt, tokenizer, most=20)
 
 
 def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,5 +160,8 @@ def test_the_whole_demo_is_never_silent_and_all_its_next_steps_run(tmp_path, mon
     below = demo.text.rpartition("\nnext ")[2].splitlines()
     steps = [re.split(r"\s{2,}", line[6 if at == 0 else 11 :])[0] for at, line in enumerate(below) if line.strip()]
     assert len(steps) == 5
+    (file,) = (tmp_path / "runs/demo/export").glob("*.gguf")
+    assert f"\ngguf       {file.relative_to(tmp_path)} " in demo.text and "write the same text" in demo.text
+    assert "and from the GGUF file" in (tmp_path / "runs/demo/report.html").read_text()
     for step in steps[1:]:
         run_as_printed([steps[0], step], tmp_path, environment)

@@ -1,5 +1,6 @@
 """`bloomery demo chat` on a tiny base: both ways of training, the comparison, the reports"""
 
+import html
 import json
 from pathlib import Path
 
@@ -74,5 +75,7 @@ def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     assert base["loss"] != lora["loss"] != full["loss"] and all(m["memory_gib"] > 0 for m in (lora, full))
     assert "LoRA, rank 16" in told.stderr and "full fine-tuning" in told.stderr
     assert max(map(len, told.stderr.splitlines())) <= 100
-    for report in result["reports"]:
-        assert "Responses before and after training" in Path(report).read_text()
+    pages = [html.unescape(Path(report).read_text()) for report in result["reports"]]
+    assert all("Responses before and after training" in page for page in pages)
+    assert Path(result["gguf"]).read_bytes()[:4] == b"GGUF" and result["same_text"] is True
+    assert ["PyTorch and " + result["continued_by"] in page for page in pages] == [False, True]

@@ -59,7 +59,7 @@ class Browser:
             said = json.loads(line)
             if said.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(str(said["params"]["exceptionDetails"]))
-            elif said.get("method") == "Log.entryAdded" and said["params"]["entry"]["source"] in ("security", "javascript"):
+            elif said.get("method") == "Log.entryAdded" and said["params"]["entry"]["source"] == "security":
                 self.problems.append(said["params"]["entry"]["text"])
             if said.get("id") == self._number:
                 assert "error" not in said, (method, said["error"])

@@ -38,7 +38,7 @@ _DRAWN = 8  # devices with a color in charts
 
 @dataclass(frozen=True)
 class Answers:
-    """What several programs answer to one prompt, side by side: (program, text). `note` stands above them."""
+    """Answers of several programs to one prompt, side by side: (program, text), below a note."""
 
     title: str
     prompt: str
