@@ -6,6 +6,7 @@ import shutil
 import struct
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,7 +22,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import gguf as gguf_export
 from bloomery.export import llama_cpp
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
-from bloomery.export.gguf_format import Piece, vocabulary
+from bloomery.export.gguf_format import Piece, fallbacks, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.export.llama_cpp import continue_greedily
 from bloomery.model.decoding import sample_tokens
@@ -103,7 +104,7 @@ def test_an_adapter_is_merged_or_goes_alone(tmp_path: Path) -> None:
 
 def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:
     _, path, proofs = exported("gpt2", tmp_path, "q8_0")
-    assert "10 of 14 matrices are f16" in proofs[0]
+    assert "10 of 13 matrices are f16" in proofs[0]
     kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
     assert kinds == {"F16", "F32", "Q8_0"}
 
@@ -216,6 +217,12 @@ def test_without_the_package_the_error_has_the_line(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError) as raised:
         export_gguf(find_model(source), tmp_path / "out.gguf")
     assert raised.value.fix == "pip install 'bloomery[gguf]'"
+
+
+def test_rows_that_no_k_block_divides_are_named(tmp_path: Path) -> None:
+    config = read_config(make_model(tmp_path))
+    assert [note.split(":")[0] for note in fallbacks(config, "q4_K_M")] == ["15 of 15 matrices are a larger type"]
+    assert not list(fallbacks(replace(config, hidden_size=256, intermediate_size=256, head_dim=128), "q6_K"))
 
 
 def test_k_types_need_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.export import K_TYPES
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.weights import VOCABULARY
@@ -21,6 +22,7 @@ from bloomery.model.rope import frequencies
 
 ALIGNMENT = 32
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
+K_BLOCK = 256  # that a K type stores together; llama-quantize takes q5_0, q5_1 or q8_0 for other rows
 ELSEWHERE = "export it with --to hf, which transformers and vLLM run"
 Array = np.ndarray[Any, Any]
 
@@ -240,9 +242,15 @@ def type_of(name: str, shape: tuple[int, ...], asked: str) -> str:
 
 
 def fallbacks(config: ModelConfig, asked: str) -> Iterator[str]:
-    kinds = [type_of(piece.name, piece.shape, asked) for piece in layout(config) if len(piece.shape) > 1]
-    if asked not in ("f16", "bf16", "f32") and (count := kinds.count("f16")):
-        yield f"{count} of {len(kinds)} matrices are f16: their rows are no multiple of {BLOCK}"
+    """Which matrices have another type than the one that was asked for, one sentence."""
+    if asked in ("f16", "bf16", "f32"):
+        return
+    block, other = (K_BLOCK, "a larger type") if asked in K_TYPES else (BLOCK, "f16")
+    rows = [
+        piece.shape[-1] for piece in layout(config) if len(piece.shape) > 1 and piece.name != "position_embd.weight"
+    ]
+    if count := sum(width % block != 0 for width in rows):
+        yield f"{count} of {len(rows)} matrices are {other}: their rows are no multiple of {block}"
 
 
 def stored_bytes(shape: tuple[int, ...], kind: str) -> int:
