@@ -173,8 +173,10 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
         decoder, _ = load_to_evaluate(last)
         file = last / "export" / f"{last.name}.gguf"
         taken = take_away(last, file, decoder, tokenizer, asked, shown(tokenizer, asked))
-        extras = [(one, *(taken.answers if name == "full" else ())) for name, one in zip(runs, bars, strict=True)]
-        reports = [write_report(run, extras=each) for run, each in zip(runs.values(), extras, strict=True)]
+        shares = [taken.answers if name == "full" else () for name in runs]
+        reports = [
+            write_report(run, extras=(one, *more)) for run, one, more in zip(runs.values(), bars, shares, strict=True)
+        ]
     for title, report in zip(("report", ""), reports, strict=True):
         story.write(title, str(_near(report)))
     story.write("gguf", *taken.lines)
