@@ -30,7 +30,7 @@ from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state
 from bloomery.model.sampling import Sampling
 from bloomery.train.model_folder import find_model
-from gguf_models import saved_adapter, saved_case
+from gguf_models import saved_adapter, saved_case, saved_pieces
 from models_for_tests import make_model
 
 # Facts that llama.cpp's graph fixes, in cases that have others
@@ -217,6 +217,18 @@ def test_without_the_package_the_error_has_the_line(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError) as raised:
         export_gguf(find_model(source), tmp_path / "out.gguf")
     assert raised.value.fix == "pip install 'bloomery[gguf]'"
+
+
+def test_a_model_with_a_sentencepiece_file_alone(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    folder, _, lines = saved_pieces(tmp_path / "sp", 420)
+    done = export_gguf(find_model(folder), tmp_path / "out.gguf", kind="f32")
+    assert any(proof.startswith("token ids   equal") for proof in done.proofs)
+    facts = {name: field.contents() for name, field in gguf.GGUFReader(done.folder).fields.items()}
+    assert (facts["tokenizer.ggml.model"], facts["tokenizer.ggml.bos_token_id"]) == ("llama", 1)
+    import_gguf(done.folder, tmp_path / "back")
+    for text in [*lines[:40], "größer 世界  x"]:
+        assert load_tokenizer(tmp_path / "back").encode(text) == load_tokenizer(folder).encode(text)
 
 
 def test_rows_that_no_k_block_divides_are_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from bloomery.model.decoding import sample_tokens
 from bloomery.model.io.weights import load_decoder
 from bloomery.model.sampling import Sampling
 from bloomery.train.model_folder import find_model
-from gguf_models import saved_adapter, saved_case, tokens
+from gguf_models import saved_adapter, saved_case, saved_pieces, tokens
 from models_for_tests import make_model
 
 pytest.importorskip("llama_cpp", reason="not installed: pip install llama-cpp-python builds it in ten minutes")
@@ -153,19 +153,22 @@ def needs_quantize(kind: str) -> None:
         pytest.skip("llama-quantize is not on the PATH")
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+
+
 @pytest.mark.parametrize("kind", K_TYPES)
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "qwen3"])
 def test_llama_quantize_writes_what_both_read(case: str, kind: str, tmp_path: Path) -> None:
     """A model whose rows are whole blocks of 256 numbers, so that no matrix gets another type."""
     needs_quantize(kind)
-    folder = saved_case(case, tmp_path / "model", **SIZES | {"hidden_size": 256, "intermediate_size": 512})
+    folder = saved_case(case, tmp_path / "model", **SIZES | WIDE | ({"head_dim": 64} if case == "qwen3" else {}))
     name = {"qwen3": "Qwen 3, 256 wide"}.get(case, "Llama 3, 256 wide")
     parity, own, kl, same = measured(folder, tmp_path / "out.gguf", kind, CONTEXT)
     found[name, kind] = row(name, kind, parity, own, kl, same)
     types = {each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "out.gguf").tensors if len(each.shape) > 1}
     assert {kind.upper()[:4]} <= types <= {"Q4_K", "Q5_K", "Q6_K"}
     assert parity.difference <= 1e-4 * parity.scale
-    assert own <= 2e-1 and kl <= 2 * parity.kl + 5e-2
+    assert own <= 3e-1 and kl <= 2 * parity.kl + 5e-2  # 256 activations are rounded with one scale, not 32
 
 
 PIECES = {  # as Llama 2's, with and without the space before a text, and with tokens of a chat
@@ -178,22 +181,11 @@ PIECES = {  # as Llama 2's, with and without the space before a text, and with t
 def test_llama_cpp_reads_sentencepiece_models_as_they_are(name: str, tmp_path: Path) -> None:
     """The ids of the sentencepiece library, of the file in the verifier, and of llama.cpp's own tokenizer."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    lines = [line for path in sorted(Path(os.__file__).parent.glob("[a-c]*.py"))
-             for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]  # fmt: skip
-    (tmp_path / "text.txt").write_text("\n".join(lines), encoding="utf-8")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "m"), vocab_size=1000, model_type="bpe",
-        **{"split_digits": True} | PIECES[name], byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
-    )  # fmt: skip
-    folder = saved_case("llama2", tmp_path / "model", vocab_size=1000, **SIZES)
-    for path in folder.glob("token*"):
-        path.unlink()
-    shutil.copy(tmp_path / "m.model", folder / "tokenizer.model")
+    folder, model, lines = saved_pieces(tmp_path / "sp", 1000, changed=SIZES, files="[a-c]*.py", **PIECES[name])
     done = export_gguf(find_model(folder), tmp_path / "out.gguf", kind="f32")
     assert any(proof.startswith("token ids   equal") for proof in done.proofs)
     oracle, ours = Oracle(done.folder, CONTEXT), FileTokenizer(Graph(done.folder).facts)
-    library, draw = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model")), random.Random(0)
+    library, draw = sentencepiece.SentencePieceProcessor(model_file=str(model)), random.Random(0)
     texts = [text for text in TEXTS if "<" not in text]
     texts += ["\n".join(draw.sample(lines, 8)) for _ in range(50)]
     texts += ["".join(chr(draw.choice((32, draw.randrange(32, 127), draw.randrange(160, 0x3000)))) for _ in range(30))
