@@ -23,9 +23,6 @@ IA3 = {"method": "ia3", "target_modules": ["k_proj", "down_proj"], "feedforward_
 ADALORA = {"method": "adalora", "init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 5}
 STEPS, FEW, GRADIENTS = 20, 4, "gradients.safetensors"
 HALF = 1e-3
-# One device keeps the residual stream in float32; with shards, FSDP2 gathers bfloat16 weights, and the stream has their
-# dtype. Measured: 20 steps on one device end 2e-4 from those in float32, on shards 2e-3.
-BFLOAT16_STREAM = 3e-3
 # By feature: (kind of data, changes of the plan, tolerance of the losses); a feature may have several. States in int8
 # or bfloat16, and Muon's iteration in bfloat16, turn a last bit of a gradient into a last bit of half precision.
 CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
@@ -172,10 +169,6 @@ def test_ranks_train_as_one_does(folders, alone, tmp_path, feature, axis, world,
     several = on_ranks(plan, **{axis: world})
     many = ranks(world).call(train_noting_gradients, several.model_dump_json(), str(tmp_path))[0]
     assert losses(many).keys() == set(range(1, steps + 1))
-    if axis == "shard" and plan.train.precision == "bfloat16" and plan.adapter.kind == "none":
-        first = [{step: loss for step, loss in losses(run).items() if step <= 3} for run in (one, many)]
-        assert first[1] == pytest.approx(first[0], rel=0, abs=near)
-        near = BFLOAT16_STREAM
     assert losses(many) == pytest.approx(losses(one), rel=0, abs=near)
     norms = [next(event["grad_norm"] for event in fields(run, "StepDone")) for run in (one, many)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4 if near == 1e-5 else 0.05)

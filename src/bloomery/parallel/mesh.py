@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.sharded import full
+from bloomery.model.io.sharded import full, is_split
+from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.plan.types import TrainPlan
 
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ranks meet; without it, MASTER_ADDR
@@ -129,14 +130,14 @@ class Mesh:
         self.total(0.0)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """In place, of replicated parameters: the sum over all ranks, in float32 buckets.
+        """In place, of parameters that every rank has whole: the sum over all ranks, in float32 buckets.
 
         FSDP2 has summed those of shards already. A gradient that no rank has stays None.
         """
-        if self.world == 1 or self.shard > 1:
-            return
-        with self._waiting():
-            self._sum_in_buckets(list(parameters))
+        whole = [parameter for parameter in parameters if not is_split(parameter)] if self.world > 1 else []
+        if whole:
+            with self._waiting():
+                self._sum_in_buckets(whole)
 
     def _sum_in_buckets(self, known: list[nn.Parameter]) -> None:
         here = torch.tensor([parameter.grad is not None for parameter in known], dtype=torch.uint8)
@@ -274,15 +275,20 @@ def leave() -> None:
 def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh) -> None:
     """In place, after checkpointing and compilation, before weights are read: FSDP2 per block and for the rest.
 
-    Weights are gathered in the dtype of matmuls, gradients are summed in float32. A model with frozen weights has
-    these in that dtype already, and its adapters are gathered as they are.
+    Weights compute as on one device. Matrices of blocks are gathered in the dtype of matmuls; embeddings, head and last
+    norm in their own; norms of blocks are whole on every rank, and their gradients are summed like those of copies.
+    The residual stream keeps the dtype of the embeddings. Gradients are summed in float32. A model with frozen weights
+    has these in the dtype of matmuls already, and its adapters are gathered as they are.
     """
     trains_all = all(parameter.requires_grad for parameter in model.parameters())
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if trains_all else None
-    precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    own = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    matrices = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        norms = {weight for module in block.modules() if isinstance(module, RMSNorm | LayerNorm)
+                 for weight in module.parameters()}  # fmt: skip
+        fully_shard(block, mesh=mesh, mp_policy=matrices, ignored_params=norms)
+    fully_shard(model, mesh=mesh, mp_policy=own, reshard_after_forward=False)
     # The output of a head is a view, and nothing writes into it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     for module in model.modules():

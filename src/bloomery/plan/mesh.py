@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import Profile
-from bloomery.model.counting import parameter_count, parameter_shapes
+from bloomery.model.counting import parameter_shapes
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.mesh_memory import MeshSplit, mesh_memory
+from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.rules.support import refusals, refuse_split_blocks, refuse_unsupported
@@ -335,9 +335,11 @@ def _exposed(workload: MeshWorkload, split: MeshSplit, step: StepShape, passes: 
     if split.shard > 1:
         inside = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
-        gathered = gather_seconds(parameter_count(config) * step.element, inside, nodes=nodes, calls=layers)
-        scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers)  # in the weights' precision
-        hidden = passes * (2 * gathered + scattered)
+        layer, root = gathered_layers(step)  # layers are gathered for forward and for backward, the root once
+        whole = 2 * layers * layer * step.element + root * (step.element if step.mode.frozen else step.weight)
+        gathered = gather_seconds(whole, inside, nodes=nodes, calls=2 * layers + 1)
+        scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers + 1)  # in the weights' precision
+        hidden = passes * (gathered + scattered)
         if split.replicate > 1 and fabric.nodes > 1:
             hidden += across_seconds(learning, fabric)
         elif split.replicate > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from bloomery.data.loading.loader import Batch, mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.sharded import local
+from bloomery.model.io.sharded import is_split, local
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
@@ -120,7 +120,7 @@ def train_step(
     if method is not None and (penalty := method.penalty()) is not None:
         (penalty * (factor / mesh.world)).backward()  # once per step, not part of the reported loss
     mesh.sum_gradients(optimizer.parameters)
-    gradients = [local(p.grad) for p in optimizer.parameters if p.grad is not None]
+    gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
     norm_now = global_norm(gradients, mesh) / factor if fused_norm is None else fused_norm
     total, sums = summed(total, sums, mesh)
     means = [some[0] / some[1] for some in sums.values()]
@@ -129,7 +129,7 @@ def train_step(
     metrics = {name: value for name, value in zip(sums, values, strict=True) if math.isfinite(value)}
     result = StepResult(loss, norm, overflowed, round(loss_tokens), metrics, fused_norm is not None)
     if result.taken and fused_norm is None:
-        scale_gradients(gradients, clip_factor(norm, plan.max_grad_norm) / factor)
+        scale_gradients([local(each) for each in gradients], clip_factor(norm, plan.max_grad_norm) / factor)
         model_and_optimizer.updating = True
         with nullcontext() if health_check is None else health_check.watching():
             optimizer.step(lr_scale)
@@ -173,11 +173,16 @@ def summed(total: Tensor, sums: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, 
 def global_norm(gradients: Sequence[Tensor], mesh: Mesh = ALONE) -> Tensor:
     """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits.
 
-    `gradients`: this rank's rows where they are sharded.
+    Of gradients in shards, this rank's rows and then those of the others; one that every rank has counts once.
     """
     exact = {} if all(gradient.dtype == torch.float32 for gradient in gradients) else {"dtype": torch.float32}
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients), 2, **exact)))
-    return mesh.norm_over_shards(norm)
+    norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients], 2, **exact))
+    if mesh.shard > 1:
+        split = torch.tensor([is_split(gradient) for gradient in gradients], device=norms.device)
+        norms = torch.stack([mesh.norm_over_shards(torch.linalg.vector_norm(norms * split)),
+                             torch.linalg.vector_norm(norms * ~split)])  # fmt: skip
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
 
 
 def clip_factor(norm: float, clip: float | None) -> float:

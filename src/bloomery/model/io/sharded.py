@@ -5,6 +5,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
+def is_split(tensor: Tensor) -> bool:
+    """Whether this rank holds some rows of it."""
+    return isinstance(tensor, DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows, sharing memory; a plain tensor itself."""
     if not isinstance(tensor, DTensor):

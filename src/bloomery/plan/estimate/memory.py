@@ -159,7 +159,7 @@ def backward_bytes(step: StepShape) -> float:
     inner = (2 if config.gated_mlp else 1) * config.intermediate_size
     all_sizes = {matrix.name: matrix.size for matrix in layers(config)[0].matrices}
     sizes = {name: size for name, size in all_sizes.items() if f"model.layers.0.{name}.weight" in step.model.trained}
-    each = step.weight + (e if step.mixed else 0)
+    each = step.in_layer + (e if step.in_layer > e else 0)
     fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is accumulated
     if step.mode.base != "none":
         read = max(all_sizes.values())  # a dequantized matrix; while it is made there is no result of the matmul yet
@@ -171,7 +171,7 @@ def backward_bytes(step: StepShape) -> float:
         behind = step.model.trained_in_layer
     elif step.accumulating or step.mode.fused_backward:
         behind = 0
-    ahead = tokens * (stream + e * 2 * (config.query_width + config.key_width)) + behind * step.weight
+    ahead = tokens * (stream + e * 2 * (config.query_width + config.key_width)) + behind * step.in_layer
     return max(mlp, ahead + attention_scratch(step) - tokens * _mlp_bytes(step))
 
 

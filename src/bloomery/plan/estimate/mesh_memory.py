@@ -85,28 +85,31 @@ def _sharded(step: StepShape, split: MeshSplit) -> dict[str, float]:
 def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     """The moments of a step under FSDP2, block by block; `copies` are weights and gradients that are whole meanwhile.
 
-    Weights are gathered in the dtype of matmuls, as are the residual stream and gradients. The embeddings and their
-    gradient stay whole from forward to the end of backward. Next to the current layer, the prefetched layer and the
-    float32 gradients of the layer in reduce-scatter are alive.
+    Weights of layers are gathered in the dtype of matmuls, and so are their gradients. The embeddings and their
+    gradient have their own dtype and stay whole from forward to the end of backward. Next to the current layer, the
+    prefetched layer and the float32 gradients of the layer in reduce-scatter are alive.
     """
-    own = replace(step, precision="bfloat16-pure" if step.mixed else step.precision, accumulating=False)
-    forward, logits, *layers, embeddings, update = moments(own)
+    forward, logits, *layers, embeddings, update = moments(replace(step, gathered=True, accumulating=False))
     layer, root = gathered_layers(step)
     learning, e, shard = step.model.trained_in_layer, step.element, step.weight / shards
+    root_bytes = root * (e if step.mode.frozen else step.weight)
     trained_root = step.model.trained_count - len(layers) * learning
     head = step.config.vocab_size * step.config.hidden_size if step.model.head_learns else 0
     kept = (len(layers) * learning + trained_root) * shard
     before, blocks = kept if step.accumulating else 0.0, len(layers) * learning * shard
     found = [
-        replace(forward, gradients=before, copies=(root + layer) * e),
-        replace(logits, gradients=before + head * e, copies=(root + layer) * e),
+        replace(forward, gradients=before, copies=root_bytes + layer * e),
+        replace(logits, gradients=before + head * step.weight, copies=root_bytes + layer * e),
     ]
     for done, moment in enumerate(layers):
-        copies = (root + 2 * layer) * e + (REDUCED * learning if done else 0)
-        found.append(replace(moment, gradients=max(before, done * learning * shard) + head * e, copies=copies))
+        ahead = 2 if done < len(layers) - 1 else 1  # nothing is prefetched behind the first layer
+        copies = root_bytes + ahead * layer * e + (REDUCED * learning if done else 0)
+        reached = max(before, done * learning * shard) + head * step.weight
+        found.append(replace(moment, gradients=reached, copies=copies))
     reached = max(before, blocks)
-    found.append(replace(embeddings, gradients=reached + trained_root * e, copies=root * e + REDUCED * learning))
-    summed = root * e + trained_root * REDUCED
+    whole = trained_root * step.weight
+    found.append(replace(embeddings, gradients=reached + whole, copies=root_bytes + REDUCED * learning))
+    summed = root_bytes + trained_root * REDUCED
     found.append(replace(embeddings, gradients=reached, copies=summed, temporaries=0.0))
     return [*found, replace(update, gradients=kept)]
 

@@ -373,6 +373,7 @@ class StepShape:
     on_gpu: bool
     expandable: bool = False  # the allocator's segments
     accumulating: bool = False  # gradient accumulation: gradients exist from the second micro-batch on
+    gathered: bool = False  # layers read weights that were gathered in the dtype of matmuls
     offloading: bool = False  # activations are offloaded to CPU memory
     teacher: ModelConfig | None = None  # of distillation
     extra_forwards: int = 0  # of the reference model, by the base without its adapters
@@ -409,6 +410,11 @@ class StepShape:
     def weight(self) -> int:
         """Bytes of a trainable weight of the model, and of its gradient."""
         return weight_of(self.precision)
+
+    @property
+    def in_layer(self) -> int:
+        """Bytes of a weight's gradient in a layer before it is accumulated."""
+        return self.element if self.gathered else self.weight
 
     @property
     def stream(self) -> int:

@@ -57,13 +57,14 @@ class Adafactor(torch.optim.Optimizer):
 
     def _kind(self, parameter: nn.Parameter) -> object:
         """Parameters of one kind, the same ones on every rank, share a stack."""
-        return self._rounding.shards.shape(parameter), parameter.dtype, float(self.state[parameter]["step"])
+        shards = self._rounding.shards
+        return shards.shape(parameter), shards.across(parameter), parameter.dtype, float(self.state[parameter]["step"])
 
     def _step(self, run: list[nn.Parameter], *, lr: float, decay: float, gate: Gate | None) -> None:
         states = [self.state[parameter] for parameter in run]
         step = max([counted(state) for state in states])  # they are equal
         shards, weights = self._rounding.shards, [p.detach() for p in run]
-        sizes_N = root_mean_square(weights, shards, shards.numel(run[0])).clamp(min=SMALLEST_WEIGHT)
+        sizes_N = root_mean_square(weights, shards.across(run[0]), shards.numel(run[0])).clamp(min=SMALLEST_WEIGHT)
         update = _Update(run, gate, shards)
         update.learn(states, step**DECAY)
         update.scale_by(-min(lr, step**-0.5) * sizes_N / (update.size_N() / LARGEST_UPDATE).clamp(min=1.0))
@@ -109,7 +110,7 @@ class _Update:
 
     def __init__(self, run: list[nn.Parameter], gate: Gate | None, shards: Shards) -> None:
         shape, device = run[0].shape, run[0].device
-        self._mesh, self._shape = shards.mesh, shards.shape(run[0])  # of the whole parameter
+        self._mesh, self._shape = shards.across(run[0]), shards.shape(run[0])  # of the whole parameter
         whole = len(run) > 1 or len(shape) != 2
         self.slices = [slice(None)] if whole else row_slices(shape[0], shape[1], device)
         self._gradient_NRC = stacked([p.grad for p in run if p.grad is not None])

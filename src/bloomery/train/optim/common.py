@@ -87,10 +87,14 @@ def times(rate: float, gate: Gate | None) -> Any:
 @final
 @dataclass(frozen=True)
 class Shards:
-    """The whole parameters of which optimizers update this rank's rows; empty where every rank has all rows."""
+    """The whole parameters of which optimizers update this rank's rows; others are whole on every rank."""
 
     whole: Mapping[nn.Parameter, nn.Parameter]
     mesh: Mesh = ALONE
+
+    def across(self, part: nn.Parameter) -> Mesh:
+        """The ranks that hold its rows: this one alone for a parameter that every rank has whole."""
+        return self.mesh if part in self.whole else ALONE
 
     def shape(self, part: nn.Parameter) -> torch.Size:
         """Of the whole parameter."""
@@ -231,13 +235,13 @@ def exact_norm(tensor: Tensor) -> Tensor:
     return whole
 
 
-def root_mean_square(tensors: Sequence[Tensor], shards: Shards, numel: int) -> Tensor:
-    """Float32 [N], of tensors of one size: `numel` numbers, of which this rank may hold some rows."""
+def root_mean_square(tensors: Sequence[Tensor], mesh: Mesh, numel: int) -> Tensor:
+    """Float32 [N], of tensors of one size: `numel` numbers, whose rows the ranks of `mesh` hold."""
     if tensors[0].numel() <= piece_size(tensors[0].device):
         norms = list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
     else:
         norms = [exact_norm(tensor) for tensor in tensors]
-    return shards.mesh.norm_over_shards(torch.stack(norms)) / math.sqrt(numel)
+    return mesh.norm_over_shards(torch.stack(norms)) / math.sqrt(numel)
 
 
 def _sizes(size: int, piece: int) -> list[int]:
