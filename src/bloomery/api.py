@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bloomery.report.charts import Plot
     from bloomery.runs.evaluate import TextScores
     from bloomery.runs.generate import Model
+    from bloomery.runs.tasks.evaluate import TaskReport
     from bloomery.train.evaluation.scoring import PairMetrics
     from bloomery.train.use import Use
 
@@ -157,6 +158,44 @@ def evaluate(
     for note in notes:
         on_note(note)
     return result
+
+
+def evaluate_task(
+    model: str | Path, task: str | Path, *, against: str | Path | None = None, step: str = "best", bos: bool = True,
+    template: str | None = None, device: str = "auto", quantize: str | None = None, on_load: OnText = lambda _: None,
+    **settings: Any,
+) -> "TaskReport":  # fmt: skip
+    """Scores of a task file, multiple choice or exact match, with 95% confidence intervals; `.results`, `.outputs`.
+
+    `against`: another model, compared on the same items with a paired test. `settings`: shots, limit, chat, extract,
+    max_new_tokens, stop, temperature, seed. A run records the results.
+    """
+    folder, use = _located(model, device, quantize)
+    from bloomery.runs.names import model_path
+    from bloomery.runs.tasks import evaluate as tasks
+    from bloomery.runs.tasks.items import Settings
+
+    other = None if against is None else tasks.Named(str(against), model_path(str(against)))
+    chosen = Settings(template=template, bos=bos, **settings)
+    return tasks.evaluate_task(
+        tasks.Named(str(model), folder, step), Path(task), chosen, against=other, use=use, on_load=on_load
+    )
+
+
+def compare(
+    model: str | Path, against: str | Path, data: str | Path | None = None, *, step: str = "best", bos: bool = True,
+    template: str | None = None, device: str = "auto", quantize: str | None = None, on_load: OnText = lambda _: None,
+) -> "TaskReport":  # fmt: skip
+    """Bits per byte of two models on the same texts (None: the validation set of the run `model`), with the p-value of
+    a paired permutation test over documents. A run records the results.
+    """
+    folder, use = _located(model, device, quantize)
+    from bloomery.runs.names import model_path
+    from bloomery.runs.tasks import evaluate as tasks
+
+    first, second = tasks.Named(str(model), folder, step), tasks.Named(str(against), model_path(str(against)))
+    place = None if data is None else Path(data)
+    return tasks.compare_on_texts(first, second, place, bos=bos, template=template, use=use, on_load=on_load)
 
 
 def generate(

@@ -43,7 +43,11 @@ FLAGS = {
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},
-    "eval": {"--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize"},
+    "eval": {
+        "--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize", "--task", "--against",
+        "--shots", "--limit", "--chat", "--extract", "--max-new-tokens", "--stop", "--temperature", "--seed",
+        "--outputs",
+    },
     "generate": {
         "--prompt", "--prompts", "--chat", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--stop", "--seed", "--step", "--json", "-d", "--devices", "--quantize",
@@ -95,6 +99,7 @@ LENGTHS = {"checkpoint.every": "1,000 steps", "eval.every": "500 steps", "loggin
 EVENTS = {
     "RunStarted", "Phase", "StepDone", "EvalDone", "Sampled", "Saved", "DeviceStats", "Warned", "Recovered", "Resumed",
     "RunEnded",
+    "TaskDone",  # of `bloomery eval`
     "StepHealth",  # came later: what a diagnosis of a run reads
 }  # fmt: skip
 STEP = {

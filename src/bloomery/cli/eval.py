@@ -1,11 +1,14 @@
-"""`bloomery eval MODEL`: loss on a text, or accuracy of a reward model on preference pairs."""
+"""`bloomery eval MODEL`: loss on a text, accuracy of a reward model on preference pairs, tasks, comparisons."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from bloomery.cli.common import (
+    NewPath,
     data_path,
     devices_option,
     echo,
@@ -16,7 +19,12 @@ from bloomery.cli.common import (
     step_option,
     text_flags,
 )
+from bloomery.core.errors import UserError
 from bloomery.core.units import counted
+
+if TYPE_CHECKING:
+    from bloomery.runs.tasks.evaluate import TaskReport
+    from bloomery.runs.tasks.statistics import Estimate
 
 
 @click.command()
@@ -27,6 +35,17 @@ from bloomery.core.units import counted
 @step_option
 @click.option("--no-bos", is_flag=True, help="Add no BOS token; the first token is not scored.")
 @click.option("--template", help="Format conversations with this chat template.")
+@click.option("--task", metavar="FILE", help="Score a task file: multiple choice or exact match.")
+@click.option("--against", metavar="MODEL", help="Compare with this model on the same items.")
+@click.option("--shots", type=click.IntRange(0), help="Show the first N items with their answers. [default: 0]")
+@click.option("--limit", type=click.IntRange(1), help="Score at most N items.")
+@click.option("--chat", is_flag=True, default=None, help="Ask in the chat template.")
+@click.option("--extract", metavar="REGEX", help="Take the last match in a completion as the answer.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Sample at most N tokens. [default: 256]")
+@click.option("--stop", multiple=True, help="End a completion at this text; may be repeated.")
+@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 is greedy.")
+@click.option("--seed", type=int, help="Seed of sampling. [default: 0]")
+@click.option("--outputs", metavar="FILE", type=NewPath(), help="Write the result of each item as JSON lines.")
 @devices_option
 @quantize_option
 @json_option
@@ -36,17 +55,36 @@ def command(
     step: str,
     no_bos: bool,
     template: str | None,
+    task: str | None,
+    against: str | None,
+    outputs: Path | None,
     devices: str,
     quantize: str | None,
     as_json: bool,
+    **settings: Any,
 ) -> None:
     """Compute loss, perplexity and bits per byte of MODEL.
 
     Without --data, a run is evaluated on its validation set. In conversations, only assistant tokens are scored. A
     reward model is evaluated on preference pairs: accuracy, margin and loss.
 
+    With --task, score the answers to a task file. With --against, test the difference of two models. Results
+    have 95% confidence intervals, and are recorded in a run.
+
     Example: bloomery eval last --data ~/my-texts
+
+    Example: bloomery eval last --task capitals.jsonl --shots 5 --against Qwen/Qwen2.5-0.5B
     """
+    given = {name: value for name, value in settings.items() if value not in (None, ())}
+    if task is not None or against is not None:
+        _evaluate_task(
+            model, task, data, against, outputs, given, as_json, step=step, bos=not no_bos, template=template,
+            device=devices, quantize=quantize,
+        )  # fmt: skip
+        return
+    if given or outputs is not None:
+        flag = f"--{next(iter(given), 'outputs').replace('_', '-')}"
+        raise UserError(f"{flag} needs --task", where=flag, fix=f"add --task FILE, or remove {flag}", code=2)
     from bloomery.api import evaluate
 
     with text_flags():
@@ -77,3 +115,64 @@ def command(
         }
     for name, value in lines.items():
         echo(f"{name:<11}{value}")
+
+
+def _evaluate_task(
+    model: str, task: str | None, data: Path | None, against: str | None, outputs: Path | None, given: dict[str, Any],
+    as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Print the results of a task or a comparison. Raises UserError."""
+    if task is not None and data is not None:
+        raise UserError("--task and --data exclude each other", where="--task", fix="remove one of them", code=2)
+    if task is None and given:
+        flag = f"--{next(iter(given)).replace('_', '-')}"
+        raise UserError(f"{flag} needs --task", where=flag, fix=f"add --task FILE, or remove {flag}", code=2)
+    from bloomery.api import compare, evaluate_task
+
+    with text_flags():
+        if task is not None:
+            report = evaluate_task(model, task, against=against, **options, **given, on_load=loading)
+        else:
+            assert against is not None
+            place = None if data is None else data_path(data)
+            report = compare(model, against, place, **options, on_load=loading)
+    for note in report.notes:
+        echo(f"note: {note}", err=True)
+    if outputs is not None:
+        from bloomery.core.files import write_durably
+
+        write_durably(outputs, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in report.outputs))
+    if as_json:
+        shown = asdict(report)
+        del shown["outputs"]
+        print_json(shown)
+        return
+    for line in _table(report):
+        echo(line)
+
+
+def _table(report: "TaskReport") -> list[str]:
+    """Each metric with its interval, and the difference of two models with its p-value."""
+    share = report.kind != "text"
+
+    def figure(estimate: "Estimate") -> str:
+        form = ".1%" if share else ".4f"
+        if estimate.low is None or estimate.high is None:
+            return f"{estimate.value:{form}}"
+        return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
+
+    lines = [f"{report.task}: {report.kind}, {counted(report.items, 'items')}; 95% confidence intervals"]
+    names = [report.model] if report.against is None else [report.model, report.against, "difference"]
+    width = max(map(len, names)) + 2
+    for result in report.results:
+        lines.append(result.metric)
+        lines.append(f"  {report.model:<{width}}{figure(result.model)}")
+        if result.against is None or result.difference is None:
+            continue
+        lines.append(f"  {report.against:<{width}}{figure(result.against)}")
+        diff, form = result.difference, "+.1%" if share else "+.4f"
+        spread = "" if diff.low is None or diff.high is None else f" ({diff.low:{form}} to {diff.high:{form}})"
+        lines.append(f"  {'difference':<{width}}{diff.value:{form}}{spread}")
+        tested = "no test: one item" if diff.p_value is None else f"p = {diff.p_value:.2g} ({diff.test})"
+        lines.append(f"  {'':<{width}}{tested}; higher on {diff.better:,}, lower on {diff.worse:,}")
+    return lines

@@ -105,6 +105,29 @@ class EvalDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskDone(Event):
+    """One metric of `bloomery eval RUN --task FILE` or `--against MODEL`, at the step of the checkpoint."""
+
+    task: str
+    kind: str  # multiple-choice, exact-match, functions or text
+    metric: str  # such as acc, exact_match, pass@1, bits_per_byte
+    items: int  # scored
+    value: float | None
+    low: float | None = None  # of the 95% confidence interval
+    high: float | None = None
+    interval: str = ""  # wilson, bootstrap or none
+    against: str = ""  # the other model of a comparison
+    against_value: float | None = None
+    against_low: float | None = None
+    against_high: float | None = None
+    difference: float | None = None  # `value` - `against_value`
+    difference_low: float | None = None
+    difference_high: float | None = None
+    p_value: float | None = None  # of no difference, two-sided
+    test: str = ""  # mcnemar-exact, sign-flip-exact or sign-flip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampled(Event):
     """One completion of a prompt from `sample.prompts`."""
 

@@ -19,6 +19,7 @@ from bloomery.monitor.events import (
     RunStarted,
     Saved,
     StepDone,
+    TaskDone,
     Warned,
 )
 
@@ -142,7 +143,7 @@ class Elapsed:
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
-        if isinstance(event, Saved | Warned | DeviceStats):  # from other threads, out of order
+        if isinstance(event, Saved | Warned | DeviceStats | TaskDone):  # of other threads and processes, out of order
             return self.seconds
         if isinstance(event, RunStarted) and self._stepped:  # a new process: the previous one was killed
             self._before = None

@@ -156,6 +156,32 @@ def downsample(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
     return kept
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """Figures with their confidence intervals on one scale: label, value, low, high; the ends may be unknown."""
+
+    title: str
+    rows: Sequence[tuple[str, float, float | None, float | None]]
+    share: bool  # of 1, shown in percent on the whole scale
+    note: str = ""
+
+
+def interval_chart(intervals: Intervals) -> Markup:
+    """A band for each interval and a line at its figure; the first row is highlighted."""
+    form = ".1%" if intervals.share else ".4f"
+    known = [end for _, *ends in intervals.rows for end in ends if end is not None]
+    low, high = (0.0, 1.0) if intervals.share else (min(known), max(known))
+    room = 0.0 if intervals.share else (high - low) * 0.1 or abs(high) * 0.1 or 1.0
+    floor, size = low - room, high - low + 2 * room
+    rows = []
+    for label, value, begin, end in intervals.rows:
+        first, last = (value if edge is None else edge for edge in (begin, end))
+        spread = "" if begin is None or end is None else f" ({begin:{form}} to {end:{form}})"
+        at, left, width = (f"{part / size:.2%}" for part in (value - floor, first - floor, last - first))
+        rows.append((label, left, width, at, f"{value:{form}}{spread}"))
+    return part("intervals", title=intervals.title, rows=rows, note=intervals.note)
+
+
 def bar_chart(bars: Bars) -> Markup:
     """Bars from zero, each with its value."""
     most = max((value for _, value in bars.rows), default=0.0) or 1.0

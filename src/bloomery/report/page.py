@@ -14,10 +14,10 @@ from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.console.screen import plot
 from bloomery.monitor.console.words import figure, format_joules
-from bloomery.monitor.events import CPU_DEVICE, DeviceStats
+from bloomery.monitor.events import CPU_DEVICE, DeviceStats, TaskDone
 from bloomery.monitor.summary import JOULES_IN_KWH, in_millions
 from bloomery.plan.advice.advise import claims_of, energy_kwh
-from bloomery.report.charts import SIGNS, Bars, Plot, Point, Series, bar_chart, line_chart
+from bloomery.report.charts import SIGNS, Bars, Intervals, Plot, Point, Series, bar_chart, interval_chart, line_chart
 from bloomery.report.record import RunRecord, check_claims, read_record
 from bloomery.report.render import part, render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ResponsePair, ValidationText, heat_level
@@ -86,6 +86,7 @@ def page(
             (f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text) for i in record.incidents[-_SHOWN_INCIDENTS:]
         ],
         evaluations=_evaluations(record),
+        tasks=[interval_chart(_intervals(event)) for event in record.tasks if event.value is not None],
         **_samples(record),
         prompts=[(r.prompt, list(zip(columns, (r.before, r.after, r.reference), strict=True))) for r in responses],
         responses_note=RESPONSES_NOTE,
@@ -142,6 +143,21 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (figure(summary.peak_gib or None, ".2f", " GiB"), "peak memory"),
         ("" if joules is None else format_joules(joules), f"energy, {each:.3g} J per token" if each else "energy"),
     ]
+
+
+def _intervals(event: TaskDone) -> Intervals:
+    """One metric of a task; with the other model of a comparison, and the difference as a note."""
+    share = event.kind != "text"
+    note = f"{event.items:,} items, step {event.step:,}"
+    rows = [("this run", event.value or 0.0, event.low, event.high)]
+    if event.against_value is not None and event.difference is not None:
+        rows.append((event.against, event.against_value, event.against_low, event.against_high))
+        form = "+.1%" if share else "+.4f"
+        note += f"; difference {event.difference:{form}}"
+        if event.difference_low is not None and event.difference_high is not None:
+            note += f" ({event.difference_low:{form}} to {event.difference_high:{form}})"
+        note += "" if event.p_value is None else f", p = {event.p_value:.2g} ({event.test})"
+    return Intervals(f"{event.task}: {event.metric}", rows, share, note)
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:

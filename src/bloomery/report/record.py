@@ -25,6 +25,7 @@ from bloomery.monitor.events import (
     Sampled,
     Saved,
     StepDone,
+    TaskDone,
     Warned,
     last_per_step,
     read_events,
@@ -73,6 +74,7 @@ class RunRecord:
     steps: list[StepDone]
     evals: list[EvalDone]
     samples: list[Sampled]
+    tasks: list[TaskDone]
     saves: list[Saved]
     device_samples: list[DeviceStats]  # of repeated steps, too: they take time and power
     incidents: list[Incident]
@@ -125,6 +127,7 @@ def read_record(folder: Path) -> RunRecord:
     plan = _read(folder / "plan.json", RunPlan)
     recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
     samples = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}  # the last of each
+    tasks = {(e.task, e.metric, e.against, e.step): e for e in events if isinstance(e, TaskDone)}  # the last of each
     return RunRecord(
         folder=folder,
         summary=summary,
@@ -132,6 +135,7 @@ def read_record(folder: Path) -> RunRecord:
         steps=last_per_step(events, StepDone),
         evals=last_per_step(events, EvalDone),
         samples=[samples[key] for key in sorted(samples)],
+        tasks=list(tasks.values()),
         saves=last_per_step(events, Saved),
         device_samples=[event for event in events if isinstance(event, DeviceStats)],
         incidents=incidents_of(events),

@@ -1,14 +1,16 @@
-"""Per-token loss of documents, and rewards of pairs, for `eval` and the report."""
+"""Per-token loss of documents, log-likelihood of continuations, and rewards of pairs, for `eval` and the report."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bloomery.core.errors import UserError
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import LabelScores, Values
+from bloomery.model.heads import LabelScores, Values, capped
+from bloomery.model.norms import widened
 from bloomery.train.forward import eval_mode
 from bloomery.train.objectives.losses import reward_loss
 
@@ -97,6 +99,68 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
     return [
         -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start] for row, piece in enumerate(batch)
     ]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Of a continuation: its log-probability in nats, and whether greedy decoding would write it."""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class _ScoresAt:
+    """float32 [2, N]: the log-probability of label n at place n of B * T, and 1 where no token is likelier."""
+
+    places_N: Tensor
+    labels_N: Tensor
+    chunk: int
+
+    def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+        hidden_ND, found = hidden_BTD.flatten(0, 1)[self.places_N], []
+        for hidden_CD, labels_C in zip(hidden_ND.split(self.chunk), self.labels_N.split(self.chunk), strict=True):
+            scores_CV = capped(widened(output(hidden_CD)), softcap).log_softmax(-1)
+            scores_C = scores_CV.gather(1, labels_C[:, None]).squeeze(1)
+            found.append(torch.stack([scores_C, (scores_CV.argmax(-1) == labels_C).to(scores_C.dtype)]))
+        return torch.cat(found, 1)
+
+
+def score_continuations(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+    """The likelihood of each continuation after its context, both with at least one token.
+
+    Contexts are truncated at their start. Choices of one token after one context share a row. Raises UserError for a
+    continuation longer than the model's context.
+    """
+    most, device = decoder.config.max_positions, next(decoder.parameters()).device
+    rows: dict[tuple[int, ...], list[int]] = {}  # the input of a row, and the pairs that it scores
+    for number, (context, continuation) in enumerate(pairs):
+        if len(continuation) > most:
+            problem = f"a continuation of {len(continuation):,} tokens is longer than the context of {most:,}"
+            raise UserError(problem, where="the task", fix="remove it, or use a model with a longer context")
+        rows.setdefault((*context, *continuation)[-most - 1 : -1], []).append(number)
+    order, begin = sorted(rows, key=len, reverse=True), 0
+    chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
+    scores = [Likelihood(0.0, False)] * len(pairs)
+    with eval_mode(decoder):
+        while begin < len(order):  # longest first; padding is at the end, outside causal attention
+            width = len(order[begin])
+            batch = order[begin : begin + max(_TOKENS_A_FORWARD // width, 1)]
+            begin += len(batch)
+            tokens_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in batch])
+            numbers = [(row, number) for row, ids in enumerate(batch) for number in rows[ids]]
+            sizes = [len(pairs[number][1]) for _, number in numbers]
+            places = [
+                row * width + len(batch[row]) - size + place
+                for (row, _), size in zip(numbers, sizes, strict=True)
+                for place in range(size)
+            ]
+            labels = [token for _, number in numbers for token in pairs[number][1]]
+            head = _ScoresAt(torch.tensor(places, device=device), torch.tensor(labels, device=device), chunk)
+            found: Tensor = decoder(tokens_BT.to(device), head=head)
+            for (_, number), each_2C in zip(numbers, found.float().cpu().split(sizes, 1), strict=True):
+                scores[number] = Likelihood(float(each_2C[0].double().sum()), bool(each_2C[1].all()))
+    return scores
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Tasks with right and wrong answers: questions, choices and functions; intervals and comparisons of their scores."""

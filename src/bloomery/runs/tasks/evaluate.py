@@ -1,0 +1,190 @@
+"""`bloomery eval` on a task, and of two models on the same task or texts: scores, intervals, tests, events."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import counted
+from bloomery.data.shards import read_manifest
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
+from bloomery.model.decoder import Decoder
+from bloomery.model.sampling import NotFinite
+from bloomery.monitor.events import EventLog, TaskDone
+from bloomery.plan.store import read_plan
+from bloomery.runs.evaluate import load_found, notes_of, texts_of
+from bloomery.runs.tasks.items import Settings, TaskScores, ask, read_task
+from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare
+from bloomery.train.evaluation.scoring import score_documents
+from bloomery.train.model_folder import ModelFiles, find_model
+from bloomery.train.use import OnText, Use
+
+Score = Callable[[Decoder, Tokenizer], TaskScores]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model as the user names it, its folder, and the checkpoint of a run."""
+
+    name: str
+    folder: Path
+    step: str = "best"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One metric. `against` and `difference`: of a comparison."""
+
+    metric: str
+    model: Estimate
+    against: Estimate | None = None
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """`kind`: multiple-choice, exact-match, functions or text. `items`: scored, by both models. The first result is the
+    headline. `outputs`: one object per item.
+    """
+
+    task: str
+    kind: str
+    model: str
+    against: str | None
+    items: int
+    results: tuple[Result, ...]
+    outputs: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+
+
+def evaluate_task(
+    model: Named, task: Path, settings: Settings, *, against: Named | None = None, use: Use | None = None,
+    on_load: OnText = lambda _: None,
+) -> TaskReport:  # fmt: skip
+    """Score a task file with `model`, and with `against` on the same items. A run records it. Raises UserError."""
+    chosen = read_task(task)
+    score = partial(ask, task=chosen, settings=settings)
+    return _report(model, against, score, chosen.name, chosen.kind, use, on_load)
+
+
+def compare_on_texts(
+    model: Named, against: Named, data: Path | None, *, bos: bool = True, template: str | None = None,
+    use: Use | None = None, on_load: OnText = lambda _: None,
+) -> TaskReport:  # fmt: skip
+    """Bits per byte of two models on the same documents (None: the validation set of the run `model`).
+
+    Tokenizers may differ, except for a validation set, which is tokenized. A run records it. Raises UserError.
+    """
+    if data is None:
+        if not (model.folder / "plan.json").is_file():
+            problem = "no validation set: this model is not a run"
+            raise UserError(problem, where=model.name, fix="add --data PATH or --task FILE", code=2)
+        data = read_plan(model.folder / "plan.json").data.prepared
+    if (data / "manifest.json").is_file():
+        hashed = read_manifest(data).tokenizer_hash
+        for each in (model, against):
+            if load_tokenizer(find_model(each.folder, each.step).tokenizer).hash != hashed:
+                problem = f"the validation set is tokenized, and {each.name} has another tokenizer"
+                raise UserError(problem, where=str(data), fix="add --data PATH: texts, or conversations", code=2)
+    score = partial(_score_texts, data=data, bos=bos, template=template)
+    return _report(model, against, score, data.name or str(data), "text", use, on_load)
+
+
+def _score_texts(
+    decoder: Decoder, tokenizer: Tokenizer, *, data: Path, bos: bool, template: str | None
+) -> TaskScores:  # fmt: skip
+    """Bits and bytes of each document."""
+    texts = list(texts_of(data, tokenizer, bos=bos, template=template))
+    refuse_unknown_ids((token for text in texts for token in text.tokens), decoder.config.vocab_size)
+    scores = score_documents(decoder, (text.tokens for text in texts))
+    masks = [slice(None) if text.loss_mask is None else text.loss_mask[1:] for text in texts]
+    nats = np.array([float(n[mask].sum(dtype=np.float64)) for n, mask in zip(scores, masks, strict=True)])
+    size = np.array([float(text.bytes) for text in texts])
+    if not np.isfinite(nats).all():
+        raise NotFinite
+    outputs = tuple(
+        {"item": n, "bits": b, "bytes": s} for n, (b, s) in enumerate(zip(nats / np.log(2), size, strict=True))
+    )
+    notes = notes_of(texts, tokenizer, bos=bos, context=decoder.config.max_positions)
+    return TaskScores((Scores("bits_per_byte", nats / np.log(2), size),), outputs, tuple(notes))
+
+
+def _report(
+    model: Named, against: Named | None, score: Score, task: str, kind: str, use: Use | None, on_load: OnText
+) -> TaskReport:
+    """Loads one model at a time."""
+    files = find_model(model.folder, model.step)
+    first = score(*load_found(files, where=model.name, use=use, on_load=on_load))
+    second = None
+    if against is not None:
+        gc.collect()  # the first decoder has cycles
+        other = find_model(against.folder, against.step)
+        second = score(*load_found(other, where=against.name, use=use, on_load=on_load))
+    results, items, left_out = _results(first, second)
+    notes = list(dict.fromkeys([*first.notes, *(() if second is None else second.notes)]))
+    if left_out:
+        notes.append(f"left out: {counted(left_out, 'documents')} without scored bytes")
+    outputs = first.outputs
+    if second is not None:
+        pairs = zip(first.outputs, second.outputs, strict=True)
+        outputs = tuple({**one, "against": {k: v for k, v in other.items() if k != "item"}} for one, other in pairs)
+    report = TaskReport(
+        task, kind, model.name, None if against is None else against.name, items, results, outputs, tuple(notes)
+    )
+    return _recorded(report, model, files)
+
+
+def _results(first: TaskScores, second: TaskScores | None) -> tuple[tuple[Result, ...], int, int]:
+    """The results, the number of items, and how many were left out because they weigh nothing."""
+    results, items, left_out = [], 0, 0
+    for one, other in zip(first.scores, (second or first).scores, strict=True):
+        if len(one.values) != len(other.values):
+            problem = f"the models read different documents: {len(one.values):,} and {len(other.values):,}"
+            raise UserError(problem, where="--data", fix="use --template, or data without a chat template")
+        kept = (one.weights > 0) & (other.weights > 0)
+        items, left_out = int(kept.sum()), int((~kept).sum())
+        if not items:
+            raise UserError("no item to score", where="--data", fix="use a text of at least two tokens")
+        one, other = (Scores(each.metric, each.values[kept], each.weights[kept]) for each in (one, other))
+        if second is None:
+            results.append(Result(one.metric, one.estimate()))
+        else:
+            results.append(Result(one.metric, one.estimate(), other.estimate(), compare(one, other)))
+    return tuple(results), items, left_out
+
+
+def _recorded(report: TaskReport, model: Named, files: ModelFiles) -> TaskReport:
+    """The report; a run gets an event per metric."""
+    path = model.folder / "events.jsonl"
+    if files.weights.parent != model.folder / "checkpoints" or not path.is_file():
+        return report
+    try:
+        with EventLog(path) as log:
+            for result in report.results:
+                log(_event(report, result, step=int(files.weights.name.rpartition("-")[2])))
+    except (OSError, UserError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error.problem
+        notes = (*report.notes, f"not recorded in the run: {problem}")
+        return TaskReport(**{**vars(report), "notes": notes})
+    return report
+
+
+def _event(report: TaskReport, result: Result, *, step: int) -> TaskDone:
+    against, difference = result.against, result.difference
+    more: dict[str, Any] = {}
+    if against is not None and difference is not None:
+        more = {
+            "against": report.against, "against_value": against.value, "against_low": against.low,
+            "against_high": against.high, "difference": difference.value, "difference_low": difference.low,
+            "difference_high": difference.high, "p_value": difference.p_value, "test": difference.test,
+        }  # fmt: skip
+    own = result.model
+    return TaskDone(
+        step=step, task=report.task, kind=report.kind, metric=result.metric, items=report.items, value=own.value,
+        low=own.low, high=own.high, interval=own.interval, **more,
+    )  # fmt: skip

@@ -1,0 +1,371 @@
+"""Task files: multiple choice, exact match and functions. The first two are asked and scored here."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+
+from bloomery.core.errors import UserError
+from bloomery.core.text import closest
+from bloomery.core.units import counted
+from bloomery.data.chat.render import chat_format
+from bloomery.data.examples import BadRow, Message, Role
+from bloomery.data.sources.files import DATA, TABLES, suffix_of
+from bloomery.data.sources.readers import read_values
+from bloomery.data.tokenizer.templates import own_templates
+from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
+from bloomery.model.decoder import Decoder
+from bloomery.model.decoding import Batch, Past, Text
+from bloomery.model.sampling import NotFinite, Sampling, known_ids
+from bloomery.runs.generate import Stops, TextStream
+from bloomery.runs.tasks.statistics import Scores, shares
+from bloomery.train.evaluation.scoring import score_continuations
+from bloomery.train.forward import eval_mode
+
+Kind = Literal["multiple-choice", "exact-match", "functions"]
+SLOTS = 8  # texts that are decoded at once
+KEYS = {
+    "multiple-choice": {"choices", "answer"}, "exact-match": {"answer"}, "functions": {"prompt", "entry_point", "test"},
+}  # fmt: skip
+_STOPS = ("\n\n", "\nQuestion:")  # of a text that continues after the answer
+_FIX = 'write {"question": "...", "choices": ["...", "..."], "answer": 0} or {"question": "...", "answer": "..."}'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a task is asked. `shots`: first items that are shown with their answer and not scored. `limit`: items scored.
+    `extract`: a regular expression; its last match in a completion is the answer. `samples`: completions per function.
+    """
+
+    shots: int = 0
+    limit: int | None = None
+    bos: bool = True
+    chat: bool = False
+    template: str | None = None
+    extract: str | None = None
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    samples: int = 1
+    temperature: float | None = None
+    seed: int = 0
+    run_code: bool = False
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row of a task. `prompt`: the text before the answer. `asked`: the same without "Question:", for a chat.
+
+    `answers`: accepted ones; of multiple choice the right one, which is choice number `right`.
+    """
+
+    name: str
+    prompt: str
+    asked: str
+    answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    right: int = 0
+    entry_point: str = ""
+    test: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    kind: Kind
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """`scores`: of the same items; the first metric is the headline. `outputs`: one JSON object per item."""
+
+    scores: tuple[Scores, ...]
+    outputs: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_task(path: Path) -> Task:
+    """The task in a JSONL, Parquet, Arrow, JSON or CSV file. Raises UserError for a row that is not like the first."""
+    format = (DATA | TABLES).get(suffix_of(path))
+    if format is None or not path.is_file():
+        problem = "a task is a JSONL, Parquet, Arrow, JSON or CSV file" if path.exists() else "no such file"
+        raise UserError(f"{problem}: {path.name}", where=str(path), fix=_FIX, code=2)
+    items: list[Item] = []
+    kind: Kind | None = None
+    for value in read_values(path, path.name, format):
+        if isinstance(value, BadRow):
+            raise UserError(value.problem, where=value.where, fix=value.fix)
+        row = value.content
+        if not isinstance(row, dict):
+            raise UserError("a row of a task is an object", where=value.where, fix=_FIX)
+        kind = kind or _kind_of(row, value.where)
+        items.append(_item(row, kind, value.where, str(row.get("id", row.get("task_id", len(items) + 1)))))
+    if kind is None:
+        raise UserError("the task has no item", where=str(path), fix=_FIX)
+    return Task(path.stem, kind, tuple(items))
+
+
+def _kind_of(row: dict[str, Any], where: str) -> Kind:
+    if KEYS["functions"] <= row.keys():
+        return "functions"
+    if "answer" not in row:
+        near = closest("answer", list(row), count=1, cutoff=0.5)
+        hint = f"; is it {near[0]!r}?" if near else ""
+        raise UserError(f"a row of a task has the key 'answer'{hint}", where=where, fix=_FIX)
+    return "multiple-choice" if "choices" in row else "exact-match"
+
+
+def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
+    def text(key: str) -> str:
+        if not isinstance(row.get(key), str):
+            raise UserError(f"the key {key!r} is a text in each row of this task", where=where, fix=_FIX)
+        return str(row[key])
+
+    if kind == "functions":
+        prompt = text("prompt")
+        return Item(name, prompt, prompt, entry_point=text("entry_point"), test=text("test"))
+    asked = text("prompt") if "prompt" in row else text("question")
+    prompt = asked if "prompt" in row else f"Question: {asked}\nAnswer:"
+    answer, choices = row.get("answer"), row.get("choices")
+    if kind == "exact-match":
+        answers = answer if isinstance(answer, list) else [answer]
+        if not answers or any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers):
+            raise UserError("an answer is a text, a number or a list of them", where=where, fix=_FIX)
+        return Item(name, prompt, asked, tuple(str(one) for one in answers))
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
+        raise UserError("choices are a list of at least two texts", where=where, fix=_FIX)
+    right = answer
+    if isinstance(answer, str):
+        letters = [chr(ord("A") + number) for number in range(len(choices))]
+        right = next((names.index(answer) for names in (choices, letters) if answer in names), None)
+    if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(choices):
+        problem = f"the answer is the number of a choice from 0, its letter from A, or its text: {answer!r}"
+        raise UserError(problem, where=where, fix=_FIX)
+    return Item(name, prompt, asked, (choices[right],), tuple(choices), right)
+
+
+@final
+class Asker:
+    """Token ids of prompts with their examples, and of continuations. `stops` end a completion."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, settings: Settings, shots: Sequence[Item],
+        encode: Callable[[Sequence[Message]], list[int]] | None, stops: tuple[str, ...], stop_ids: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.settings, self.shots, self._encode = tokenizer, settings, shots, encode
+        self.stops, self.stop_ids = stops, stop_ids
+
+    def pair(self, item: Item, answer: str) -> tuple[list[int], list[int]]:
+        """The prompt, and the answer as its continuation, both with at least one token. Raises UserError."""
+        if self._encode is not None:
+            context, continuation = self.prompt(item), self.tokenizer.encode(answer)
+        else:
+            text = self._text(item)
+            context, continuation = encode_pair(self.tokenizer, text, _spaced(text, answer), bos=self.settings.bos)
+        if not context or not continuation:
+            problem = f"the {'answer' if context else 'prompt'} has no token of its own"
+            raise UserError(problem, where=f"item {item.name}", fix="lengthen it, or remove the item")
+        return context, continuation
+
+    def prompt(self, item: Item) -> list[int]:
+        if self._encode is None:
+            prefix = self.tokenizer.prefix if self.settings.bos else []
+            return prefix + self.tokenizer.encode(self._text(item))
+        turns = [
+            turn for shot in self.shots for turn in (_turn("user", shot.asked), _turn("assistant", shot.answers[0]))
+        ]
+        return self._encode([*turns, _turn("user", item.asked)])
+
+    def _text(self, item: Item) -> str:
+        shown = [shot.prompt + _spaced(shot.prompt, shot.answers[0]) for shot in self.shots]
+        return "\n\n".join([*shown, item.prompt])
+
+
+def _turn(role: Role, text: str) -> Message:
+    return Message(role, text)
+
+
+def _spaced(prompt: str, answer: str) -> str:
+    """The answer after a space, unless one of them has white space there."""
+    return answer if prompt[-1:].isspace() or not prompt or answer[:1].isspace() else f" {answer}"
+
+
+def encode_pair(
+    tokenizer: Tokenizer, context: str, continuation: str, *, bos: bool = True
+) -> tuple[list[int], list[int]]:
+    """Token ids as lm-evaluation-harness makes them: of the whole text, cut behind the context without its last spaces.
+
+    An empty context becomes the BOS or EOS token; without either, it has no token.
+    """
+    stripped = context.rstrip()
+    continuation, prefix = context[len(stripped) :] + continuation, tokenizer.prefix if bos else []
+    if not stripped:
+        start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        return ([] if start is None else [start]), tokenizer.encode(continuation)
+    before = tokenizer.encode(stripped)
+    return prefix + before, tokenizer.encode(stripped + continuation)[len(before) :]
+
+
+@contextmanager
+def asking(tokenizer: Tokenizer, settings: Settings, shots: Sequence[Item] = ()) -> Iterator[Asker]:
+    """Raises UserError for a chat with a model without a chat template."""
+    if not settings.chat:
+        yield Asker(tokenizer, settings, shots, None, settings.stop or _STOPS, ())
+        return
+    if settings.template is None and not own_templates(tokenizer.config):
+        fix = "remove --chat, or add --template chatml"
+        raise UserError("this model has no chat template", where="--chat", fix=fix, code=2)
+    with chat_format(tokenizer, settings.template) as form:
+        yield Asker(tokenizer, settings, shots, form.encode, (*settings.stop, *form.stop_strings), form.stop_ids)
+
+
+def ask(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings) -> TaskScores:
+    """The scores of multiple choice or exact match. Raises UserError."""
+    shots, items = task.items[: settings.shots], task.items[settings.shots :][: settings.limit]
+    if not items:
+        problem = f"no item is left to score: {counted(len(task.items), 'items')}, {settings.shots} shown as examples"
+        raise UserError(problem, where=task.name, fix="use fewer --shots", code=2)
+    with asking(tokenizer, settings, shots) as asker:
+        if task.kind == "multiple-choice":
+            return _choose(decoder, asker, items)
+        return _match(decoder, asker, items)
+
+
+def _choose(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
+    """`acc`: the likeliest choice is right; `acc_norm`: by log-likelihood per character, as lm-evaluation-harness."""
+    pairs = [asker.pair(item, choice) for item in items for choice in item.choices]
+    _refuse_ids(decoder, pairs)
+    likelihoods = iter(score_continuations(decoder, pairs))
+    outputs = []
+    for item in items:
+        sums = [next(likelihoods).logprob for _ in item.choices]
+        normed = [nats / len(choice) for nats, choice in zip(sums, item.choices, strict=True)]
+        if not np.isfinite(sums).all():
+            raise NotFinite
+        outputs.append({
+            "item": item.name, "right": item.right, "chosen": int(np.argmax(sums)),
+            "chosen_norm": int(np.argmax(normed)), "logprobs": sums,
+        })  # fmt: skip
+    scores = [
+        shares(metric, [one[key] == one["right"] for one in outputs])
+        for metric, key in (("acc", "chosen"), ("acc_norm", "chosen_norm"))
+    ]
+    longest = max(len(context) + len(continuation) for context, continuation in pairs)
+    cut = sum(len(context) + len(continuation) > decoder.config.max_positions + 1 for context, continuation in pairs)
+    notes = (
+        [f"{cut:,} of {len(pairs):,} prompts are cut at their start: the longest has {longest:,} tokens"] if cut else []
+    )
+    return TaskScores(tuple(scores), tuple(outputs), tuple(notes))
+
+
+def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
+    """`exact_match`: the completion without white space around it, or its extracted answer, is an accepted answer."""
+    settings = asker.settings
+    sampling = Sampling(
+        max_new_tokens=settings.max_new_tokens, temperature=settings.temperature or 0.0, seed=settings.seed,
+        stop_ids=asker.stop_ids,
+    )  # fmt: skip
+    prompts, notes = fitted_prompts(decoder, [asker.prompt(item) for item in items], settings.max_new_tokens)
+    completions = complete(decoder, asker.tokenizer, [Request(ids, sampling, asker.stops) for ids in prompts])
+    outputs = []
+    for item, completion in zip(items, completions, strict=True):
+        answer = extracted(completion, settings.extract)
+        accepted = [one.strip() for one in item.answers]
+        outputs.append({
+            "item": item.name, "completion": completion, "answer": answer, "accepted": accepted,
+            "correct": answer is not None and answer in accepted,
+        })  # fmt: skip
+    if missing := sum(one["answer"] is None for one in outputs):
+        notes.append(f"no match of --extract in {missing:,} of {len(outputs):,} completions: counted as wrong")
+    return TaskScores((shares("exact_match", [bool(one["correct"]) for one in outputs]),), tuple(outputs), tuple(notes))
+
+
+def extracted(completion: str, pattern: str | None) -> str | None:
+    """The last match of the pattern (its first group, if it has one), else the whole completion, stripped."""
+    if pattern is None:
+        return completion.strip()
+    try:
+        found = list(re.finditer(pattern, completion))
+    except re.error as error:
+        fix = r"write a regular expression, such as '(-?\d+)'"
+        raise UserError(f"not a regular expression: {error}", where="--extract", fix=fix, code=2) from error
+    return (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else None
+
+
+def fitted_prompts(
+    decoder: Decoder, prompts: Sequence[list[int]], new_tokens: int
+) -> tuple[list[list[int]], list[str]]:
+    """The prompts, cut at their start so that `new_tokens` fit into the context, and a note about them."""
+    _refuse_ids(decoder, [(ids, []) for ids in prompts])
+    room = decoder.config.max_positions - new_tokens
+    if room < 1:
+        problem = f"--max-new-tokens {new_tokens:,} leaves no room for a prompt in a context of"
+        fix = "use a smaller --max-new-tokens"
+        raise UserError(f"{problem} {decoder.config.max_positions:,}", where="--max-new-tokens", fix=fix, code=2)
+    cut = sum(len(ids) > room for ids in prompts)
+    notes = [f"{cut:,} of {len(prompts):,} prompts are cut at their start to {room:,} tokens"] if cut else []
+    return [ids[-room:] for ids in prompts], notes
+
+
+def _refuse_ids(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
+    refuse_unknown_ids((token for pair in pairs for ids in pair for token in ids), decoder.config.vocab_size)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to complete, up to an EOS token, one of `sampling.stop_ids` or one of the texts in `stops`."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+
+
+@dataclass
+class _Open:
+    """A completion that is being written."""
+
+    number: int
+    stream: TextStream
+    stops: Stops
+    text: str = ""
+
+
+def complete(
+    decoder: Decoder, tokenizer: Tokenizer, requests: Sequence[Request], *, slots: int = SLOTS
+) -> list[str]:  # fmt: skip
+    """The completion of each request, `slots` decoded at once.
+
+    Prompts that begin alike follow each other, so that a slot reads what they share once. Raises UserError for logits
+    that are not finite.
+    """
+    ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
+    order = deque(sorted(range(len(requests)), key=lambda number: tuple(requests[number].ids)))
+    capacity = max((len(one.ids) + one.sampling.max_new_tokens for one in requests), default=0)
+    batch = Batch(Past(decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)))
+    opened, texts = dict[Text, _Open](), [""] * len(requests)
+    with eval_mode(decoder):
+        while order or batch.texts:
+            while order and not batch.full:
+                request = requests[number := order.popleft()]
+                stop_ids = known_ids(*ends, *request.sampling.stop_ids)
+                text = batch.add(request.ids, replace(request.sampling, stop_ids=stop_ids))
+                opened[text] = _Open(number, TextStream(tokenizer, request.ids), Stops(request.stops))
+            for drawn in batch.step():
+                one = opened[drawn.text]
+                if isinstance(drawn.ended, NotFinite):
+                    raise drawn.ended
+                if drawn.token is not None:
+                    one.text += one.stops.push(one.stream.push(drawn.token))
+                if drawn.ended is not None and not one.stops.stopped:
+                    one.text += one.stops.push(one.stream.flush())
+                    one.text += "" if one.stops.stopped else one.stops.flush()
+                elif drawn.ended is None and one.stops.stopped:
+                    batch.remove(drawn.text)
+                if drawn.ended is not None or one.stops.stopped:
+                    texts[one.number] = opened.pop(drawn.text).text
+    return texts
