@@ -3,6 +3,7 @@
 B texts, T new tokens, S tokens that the new ones see, K key/value heads, E head width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -37,21 +38,26 @@ class LayerCache:
         """Whether old keys make room for new ones."""
         return self.kept < self.cache.capacity
 
-    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> Seen:
-        """Appends to the cache's current slots, and returns what the new queries see."""
+    def memory(self, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values; made in the dtype and on the device of `like` where they are not yet."""
         if self.keys is None or self.values is None:
             # Zeros: masked keys still are multiplied, and memory may hold NaN.
-            shape = (self.cache.slots, k_BKTE.shape[1], self.kept, k_BKTE.shape[3])
-            self.keys, self.values = k_BKTE.new_zeros(shape), v_BKTE.new_zeros(shape)
+            shape = self.cache.slots, heads, self.kept, width
+            self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+        return self.keys, self.values
+
+    def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> Seen:
+        """Appends to the cache's current slots, and returns what the new queries see."""
+        whole_keys, whole_values = self.memory(k_BKTE.shape[1], k_BKTE.shape[3], k_BKTE)
         if not self.cache.alike:
             index, at = self.cache.places(self.kept, k_BKTE.device)
-            self.keys[index, :, at], self.values[index, :, at] = k_BKTE[:, :, 0], v_BKTE[:, :, 0]
+            whole_keys[index, :, at], whole_values[index, :, at] = k_BKTE[:, :, 0], v_BKTE[:, :, 0]
             mask = self.cache.mask(self.kept, k_BKTE.device)
             seen = slice(len(self.cache.rows)), slice(None), slice(mask.shape[-1])
-            return Seen(self.keys[seen], self.values[seen], mask)
+            return Seen(whole_keys[seen], whole_values[seen], mask)
         rows = self.cache.rows
         begin, count = self.cache.lengths[rows.start], k_BKTE.shape[2]
-        keys, values = self.keys[rows.start : rows.stop], self.values[rows.start : rows.stop]
+        keys, values = whole_keys[rows.start : rows.stop], whole_values[rows.start : rows.stop]
         if begin + count <= self.kept:
             keys[:, :, begin : begin + count], values[:, :, begin : begin + count] = k_BKTE, v_BKTE
             return Seen(keys[:, :, : begin + count], values[:, :, : begin + count], None)
@@ -100,7 +106,11 @@ class Cache:
 
     def advance(self, count: int) -> None:
         """The forward is over: every current slot has `count` more tokens."""
-        for row in self.rows:
+        self.append(self.rows.start, [count] * len(self.rows))
+
+    def append(self, first: int, counts: Sequence[int]) -> None:
+        """The slots from `first` on have so many more tokens."""
+        for row, count in enumerate(counts, first):
             self.lengths[row] += count
             assert self.lengths[row] <= self.capacity, f"{self.lengths[row]} tokens do not fit into {self.capacity}"
         self._shared.clear()

@@ -3,7 +3,8 @@
 B batch, T time, D width, H query heads, K key/value heads, E head width, F width inside the MLP, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -199,8 +200,18 @@ class Backbone(nn.Module):
         return [table if turns else None for table, turns in zip(tables, rotating, strict=True)]
 
 
+class Step(Protocol):
+    """A forward of few tokens that is computed in another way, such as `model.compiled_step`."""
+
+    def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
+        """Whether it appends these tokens to the slots from `first` on."""
+
+    def __call__(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False) -> Tensor:
+        """Does so; logits after the last token of each slot, or after `every` token: float32 [N, V]."""
+
+
 class Decoder(nn.Module):
-    """`attention` is a backend of `model.attention`; None: the plain one.
+    """`attention` is a backend of `model.attention`; None: the plain one. `step` computes steps of decoding, if set.
 
     Build it on the meta device, then initialize or read the parameters (`model.io.weights`).
     """
@@ -208,6 +219,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, attention: str | None = None) -> None:
         super().__init__()
         self.config = config
+        self.step: Step | None = None
         self.model: Backbone | TransformersBackbone
         if config.transformers_backend is not None:
             self.model = TransformersBackbone(config, attention or plain_backend(config))

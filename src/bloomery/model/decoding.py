@@ -66,7 +66,12 @@ class Past:
 
         What interrupts it leaves nothing of their past.
         """
-        rows = range(first, first + len(tokens))
+        rows, step = range(first, first + len(tokens)), self.decoder.step
+        if step is not None and step.takes(tokens, first, self.cache):
+            logits = step(tokens, first, self.cache)
+            for row, more in zip(rows, tokens, strict=True):
+                self.ids[row].extend(more)
+            return logits
         if len(rows) > 1 and not in_one_forward(self.decoder.config):
             return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
         past, self.cache.rows = [self.ids[row] for row in rows], rows
@@ -77,7 +82,7 @@ class Past:
         device = self.decoder.model.embed_tokens.weight.device
         try:
             with torch.no_grad():
-                logits: Tensor = self.decoder(torch.tensor(tokens, device=device), head=LAST, cache=self.cache)
+                logits = self.decoder(torch.tensor(tokens, device=device), head=LAST, cache=self.cache)
         except BaseException:  # Ctrl+C too: half a forward would stay in the cache
             for row in rows:
                 self.cache.clear(row)

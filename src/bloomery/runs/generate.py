@@ -14,6 +14,7 @@ from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message, Role
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
+from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Past, sample_tokens
@@ -47,7 +48,9 @@ class Model:
     def load(model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None) -> "Model":
         """The model that `find_model` finds. Raises UserError."""
         files = find_model(model, step)
-        return Model(load_used(files, use or Use.local(), on_load=on_load), files.tokenizer)
+        decoder = load_used(files, use or Use.local(), on_load=on_load)
+        compile_step(decoder, on_load)
+        return Model(decoder, files.tokenizer)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -15,6 +15,7 @@ from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.model.adapters.base_model import refuse_other_base
 from bloomery.model.adapters.many import Adapters
+from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.serve.engine import Engine, Limits, Served
@@ -40,6 +41,7 @@ def load_served(
         for folder in folders.values():
             refuse_other_base(folder, found.weights)
         many = Adapters(decoder, folders)
+    compile_step(decoder, on_load)
     return serve_loaded(decoder, load_tokenizer(found.tokenizer), name, limits, stack, template, many)
 
 

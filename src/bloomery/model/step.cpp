@@ -1,0 +1,356 @@
+// One step of a decoder on a CPU: the next tokens of several texts in one pass over the weights.
+//
+// Weights are float32, bfloat16 or int8 in blocks of 64; everything between them is float32. Each sum is added in an
+// order that depends neither on the number of threads nor on that of texts: a text decoded with others, or checked
+// several tokens at a time, gives the same numbers to the bit. `compiled_step.py` fills the structures.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef int64_t Long;
+constexpr Long LANES = 16, BLOCK = 64, ROWS = 4, TEXTS = 4;  // rows of a matrix and texts that share registers
+constexpr Long LINE = 64, AHEAD = 8192;                      // bytes
+
+struct Half { uint16_t bits; };  // bfloat16
+enum Kind { FLOAT32, BFLOAT16, INT8 };
+enum Activation { SILU, GELU, GELU_TANH, RELU };
+
+struct Matrix {  // weight [outputs, inputs]; LoRA adds B A, whose rank is a multiple of LANES, or 0
+    const void *weight;
+    const float *scales, *bias, *A, *B;
+    Long outputs, inputs, kind, rank;
+};
+struct Norm { const float *gain, *bias; Long centered; double eps; };  // no gain: nothing is normed
+struct Layer {
+    Matrix q, k, v, o, gate, up, down;
+    Norm before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm;
+    const float *cos, *sin;  // [positions, half]; null: nothing rotates
+    void *keys, *values;     // [slots, kv_heads, kept, width]; a ring where more positions than `kept` came
+    Long kept;
+};
+struct Model {
+    const Layer *layers;
+    Norm norm;
+    Matrix head;
+    Long num_layers, hidden, inner, heads, kv_heads, width, half, activation, cache_kind, norm_whole;
+    float scale, softcap;  // of attention; no soft-cap: 0
+};
+
+static inline Floats load(const float *from) { Floats x; memcpy(&x, from, sizeof x); return x; }
+static inline void store(float *into, Floats x) { memcpy(into, &x, sizeof x); }
+// Compilers widen vectors number by number where they are not told the instruction.
+static inline Floats load(const Half *from) {
+#if defined __AVX512F__
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    Halves halves; memcpy(&halves, from, sizeof halves);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
+static inline Floats load(const int8_t *from) {
+#if defined __AVX512F__
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined __AVX2__
+    Floats x;
+    for (Long i = 0; i < LANES; i += 8) {
+        __m256 some = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + i))));
+        memcpy((char *)&x + i * sizeof(float), &some, sizeof some);
+    }
+    return x;
+#else
+    Bytes bytes; memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+static inline float sum(Floats x) {
+#if defined __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    for (Long size = LANES / 2; size; size /= 2) for (Long i = 0; i < size; i++) x[i] += x[i + size];
+    return x[0];
+#endif
+}
+static inline Half rounded(float x) {
+    uint32_t bits; memcpy(&bits, &x, sizeof bits);
+    if (x != x) return Half{0x7fc0};
+    return Half{uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+static inline void put(float *into, float x) { *into = x; }
+static inline void put(Half *into, float x) { *into = rounded(x); }
+
+// e^x to two units in the last place (Cephes); NaN stays.
+static inline Floats exponential(Floats x) {
+    x = x < -87.0f ? Floats{} - 87.0f : x;
+    x = x > 88.0f ? Floats{} + 88.0f : x;
+    Floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to an integer
+    Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f; p = p * r + 1.6666665459e-1f; p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+}
+
+// R rows of a matrix times N inputs. One chain of sums for each product, whatever R and N are. The processor does not
+// see by itself that the rows after these come next: what will be needed of them is asked for.
+template <class T, Long R, Long N>
+static inline void dots(const T *weight, const float *scales, Long inputs, const float *x, Floats (&total)[R][N]) {
+    constexpr Long line = LINE / sizeof(T);
+    for (Long r = 0; r < R; r++) for (Long n = 0; n < N; n++) total[r][n] = Floats{};
+    for (Long c = 0; c < inputs; c += line) {
+        for (Long r = 0; r < R; r++) __builtin_prefetch((const char *)(weight + r * inputs + c) + AHEAD);
+        if constexpr (sizeof(T) > 1) {
+#pragma GCC unroll 4
+            for (Long i = c; i < c + line; i += LANES) {
+                Floats w[R];
+                for (Long r = 0; r < R; r++) w[r] = load(weight + r * inputs + i);
+                for (Long n = 0; n < N; n++) {
+                    Floats given = load(x + n * inputs + i);
+                    for (Long r = 0; r < R; r++) total[r][n] += w[r] * given;
+                }
+            }
+        } else {  // a line is a block, whose scale its sum gets
+#pragma GCC unroll 4
+            for (Long r = 0; r < R; r++) {
+                Floats part[N] = {};
+#pragma GCC unroll 4
+                for (Long i = c; i < c + line; i += LANES) {
+                    Floats w = load(weight + r * inputs + i);
+                    for (Long n = 0; n < N; n++) part[n] += w * load(x + n * inputs + i);
+                }
+                for (Long n = 0; n < N; n++) total[r][n] += part[n] * scales[(r * inputs + c) / BLOCK];
+            }
+        }
+    }
+}
+
+template <class T, Long R, Long N>
+static inline void block(const Matrix &m, Long row, const float *x, float *y) {
+    Floats total[R][N];
+    const float *scales = m.scales ? m.scales + row * m.inputs / BLOCK : nullptr;
+    dots<T, R, N>((const T *)m.weight + row * m.inputs, scales, m.inputs, x, total);
+    for (Long r = 0; r < R; r++) for (Long n = 0; n < N; n++)
+        y[n * m.outputs + row + r] = sum(total[r][n]) + (m.bias ? m.bias[row + r] : 0.0f);
+}
+
+template <class T>
+static inline void rows(const Matrix &m, Long row, const float *x, Long count, float *y) {
+    for (Long n = 0; n < count;) {
+        const float *from = x + n * m.inputs;
+        float *into = y + n * m.outputs;
+        switch (std::min(count - n, TEXTS)) {
+            case 1: block<T, ROWS, 1>(m, row, from, into); n += 1; break;
+            case 2: block<T, ROWS, 2>(m, row, from, into); n += 2; break;
+            case 3: block<T, ROWS, 3>(m, row, from, into); n += 3; break;
+            default: block<T, ROWS, 4>(m, row, from, into); n += 4;
+        }
+    }
+}
+
+struct Part { Long first, last; };
+static Part part_of(Long size, Long unit, Long thread, Long threads) {
+    Long units = (size + unit - 1) / unit;
+    return {std::min(size, units * thread / threads * unit), std::min(size, units * (thread + 1) / threads * unit)};
+}
+
+// y [count, outputs] = x [count, inputs] W^T + bias, for the rows of W in `part`.
+template <class T>
+static void product(const Matrix &m, const float *x, Long count, float *y, Part part) {
+    Long row = part.first;
+    for (; row + ROWS <= part.last; row += ROWS) rows<T>(m, row, x, count, y);
+    for (; row < part.last; row++)
+        for (Long n = 0; n < count; n++) block<T, 1, 1>(m, row, x + n * m.inputs, y + n * m.outputs);
+}
+static void product(const Matrix &m, const float *x, Long count, float *y, Long thread, Long threads) {
+    Part part = part_of(m.outputs, ROWS, thread, threads);
+    if (m.kind == FLOAT32) product<float>(m, x, count, y, part);
+    else if (m.kind == BFLOAT16) product<Half>(m, x, count, y, part);
+    else product<int8_t>(m, x, count, y, part);
+    if (m.rank) {
+        std::vector<float> inner(count * m.rank), update(count * m.outputs);
+        product<float>({m.A, nullptr, nullptr, nullptr, nullptr, m.rank, m.inputs}, x, count, inner.data(), {0, m.rank});
+        product<float>({m.B, nullptr, nullptr, nullptr, nullptr, m.outputs, m.rank}, inner.data(), count, update.data(), part);
+        for (Long n = 0; n < count; n++)
+            for (Long row = part.first; row < part.last; row++) y[n * m.outputs + row] += update[n * m.outputs + row];
+    }
+}
+
+static void normed(const Norm &norm, const float *x, Long size, float *y) {
+    float mean = 0.0f;
+    if (norm.centered) {
+        Floats total = {};
+        for (Long i = 0; i < size; i += LANES) total += load(x + i);
+        mean = sum(total) / size;
+    }
+    Floats squares = {};
+    for (Long i = 0; i < size; i += LANES) { Floats d = load(x + i) - mean; squares += d * d; }
+    float scale = 1.0f / std::sqrt(sum(squares) / size + (float)norm.eps);
+    for (Long i = 0; i < size; i += LANES) {
+        Floats value = (load(x + i) - mean) * scale * load(norm.gain + i);
+        store(y + i, norm.bias ? value + load(norm.bias + i) : value);
+    }
+}
+
+static void activate(Long kind, float *x, Long size) {
+    if (kind == SILU) {
+        Long i = 0;
+        for (; i + LANES <= size; i += LANES) { Floats v = load(x + i); store(x + i, v / (1.0f + exponential(-v))); }
+        for (; i < size; i++) { Floats v = Floats{} + x[i]; x[i] = (v / (1.0f + exponential(-v)))[0]; }
+    } else
+        for (Long i = 0; i < size; i++) {
+            float v = x[i];
+            if (kind == GELU) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
+            else if (kind == GELU_TANH) v = 0.5f * v * (1.0f + std::tanh(0.79788456f * (v + 0.044715f * v * v * v)));
+            else v = v > 0.0f || v != v ? v : 0.0f;
+            x[i] = v;
+        }
+}
+
+static void turned(const float *x, Long width, Long half, const float *cos, const float *sin, float *y) {
+    memcpy(y, x, width * sizeof *y);
+    if (cos)
+        for (Long i = 0; i < half; i++) {
+            y[i] = x[i] * cos[i] - x[half + i] * sin[i];
+            y[half + i] = x[half + i] * cos[i] + x[i] * sin[i];
+        }
+}
+
+template <class T>
+static void attend(const Model &model, const T *keys, const T *values, Long seen, const float *q, float *scores, float *y) {
+    Long width = model.width;
+    float most = -INFINITY;
+    for (Long s = 0; s < seen; s++) {
+        Floats total = {};
+        for (Long i = 0; i < width; i += LANES) total += load(q + i) * load(keys + s * width + i);
+        float score = sum(total) * model.scale;
+        scores[s] = model.softcap ? model.softcap * std::tanh(score / model.softcap) : score;
+        most = std::max(most, scores[s]);
+    }
+    Floats total = {};
+    for (Long s = 0; s < seen; s += LANES) {
+        for (Long i = seen; i < s + LANES; i++) scores[i] = -INFINITY;
+        Floats share = exponential(load(scores + s) - most);
+        for (Long i = seen; i < s + LANES; i++) share[i - s] = 0.0f;
+        total += share;
+        store(scores + s, share);
+    }
+    float whole = sum(total);
+    for (Long i = 0; i < width; i += LANES) {
+        Floats mixed = {};
+        for (Long s = 0; s < seen; s++) mixed += scores[s] * load(values + s * width + i);
+        store(y + i, mixed / whole);
+    }
+}
+
+template <class T>
+static void run(const Model &model, Long count, const Long *slots, const Long *positions, const float *embedded,
+                Long num_wanted, const Long *wanted, float *logits, Long threads) {
+    const Long hidden = model.hidden, width = model.width, heads = model.heads, kv = model.kv_heads;
+    const Long queries = heads * width, narrow = kv * width;
+    std::vector<float> q(count * queries), k(count * narrow), v(count * narrow), turned_q(count * queries);
+    std::vector<float> mixed(count * queries), y(count * hidden), z(count * hidden);
+    std::vector<float> gate(count * model.inner), up(count * model.inner);
+    Long longest = *std::max_element(positions, positions + count) + 1 + LANES;
+#pragma omp parallel num_threads(threads)
+    {
+        Long thread = 0, team = 1;
+#ifdef _OPENMP
+        thread = omp_get_thread_num(); team = omp_get_num_threads();
+#endif
+        // Each thread keeps the residual stream: norming it again costs less than waiting for another's.
+        std::vector<float> x(embedded, embedded + count * hidden), n(count * hidden), scores(std::max(longest, width));
+        std::vector<float> whole(std::max(queries, narrow));
+        auto norm_all = [&](const Norm &norm) {
+            for (Long t = 0; t < count; t++) {
+                if (norm.gain) normed(norm, &x[t * hidden], hidden, &n[t * hidden]);
+                else memcpy(&n[t * hidden], &x[t * hidden], hidden * sizeof(float));
+            }
+        };
+        auto add = [&](const std::vector<float> &more, const Norm &norm) {
+            for (Long t = 0; t < count; t++) {
+                const float *from = &more[t * hidden];
+                if (norm.gain) { normed(norm, from, hidden, &n[t * hidden]); from = &n[t * hidden]; }
+                for (Long i = 0; i < hidden; i++) x[t * hidden + i] += from[i];
+            }
+        };
+        for (Long at = 0; at < model.num_layers; at++) {
+            const Layer &layer = model.layers[at];
+            norm_all(layer.before_attention);
+            product(layer.q, n.data(), count, q.data(), thread, team);
+            product(layer.k, n.data(), count, k.data(), thread, team);
+            product(layer.v, n.data(), count, v.data(), thread, team);
+#pragma omp barrier
+            Part items = part_of(count * (heads + 2 * kv), 1, thread, team);
+            for (Long item = items.first; item < items.last; item++) {
+                Long t = item / (heads + 2 * kv), head = item % (heads + 2 * kv), position = positions[t];
+                const float *cos = layer.cos ? layer.cos + position * model.half : nullptr;
+                const float *sin = layer.sin ? layer.sin + position * model.half : nullptr;
+                bool query = head < heads, key = !query && head < heads + kv;
+                Long own = query ? head : (head - heads) % kv;
+                const float *from = (query ? &q[t * queries] : key ? &k[t * narrow] : &v[t * narrow]) + own * width;
+                const Norm &norm = query ? layer.q_norm : layer.k_norm;
+                if ((query || key) && norm.gain && model.norm_whole) {
+                    normed(norm, from - own * width, query ? queries : narrow, whole.data());
+                    from = whole.data() + own * width;
+                } else if ((query || key) && norm.gain) {
+                    normed(norm, from, width, whole.data());
+                    from = whole.data();
+                }
+                if (query) { turned(from, width, model.half, cos, sin, &turned_q[t * queries + own * width]); continue; }
+                T *into = (T *)(key ? layer.keys : layer.values);
+                into += ((slots[t] * kv + own) * layer.kept + position % layer.kept) * width;
+                float *final = scores.data();  // not used yet
+                turned(from, width, model.half, key ? cos : nullptr, sin, final);
+                for (Long i = 0; i < width; i++) put(into + i, final[i]);
+            }
+#pragma omp barrier
+            items = part_of(count * heads, 1, thread, team);
+            for (Long item = items.first; item < items.last; item++) {
+                Long t = item / heads, head = item % heads, place = (slots[t] * kv + head / (heads / kv)) * layer.kept * width;
+                attend<T>(model, (const T *)layer.keys + place, (const T *)layer.values + place,
+                          std::min(positions[t] + 1, layer.kept), &turned_q[item * width], scores.data(), &mixed[item * width]);
+            }
+#pragma omp barrier
+            product(layer.o, mixed.data(), count, y.data(), thread, team);
+#pragma omp barrier
+            add(y, layer.after_attention);
+            norm_all(layer.before_mlp);
+            Part own = part_of(model.inner, ROWS, thread, team);
+            if (layer.gate.weight) product(layer.gate, n.data(), count, gate.data(), thread, team);
+            product(layer.up, n.data(), count, up.data(), thread, team);
+            for (Long t = 0; t < count; t++) {
+                float *inner = &up[t * model.inner], *opened = layer.gate.weight ? &gate[t * model.inner] : inner;
+                activate(model.activation, opened + own.first, own.last - own.first);
+                if (opened != inner) for (Long i = own.first; i < own.last; i++) inner[i] *= opened[i];
+            }
+#pragma omp barrier
+            product(layer.down, up.data(), count, z.data(), thread, team);
+#pragma omp barrier
+            add(z, layer.after_mlp);
+        }
+        norm_all(model.norm);
+        for (Long t = 0; t < num_wanted; t++) memcpy(&x[t * hidden], &n[wanted[t] * hidden], hidden * sizeof(float));
+        product(model.head, x.data(), num_wanted, logits, thread, team);
+    }
+}
+
+// `slots` and `positions` of the tokens whose embeddings are given; those of one slot are in order, one after another.
+// `logits` [num_wanted, V] of the tokens at the places `wanted`.
+extern "C" void step(const Model *model, Long count, const Long *slots, const Long *positions, const float *embedded,
+                     Long num_wanted, const Long *wanted, float *logits, Long threads) {
+    auto kind = model->cache_kind == BFLOAT16 ? run<Half> : run<float>;
+    kind(*model, count, slots, positions, embedded, num_wanted, wanted, logits, threads);
+}

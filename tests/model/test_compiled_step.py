@@ -1,0 +1,120 @@
+"""The compiled step computes what the decoder computes in PyTorch, and each text as if it were alone, to the bit."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CASES, saved_reference, tokens
+from torch.testing import assert_close
+
+from bloomery.model import compiled_step
+from bloomery.model.adapters.lora import adapt, init_adapters
+from bloomery.model.cache import Cache
+from bloomery.model.compiled_step import CompiledStep, Uncompiled, compile_step
+from bloomery.model.decoder import Decoder
+from bloomery.model.decoding import Batch, Past, sample_tokens
+from bloomery.model.io.weights import load_decoder, quantize_model
+from bloomery.model.sampling import NotFinite, Sampling
+from bloomery.recipe.schema import Lora, Quantize
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+SHAPES = ["llama3-gqa-tied", "llama-biases-head-dim", "gpt2", "gpt2-erf-wide", "mistral-window", "gemma2", "gemma3",
+          "qwen2", "qwen3", "smollm3-window", "olmo2", "phi4-partial", "llama-yarn"]  # fmt: skip
+COLD = Sampling(max_new_tokens=12, temperature=0.0)
+
+
+def wide(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The tiny model of that shape, in widths that the compiled code takes."""
+    prefix, settings = CASES[case]
+    sizes = dict(hidden_size=64, intermediate_size=128, head_dim=16)
+    sizes = dict(n_embd=64, n_inner=128) if prefix == "GPT2" else sizes
+    monkeypatch.setitem(CASES, case, (prefix, settings | sizes))
+    saved_reference(case, folder)
+    return load_decoder(folder, dtype=dtype).requires_grad_(False).eval()
+
+
+@pytest.mark.parametrize("case", SHAPES)
+@torch.no_grad()
+def test_logits_equal_those_of_the_decoder(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, row = wide(case, tmp_path, monkeypatch), tokens(rows=1)[0].tolist()
+    expected = decoder(torch.tensor([row]))[0]
+    step, cache = CompiledStep(decoder), Cache(decoder.config, capacity=40, slots=2)
+    assert_close(torch.cat([step([[token]], 1, cache) for token in row]), expected, atol=2e-4, rtol=1e-4)
+    again = Cache(decoder.config, capacity=40)
+    decoder(torch.tensor([row[:5]]), cache=again)  # what PyTorch has read, it goes on from
+    assert_close(step([row[5:8]], 0, again, every=True), expected[5:8], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_a_text_is_the_same_bits_alone_with_others_and_in_pieces(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    decoder, rows = wide("qwen3", tmp_path, monkeypatch, dtype), tokens(rows=9, length=20).tolist()
+    if precision == "int8":
+        quantize_model(decoder, Quantize(kind="int8"))
+    step = CompiledStep(decoder)
+    alone = []
+    for row in rows:
+        cache = Cache(decoder.config, 20)
+        alone.append(torch.cat([step([[token]], 0, cache) for token in row]))
+    together, several = Cache(decoder.config, 20, slots=9), Cache(decoder.config, 20, slots=9)
+    for at in range(20):
+        found = step([[row[at]] for row in rows], 0, together)
+        assert torch.equal(found, torch.stack([logits[at] for logits in alone]))
+    for first, last in ((0, 1), (1, 8), (8, 20)):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found = step([rows[3][first:last]], threads, several, every=True)
+            assert torch.equal(found, alone[3][first:last])
+    torch.set_num_threads(1)
+    tolerance = {"float32": 1e-4, "bfloat16": 0.3, "int8": 0.5}[precision]  # PyTorch rounds between bfloat16 products
+    with torch.no_grad():
+        assert_close(alone[0], decoder(torch.tensor(rows[:1]))[0].float(), atol=tolerance, rtol=0.02)
+
+
+@torch.no_grad()
+def test_adapters_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, row = wide("llama3-gqa-tied", tmp_path, monkeypatch), tokens(rows=1)[0].tolist()
+    adapt(decoder, Lora(kind="lora", rank=3, target_modules=["all-linear"]))
+    init_adapters(decoder, 0)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    step, cache = CompiledStep(decoder), Cache(decoder.config, 40)
+    found = torch.cat([step([row[at : at + 20]], 0, cache, every=True) for at in (0, 20)])
+    assert_close(found, decoder(torch.tensor([row]))[0], atol=2e-4, rtol=1e-4)
+
+
+def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, prompts = wide("qwen2", tmp_path, monkeypatch), tokens(rows=3, length=7).tolist()
+    expected = [list(sample_tokens(decoder, ids, COLD)) for ids in prompts]
+    monkeypatch.setattr(compiled_step, "LEAST", 0)
+    lines: list[str] = []
+    compile_step(decoder, lines.append)
+    assert lines == ["decoding: compiled for this CPU"]
+    batch = Batch(Past(decoder, 3, 40), piece=3)
+    texts = [batch.add(ids, COLD) for ids in prompts]
+    while batch.texts:
+        batch.step()
+    assert [text.new for text in texts] == expected
+    decoder.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    with pytest.raises(NotFinite):
+        list(sample_tokens(decoder, prompts[0], COLD))
+
+
+def test_what_it_cannot_compute_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Uncompiled, match="depend"):
+        CompiledStep(wide("llama-dynamic", tmp_path / "dynamic", monkeypatch))
+    decoder = wide("qwen2", tmp_path, monkeypatch)
+    quantize_model(decoder, Quantize(kind="nf4"))
+    with pytest.raises(Uncompiled, match="stored"):
+        CompiledStep(decoder)
+    monkeypatch.setattr(compiled_step, "LEAST", 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    compiled_step._built.cache_clear()
+    decoder, lines = wide("qwen3", tmp_path, monkeypatch), list[str]()
+    compile_step(decoder, lines.append)
+    assert decoder.step is None and "C++ compiler" in lines[0]
+    compiled_step._built.cache_clear()
