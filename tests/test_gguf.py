@@ -2,8 +2,11 @@
 
 import json
 import random
+import resource
 import shutil
+import signal
 import struct
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -25,6 +28,7 @@ from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.export.gguf_format import Piece, fallbacks, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.export.llama_cpp import continue_greedily
+from bloomery.export.ollama import export_ollama
 from bloomery.model.decoding import sample_tokens
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state
@@ -188,6 +192,46 @@ def test_no_other_model_is_named_phi_3(tmp_path: Path) -> None:
     assert gguf.GGUFReader(done.folder).fields["general.name"].contents() == "like-phi_3"
 
 
+def test_a_few_rows_at_a_time_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but q and k, whose heads are reordered as a whole."""
+    files = find_model(saved_case("llama2", tmp_path / "source", hidden_size=64, intermediate_size=128))
+    whole = export_gguf(files, tmp_path / "a" / "out.gguf", verify=False).folder.read_bytes()
+    largest, encode = dict[str, int](), gguf_export.encoded
+
+    def watched(values: torch.Tensor, kind: str, name: str) -> np.ndarray:
+        largest[name] = max(largest.get(name, 0), values.nbytes)
+        return encode(values, kind, name)
+
+    monkeypatch.setattr(gguf_export, "encoded", watched)
+    monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 2048)
+    parts = export_gguf(files, tmp_path / "b" / "out.gguf", verify=False).folder.read_bytes()
+    assert parts == whole
+    assert max(size for name, size in largest.items() if "attn_q" not in name and "attn_k" not in name) <= 2048
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from bloomery.export.gguf import export_gguf
+from bloomery.train.model_folder import find_model
+export_gguf(find_model(Path(sys.argv[1])), Path(sys.argv[1] + ".gguf"), verify=False)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.soak
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Twelve times the layers and four times the width of the MLP: 400 MB more on disk, hardly more in memory."""
+    peaks = []
+    for layers, wide in ((2, 2048), (24, 8192)):
+        sizes = {"hidden_size": 512, "intermediate_size": wide, "num_hidden_layers": layers}
+        folder = saved_case("llama2", tmp_path / f"model-{layers}", torch_dtype="bfloat16", **sizes)
+        done = subprocess.run([sys.executable, "-c", PEAK, folder], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) // 1024)
+    assert (tmp_path / "model-24.gguf").stat().st_size > 600e6 > 10 * (tmp_path / "model-2.gguf").stat().st_size
+    assert peaks[1] - peaks[0] < 100, peaks  # MiB
+
+
 def test_weights_that_are_not_finite_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
@@ -209,6 +253,90 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="No space left"):
         export_gguf(find_model(source), tmp_path / "out.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.6, 0.999])
+@pytest.mark.parametrize("what", ["gguf", *(pytest.param(what, marks=pytest.mark.soak)
+                                            for what in ("gguf-adapter", "ollama", "import"))])  # fmt: skip
+def test_a_disk_that_fills_at_any_byte_leaves_nothing(what: str, share: float, tmp_path: Path) -> None:
+    """The kernel refuses to let a file grow beyond a limit, in the header or at its end."""
+    source = saved_case("llama3-gqa-tied", tmp_path / "source")
+    adapter = saved_adapter(source, tmp_path / "adapter", ["q_proj"]) if what == "gguf-adapter" else source
+    whole = export_gguf(find_model(source), tmp_path / "whole.gguf", kind="f32", verify=False).folder
+    write = {
+        "gguf": lambda out: export_gguf(find_model(source), out.with_suffix(".gguf"), kind="f32", verify=False),
+        "gguf-adapter": lambda out: export_gguf_adapter(find_model(adapter), out.with_suffix(".gguf"), kind="f32"),
+        "ollama": lambda out: export_ollama(find_model(source), out, kind="f32", verify=False),
+        "import": lambda out: import_gguf(whole, out),
+    }[what]
+    write(tmp_path / "good")
+    made = tmp_path / "good" if (tmp_path / "good").is_dir() else tmp_path / "good.gguf"
+    largest = max(path.stat().st_size for path in ([*made.iterdir()] if made.is_dir() else [made]))
+    before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * largest), limits[1]))
+    try:
+        with pytest.raises(UserError, match="cannot write the export"):
+            write(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.iterdir()) == before
+    write(tmp_path / "out")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from bloomery.export import gguf
+from bloomery.train.model_folder import find_model
+encode, left = gguf.encoded, [int(sys.argv[2])]
+def counted(*given):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return encode(*given)
+gguf.encoded = counted
+print("ready", flush=True)
+gguf.export_gguf(find_model(Path(sys.argv[1])), Path("out.gguf"), kind="f32", verify=len(sys.argv) > 3)
+"""
+
+
+def test_a_killed_export_leaves_no_file_and_the_next_one_clears_its_draft(tmp_path: Path) -> None:
+    source = make_model(tmp_path / "source")
+    done = subprocess.run([sys.executable, "-c", KILLED, source, "9"], cwd=tmp_path, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (draft,) = [path.name for path in tmp_path.iterdir() if path != source]
+    assert draft.startswith(".tmp-out.gguf-")
+    export_gguf(find_model(source), tmp_path / "out.gguf", verify=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.gguf", "source"]
+
+
+@pytest.mark.soak
+def test_exports_killed_at_any_moment(tmp_path: Path) -> None:
+    source = saved_case("llama3-gqa-tied", tmp_path / "source", hidden_size=256, intermediate_size=1024)
+    draw = random.Random(0)
+
+    def start() -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", KILLED, source, "0", "verify"]
+        child = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    began = time.monotonic()
+    assert start().wait() == 0
+    seconds, path, ends = time.monotonic() - began, tmp_path / "out.gguf", []
+    whole = path.read_bytes()
+    path.unlink()
+    for _ in range(25):
+        child = start()
+        time.sleep(draw.uniform(0, 1.1 * seconds))
+        child.kill()
+        ends.append(child.wait())
+        if path.exists():
+            assert path.read_bytes() == whole
+            path.unlink()
+    assert -signal.SIGKILL in ends
+    assert start().wait() == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out.gguf", "source"]
 
 
 def test_without_the_package_the_error_has_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +361,7 @@ def test_a_model_with_a_sentencepiece_file_alone(tmp_path: Path) -> None:
 
 def test_rows_that_no_k_block_divides_are_named(tmp_path: Path) -> None:
     config = read_config(make_model(tmp_path))
-    assert [note.split(":")[0] for note in fallbacks(config, "q4_K_M")] == ["15 of 15 matrices are a larger type"]
+    assert [note.split(":")[0] for note in fallbacks(config, "q4_K_M")] == ["16 of 16 matrices are a larger type"]
     assert not list(fallbacks(replace(config, hidden_size=256, intermediate_size=256, head_dim=128), "q6_K"))
 
 

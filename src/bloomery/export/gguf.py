@@ -48,7 +48,7 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import places
-from bloomery.model.io.weights import VOCABULARY, StoredModel, load_decoder
+from bloomery.model.io.weights import StoredModel, load_decoder
 from bloomery.model.rope import table_scale
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
@@ -201,9 +201,9 @@ def _refuse(config: ModelConfig, where: Path) -> None:
 
 
 def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
-    """A parameter in float32; those of the vocabulary a few rows at a time, as they may be larger than all others."""
+    """A parameter in float32, a few rows at a time; of those that are stored transposed, all rows."""
     place, shape = stored.places[name], parameter_shapes(stored.config)[name]
-    if name in VOCABULARY and not place.transposed:
+    if len(shape) > 1 and not place.transposed:
         rows = stored.reader.pieces(stored.tensors[name], place.first, shape[0], device=torch.device("cpu"))
         for _, piece in rows:
             yield piece.float() if piece.dtype != torch.float32 else piece.clone()
@@ -225,8 +225,8 @@ def export_gguf(
 ) -> Exported:
     """Writes the model as the new file `out`, completely or not at all; an adapter is merged into its base.
 
-    `kind`: one of GGUF_TYPES or K_TYPES. The same model gives the same bytes. One tensor at a time is in memory, of the
-    vocabulary a few rows. Verification runs `export.verify` on the file. Raises UserError.
+    `kind`: one of GGUF_TYPES or K_TYPES. The same model gives the same bytes. A few rows at a time are in memory, of q,
+    k and transposed weights one tensor. Verification runs `export.verify` on the file. Raises UserError.
     """
     use = use or Use("cpu")
     library = gguf_library()

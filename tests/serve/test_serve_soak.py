@@ -1,0 +1,106 @@
+"""The command `bloomery serve` under bad requests and many clients: memory, files and threads stay as they were."""
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from test_serve import fuzzed
+
+from models_for_tests import make_model
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[tuple[psutil.Process, int]]:
+    """The command on a port of its own."""
+    folder = make_model(tmp_path / "tiny")
+    words = [sys.executable, "-m", "bloomery", "serve", str(folder), "--port", "0", "--template", "chatml", "-d", "cpu",
+             "--max-body", "20000", "--max-seconds", "60"]  # fmt: skip
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ) as process:
+        try:
+            line = next(line for line in process.stderr if line.startswith("serving"))
+            yield psutil.Process(process.pid), int(line.split()[1].rstrip("/").rpartition(":")[2])
+            assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert process.stderr.read().splitlines()[-1:] == ["stopped"]
+        finally:
+            process.kill()
+
+
+def asked(port: int, body: bytes, path: str = "/v1/completions", kind: str = "application/json") -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", path, body, {"Content-Type": kind})
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status
+
+
+def malformed(draw: random.Random, port: int) -> None:
+    """Bytes that are hardly HTTP, or a request that is left in the middle."""
+    good = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    wire = draw.choice([
+        draw.randbytes(draw.randrange(1, 3000)),
+        head + b"Content-Length: 99999999999999999999\r\n\r\n" + good,
+        head + b"Content-Length: -1\r\n\r\n" + good,
+        head + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n" + good,
+        head + b"Transfer-Encoding: chunked\r\n\r\n" + 2 * (b"4000\r\n" + b"[" * 0x4000 + b"\r\n"),
+        head + b"X: " + b"y" * 200_000 + b"\r\n\r\n", head + b"X: y\r\n" * 20_000,
+        head + b"Content-Length: %d\r\n\r\n" % len(good) + good[: draw.randrange(len(good))],
+        b"GET " + b"/a" * 60_000 + b" HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 5000,
+        b"GET /\x00 HTTP/1.1\r\n\r\n",
+    ])  # fmt: skip
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as raw, suppress(OSError):
+        raw.sendall(wire)
+        raw.settimeout(draw.choice((0.0, 0.2)))
+        raw.recv(1000)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.soak)])
+def test_many_bad_requests_and_clients_leave_no_trace(child: tuple[psutil.Process, int], count: int) -> None:
+    process, port = child
+    draw, clients = random.Random(count), min(50, count)
+
+    def crowd() -> None:
+        ends = list[int]()
+
+        def ask(number: int) -> None:
+            ends.append(asked(port, json.dumps({"prompt": "def f" * (number % 5 + 1), "max_tokens": 30}).encode()))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert ends == [200] * clients
+
+    def round_of(requests: int) -> None:
+        for _ in range(requests):
+            path = draw.choice(["/v1/completions", "/v1/chat/completions"])
+            assert 200 <= asked(port, fuzzed(draw), path) < 500
+            malformed(draw, port)
+
+    crowd()
+    round_of(count // 10)
+    memory, files, threads = process.memory_info().rss, process.num_fds(), process.num_threads()
+    round_of(count)
+    crowd()
+    for _ in range(100):  # connections that are kept alive end after 10 seconds
+        if process.num_fds() <= files:
+            break
+        time.sleep(0.2)
+    assert process.num_fds() <= files and process.num_threads() <= threads + 2
+    assert process.memory_info().rss - memory < 64 * 2**20
+    assert not process.children()[1:]  # that of the chat template
+    assert asked(port, json.dumps({"prompt": "a", "max_tokens": 1}).encode()) == 200
