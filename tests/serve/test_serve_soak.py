@@ -69,7 +69,8 @@ def malformed(draw: random.Random, port: int) -> None:
         raw.recv(1000)
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [20, 500])
 def test_many_bad_requests_and_clients_leave_no_trace(child: tuple[psutil.Process, int], count: int) -> None:
     process, port = child
     draw, clients = random.Random(count), min(50, count)
