@@ -31,6 +31,7 @@ def test_an_entry_hits_its_examples_and_spares_the_right_uses(entry):
     assert [example for example in entry.spares if found(entry, example)] == []
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("entry", [e for e in ENTRIES if e.text], ids=[e.write for e in ENTRIES if e.text])
 def test_searching_around_stems_finds_what_a_full_search_finds(entry):
     pages = "\x01".join(path.read_text(encoding="utf-8") for path in sorted((HOME / "docs").rglob("*.md")))

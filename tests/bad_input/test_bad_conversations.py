@@ -132,6 +132,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", TEMPLATES)
 def test_a_template_that_cannot_be_used(chats, case):
     template, words = TEMPLATES[case]

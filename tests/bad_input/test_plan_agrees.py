@@ -78,6 +78,7 @@ DATA = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", DATA)
 def test_data(model, case):
     rows, sections, word = DATA[case]
@@ -103,6 +104,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_of_peft(model, case):
     adapter, word = SETTINGS[case]
@@ -135,6 +137,7 @@ def of_another_shape(folder):
 MODELS = WEIGHTS | {"whole numbers": whole_numbers, "cut short": truncated, "another shape": of_another_shape}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", MODELS)
 def test_weights(model, case):
     MODELS[case](model)

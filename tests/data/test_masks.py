@@ -48,6 +48,7 @@ def talks(draw):
     return turns
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
 def test_each_span_holds_its_turn_and_no_other(path):
     template = Template(path.read_text(), {"bos_token": "<s>", "eos_token": "</s>"}, ENDERS)

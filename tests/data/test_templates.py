@@ -123,6 +123,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BAD)
 def test_no_template_harms_the_parent(name):
     template, why = BAD[name]

@@ -73,6 +73,7 @@ def test_the_whole_tree_is_read(root):
     assert machine.software.pinned == "torch==2.13.0"
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("damage", [*DAMAGES, "a folder", "an error of the disk", "a link to nowhere"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_no_crash(root, name, damage):
@@ -98,6 +99,7 @@ def bloomery(*words: str, folder: Path, **changes: str | None) -> subprocess.Com
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False, timeout=60)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -393,6 +393,7 @@ def test_a_hundred_kills_leave_no_trace(bloomery, one_thread, seed) -> None:
     assert_as_undisturbed(bloomery)
 
 
+@pytest.mark.soak
 def test_torchrun_restarts_the_ranks_and_the_run_goes_on(bloomery, one_thread) -> None:
     command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "bloomery")
     process = bloomery.start("train", "tiny.yaml", "--run-dir", "runs/one", command=(sys.executable, *command))

@@ -41,6 +41,7 @@ def test_shapes_are_those_of_the_decoder_and_of_transformers(case: str) -> None:
         }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("backward", [False, True])
 def test_flops_equal_the_counter(case: str, backward: bool) -> None:

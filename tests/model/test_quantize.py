@@ -69,6 +69,7 @@ def gradients(model: Decoder, ids: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("quantize", [NF4, Quantize(kind="nf4", double_quant=False), INT8],
     ids=["nf4", "single", "int8"])
 @pytest.mark.parametrize("case", CASES)

@@ -31,6 +31,7 @@ def test_the_cache_changes_nothing(case: str, pieces: tuple[int, ...], tmp_path:
     assert_close(torch.cat(parts, 1), decoder(row), atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_transformers(case: str, penalty: float, tmp_path: Path) -> None:
@@ -115,6 +116,7 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(tmp_path: Path) -> Non
 BATCHED = [*SHAPES, "phi3-longrope", "llama-dynamic"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", BATCHED)
 def test_texts_that_share_a_batch_are_those_of_one_alone(case: str, tmp_path: Path) -> None:
     """They come and go, their prompts are read in pieces, and slots keep the tokens of texts that ended."""

@@ -67,6 +67,7 @@ SOME = [pytest.param(name, CARDS[number % 16 :: 16], id=name) for number, name i
 EACH = [pytest.param(name, EVERY, id=f"{name} on each", marks=pytest.mark.soak) for name in RECIPES]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("recipe", "cards"), [*SOME, *EACH])
 def test_one_of_every_card(recipe, cards):
     loaded = load_recipe(recipe)
@@ -78,6 +79,7 @@ def test_one_of_every_card(recipe, cards):
         assert max(map(len, lines)) <= 100, device.name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", CARDS[::8], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
 def test_several_of_a_card_in_several_nodes(device):
     where, loaded = with_gpu(machine(), device), load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
@@ -92,6 +94,7 @@ def test_several_of_a_card_in_several_nodes(device):
         assert max(map(len, page(report, where, source="go-coder-125m", commands=[]))) <= 100
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", CARDS[::10], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
 def test_a_model_that_is_far_too_large(device):
     where = with_gpu(machine(), device)
@@ -127,6 +130,7 @@ def test_numbers_of_devices_that_divide_nothing(gpus):
         assert refused.fix
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [

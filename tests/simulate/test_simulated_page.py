@@ -61,6 +61,7 @@ def test_the_page_shows_it_below_memory():
     assert line.startswith("simulated 1.0 GiB of tensors at the peak of the second step")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_every_optimizer_is_simulated_over_shards(optimizer):
     here = gpu_machine("MI300X")

@@ -29,6 +29,7 @@ def model_and_optimizer(*, config="tied", train=None, **optimizer):
     return build_state(plan).model_and_optimizer, plan.train
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])

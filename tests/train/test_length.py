@@ -140,6 +140,7 @@ BUSY = {
 }
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("warmup", "schedule"),
     [("10 percent", "linear"), ("1 percent", "cosine"), ("30 steps", Wsd()), ("0 steps", "cosine"),

@@ -133,6 +133,7 @@ def stopped(prepared, tmp_path_factory) -> Callable[[str], Path]:
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), RESHARDS, ids="-".join)
 def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, whole, tmp_path, before, after) -> None:
     plan, checkpoint = plan_of(prepared), stopped(before) / "checkpoints" / "step-00000003"

@@ -74,6 +74,7 @@ def planned(name: str, texts: Path, folder: Path, gpus: int, **parallel: int) ->
     return resolve(loaded, gather(loaded, computer, prepared=prepared), gpus=gpus)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("replicate", "shard"), MESHES)
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_takes_the_steps_of_one_rank(name, replicate, shard, texts, tmp_path) -> None:

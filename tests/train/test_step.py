@@ -101,6 +101,7 @@ def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
     assert all(p.grad is None for p in who.model.parameters())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_every_precision_learns_a_batch_by_heart(precision, kind):
