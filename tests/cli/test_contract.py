@@ -46,7 +46,7 @@ FLAGS = {
     "eval": {
         "--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize", "--task", "--against",
         "--shots", "--limit", "--chat", "--extract", "--max-new-tokens", "--stop", "--temperature", "--seed",
-        "--outputs",
+        "--outputs", "--samples", "--run-code",
     },
     "generate": {
         "--prompt", "--prompts", "--chat", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",

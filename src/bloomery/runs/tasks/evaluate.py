@@ -18,7 +18,9 @@ from bloomery.model.sampling import NotFinite
 from bloomery.monitor.events import EventLog, TaskDone
 from bloomery.plan.store import read_plan
 from bloomery.runs.evaluate import load_found, notes_of, texts_of
+from bloomery.runs.tasks.functions import PACKAGED, STDLIB, refuse_settings, solve
 from bloomery.runs.tasks.items import Settings, TaskScores, ask, read_task
+from bloomery.runs.tasks.sandbox import refuse_without_sandbox
 from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare
 from bloomery.train.evaluation.scoring import score_documents
 from bloomery.train.model_folder import ModelFiles, find_model
@@ -66,9 +68,15 @@ def evaluate_task(
     model: Named, task: Path, settings: Settings, *, against: Named | None = None, use: Use | None = None,
     on_load: OnText = lambda _: None,
 ) -> TaskReport:  # fmt: skip
-    """Score a task file with `model`, and with `against` on the same items. A run records it. Raises UserError."""
-    chosen = read_task(task)
-    score = partial(ask, task=chosen, settings=settings)
+    """Score a task file or the packaged functions with `model`, and with `against` on the same items.
+
+    A run records it. Raises UserError.
+    """
+    chosen = read_task(PACKAGED if str(task) == STDLIB else task)
+    refuse_settings(chosen, settings)
+    if chosen.kind == "functions":
+        refuse_without_sandbox()
+    score = partial(solve if chosen.kind == "functions" else ask, task=chosen, settings=settings)
     return _report(model, against, score, chosen.name, chosen.kind, use, on_load)
 
 

@@ -48,12 +48,16 @@ class Settings:
     chat: bool = False
     template: str | None = None
     extract: str | None = None
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None  # 256, and at most half of the context
     stop: tuple[str, ...] = ()
     samples: int = 1
     temperature: float | None = None
     seed: int = 0
     run_code: bool = False
+
+    def most(self, decoder: Decoder) -> int:
+        """New tokens of a completion."""
+        return self.max_new_tokens or min(256, decoder.config.max_positions // 2)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Item:
     right: int = 0
     entry_point: str = ""
     test: str = ""
+    banned: tuple[str, ...] = ()  # modules that a program cannot import
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,10 @@ def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
 
     if kind == "functions":
         prompt = text("prompt")
-        return Item(name, prompt, prompt, entry_point=text("entry_point"), test=text("test"))
+        banned = row.get("banned") or []
+        if not isinstance(banned, list) or not all(isinstance(one, str) for one in banned):
+            raise UserError("the key 'banned' is a list of modules", where=where, fix=_FIX)
+        return Item(name, prompt, prompt, entry_point=text("entry_point"), test=text("test"), banned=tuple(banned))
     asked = text("prompt") if "prompt" in row else text("question")
     prompt = asked if "prompt" in row else f"Question: {asked}\nAnswer:"
     answer, choices = row.get("answer"), row.get("choices")
@@ -171,6 +179,11 @@ class Asker:
             problem = f"the {'answer' if context else 'prompt'} has no token of its own"
             raise UserError(problem, where=f"item {item.name}", fix="lengthen it, or remove the item")
         return context, continuation
+
+    def turns(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt of a chat."""
+        assert self._encode is not None
+        return self._encode(messages)
 
     def prompt(self, item: Item) -> list[int]:
         if self._encode is None:
@@ -265,12 +278,12 @@ def _choose(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores
 
 def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
     """`exact_match`: the completion without white space around it, or its extracted answer, is an accepted answer."""
-    settings = asker.settings
+    settings, new_tokens = asker.settings, asker.settings.most(decoder)
     sampling = Sampling(
-        max_new_tokens=settings.max_new_tokens, temperature=settings.temperature or 0.0, seed=settings.seed,
+        max_new_tokens=new_tokens, temperature=settings.temperature or 0.0, seed=settings.seed,
         stop_ids=asker.stop_ids,
     )  # fmt: skip
-    prompts, notes = fitted_prompts(decoder, [asker.prompt(item) for item in items], settings.max_new_tokens)
+    prompts, notes = fitted_prompts(decoder, [asker.prompt(item) for item in items], new_tokens)
     completions = complete(decoder, asker.tokenizer, [Request(ids, sampling, asker.stops) for ids in prompts])
     outputs = []
     for item, completion in zip(items, completions, strict=True):

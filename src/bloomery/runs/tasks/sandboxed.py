@@ -1,0 +1,174 @@
+"""The sandbox of generated code: `python -I -S sandboxed.py`, started by sandbox.py. Standard library only.
+
+Three processes. This one waits with a deadline. Its child is process 1 of namespaces of its own: no network, no other
+processes, and a file system of Python's library, read-only, and an empty /tmp in memory. That one gives up its rights
+and starts the program, with limits; when the program ends, process 1 does, and the kernel kills all that is left.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+_NAMESPACES = 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000  # mount, pid, network, IPC, host name
+_NEW_USER = 0x10000000
+_PRIVATE, _BIND, _REMOUNT = 1 << 18 | 1 << 14, 1 << 12, 1 << 5  # sys/mount.h
+_READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
+_DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38  # linux/prctl.h
+_NOBODY = 65534
+_SET_UP_FAILED = 70  # exit code of process 1
+_MOST = 2000  # bytes that a program can report
+_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+# Starts the program, and writes the nonce when it ends without an exception: `os._exit(0)` in it does not.
+_RUNNER = """
+import json, os, sys
+job, out = json.loads(sys.stdin.buffer.read()), int(sys.argv.pop())
+null = os.open("/dev/null", os.O_RDWR)
+for stream in (0, 1, 2):
+    os.dup2(null, stream)
+sys.modules.update(dict.fromkeys(job["banned"]))
+try:
+    exec(compile(job["program"], "program", "exec"), {"__name__": "__main__"})
+    result = job["nonce"]
+except BaseException as error:
+    result = f"{type(error).__name__}: {error}"[:300]
+os.write(out, result.encode(errors="replace"))
+os._exit(0)
+"""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Reads a job as JSON from stdin, and prints {"result": text}, {"late": true} or {"refused": reason}."""
+    job: dict[str, Any] = json.loads(sys.stdin.buffer.read())
+    _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != job["parent"]:
+        os._exit(1)
+    root, user, group = os.geteuid() == 0, os.geteuid(), os.getegid()
+    if _libc.unshare(_NAMESPACES | (0 if root else _NEW_USER)) != 0:
+        _answer(refused=f"namespaces: {os.strerror(ctypes.get_errno())}")
+    if not root:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123  # pathlib would be imported
+                file.write(text)
+    begun = time.monotonic()
+    reading, writing = os.pipe()
+    init = os.fork()
+    if init == 0:
+        os.close(reading)
+        _process_1(job, writing, root)
+    os.close(writing)
+    found, late = b"", False
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    while True:  # until the last process that holds the pipe ends
+        left = begun + job["seconds"] - time.monotonic()
+        if left <= 0 or len(found) > _MOST or not poll.poll(left * 1000):
+            late = len(found) <= _MOST
+            break
+        if not (piece := os.read(reading, 4096)):
+            break
+        found += piece
+    with suppress(ProcessLookupError):
+        os.kill(init, signal.SIGKILL)  # and with it all processes of its namespace
+    code = os.waitstatus_to_exitcode(os.waitpid(init, 0)[1])
+    text = found[:_MOST].decode(errors="replace")
+    if code == _SET_UP_FAILED:
+        _answer(refused=text)
+    _answer(late=True) if late else _answer(result=text)
+
+
+def _answer(**answer: object) -> NoReturn:
+    print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+def _process_1(job: Mapping[str, Any], out: int, root: bool) -> NoReturn:
+    try:
+        _build_root(job)
+        if root:
+            os.setgroups([])
+            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+        _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+        theirs, ours = os.pipe()
+        program = os.fork()
+    except OSError as error:
+        os.write(out, f"{error.filename or 'a mount'}: {error.strerror}".encode())
+        os._exit(_SET_UP_FAILED)
+    if program == 0:
+        os.close(ours)
+        _start(job, theirs, out)
+    os.close(theirs)
+    os.close(out)
+    with suppress(BrokenPipeError), os.fdopen(ours, "wb") as pipe:
+        pipe.write(json.dumps({name: job[name] for name in ("program", "nonce", "banned")}).encode())
+    while os.wait()[0] != program:  # orphans of the program
+        pass
+    os._exit(0)
+
+
+def _build_root(job: Mapping[str, Any]) -> None:
+    """A root of read-only libraries and an empty /tmp, in the mount namespace alone. Raises OSError."""
+    base = job["folder"]
+    _mount("", "/", None, _PRIVATE)
+    _mount("tmpfs", base, "tmpfs", _NO_SUID | _NO_DEVICES, "size=64k,nr_inodes=4k,mode=755")
+    for place in dict.fromkeys((*_LIBRARIES, "/dev/null", *job["visible"])):
+        if not os.path.exists(place):  # noqa: PTH110
+            continue
+        inside = base + place
+        if os.path.isdir(place):  # noqa: PTH112
+            os.makedirs(inside, exist_ok=True)  # noqa: PTH103
+        elif not os.path.exists(inside):  # noqa: PTH110
+            os.makedirs(os.path.dirname(inside), exist_ok=True)  # noqa: PTH103, PTH120
+            os.close(os.open(inside, os.O_CREAT | os.O_WRONLY, 0o644))
+        _mount(place, inside, None, _BIND)
+        if place != "/dev/null":
+            locked = os.statvfs(inside).f_flag & ~_READ_ONLY  # flags of the source, which cannot be taken away
+            _mount("", inside, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEVICES | (locked & 0xC0F))
+    os.makedirs(base + "/tmp", exist_ok=True)  # noqa: PTH103
+    _mount(
+        "tmpfs", base + "/tmp", "tmpfs", _NO_SUID | _NO_DEVICES, f"size={job['folder_bytes']},nr_inodes=1k,mode=1777"
+    )
+    _mount("", base, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEVICES)
+    os.chroot(base)
+    os.chdir("/tmp")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    failed = _libc.mount(
+        source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), data.encode() or None
+    )
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), target)
+
+
+def _start(job: Mapping[str, Any], job_pipe: int, out: int) -> NoReturn:
+    """Becomes the Python that runs the program: no rights, limits, an empty environment."""
+    os.setsid()
+    os.dup2(job_pipe, 0)
+    os.set_inheritable(out, True)
+    limits = {
+        resource.RLIMIT_CPU: job["cpu_seconds"], resource.RLIMIT_AS: job["memory_bytes"], resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: job["file_bytes"], resource.RLIMIT_NPROC: job["processes"],
+        resource.RLIMIT_NOFILE: job["open_files"],
+    }  # fmt: skip
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+    try:
+        os.execve(job["python"], [job["python"], "-I", "-S", "-c", _RUNNER, str(out)], {})
+    except OSError as error:
+        os.write(out, f"cannot start Python: {error.strerror}".encode())
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

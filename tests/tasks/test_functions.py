@@ -1,0 +1,126 @@
+"""Function tasks: the library's own functions pass them, wrong ones do not, and pass@k counts."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from test_items import loaded, model  # noqa: F401
+
+from bloomery.cli.eval import command
+from bloomery.core.errors import UserError
+from bloomery.runs.tasks import functions
+from bloomery.runs.tasks.functions import PACKAGED, program_of, refuse_settings, scores_of, solve
+from bloomery.runs.tasks.items import Item, Settings, Task, read_task
+from bloomery.runs.tasks.sandbox import Limits, refuse_without_sandbox, run_program
+from bloomery.runs.tasks.statistics import pass_at_k
+
+HOME = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    try:
+        refuse_without_sandbox()
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="docstrings are those of Python 3.11")
+def test_the_packaged_tasks_are_those_of_the_library():
+    script = [sys.executable, str(HOME / "scripts" / "mine_functions.py"), "--check"]
+    found = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and "as written" in found.stdout, found.stdout + found.stderr
+
+
+def test_the_library_passes_its_tasks_and_no_task_is_empty(sandbox):
+    """All tasks in one program: a sandbox each takes a quarter of a second."""
+    items = read_task(PACKAGED).items
+    assert len(items) >= 60 and len({item.name for item in items}) == len(items)
+    parts = []
+    for item in items:
+        compile(item.prompt + "    pass", item.name, "exec")
+        module, _, name = item.name.rpartition(".")
+        parts.append(f"{item.test}\nimport {module}\ncheck({module}.{name})")
+        wrong = "try:\n    check(lambda *a, **k: None)\nexcept (AssertionError, TypeError):\n    pass\nelse:\n    1 / 0"
+        parts.append(f"{item.test}\n{wrong}")
+    assert run_program("\n".join(parts), limits=Limits(seconds=60, cpu_seconds=30)) is None
+
+
+def test_a_solution_cannot_import_its_function(sandbox):
+    item = next(item for item in read_task(PACKAGED).items if item.name == "statistics.median_low")
+    body = "    data = sorted(data)\n    return data[(len(data) - 1) // 2]\n"
+    assert run_program(program_of(item, body, chat=False), banned=item.banned) is None
+    cheat = "    import statistics\n    return statistics.median_low(data)\n"
+    assert "ModuleNotFoundError" in run_program(program_of(item, cheat, chat=False), banned=item.banned)
+    wrong = "    return data[0]\n"
+    assert "AssertionError" in run_program(program_of(item, wrong, chat=False), banned=item.banned)
+
+
+CHECK = "def check(c):\n    assert c(2) == 4\n"
+ITEM = Item("f", "import math\ndef f(x):\n    '''Twice x.'''\n", "", entry_point="f", test=CHECK)
+
+
+@pytest.mark.parametrize(
+    ("completion", "chat", "passes"),
+    [("    return x * 2", False, True), ("\n    return x * 2\n", False, True), ("    return x", False, False),
+     ("Sure:\n```python\ndef f(x):\n    return math.floor(x * 2)\n```\nDone.", True, True),
+     ("```\n    return 2 * x\n```", True, True), ("def f(x): return x + x", True, True), ("I cannot.", True, False)],
+)  # fmt: skip
+def test_a_program_is_the_prompt_and_its_completion_or_a_code_block(completion, chat, passes):
+    program = program_of(ITEM, completion, chat=chat)
+    if not passes:
+        with pytest.raises((AssertionError, SyntaxError)):
+            exec(program, {})
+    else:
+        exec(program, {})
+
+
+def test_pass_at_k_is_the_mean_over_items():
+    scores = scores_of([0, 3, 10, 20], 20)
+    assert [one.metric for one in scores] == ["pass@1", "pass@10", "pass@20"]
+    for one, k in zip(scores, (1, 10, 20), strict=True):
+        assert list(one.values) == [pass_at_k(20, count, k) for count in (0, 3, 10, 20)]
+    assert scores[0].estimate().interval == "bootstrap" and scores[2].estimate().interval == "wilson"
+    assert [one.metric for one in scores_of([1, 0], 1)] == ["pass@1"]
+
+
+def test_programs_run_only_with_consent(model, tmp_path):  # noqa: F811
+    found = CliRunner().invoke(command, [str(model), "--task", "stdlib-functions", "-d", "cpu"]).exception
+    assert isinstance(found, UserError) and found.code == 2 and "--run-code" in found.fix
+    task = Task("t", "exact-match", ())
+    for settings, flag in ((Settings(run_code=True), "--run-code"), (Settings(samples=2), "--samples")):
+        with pytest.raises(UserError, match=flag):
+            refuse_settings(task, settings)
+    with pytest.raises(UserError, match="--shots"):
+        refuse_settings(replace(task, kind="functions"), Settings(shots=1, run_code=True))
+
+
+def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, monkeypatch, sandbox):  # noqa: F811
+    """The model's text is replaced by known programs; all else is real."""
+    rows = [{"task_id": name, "prompt": f"def {name}(x):\n", "entry_point": name,
+             "test": f"def check(c):\n    assert c(2) == {value}\n"}
+            for name, value in (("twice", 4), ("next", 3))]  # fmt: skip
+    path = tmp_path / "two.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written = ["    return 2 * x", "    return 1 / 0", "    return x * 2", *["    return x"] * 3]
+    monkeypatch.setattr(functions, "complete", lambda *_, **__: written)
+    words = [str(model), "--task", str(path), "--samples", "3", "--run-code", "-d", "cpu", "--json"]
+    found = CliRunner().invoke(command, words)
+    assert found.exit_code == 0, found.output
+    shown = json.loads(found.stdout)
+    values = {one["metric"]: one["model"]["value"] for one in shown["results"]}
+    assert values == {"pass@1": pytest.approx(2 / 3 / 2), "pass@3": 0.5} and shown["kind"] == "functions"
+
+
+def test_the_models_own_text_is_run(loaded, tmp_path, sandbox):  # noqa: F811
+    decoder, tokenizer = loaded
+    item = replace(ITEM, prompt="def f(x):", asked="def f(x):")
+    task = Task("t", "functions", (item,))
+    found = solve(decoder, tokenizer, task, Settings(run_code=True, samples=2, max_new_tokens=5, seed=1))
+    (output,) = found.outputs
+    assert len(output["completions"]) == len(output["failures"]) == 2 and output["passed"] == 0
+    assert [one.metric for one in found.scores] == ["pass@1", "pass@2"]

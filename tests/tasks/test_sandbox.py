@@ -1,0 +1,190 @@
+"""Hostile programs in the sandbox: each ends in time, fails, and leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bloomery.core.errors import UserError
+from bloomery.core.units import MIB
+from bloomery.runs.tasks import sandbox, sandboxed
+from bloomery.runs.tasks.sandbox import Limits, refuse_without_sandbox, run_program
+
+SHORT = Limits(seconds=1.5, cpu_seconds=1)
+
+
+def offered():
+    try:
+        refuse_without_sandbox()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(offered()), reason=f"no sandbox here: {offered()}")
+
+
+def left_behind(mark):
+    """Processes whose command line, folder or name has the mark; the mark is in each program of a test."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if mark in " ".join(process.cmdline()) + process.name():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_program_that_ends_passes_and_one_that_raises_fails():
+    assert run_program("import math, json, re, collections, itertools\nassert math.gcd(12, 18) == 6") is None
+    assert run_program("assert 1 == 2, 'no'") == "AssertionError: no"
+    assert "SyntaxError" in run_program("def")
+    assert "ModuleNotFoundError" in run_program("import statistics", banned=["statistics"])
+    assert run_program("open('a.txt', 'w').write('x')\nassert open('/tmp/a.txt').read() == 'x'") is None
+    assert run_program("import os\nassert os.listdir('.') == [] and not os.environ.keys() - {'LC_CTYPE'}") is None
+    assert run_program("import sys\nassert not [p for p in sys.path if 'site-packages' in p]") is None
+
+
+HOSTILE = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "10 GB": "a = bytearray(10 * 2**30)",
+    "10 GB in pieces": "a = []\nwhile True:\n    a.append(bytearray(2**20))",
+    "endless loop": "while True:\n    pass",
+    "sleep": "import time\ntime.sleep(1000)",
+    "ignores signals": "import signal, time\nfor n in range(1, 64):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: time.sleep(9)",
+    "exits at once": "import os\nos._exit(0)",
+    "raises SystemExit": "raise SystemExit(0)",
+    "huge output": "while True:\n    print('x' * 10**6)",
+    "huge result": "import os\nfor fd in range(3, 32):\n    try:\n        while True: os.write(fd, b'x' * 10**6)\n"
+    "    except OSError: pass",
+    "huge file": "with open('a', 'wb') as f:\n    while True: f.write(bytes(10**6))",
+    "many files": "for n in range(10**6):\n    open(str(n), 'w').close()",
+    "many open files": "a = [open('/dev/null') for n in range(100)]",
+    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)",
+    "datagram": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "home": "import os\nassert [f for f in os.listdir(HOME) if os.path.isfile(HOME + '/' + f)]",
+    "ssh keys": "print(open(HOME + '/.ssh/id_rsa').read())",
+    "reads its source": "open(SECRET).read()",
+    "writes outside": "open(SECRET, 'w').write('x')",
+    "writes into Python": "import os\nopen(os.__file__, 'a').write('x')",
+    "deletes": "import os\nos.unlink(SECRET)",
+    "passwords": "open('/etc/passwd').read()",
+    "processes": "import os\nassert os.listdir('/proc')",
+    "kills all": "import os\nos.kill(-1, 9)",
+    "kills its parent": "import os, time\nfor n in (9, 15, 19): os.kill(os.getppid(), n)\nos.kill(PID, 9)",
+    "leaves the root": "import os\nos.chroot('.')",
+    "mounts": "import ctypes\nassert ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
+    "becomes root": "import os\nos.setuid(0)",
+    "namespaces": "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000 | 0x20000) == 0\n"
+    "assert ctypes.CDLL(None).mount(b'none', b'/lib', b'tmpfs', 0, None) == 0\nopen(SECRET)",
+    "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "crash": "import ctypes\nctypes.string_at(0)",
+    "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'], check=True)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_ends_fails_and_leaves_nothing(name, tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("untouched")
+    before = set(Path(sandbox.tempfile.gettempdir()).glob("bloomery-sandbox-*"))
+    names = f"HOME, SECRET, PORT, PID = {str(Path.home())!r}, {str(secret)!r}, 22, {os.getpid()}\n"
+    began = time.monotonic()
+    assert run_program(names + HOSTILE[name], limits=SHORT) is not None
+    assert time.monotonic() - began < 15, "a busy machine starts a sandbox in a second"
+    assert secret.read_text() == "untouched"
+    assert set(Path(sandbox.tempfile.gettempdir()).glob("bloomery-sandbox-*")) <= before
+    assert not [child for child in psutil.Process().children(recursive=True) if "sandboxed.py" in str(child.cmdline())]
+
+
+def test_a_daemon_ends_with_its_program():
+    daemon = (
+        "import os, sys, time\n"
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "        os.execv(sys.executable, [sys.executable, '-I', '-S', '-c',"
+        " 'import time; time.sleep(600) # bloomery-daemon'])\n    os._exit(0)\n"
+        "time.sleep(0.5)"
+    )
+    began = time.monotonic()
+    assert run_program(daemon, limits=Limits(seconds=8)) is None  # the program itself ends well
+    assert time.monotonic() - began < 8 and not left_behind("bloomery-daemon")
+    assert run_program("import time\n" + daemon + "\ntime.sleep(600)", limits=SHORT) is not None
+    assert not left_behind("bloomery-daemon")
+
+
+def test_the_sandbox_ends_with_the_process_that_asked(tmp_path):
+    code = (
+        "from bloomery.runs.tasks.sandbox import Limits, run_program\n"
+        "run_program('import time, sys\\nimport os\\nos.execv(sys.executable, [sys.executable, \"-I\", \"-S\", \"-c\", "
+        "\"import time; time.sleep(600) # bloomery-orphan\"])', limits=Limits(seconds=500))"
+    )
+    asking = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
+    try:
+        until = time.monotonic() + 30
+        while len(left_behind("bloomery-orphan")) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        assert len(left_behind("bloomery-orphan")) > 1
+    finally:
+        asking.kill()
+        asking.wait()
+    until = time.monotonic() + 10
+    while left_behind("bloomery-orphan") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left_behind("bloomery-orphan")
+
+
+def test_memory_of_files_and_processes_is_bounded():
+    limits = Limits()
+    assert limits.processes * limits.memory_bytes <= 4 * 2**30 and limits.folder_bytes <= 16 * MIB
+
+
+def test_a_system_without_namespaces_is_refused(monkeypatch, tmp_path):
+    """A kernel that refuses is played by a script whose unshare fails."""
+    text = Path(sandboxed.__file__).read_text().replace("_libc.unshare(", "_libc.unshare(-1 + 0 * ", 1)
+    (tmp_path / "sandboxed.py").write_text(text)
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
+    with pytest.raises(UserError, match="no sandbox") as caught:
+        run_program("x = 1")
+    assert caught.value.where == "--run-code" and "Invalid argument" in caught.value.problem
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="becomes another user")
+def test_a_user_without_rights_has_the_same_sandbox(tmp_path):
+    """With the system's Python, which every user can start."""
+    tmp_path.chmod(0o755)
+    script = tmp_path / "sandboxed.py"
+    script.write_text(Path(sandboxed.__file__).read_text())
+    (tmp_path / "root").mkdir(mode=0o777)
+    (tmp_path / "root").chmod(0o777)
+    for place in tmp_path.parents:
+        if place.owner() == "root" and place != Path("/") and not place.stat().st_mode & 1:
+            place.chmod(place.stat().st_mode | 0o011)
+    code = f"""
+import json, os, subprocess, sys, sysconfig
+os.setgroups([]); os.setgid(12345); os.setuid(12345)
+def run(program):
+    python = os.path.realpath("/usr/bin/python3")
+    job = dict(program=program, nonce="nonce", banned=[], python=python, visible=[python, sysconfig.get_path("stdlib")],
+        folder={str(tmp_path / "root")!r}, parent=os.getpid(), seconds=3.0, cpu_seconds=2, memory_bytes=2**28,
+        processes=16, open_files=32, file_bytes=2**22, folder_bytes=2**24)
+    command = [python, "-I", "-S", {str(script)!r}]
+    return json.loads(subprocess.run(command, input=json.dumps(job).encode(), capture_output=True).stdout)
+programs = ["x = 1", "open('/etc/passwd')", "import os\\nwhile True: os.fork()", "import os\\nos.chroot('.')",
+            "import ctypes\\nassert ctypes.CDLL(None).mount(b'n', b'/tmp', b'tmpfs', 0, None) == 0", "while True: pass"]
+print(json.dumps([run(one) for one in programs]))
+"""
+    found = subprocess.run(["/usr/bin/python3", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    answers = json.loads(found.stdout or "[]")
+    assert len(answers) == 6, found.stderr
+    if "refused" in answers[0]:
+        pytest.skip(f"user namespaces are off: {answers[0]['refused']}")
+    assert answers[0] == {"result": "nonce"}
+    assert all(one.get("result") != "nonce" and "refused" not in one for one in answers[1:]), answers
