@@ -3,7 +3,7 @@
     python scripts/mine_functions.py [--check]
 
 A task is the signature and docstring of a pure function of the library, two calls with their values, and a test of all
-calls below. The library itself says what each call returns. Docstrings of Python are under the license of the Python
+calls below. The values are those of the library itself. Docstrings of Python are under the license of the Python
 Software Foundation, version 2: https://docs.python.org/3/license.html. `--check`: exit code 1 when the file differs.
 """
 

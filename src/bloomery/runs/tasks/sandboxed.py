@@ -22,7 +22,7 @@ _NEW_USER = 0x10000000
 _PRIVATE, _BIND, _REMOUNT = 1 << 18 | 1 << 14, 1 << 12, 1 << 5  # sys/mount.h
 _READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
 _DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38  # linux/prctl.h
-_NOBODY = 65534
+_UNPRIVILEGED = 65534
 _SET_UP_FAILED = 70  # exit code of process 1
 _MOST = 2000  # bytes that a program can report
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
@@ -95,8 +95,8 @@ def _process_1(job: Mapping[str, Any], out: int, root: bool) -> NoReturn:
         _build_root(job)
         if root:
             os.setgroups([])
-            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+            os.setresgid(_UNPRIVILEGED, _UNPRIVILEGED, _UNPRIVILEGED)
+            os.setresuid(_UNPRIVILEGED, _UNPRIVILEGED, _UNPRIVILEGED)
         _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
         theirs, ours = os.pipe()
