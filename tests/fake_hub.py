@@ -1,5 +1,6 @@
 """A Hub of some files on 127.0.0.1: what huggingface_hub asks for is answered as the real one does."""
 
+import base64
 import hashlib
 import json
 import re
@@ -24,6 +25,9 @@ class FakeHub:
     hold: bool = False
     stalled: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
+    pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)  # repository -> name -> content
+    created: dict[str, str] = field(default_factory=dict)  # repository -> visibility
+    writer: str = "hf_writer"  # the token that may write
     asked: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)  # method, path, Range, token
 
 
@@ -45,6 +49,34 @@ class _Handler(BaseHTTPRequestHandler):
             return self.api(match[1], match[2], match[4], match[6] is not None, token)
         if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self.file(match[2], match[4], token)
+        return self.refuse(404, "EntryNotFound")
+
+    def do_POST(self):
+        """What `create_repo` and `upload_folder` ask for, with every file in the commit itself."""
+        path, token = self.path.split("?")[0], self.headers.get("Authorization")
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.hub.asked.append((self.command, path, None, token))
+        if token != f"Bearer {self.hub.writer}":
+            return self.refuse(403 if token else 401, "Forbidden")
+        json_ = {"Content-Type": "application/json"}
+        if path == "/api/repos/create":
+            wanted = json.loads(content)
+            repo = f"{wanted['organization']}/{wanted['name']}"
+            self.hub.created.setdefault(repo, wanted.get("visibility", "public"))
+            return self.answer(200, json.dumps({"url": f"{self.hub.url}/{repo}", "name": repo}).encode(), json_)
+        if path == "/api/validate-yaml":
+            return self.answer(200, b'{"warnings": [], "errors": []}', json_)
+        if re.fullmatch(r"/api/models/[^/]+/[^/]+/preupload/main", path):
+            rows = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for each in json.loads(content)["files"]]  # fmt: skip
+            return self.answer(200, json.dumps({"files": rows}).encode(), json_)
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
+            held = self.hub.pushed.setdefault(match[1], {})
+            for line in map(json.loads, content.splitlines()):
+                if line["key"] == "file":
+                    held[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            done = {"commitUrl": f"{self.hub.url}/{match[1]}/commit/{COMMIT}", "commitOid": COMMIT}
+            return self.answer(200, json.dumps(done).encode(), json_)
         return self.refuse(404, "EntryNotFound")
 
     def refuse(self, status, code):

@@ -8,15 +8,17 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.export import layouts as hf
-from bloomery.export.card import model_card, training_of
+from bloomery.export.card import Merge, model_card, training_of
 from bloomery.export.layouts import export
 from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import load_decoder, model_state
+from bloomery.monitor.events import DeviceStats, EventLog
 from bloomery.train.model_folder import find_model
 from models_for_tests import make_model, make_run
 
@@ -43,7 +45,7 @@ def test_an_export_of_a_run_tells_where_it_comes_from(tmp_path: Path) -> None:
     done = export(run / "checkpoints" / "step-00000010", tmp_path / "out", verify=False)
     assert done.proofs == ()
     assert {path.name for path in done.folder.iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+        "README.md", "config.json", "generation_config.json", "loss.svg", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
     }  # fmt: skip
     card = (done.folder / "README.md").read_text()
@@ -149,3 +151,39 @@ def test_a_folder_for_vllm_is_bfloat16_and_readable(tmp_path: Path) -> None:
     assert all(torch.equal(values, theirs[name].bfloat16()) for name, values in ours.items())
     assert {path.stat().st_mode & 0o777 for path in done.folder.iterdir()} == {0o644}
     assert "generation_config.json" in {path.name for path in done.folder.iterdir()}
+
+
+def test_a_card_has_license_plot_energy_and_recipe(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "tiny", 10, 20)
+    checkpoint = run / "checkpoints" / "step-00000020"
+    done = export(checkpoint, tmp_path / "plain", verify=False)
+    card = (done.folder / "README.md").read_text()
+    assert "energy: not measured" in card and "license:" not in card.split("---")[1] and "Not stated" in card
+    assert "](loss.svg)" in card and (done.folder / "loss.svg").read_text().startswith("<svg")
+    recipe = card.partition("```yaml")[2].partition("```")[0]
+    assert yaml_of(recipe)["data"] == {"path": "corpus.txt", "sequence_length": 64}
+    with EventLog(run / "events.jsonl") as log:
+        for seconds in (10.0, 20.0):
+            log(DeviceStats(step=10, device=0, name="a GPU", seconds=seconds, power=120.0))
+        log(DeviceStats(step=30, device=0, name="a GPU", seconds=1e6, power=120.0))  # after the checkpoint
+    with (run / "recipe.yaml").open("a") as file:
+        file.write("logging: {trackers: {command: /home/somebody/hook.sh}}\n")
+    (checkpoint / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    card = (export(checkpoint, tmp_path / "told", verify=False).folder / "README.md").read_text()
+    assert "energy: 1 Wh, measured over 30" in card
+    assert "license: apache-2.0" in card.split("---")[1]
+    assert "hook.sh" in card and "somebody" not in card
+
+
+@pytest.mark.parametrize(("base", "merge", "relation"), [
+    ("org/base", None, "adapter"), (None, Merge("linear", (("org/a", 1.0), ("b", 1.0))), "merge"), (None, None, None),
+])  # fmt: skip
+def test_a_card_names_the_models_that_it_comes_from(tmp_path: Path, base, merge, relation) -> None:
+    card = model_card("x", read_config(make_model(tmp_path / "m")), None, base=base, merge=merge, license_="mit")
+    head = yaml_of(card.split("---")[1])
+    assert head["license"] == "mit" and head.get("base_model_relation") == relation
+    assert head.get("base_model") == ({"adapter": ["org/base"], "merge": ["org/a"]}.get(relation))
+
+
+def yaml_of(text: str):
+    return YAML(typ="safe").load(text)

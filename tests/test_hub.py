@@ -9,8 +9,10 @@ import sys
 import time
 
 import pytest
+from click.testing import CliRunner
 
 from bloomery import hub
+from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.hub import Named, checked
 from fake_hub import COMMIT, FakeHub, fake_hub
@@ -280,3 +282,92 @@ def test_a_model_of_a_command_may_be_an_id_and_a_base_with_its_adapter(tmp_path,
     assert str(model_path("org/name+adapter")) == f"{tmp_path}/cache+adapter"
     with pytest.raises(UserError, match="no run"):
         model_path("nothing")
+
+
+@pytest.fixture
+def to_push(tmp_path):
+    """An export, with what must not travel next to it."""
+    folder = tmp_path / "my-model"
+    (folder / ".cache").mkdir(parents=True)
+    (folder / ".cache" / "left").write_bytes(b"x")
+    files = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"---\nlicense: mit\n---\n",
+             "tokenizer.json": b'{"password": 123456}'}  # fmt: skip
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder, files
+
+
+PUSH = """
+import sys
+from pathlib import Path
+from bloomery import hub
+from bloomery.core.errors import UserError
+try:
+    print(hub.push(Path(sys.argv[1]), sys.argv[2], public="public" in sys.argv))
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+def pushed(client, *words):
+    done = subprocess.run([sys.executable, "-c", PUSH, *map(str, words)], env=client.environment, text=True,
+                          capture_output=True)  # fmt: skip
+    assert "hf_" not in done.stdout + done.stderr.replace("hf_xet", ""), "a token in the output"
+    return done
+
+
+def test_a_push_creates_a_private_repository_and_uploads_every_file(to_push, tmp_path):
+    folder, files = to_push
+    with fake_hub({}) as server:
+        for repo, words in (("me/mine", ()), ("me/open", ("public",))):
+            done = pushed(Client(tmp_path / "home", server.url, HF_TOKEN="hf_writer"), folder, repo, *words)
+            assert done.returncode == 0, done.stderr
+            assert server.pushed[repo] == files
+        assert server.created == {"me/mine": "private", "me/open": "public"}
+
+
+@pytest.mark.parametrize(("token", "problem"), [("", "no token"), ("hf_reader", "write access to me/mine")])
+def test_a_push_without_the_right_to_write_is_refused(to_push, tmp_path, token, problem):
+    with fake_hub({}) as server:
+        done = pushed(Client(tmp_path / "home", server.url, HF_TOKEN=token), to_push[0], "me/mine")
+        assert done.returncode == 1 and problem in done.stderr
+        assert not server.pushed and (token or not server.asked)
+
+
+def test_a_dry_run_lists_the_files_without_network_or_token(to_push, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    folder, files = to_push
+    done = CliRunner().invoke(cli, ["push", str(folder), "me/mine", "--dry-run"], catch_exceptions=False)
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    assert [line.split()[2] for line in lines[:-1]] == sorted(files) and lines[-1].endswith("/me/mine")
+    (folder / "README.md").write_text("# no head")
+    assert "states no license" in CliRunner().invoke(cli, ["push", str(folder), "me/mine", "--dry-run"]).stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("notes.md", b"token hf_" + b"a" * 30, "secret"),
+        ("config.json", b'{"api_key": "0123456789"}', "secret"),
+        ("pytorch_model.bin", b"x", "pickle"),
+        ("link.json", None, "link"),
+    ],
+)
+def test_what_must_not_be_public_is_not_pushed(to_push, name, content, problem):
+    folder, _ = to_push
+    if content is None:
+        (folder / name).symlink_to("/etc/hostname")
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        hub.push(folder, "me/mine", dry_run=True)
+
+
+def test_a_run_is_not_pushed(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="not an export"):
+        hub.push(tmp_path, "me/mine", dry_run=True)
+    with pytest.raises(UserError, match="not a valid Hub model id"):
+        hub.push(tmp_path, "mine", dry_run=True)

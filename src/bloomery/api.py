@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from bloomery.core.errors import UserError
-from bloomery.export import DTYPES
+from bloomery.export import DTYPES, INTEGERS
 
 if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
@@ -219,13 +219,14 @@ def export(
     llama.cpp), gguf-adapter (a LoRA for llama.cpp), ollama (a folder for `ollama create`) or vllm
     (a full or merged model in bfloat16).
 
-    `dtype`: of hf and merged weights (None keeps the model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
-    q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of BASE+ADAPTER+ADAPTER, merged (1 each by
-    default). `verify`: read the export back, compare and run it.
+    `dtype`: of hf and merged weights (None keeps the model's; int8 and int4, also of vllm, quantize) and of GGUF
+    (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M, q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of
+    BASE+ADAPTER+ADAPTER, merged (1 each by default). `verify`: read the export back, compare and run it.
     """
     usual = "q8_0" if layout == "ollama" else "f16"
     kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype or usual, dtype or usual)  # of GGUF
-    allowed = {"merged": DTYPES, "hf": DTYPES, "adapter": (), "vllm": ()}.get(layout)  # None: the format's own
+    floats, whole = {"merged": DTYPES, "hf": DTYPES}, {"merged": INTEGERS, "hf": INTEGERS, "vllm": INTEGERS}
+    allowed = None if layout.startswith(("gguf", "ollama")) else (*floats.get(layout, ()), *whole.get(layout, ()))
     if dtype is not None and allowed is not None and dtype not in allowed:
         problem = f"--to {layout} does not convert weights" + (f" to {dtype}" if allowed else "")
         raise UserError(problem, where="--type", fix="remove --type, or use --to hf, merged or gguf", code=2)
@@ -250,6 +251,10 @@ def export(
         if layout == "gguf-adapter":
             return export_gguf_adapter(files, Path(out), kind=kind)
         return export_gguf(files, Path(out), kind=kind, verify=verify, use=use)
+    if dtype in INTEGERS:
+        from bloomery.export.quantize import export_quantized
+
+        return export_quantized(files, Path(out), kind=dtype, verify=verify, use=use)
     if layout == "vllm":
         return layouts.export_vllm(files, Path(out), verify=verify, use=use)
     if layout == "adapter":

@@ -2,6 +2,7 @@
 
 import errno
 import fnmatch
+import glob
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, final
 
 from bloomery.core.errors import UserError
-from bloomery.core.text import expanded
+from bloomery.core.text import expanded, redact_secrets
 from bloomery.core.units import format_bytes
 
 Kind = Literal["model", "dataset"]
@@ -370,3 +371,92 @@ def _has_weights(folder: Path) -> bool:
         return any(folder.glob("*.safetensors"))
     names = set(re.findall(r'"([^"/\\]+\.safetensors)"', index.read_text(encoding="utf-8", errors="replace")))
     return bool(names) and all((folder / name).is_file() for name in names)
+
+
+LARGEST_TEXT, VOCABULARIES = 2**20, ("tokenizer.json", "vocab.json")
+TEXTS = (".md", ".json", ".jinja", ".txt", "Modelfile")  # searched for secrets before an upload
+
+
+@final
+@dataclass(frozen=True)
+class Pushed:
+    """`files`: sizes in bytes by name."""
+
+    page: str
+    files: dict[str, int]
+    warnings: tuple[str, ...]
+
+
+def push(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False) -> Pushed:
+    """Upload the files of an export to `ORG/NAME` or `ORG/NAME@BRANCH`, which is created, private, if it is missing.
+
+    Nothing is deleted on the Hub. `dry_run`: uses no network. Raises UserError for a folder that is no export, holds
+    pickles, links or secrets, without a token, and when the Hub refuses.
+    """
+    if not _ID.fullmatch(repo) or ".." in repo:
+        raise UserError(f"not a valid Hub model id: {repo[:200]!r}", where="ORG/NAME", fix="write ORG/NAME", code=2)
+    files, warnings, (name, _, revision) = _to_push(folder), list[str](), repo.partition("@")
+    named = Named(name, revision or None, "model")
+    card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
+    if not re.search(r"^license:", card.partition("\n---")[0], flags=re.MULTILINE):
+        warnings.append("the model card states no license: add `license: ...` to the head of README.md")
+    if dry_run:
+        return Pushed(named.page, files, tuple(warnings))
+    if not (own := token()):
+        fix = "`export HF_TOKEN=...` with a token of https://huggingface.co/settings/tokens that has write access"
+        raise UserError("no token: the Hub asks who uploads", where="HF_TOKEN", fix=fix)
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    api = HfApi(token=own)
+    with explained(named):
+        try:
+            api.create_repo(named.repo, private=not public, exist_ok=True)
+            if named.revision is not None:
+                api.create_branch(named.repo, branch=named.revision, exist_ok=True)
+            api.upload_folder(
+                repo_id=named.repo, folder_path=folder, revision=named.revision, commit_message="Upload with Bloomery",
+                allow_patterns=[glob.escape(name) for name in files],
+            )  # fmt: skip
+        except HfHubHTTPError as error:
+            status = getattr(error.response, "status_code", None)
+            if status not in (401, 403, 404):
+                raise
+            problem = f"the Hub refuses the upload: HTTP status {status}"
+            fix = f"use a token that has write access to {named.repo}, or correct the name"
+            raise UserError(problem, where=named.page, fix=fix) from error
+    return Pushed(named.page, files, tuple(warnings))
+
+
+def _to_push(folder: Path) -> dict[str, int]:
+    """The files of an export and their sizes, by their path in the folder. Raises UserError."""
+    known = folder.is_dir() and any(
+        any(folder.glob(pattern)) for pattern in ("config.json", "adapter_config.json", "*.gguf")
+    )
+    if not known:
+        problem = "not an export: no config.json, adapter_config.json or .gguf file is here"
+        fix = "`bloomery export MODEL --to hf --out DIR` writes one"
+        raise UserError(problem, where=str(folder), fix=fix)
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in path.relative_to(folder).parts) or (
+            path.is_dir() and not path.is_symlink()
+        ):
+            continue
+        if path.is_symlink() or not path.is_file():
+            problem = f"{name} is a link, or not a regular file"
+            raise UserError(problem, where=str(folder), fix="put the file itself there, or delete it")
+        if name.endswith(PICKLED):
+            problem = f"{name} is a pickle, which can run code where it is opened"
+            raise UserError(problem, where=str(folder), fix="delete it: the weights are in the safetensors files")
+        if name.endswith(TEXTS) and path.name not in VOCABULARIES and path.stat().st_size < LARGEST_TEXT:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if redact_secrets(text) != text:
+                fix = "remove it from the file; if it was public before, revoke it"
+                raise UserError(f"{name} seems to hold a secret, such as a token", where=str(folder), fix=fix)
+        files[name] = path.stat().st_size
+    return files

@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("bloomery.cli.import_:command", "Convert a GGUF file to Hugging Face format."),
     "merge": ("bloomery.cli.merge:command", "Merge models into one: linear, SLERP, TIES."),
     "download": ("bloomery.cli.download:command", "Download a model or dataset from the Hub."),
+    "push": ("bloomery.cli.push:command", "Upload an exported model to the Hub."),
     "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),
     "completion": ("bloomery.cli.completion:command", "Print shell completion for bash, zsh or fish."),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bloomery.cli.common import NewPath, devices_option, numbers, show_export, step_option
-from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
+from bloomery.export import DTYPES, GGUF_TYPES, INTEGERS, K_TYPES
 
 if TYPE_CHECKING:
     from bloomery.api import Layout
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
 @click.option(
-    "--type", "dtype", type=click.Choice([*DTYPES, *GGUF_TYPES, *K_TYPES]),
+    "--type", "dtype", type=click.Choice([*DTYPES, *INTEGERS, *GGUF_TYPES, *K_TYPES]),
     help="Type of the weights [default: as in the model; GGUF: f16].",
 )  # fmt: skip
 @click.option("--weights", callback=numbers, metavar="LIST", help="Weights of the adapters of BASE+ADAPTER+ADAPTER.")
@@ -36,8 +36,8 @@ def command(
 
     hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: adapters merged into their base
     model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA adapter
-    for llama.cpp. ollama: a folder for `ollama create`. vllm: a
-    full or merged model in bfloat16.
+    for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf, merged and vllm
+    also take --type int8 or int4, which transformers opens with compressed-tensors.
 
     Example: bloomery export last --to hf --out my-model
 

@@ -24,6 +24,7 @@ from bloomery.data.chat.render import chat_format
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import K_TYPES
+from bloomery.export.card import license_of
 from bloomery.export.gguf_format import (
     ALIGNMENT,
     ARCHITECTURES,
@@ -143,20 +144,6 @@ def _model_name(name: str, description: Mapping[str, Any]) -> str:
     if not strips:
         return phi.sub("phi_3", name)
     return name if phi.search(name) else f"{name} (phi-3)"
-
-
-def license_of(*folders: Path | None) -> str | None:
-    """From the metadata block of the first model card that states one."""
-    for folder in folders:
-        card = None if folder is None else folder / "README.md"
-        if card is None or not card.is_file():
-            continue
-        head = card.open(encoding="utf-8", errors="replace").read(2**16)
-        block = re.match(r"---\n(.*?)\n---", head, flags=re.DOTALL)
-        stated = re.search(r"^license: *['\"]?([\w.+-]+)", block[1], flags=re.MULTILINE) if block else None
-        if stated:
-            return stated[1]
-    return None
 
 
 # Export

@@ -22,7 +22,7 @@ from bloomery.core.files import abandoned, flush_to_disk, remove
 from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import DTYPES as WORDS
-from bloomery.export.card import Merge, model_card, training_of
+from bloomery.export.card import Merge, write_card
 from bloomery.model.adapters.base_model import (
     CONFIG,
     TENSORS,
@@ -124,8 +124,7 @@ def export_adapter(model_files: ModelFiles, out: Path, *, verify: bool = True, u
         config = read_config(model_files.base)
         if read_settings(draft)["peft_type"] == "LORA":  # with the adapter's own vocabulary and head
             config = read_adaptation(draft, config)[1]
-        card = model_card(out.name, config, training_of(model_files.weights), base=base)
-        (draft / "README.md").write_text(card, encoding="utf-8")
+        write_card(draft, out.name, config, [model_files.weights, model_files.base], base=base)
         if verify:
             if (model_files.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
                 raise UserError(f"{TENSORS} changed during the copy", where=str(draft), fix="check the disk")
@@ -202,8 +201,7 @@ def write_rest(draft: Path, name: str, config: ModelConfig, files: ModelFiles, m
     """All that a full model has besides its weights and config."""
     write_json(draft / "generation_config.json", _generation_settings(files.base or files.weights, config))
     load_tokenizer(files.tokenizer).save(draft)
-    card = model_card(name, config, training_of(files.weights), merge=merge)
-    (draft / "README.md").write_text(card, encoding="utf-8")
+    write_card(draft, name, config, [files.weights, *([files.base] if files.base else [])], merge=merge)
 
 
 def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> list[str]:
@@ -236,7 +234,7 @@ def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]
     return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
 
 
-def _probe_tokens(config: ModelConfig) -> Tensor:
+def probe_tokens(config: ModelConfig) -> Tensor:
     return torch.arange(min(PROBE_TOKENS, config.max_positions))[None] * 7919 % config.vocab_size
 
 
@@ -260,7 +258,7 @@ def probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> 
     decoder = load_whole(folder, use, base=base)
     with torch.no_grad():
         device = decoder.model.embed_tokens.weight.device
-        logits: Tensor = decoder(_probe_tokens(decoder.config).to(device)).cpu()
+        logits: Tensor = decoder(probe_tokens(decoder.config).to(device)).cpu()
     if not bool(torch.isfinite(logits).all()):
         problem = "the logits of the exported model are not finite"
         raise UserError(problem, where=str(where), fix="choose an earlier --step")
@@ -278,7 +276,7 @@ def opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: P
     transformers.utils.logging.disable_progress_bar()
     program, name = (transformers, "transformers") if base is None else (importlib.import_module("peft"), "PEFT")
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    tokens, kind = _probe_tokens(config), transformers.AutoModelForCausalLM
+    tokens, kind = probe_tokens(config), transformers.AutoModelForCausalLM
     if config.head == "values":  # transformers' classifiers return the value of the last token that is not padding
         kind = transformers.AutoModelForSequenceClassification
         kept = (tokens[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
@@ -378,6 +376,20 @@ def merged_pieces(
             return whole.to(dtype)
 
         yield piece, config
+
+
+@contextmanager
+def pieces_of(files: ModelFiles) -> Iterator[tuple[Piece, ModelConfig]]:
+    """The parameters of a full model, or of an adapter merged into its base, in float32. Raises UserError."""
+    if files.base is None:
+        with full_pieces(files.weights, torch.float32) as found:
+            yield found
+        return
+    if (kind := read_settings(files.weights)["peft_type"]) != "LORA":
+        problem, fix = f"an adapter of {kind[:40]} cannot be merged piece by piece", "export it with --to merged first"
+        raise UserError(problem, where=str(files.weights), fix=fix)
+    with merged_pieces(files.weights, files.base, torch.float32, "cpu") as found:
+        yield found
 
 
 def _write_merged(

@@ -5,8 +5,8 @@ Ilharco et al., arXiv:2212.04089. SLERP: Shoemake, "Animating rotation with quat
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,16 +20,14 @@ from bloomery.export.card import Merge, public
 from bloomery.export.layouts import (
     DTYPES,
     Exported,
-    Piece,
     draft_of,
     exported,
-    full_pieces,
-    merged_pieces,
     opens_elsewhere,
+    pieces_of,
     probed,
     write_rest,
 )
-from bloomery.model.adapters.base_model import Base, read_settings
+from bloomery.model.adapters.base_model import Base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.stored import find_tensors
@@ -118,7 +116,7 @@ def merge(
     _refuse_arguments(models, method, base, weights, density)
     every = [*models, *([] if base is None else [base])]
     with ExitStack() as stack:
-        opened = [stack.enter_context(_opened(files)) for files in every]
+        opened = [stack.enter_context(pieces_of(files)) for files in every]
         config = opened[0][1]
         tokenizer = load_tokenizer(models[0].tokenizer)
         for files, (_, other) in zip(every[1:], opened[1:], strict=True):
@@ -165,20 +163,6 @@ def is_several(model: Path) -> bool:
     """Whether the path is BASE+ADAPTER+ADAPTER, of folders."""
     parts = str(model).split("+")
     return len(parts) > 2 and not model.exists() and all(Path(part).is_dir() for part in parts)
-
-
-@contextmanager
-def _opened(files: ModelFiles) -> Iterator[tuple[Piece, ModelConfig]]:
-    """Parameters in float32, adapters merged."""
-    if files.base is None:
-        with full_pieces(files.weights, torch.float32) as found:
-            yield found
-        return
-    if (kind := read_settings(files.weights)["peft_type"]) != "LORA":
-        problem, fix = f"an adapter of {kind[:40]} cannot be merged piece by piece", "export it with --to merged first"
-        raise UserError(problem, where=str(files.weights), fix=fix)
-    with merged_pieces(files.weights, files.base, torch.float32, "cpu") as found:
-        yield found
 
 
 def _named(files: ModelFiles) -> str:

@@ -15,7 +15,8 @@ from bloomery.data.chat.render import TemplateProcess, as_turn, chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.export.gguf import export_gguf, license_of
+from bloomery.export.card import license_of
+from bloomery.export.gguf import export_gguf
 from bloomery.export.layouts import Exported, draft_of
 from bloomery.model.families.presets import read_config
 from bloomery.train.model_folder import ModelFiles

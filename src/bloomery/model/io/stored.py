@@ -284,6 +284,9 @@ def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = Fal
         stored, expected = found.get(place.name), place.stored_shape(shapes[name])
         if stored is None and headless and name == VALUES:
             continue
+        if stored is None and f"{place.name}_packed" in found:
+            problem = "the weights are quantized (compressed-tensors), which Bloomery writes but does not read"
+            raise UserError(problem, where=str(folder), fix="use the model that it was made from, or transformers")
         if stored is None:
             raise UserError(f"{place.name} is missing", where=str(folder), fix="save or download it again")
         if stored.shape != expected:
