@@ -3,10 +3,11 @@
     python benchmarks/parallel_cpu.py [--ranks 2] [--rounds 12] [--out FILE]     # --rounds 0: memory alone
 
 Both sides train copies of one model on the same micro-batches with fused AdamW and clipping, in the same processes,
-one step each in turn, A B and B A. Bare: `all_reduce` of the counts, of gradients in 25 MiB buckets and of the loss for
-copies; FSDP2 per block, `clip_grad_norm_` and AdamW over DTensors for shards. Bloomery: `train_step` and what the loop
-exchanges around it. Each rank has one thread. Memory is the peak of resident memory of fresh processes that train one
-sequence at a time: activations are not divided (those of four sequences add 0.2 GiB to copies and shards alike).
+one step each in turn, A B and B A. Bare: `all_reduce` of the counts, of gradients in 25 MiB buckets and of the loss
+for copies; FSDP2 per block, `clip_grad_norm_` and AdamW over DTensors for shards. Bloomery: `train_step` and what the
+loop exchanges around it. One device takes the same path without a process group. Each rank has one thread. Memory is
+the peak of resident memory of fresh processes that train one sequence at a time: activations are not divided (those of
+four sequences add 0.2 GiB to copies and shards alike).
 """
 
 import argparse
@@ -114,27 +115,30 @@ def bare_side(plan: Any, mesh: Any) -> Any:
             module.set_force_sum_reduction_for_comms(True)
     loader, size = open_loader(plan, "train", mesh=mesh), plan.train.micro_batch_size * plan.train.ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    together = mesh.world > 1
 
     def step(number: int) -> float:
         first, count = number * plan.train.sequences_per_step, plan.train.accumulation
         batches = [loader.batch(Cursor(plan.train.seed, first + i * size), size) for i in range(count)]
-        dist.barrier()
+        mesh.barrier()
         begun = time.perf_counter()
         divisor = torch.tensor(sum(float(batch.loss_mask.sum()) for batch in batches))
-        dist.all_reduce(divisor)
+        if together:
+            dist.all_reduce(divisor)
         total = torch.zeros(())
         for batch in batches:
             parts = compute_loss(model, batch, objective, precision="float32")
             (parts.total / divisor).backward()
             total += parts.total.detach()
-        if mesh.devices is None:
+        if together and mesh.devices is None:
             reduce_buckets([p.grad for p in model.parameters() if p.grad is not None])
-        dist.all_reduce(total)
+        if together:
+            dist.all_reduce(total)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         total.item()
         optimizer.step()
         optimizer.zero_grad()
-        dist.barrier()
+        mesh.barrier()
         return time.perf_counter() - begun
 
     return step
@@ -191,8 +195,8 @@ def main() -> None:
     report: dict[str, Any] = {"ranks": asked.ranks, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     peaks, start = dict[str, float](), 0.0
     with tempfile.TemporaryDirectory() as place:
-        for kind in ("replicate", "shard") if asked.rounds else ():
-            sizes = {"replicate": 1, "shard": 1} | {kind: asked.ranks}
+        for kind in ("one device", "replicate", "shard") if asked.rounds else ():
+            sizes = {"replicate": 1, "shard": 1} | ({} if kind == "one device" else {kind: asked.ranks})
             pairs = run_ranks(plan_of(Path(place), **sizes, micro_batch_size=4), asked.rounds)[0]["seconds"]
             ratios = [ours / bare - 1 for bare, ours in pairs]
             overhead = statistics.median(ratios)

@@ -11,7 +11,12 @@ from runs_of_the_loop import RECIPE, assert_same_tensors
 from safetensors.torch import load_file
 
 from bloomery.data.prepare.prepare import prepare
+from bloomery.monitor.events import EventLog
+from bloomery.plan.store import write_plan
+from bloomery.plan.types import LayoutPlan, ParallelPlan
 from bloomery.recipe.load import load_recipe
+from bloomery.report.page import compared
+from bloomery.report.record import read_record
 from ranks import fields, losses, on_ranks, train
 
 MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
@@ -168,3 +173,39 @@ def test_the_first_rank_tells_of_all_of_them(prepared, tmp_path) -> None:
     tokens = {e["step"]: e["loss_tokens"] for e in fields(events, "StepDone")}
     alone = {e["step"]: e["loss_tokens"] for e in fields(train(plan_of(prepared), tmp_path / "one"), "StepDone")}
     assert tokens == alone
+
+
+AXES = {"copies": (2, 1, ["replicate"]), "shards": (1, 2, ["shard"]),
+        "2 x 2": (2, 2, ["replicate", "shard"])}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "names"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.soak] if name == "2 x 2" else []) for name, case in AXES.items()],
+)
+def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
+    prepared, tmp_path, replicate, shard, names
+) -> None:
+    plan = on_ranks(plan_of(prepared), replicate=replicate, shard=shard)
+    planned = dict(zip(names, (0.25, 0.125), strict=False))
+    layout = LayoutPlan(
+        name="by hand", replicate=replicate, shard=shard, pipeline=1, micro_batch_size=1, accumulation=1,
+        activation_checkpointing="none", memory=plan.memory, step_seconds=None, communication_seconds=planned,
+    )  # fmt: skip
+    parallel = ParallelPlan(
+        gpus=replicate * shard, nodes=1, link="", network="", layouts=(layout,), chosen=0, reason=""
+    )  # fmt: skip
+    plan = plan.model_copy(update={"parallel": parallel})
+    events = train(plan, tmp_path)
+    write_plan(plan, tmp_path / "plan.json")
+    with EventLog(tmp_path / "events.jsonl") as emit:
+        for event in events:
+            emit(event)
+    steps = fields(events, "StepDone")
+    for step in steps:
+        assert list(step["communication_seconds"]) == names
+        assert all(0 < seconds < step["step_seconds"] for seconds in step["communication_seconds"].values())
+    rows = {title: (planned, measured) for title, planned, measured in compared(read_record(tmp_path))}
+    for name in names:
+        mean = sum(step["communication_seconds"][name] for step in steps) / len(steps)
+        assert rows[f"seconds of communication per step, {name}"] == (planned[name], pytest.approx(mean))

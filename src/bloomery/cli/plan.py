@@ -226,6 +226,7 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
                 "fits": layout.memory.fits,
                 "memory_gib": layout.memory.total / GIB,
                 "step_seconds": estimate(layout.step_seconds),
+                "communication_seconds": layout.communication_seconds,
                 "exposed_seconds": layout.exposed_seconds,
                 "bubble_seconds": layout.bubble_seconds,
             }

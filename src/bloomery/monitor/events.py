@@ -70,6 +70,7 @@ class StepDone(Event):
     memory_gib: float  # peak, of the fullest rank
     loss_tokens: int | None = None  # labels that are not masked
     metrics: dict[str, float] = field(default_factory=dict)  # of the objective: means over the step
+    communication_seconds: dict[str, float] = field(default_factory=dict)  # of `step_seconds`, by axis of the mesh
 
 
 @dataclass(frozen=True, kw_only=True)

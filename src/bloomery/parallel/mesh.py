@@ -7,7 +7,7 @@ wrong on one rank ends it, and the launcher ends the others. One rank alone has 
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,9 +26,65 @@ from bloomery.plan.types import TrainPlan
 
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ranks meet; without it, MASTER_ADDR
 BUCKET_NUMBERS = 25 * 2**20 // 4  # float32 numbers of one all-reduce; DistributedDataParallel's bucket
+ALONE_NUMBERS = {"cpu": 2**18}  # larger float32 gradients are summed where they are: two copies cost more than a call
 TEXT_BYTES = 1024
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a backstop: the deadline of the worker ends a hang much earlier
 JOIN_SECONDS = 600.0  # for all ranks to arrive: they start together, but may import torch from a slow file system
+
+
+@final
+class Clock:
+    """Seconds in collectives since the last `reset`: those the host waited, and those of each axis.
+
+    A device's collectives run behind the host: their seconds are between events, read once they are over.
+    """
+
+    def __init__(self) -> None:
+        self.waited, self._ended, self._axes = 0.0, 0.0, dict[str, float]()
+        self._behind: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def reset(self) -> None:
+        """At the start of a step."""
+        self.waited = 0.0
+        self._axes.clear()
+        self._behind.clear()
+
+    @contextmanager
+    def around(self, axis: str = "", device: str = "cpu") -> Iterator[None]:
+        """Count a collective of gradients or weights over `axis`; "": of a few numbers, on the host."""
+        if device == "cuda":
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first.record()
+            yield
+            last.record()
+            self._behind.append((axis, first, last))
+            return
+        self._ended = time.perf_counter()
+        yield
+        self._count(axis)
+
+    def after(self, axis: str, device: str) -> None:
+        """Count what followed the last collective over `axis`: FSDP2 sums between replicas by itself."""
+        if device == "cuda":
+            last = torch.cuda.Event(enable_timing=True)
+            last.record()
+            self._behind.append((axis, self._behind[-1][2], last))
+        else:
+            self._count(axis)
+
+    def _count(self, axis: str) -> None:
+        began, self._ended = self._ended, time.perf_counter()
+        self.waited += self._ended - began
+        if axis:
+            self._axes[axis] = self._axes.get(axis, 0.0) + self._ended - began
+
+    def of_axes(self) -> dict[str, float]:
+        """By axis; call after the host has waited for the device."""
+        found = dict(self._axes)
+        for axis, first, last in self._behind:
+            if last.query():
+                found[axis] = found.get(axis, 0.0) + first.elapsed_time(last) / 1e3
+        return found
 
 
 @final
@@ -41,13 +97,7 @@ class Mesh:
     shard: int = 1
     device: str = "cpu"
     devices: DeviceMesh | None = field(default=None, compare=False)
-    waited: list[float] = field(default_factory=list, compare=False, repr=False)  # seconds of each collective
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.waited.append(time.perf_counter() - began)
+    clock: "Clock" = field(default_factory=lambda: Clock(), compare=False, repr=False)
 
     @property
     def world(self) -> int:
@@ -76,14 +126,14 @@ class Mesh:
         if self.world == 1:
             return [list(numbers)]
         found = [torch.empty_like(own) for _ in range(self.world)]
-        with self._waiting():
+        with self.clock.around():
             dist.all_gather(found, own)
         return [numbers.tolist() for numbers in found]
 
     def _reduced(self, numbers: Iterable[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         found = torch.tensor(list(numbers), dtype=torch.float64)
         if self.world > 1:
-            with self._waiting():
+            with self.clock.around():
                 dist.all_reduce(found, operation)  # on the CPU: gloo
         result: list[float] = found.tolist()
         return result
@@ -136,7 +186,7 @@ class Mesh:
         """
         whole = [parameter for parameter in parameters if not is_split(parameter)] if self.world > 1 else []
         if whole:
-            with self._waiting():
+            with self.clock.around("shard" if self.shard > 1 else "replicate", self.device):
                 self._sum_in_buckets(whole)
 
     def _sum_in_buckets(self, known: list[nn.Parameter]) -> None:
@@ -148,6 +198,9 @@ class Mesh:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if parameter.numel() >= ALONE_NUMBERS.get(self.device, BUCKET_NUMBERS) and _is_flat(parameter.grad):
+                dist.all_reduce(parameter.grad)
+                continue
             bucket.append(parameter.grad)
             size += parameter.numel()
             if size >= BUCKET_NUMBERS:
@@ -272,13 +325,36 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh) -> None:
+@final
+@dataclass(frozen=True)
+class _Timed:
+    """A collective of FSDP2 (its `Comm`), timed."""
+
+    clock: Clock
+    work: Callable[..., dist.Work | None]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **settings: Any) -> dist.Work | None:
+        with self.clock.around("shard", input_tensor.device.type):
+            return self.work(output_tensor, input_tensor, **settings)
+
+
+def _scatter_on_host(output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """gloo's reduce-scatter sums a copy of its input: here the input itself, which FSDP2 would keep a layer longer."""
+    dist.all_reduce(source, op=op, group=group)
+    output.copy_(source.chunk(group.size())[group.rank()])
+    source.untyped_storage().resize_(0)
+
+
+def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None = None) -> None:
     """In place, after checkpointing and compilation, before weights are read: FSDP2 per block and for the rest.
 
     Weights compute as on one device. Matrices of blocks are gathered in the dtype of matmuls; embeddings, head and last
     norm in their own; norms of blocks are whole on every rank, and their gradients are summed like those of copies.
     The residual stream keeps the dtype of the embeddings. Gradients are summed in float32. A model with frozen weights
-    has these in the dtype of matmuls already, and its adapters are gathered as they are.
+    has these in the dtype of matmuls already, and its adapters are gathered as they are. `clock` counts collectives.
     """
     trains_all = all(parameter.requires_grad for parameter in model.parameters())
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if trains_all else None
@@ -291,11 +367,28 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, mp_policy=own, reshard_after_forward=False)
     # The output of a head is a view, and nothing writes into it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is divided by the count of all ranks before backward; gloo has no pre-multiplied sums.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+        if not isinstance(module, FSDPModule):
+            continue
+        # The loss is divided by the count of all ranks before backward; gloo has no pre-multiplied sums.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        if clock is None:
+            continue
+        timed: tuple[Any, Any] = _Timed(clock, gather), _Timed(clock, scatter)
+        if plan.device == "cpu":
+            timed = timed[0], _Timed(clock, _scatter_on_host)
+            module.set_modules_to_backward_prefetch([module])  # nothing overlaps: a layer ahead would cost memory
+        module.set_custom_all_gather(timed[0])
+        module.set_custom_reduce_scatter(timed[1])
+        if mesh.ndim > 1:
+            module.set_all_reduce_hook(lambda reduced: clock.after("replicate", reduced.device.type))
+
+
+def _is_flat(gradient: Tensor) -> bool:
+    return gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
 def _sum_bucket(gradients: list[Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
@@ -321,17 +321,20 @@ def layout_parts(
     parts = step_parts(share, workload.rate)
     passes = max(1, sequences // step.micro_batch_size)
     computing = total({name: part for name, part in parts.items() if name != "optimizer"})
-    parts["exposed communication"] = _exposed(workload, split, step, passes, computing.value)
+    sent = communication_seconds(workload, split, step, sequences)
+    parts["exposed communication"] = _exposed(split, passes, computing.value, sent)
     if split.pipeline > 1:
         parts["pipeline bubble"] = computing.scaled((split.pipeline - 1) / passes)
     return parts
 
 
-def _exposed(workload: MeshWorkload, split: MeshSplit, step: StepShape, passes: int, computing: float) -> Estimate:
-    """Communication that compute does not hide; transfers between pipeline stages never overlap."""
-    fabric, config = workload.fabric, step.config
+def communication_seconds(
+    workload: MeshWorkload, split: MeshSplit, step: StepShape, sequences: int
+) -> dict[str, float]:
+    """Of a step over so many sequences of each data-parallel rank, by axis, whether compute hides it or not."""
+    fabric, config, found = workload.fabric, step.config, dict[str, float]()
     learning, layers = step.model.learning_bytes(step.precision), config.num_layers
-    bare, window = 0.0, computing
+    passes = max(1, sequences // step.micro_batch_size)
     if split.shard > 1:
         inside = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
@@ -339,18 +342,30 @@ def _exposed(workload: MeshWorkload, split: MeshSplit, step: StepShape, passes: 
         whole = 2 * layers * layer * step.element + root * (step.element if step.mode.frozen else step.weight)
         gathered = gather_seconds(whole, inside, nodes=nodes, calls=2 * layers + 1)
         scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers + 1)  # in the weights' precision
-        hidden = passes * (gathered + scattered)
+        found["shard"] = passes * (gathered + scattered)
         if split.replicate > 1 and fabric.nodes > 1:
-            hidden += across_seconds(learning, fabric)
+            found["replicate"] = across_seconds(learning, fabric)
         elif split.replicate > 1:
-            hidden += reduce_seconds(learning / split.shard, replace(fabric, per_node=split.replicate))
+            found["replicate"] = reduce_seconds(learning / split.shard, replace(fabric, per_node=split.replicate))
     elif split.pipeline > 1:
         boundary = 4 * step.tokens_per_micro_batch * config.hidden_size * step.element
-        bare, window = passes * boundary / (fabric.inside.gbs * 1e9), computing / max(1, passes)
+        found["pipeline"] = passes * boundary / (fabric.inside.gbs * 1e9)
         copies = replace(fabric, per_node=max(1, fabric.per_node // split.pipeline))
-        hidden = reduce_seconds(learning / split.pipeline, copies) if split.replicate > 1 else 0.0
-    else:
-        hidden, window = reduce_seconds(learning, fabric), computing * 2 / 3 / passes  # behind the last backward
+        if split.replicate > 1:
+            found["replicate"] = reduce_seconds(learning / split.pipeline, copies)
+    elif split.replicate > 1:
+        found["replicate"] = reduce_seconds(learning, fabric)
+    return found
+
+
+def _exposed(split: MeshSplit, passes: int, computing: float, seconds: Mapping[str, float]) -> Estimate:
+    """Communication that compute does not hide; transfers between pipeline stages never overlap."""
+    bare = seconds.get("pipeline", 0.0)
+    hidden, window = sum(seconds.values()) - bare, computing
+    if split.pipeline > 1:
+        window = computing / passes
+    elif split.shard == 1:
+        window = computing * 2 / 3 / passes  # behind the last backward
     low, typical, high = (exposed(hidden, window, index) + bare for index in (2, 1, 0))
     return Estimate(value=typical, low=low, high=high, origin="table")
 
@@ -392,6 +407,9 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             activation_checkpointing=candidate.micro_batching.checkpointing.value,
             memory=candidate.micro_batching.memory,
             step_seconds=candidate.seconds,
+            communication_seconds=communication_seconds(
+                workload, split, candidate.micro_batching.step, sequences_per_step // split.data_parallel
+            ),
             exposed_seconds=waits.value if waits else 0.0,
             bubble_seconds=bubble.value if bubble else 0.0,
         )

@@ -245,6 +245,7 @@ class LayoutPlan(PlanPart):
     activation_checkpointing: str
     memory: MemoryEstimate
     step_seconds: Estimate | None
+    communication_seconds: dict[str, float] = {}  # by axis, hidden or not
     exposed_seconds: float = 0.0
     bubble_seconds: float = 0.0
 

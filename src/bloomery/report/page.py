@@ -317,8 +317,17 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     whole = plan.seconds.value if plan.seconds and record.state == "done" else None  # as on the terminal
     timed = next((block.step for block in plan.train.blocks if block.step_seconds is not None), None)
     when = "" if timed is None else f" (planned at step {timed})"  # from measured steps
+    sent = plan.parallel.layout.communication_seconds if plan.parallel else {}
     return [
         ("seconds per step", step, ran),
+        *(
+            (
+                f"seconds of communication per step, {axis}",
+                seconds,
+                fmean(done.communication_seconds.get(axis, 0.0) for done in record.steps) if record.steps else None,
+            )
+            for axis, seconds in sent.items()
+        ),
         ("tokens per second", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
         (f"training time, s{when}", whole, summary.training_seconds),
         ("peak memory, GiB", plan.memory.total / GIB, summary.peak_gib),

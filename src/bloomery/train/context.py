@@ -124,8 +124,9 @@ class RunContext:
     ) -> None:
         """Emit StepDone, and the health of the step where it was measured."""
         plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
-        of_ranks = self.mesh.each(peak_memory_gib(plan.device), seconds - sum(self.mesh.waited))
-        memory = max(gib for gib, _ in of_ranks)
+        clock, sizes = self.mesh.clock, axes(plan)
+        own = seconds - clock.waited, *(clock.of_axes().get(axis, 0.0) for axis in sizes)
+        memory, works, *communication = zip(*self.mesh.each(peak_memory_gib(plan.device), *own), strict=True)
         self.emit(
             StepDone(
                 step=self.step,
@@ -137,13 +138,15 @@ class RunContext:
                 sequences_per_second=plan.sequences_per_step / seconds,
                 step_seconds=seconds,
                 data_wait_seconds=waited,
-                memory_gib=memory,
+                memory_gib=max(memory),
                 loss_tokens=result.loss_tokens,
                 metrics=result.metrics,
+                # Of the rank that waited least: the others waited for slower ones, too.
+                communication_seconds=dict(zip(sizes, map(min, communication), strict=True)),
             )
         )
         if self.mesh.world > 1:
-            for rank, times in self.stragglers.note([each for _, each in of_ranks]).items():
+            for rank, times in self.stragglers.note(works).items():
                 host = self.mesh.texts(platform.node())[rank]
                 reason = f"rank {rank} on {host} takes {times:.1f} times as long for a step as most: the others wait"
                 self.emit(Warned(step=self.step, reason=reason))

@@ -88,7 +88,7 @@ def train(
 def take_step(context: RunContext, source: BatchSource) -> Action:
     """Read micro-batches, train on them, emit the step's events and decide how to continue."""
     plan, state, begun = context.plan.train, context.state, time.perf_counter()
-    context.mesh.waited.clear()
+    context.mesh.clock.reset()
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     lr_scale = planned_lr_scale(context.step, context.plan)

@@ -252,7 +252,7 @@ def build_state(
     if not isinstance(plan.adapter, Peft):  # PEFT replaces modules first
         apply(model, plan.train)
     if mesh.devices is not None:
-        shard(model, plan.train, mesh.devices)
+        shard(model, plan.train, mesh.devices, mesh.clock)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
     start, adapter = InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter
