@@ -7,6 +7,7 @@ wrong on one rank ends it, and the launcher ends the others. One rank alone has 
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -341,11 +342,30 @@ class _Timed:
             return self.work(output_tensor, input_tensor, **settings)
 
 
-def _scatter_on_host(output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-    """gloo's reduce-scatter sums a copy of its input: here the input itself, which FSDP2 would keep a layer longer."""
-    dist.all_reduce(source, op=op, group=group)
-    output.copy_(source.chunk(group.size())[group.rank()])
-    source.untyped_storage().resize_(0)
+@final
+class _OnHost:
+    """FSDP2's collectives on a CPU, where they are over when the call returns.
+
+    Buffers are freed at once; FSDP2 keeps them a layer longer, for devices that still read them.
+    """
+
+    def __init__(self, gather: Callable[..., dist.Work | None]) -> None:
+        self._gather, self._output = gather, weakref.ref(torch.empty(0))
+
+    def gather(self, output: Tensor, source: Tensor, **settings: Any) -> dist.Work | None:
+        self._output = weakref.ref(output)
+        return self._gather(output, source, **settings)
+
+    def release(self, _module: nn.Module, _inputs: object) -> None:
+        """Call once the gathered weights are copied out."""
+        if (output := self._output()) is not None:
+            output.untyped_storage().resize_(0)
+
+    def scatter(self, output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """gloo's reduce-scatter sums a copy of its input; this one the input itself."""
+        dist.all_reduce(source, op=op, group=group)
+        output.copy_(source.chunk(group.size())[group.rank()])
+        source.untyped_storage().resize_(0)
 
 
 def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None = None) -> None:
@@ -360,15 +380,17 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if trains_all else None
     own = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     matrices = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    last = model.model.layers[-1]  # backward begins with it: it stays gathered
     for block in model.model.layers:
         norms = {weight for module in block.modules() if isinstance(module, RMSNorm | LayerNorm)
                  for weight in module.parameters()}  # fmt: skip
-        fully_shard(block, mesh=mesh, mp_policy=matrices, ignored_params=norms)
+        fully_shard(block, mesh=mesh, mp_policy=matrices, ignored_params=norms, reshard_after_forward=block is not last)
     fully_shard(model, mesh=mesh, mp_policy=own, reshard_after_forward=False)
     # The output of a head is a view, and nothing writes into it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    on_host = _OnHost(gather)
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -379,8 +401,10 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
             continue
         timed: tuple[Any, Any] = _Timed(clock, gather), _Timed(clock, scatter)
         if plan.device == "cpu":
-            timed = timed[0], _Timed(clock, _scatter_on_host)
+            timed = _Timed(clock, on_host.gather), _Timed(clock, on_host.scatter)
             module.set_modules_to_backward_prefetch([module])  # nothing overlaps: a layer ahead would cost memory
+            if not plan.compile:
+                module.register_forward_pre_hook(on_host.release)  # after FSDP2's own
         module.set_custom_all_gather(timed[0])
         module.set_custom_reduce_scatter(timed[1])
         if mesh.ndim > 1:

@@ -338,9 +338,10 @@ def communication_seconds(
     if split.shard > 1:
         inside = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
-        layer, root = gathered_layers(step)  # layers are gathered for forward and for backward, the root once
-        whole = 2 * layers * layer * step.element + root * (step.element if step.mode.frozen else step.weight)
-        gathered = gather_seconds(whole, inside, nodes=nodes, calls=2 * layers + 1)
+        layer, root = gathered_layers(step)
+        times = 2 * layers - 1  # layers are gathered for forward and for backward, the last one and the root once
+        whole = times * layer * step.element + root * (step.element if step.mode.frozen else step.weight)
+        gathered = gather_seconds(whole, inside, nodes=nodes, calls=times + 1)
         scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers + 1)  # in the weights' precision
         found["shard"] = passes * (gathered + scattered)
         if split.replicate > 1 and fabric.nodes > 1:

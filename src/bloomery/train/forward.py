@@ -91,5 +91,6 @@ def eval_mode(model: Decoder) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-        if isinstance(model, FSDPModule):  # without a backward its embeddings and head would stay gathered
-            model.reshard()
+        for module in (model, *model.model.layers):
+            if isinstance(module, FSDPModule):  # without a backward, embeddings, head and last layer stay gathered
+                module.reshard()
