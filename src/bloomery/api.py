@@ -182,6 +182,27 @@ def evaluate_task(
     )
 
 
+def evaluate_harness(
+    model: str | Path, tasks: Sequence[str], *, against: str | Path | None = None, step: str = "best",
+    include_path: str | Path | None = None, shots: int | None = None, limit: int | None = None, device: str = "auto",
+    quantize: str | None = None, on_load: OnText = lambda _: None,
+) -> "TaskReport":  # fmt: skip
+    """Scores of lm-evaluation-harness (extra `lm-eval`) on `tasks`, with 95% confidence intervals over documents.
+
+    `include_path`: a folder of more task files. `against`: another model, compared with a paired test. A run records
+    the results.
+    """
+    folder, use = _located(model, device, quantize)
+    from bloomery.runs.names import model_path
+    from bloomery.runs.tasks.evaluate import Named, evaluate_harness
+    from bloomery.runs.tasks.harness import HarnessSettings
+
+    other = None if against is None else Named(str(against), model_path(str(against)))
+    place = None if include_path is None else Path(include_path)
+    chosen = HarnessSettings(tasks=tuple(tasks), include_path=place, shots=shots, limit=limit)
+    return evaluate_harness(Named(str(model), folder, step), chosen, against=other, use=use, on_load=on_load)
+
+
 def compare(
     model: str | Path, against: str | Path, data: str | Path | None = None, *, step: str = "best", bos: bool = True,
     template: str | None = None, device: str = "auto", quantize: str | None = None, on_load: OnText = lambda _: None,

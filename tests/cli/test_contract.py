@@ -46,7 +46,8 @@ FLAGS = {
     "eval": {
         "--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize", "--task", "--against",
         "--shots", "--limit", "--chat", "--extract", "--max-new-tokens", "--stop", "--temperature", "--seed",
-        "--outputs", "--samples", "--run-code",
+        "--outputs", "--samples", "--run-code", "--lm-eval",
+        "--include-path",
     },
     "generate": {
         "--prompt", "--prompts", "--chat", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",

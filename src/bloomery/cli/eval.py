@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 @click.option("--no-bos", is_flag=True, help="Add no BOS token; the first token is not scored.")
 @click.option("--template", help="Format conversations with this chat template.")
 @click.option("--task", metavar="FILE", help="Score a task file, or stdlib-functions.")
+@click.option("--lm-eval", metavar="TASKS", help="Run tasks of lm-evaluation-harness, such as arc_easy,piqa.")
+@click.option("--include-path", metavar="DIR", type=click.Path(path_type=Path), help="Add task files for --lm-eval.")
 @click.option("--against", metavar="MODEL", help="Compare with this model on the same items.")
 @click.option("--shots", type=click.IntRange(0), help="Show the first N items with their answers. [default: 0]")
 @click.option("--limit", type=click.IntRange(1), help="Score at most N items.")
@@ -58,6 +60,7 @@ def command(
     no_bos: bool,
     template: str | None,
     task: str | None,
+    lm_eval: str | None,
     against: str | None,
     outputs: Path | None,
     devices: str,
@@ -70,17 +73,17 @@ def command(
     Without --data, a run is evaluated on its validation set. In conversations, only assistant tokens are scored. A
     reward model is evaluated on preference pairs: accuracy, margin and loss.
 
-    With --task, score the answers to a task file. With --against, test the difference of two models. Results
-    have 95% confidence intervals, and are recorded in a run.
+    With --task, score the answers to a task file; with --lm-eval, tasks of lm-evaluation-harness. With --against, test
+    the difference of two models. Results have 95% confidence intervals, and are recorded in a run.
 
     Example: bloomery eval last --data ~/my-texts
 
     Example: bloomery eval last --task capitals.jsonl --shots 5 --against Qwen/Qwen2.5-0.5B
     """
     given = {name: value for name, value in settings.items() if value not in (None, ())}
-    if task is not None or against is not None:
+    if task is not None or against is not None or lm_eval is not None:
         _evaluate_task(
-            model, task, data, against, outputs, given, as_json, step=step, bos=not no_bos, template=template,
+            model, task, lm_eval, data, against, outputs, given, as_json, step=step, bos=not no_bos, template=template,
             device=devices, quantize=quantize,
         )  # fmt: skip
         return
@@ -120,19 +123,29 @@ def command(
 
 
 def _evaluate_task(
-    model: str, task: str | None, data: Path | None, against: str | None, outputs: Path | None, given: dict[str, Any],
-    as_json: bool, **options: Any,
+    model: str, task: str | None, lm_eval: str | None, data: Path | None, against: str | None, outputs: Path | None,
+    given: dict[str, Any], as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Print the results of a task or a comparison. Raises UserError."""
-    if task is not None and data is not None:
-        raise UserError("--task and --data exclude each other", where="--task", fix="remove one of them", code=2)
-    if task is None and given:
-        flag = f"--{next(iter(given)).replace('_', '-')}"
+    named = [f for f, value in (("--task", task), ("--lm-eval", lm_eval), ("--data", data)) if value is not None]
+    if len(named) > 1:
+        raise UserError(f"{' and '.join(named)} exclude each other", where=named[0], fix="use one of them", code=2)
+    allowed = (
+        {"shots", "limit", "include_path"} if lm_eval else set() if task is None else given.keys() - {"include_path"}
+    )
+    if wrong := sorted(given.keys() - allowed):
+        flag = f"--{wrong[0].replace('_', '-')}"
+        if lm_eval is not None:
+            raise UserError(f"{flag} does not apply to --lm-eval", where=flag, fix=f"remove {flag}", code=2)
         raise UserError(f"{flag} needs --task", where=flag, fix=f"add --task FILE, or remove {flag}", code=2)
-    from bloomery.api import compare, evaluate_task
+    from bloomery.api import compare, evaluate_harness, evaluate_task
 
     with text_flags():
-        if task is not None:
+        if lm_eval is not None:
+            del options["bos"], options["template"]
+            names = [name.strip() for name in lm_eval.split(",") if name.strip()]
+            report = evaluate_harness(model, names, against=against, **options, **given, on_load=loading)
+        elif task is not None:
             report = evaluate_task(model, task, against=against, **options, **given, on_load=loading)
         else:
             assert against is not None
@@ -155,10 +168,8 @@ def _evaluate_task(
 
 def _table(report: "TaskReport") -> list[str]:
     """Each metric with its interval, and the difference of two models with its p-value."""
-    share = report.kind != "text"
 
-    def figure(estimate: "Estimate") -> str:
-        form = ".1%" if share else ".4f"
+    def figure(estimate: "Estimate", form: str) -> str:
         if estimate.low is None or estimate.high is None:
             return f"{estimate.value:{form}}"
         return f"{estimate.value:{form}} ({estimate.low:{form}} to {estimate.high:{form}})"
@@ -167,12 +178,13 @@ def _table(report: "TaskReport") -> list[str]:
     names = [report.model] if report.against is None else [report.model, report.against, "difference"]
     width = max(map(len, names)) + 2
     for result in report.results:
-        lines.append(result.metric)
-        lines.append(f"  {report.model:<{width}}{figure(result.model)}")
+        form = ".4f" if result.metric.endswith("bits_per_byte") else ".1%"
+        lines.append(result.metric if result.items == report.items else f"{result.metric}, {result.items:,} items")
+        lines.append(f"  {report.model:<{width}}{figure(result.model, form)}")
         if result.against is None or result.difference is None:
             continue
-        lines.append(f"  {report.against:<{width}}{figure(result.against)}")
-        diff, form = result.difference, "+.1%" if share else "+.4f"
+        lines.append(f"  {report.against:<{width}}{figure(result.against, form)}")
+        diff, form = result.difference, f"+{form}"
         spread = "" if diff.low is None or diff.high is None else f" ({diff.low:{form}} to {diff.high:{form}})"
         lines.append(f"  {'difference':<{width}}{diff.value:{form}}{spread}")
         tested = "no test: one item" if diff.p_value is None else f"p = {diff.p_value:.2g} ({diff.test})"

@@ -147,7 +147,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
 
 def _intervals(event: TaskDone) -> Intervals:
     """One metric of a task; with the other model of a comparison, and the difference as a note."""
-    share = event.kind != "text"
+    share = not event.metric.endswith("bits_per_byte")
     note = f"{event.items:,} items, step {event.step:,}"
     rows = [("this run", event.value or 0.0, event.low, event.high)]
     if event.against_value is not None and event.difference is not None:

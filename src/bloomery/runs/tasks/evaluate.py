@@ -19,6 +19,7 @@ from bloomery.monitor.events import EventLog, TaskDone
 from bloomery.plan.store import read_plan
 from bloomery.runs.evaluate import load_found, notes_of, texts_of
 from bloomery.runs.tasks.functions import PACKAGED, STDLIB, refuse_settings, solve
+from bloomery.runs.tasks.harness import HarnessSettings, refuse_without_harness, run_harness
 from bloomery.runs.tasks.items import Settings, TaskScores, ask, read_task
 from bloomery.runs.tasks.sandbox import refuse_without_sandbox
 from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare
@@ -40,9 +41,10 @@ class Named:
 
 @dataclass(frozen=True)
 class Result:
-    """One metric. `against` and `difference`: of a comparison."""
+    """One metric over `items`. `against` and `difference`: of a comparison."""
 
     metric: str
+    items: int
     model: Estimate
     against: Estimate | None = None
     difference: Difference | None = None
@@ -50,8 +52,8 @@ class Result:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """`kind`: multiple-choice, exact-match, functions or text. `items`: scored, by both models. The first result is the
-    headline. `outputs`: one object per item.
+    """`kind`: multiple-choice, exact-match, functions, lm-eval or text. `items`: scored, by both models. The first
+    result is the headline. `outputs`: one object per item.
     """
 
     task: str
@@ -78,6 +80,16 @@ def evaluate_task(
         refuse_without_sandbox()
     score = partial(solve if chosen.kind == "functions" else ask, task=chosen, settings=settings)
     return _report(model, against, score, chosen.name, chosen.kind, use, on_load)
+
+
+def evaluate_harness(
+    model: Named, settings: HarnessSettings, *, against: Named | None = None, use: Use | None = None,
+    on_load: OnText = lambda _: None,
+) -> TaskReport:  # fmt: skip
+    """Score tasks of lm-evaluation-harness with `model`, and with `against`. A run records it. Raises UserError."""
+    refuse_without_harness()
+    score = partial(run_harness, settings=settings)
+    return _report(model, against, score, ",".join(settings.tasks), "lm-eval", use, on_load)
 
 
 def compare_on_texts(
@@ -133,7 +145,7 @@ def _report(
         gc.collect()  # the first decoder has cycles
         other = find_model(against.folder, against.step)
         second = score(*load_found(other, where=against.name, use=use, on_load=on_load))
-    results, items, left_out = _results(first, second)
+    results, left_out = _results(first, second)
     notes = list(dict.fromkeys([*first.notes, *(() if second is None else second.notes)]))
     if left_out:
         notes.append(f"left out: {counted(left_out, 'documents')} without scored bytes")
@@ -141,29 +153,28 @@ def _report(
     if second is not None:
         pairs = zip(first.outputs, second.outputs, strict=True)
         outputs = tuple({**one, "against": {k: v for k, v in other.items() if k != "item"}} for one, other in pairs)
-    report = TaskReport(
-        task, kind, model.name, None if against is None else against.name, items, results, outputs, tuple(notes)
-    )
+    items, other_name = max(result.items for result in results), None if against is None else against.name
+    report = TaskReport(task, kind, model.name, other_name, items, results, outputs, tuple(notes))
     return _recorded(report, model, files)
 
 
-def _results(first: TaskScores, second: TaskScores | None) -> tuple[tuple[Result, ...], int, int]:
-    """The results, the number of items, and how many were left out because they weigh nothing."""
-    results, items, left_out = [], 0, 0
+def _results(first: TaskScores, second: TaskScores | None) -> tuple[tuple[Result, ...], int]:
+    """The results, and how many items were left out because they weigh nothing."""
+    results, left_out = [], 0
     for one, other in zip(first.scores, (second or first).scores, strict=True):
         if len(one.values) != len(other.values):
             problem = f"the models read different documents: {len(one.values):,} and {len(other.values):,}"
             raise UserError(problem, where="--data", fix="use --template, or data without a chat template")
         kept = (one.weights > 0) & (other.weights > 0)
-        items, left_out = int(kept.sum()), int((~kept).sum())
+        items, left_out = int(kept.sum()), left_out + int((~kept).sum())
         if not items:
             raise UserError("no item to score", where="--data", fix="use a text of at least two tokens")
         one, other = (Scores(each.metric, each.values[kept], each.weights[kept]) for each in (one, other))
         if second is None:
-            results.append(Result(one.metric, one.estimate()))
+            results.append(Result(one.metric, items, one.estimate()))
         else:
-            results.append(Result(one.metric, one.estimate(), other.estimate(), compare(one, other)))
-    return tuple(results), items, left_out
+            results.append(Result(one.metric, items, one.estimate(), other.estimate(), compare(one, other)))
+    return tuple(results), left_out
 
 
 def _recorded(report: TaskReport, model: Named, files: ModelFiles) -> TaskReport:
@@ -193,6 +204,6 @@ def _event(report: TaskReport, result: Result, *, step: int) -> TaskDone:
         }  # fmt: skip
     own = result.model
     return TaskDone(
-        step=step, task=report.task, kind=report.kind, metric=result.metric, items=report.items, value=own.value,
+        step=step, task=report.task, kind=report.kind, metric=result.metric, items=result.items, value=own.value,
         low=own.low, high=own.high, interval=own.interval, **more,
     )  # fmt: skip
