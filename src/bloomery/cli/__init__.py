@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),
     "serve": ("bloomery.cli.serve:command", "Serve models over HTTP, as OpenAI does, with a page."),
     "export": ("bloomery.cli.export:command", "Export a model to Hugging Face, PEFT or GGUF."),
-    "import": ("bloomery.cli.import_:command", "Convert a GGUF file to Hugging Face format."),
+    "import": ("bloomery.cli.import_:command", "Convert GGUF or .pth to Hugging Face format."),
     "merge": ("bloomery.cli.merge:command", "Merge models into one: linear, SLERP, TIES."),
     "download": ("bloomery.cli.download:command", "Download a model or dataset from the Hub."),
     "push": ("bloomery.cli.push:command", "Upload an exported model to the Hub."),
