@@ -389,7 +389,7 @@ def test_a_prompt_is_continued_from_the_file(tmp_path: Path, monkeypatch: pytest
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     done = continue_greedily(path, prompt, tokenizer, most=20)
-    assert (done.program, done.text, done.real) == ("llama-completion", " y = 1", True)
+    assert (done.program, done.text, done.real) == ("llama.cpp (llama-completion)", " y = 1", True)
     words = (tmp_path / "words").read_text().split("|")
     assert words[words.index("-p") + 1] == "def f(x):\n\\n" and words[words.index("-n") + 1] == "20"
     program.write_text("#!/bin/sh\necho no such graph >&2\nexit 3\n")

@@ -206,12 +206,12 @@ def test_llama_cpp_continues_a_prompt_as_pytorch_does(tmp_path: Path) -> None:
     prompt = [tokenizer.bos_id, *tokenizer.encode("def f(x):\n    ")]
     expected = tokenizer.decode(list(sample_tokens(decoder, prompt, Sampling(max_new_tokens=30, temperature=0.0))))
     done = continue_greedily(path, prompt, tokenizer, most=30)
-    assert done.program.startswith("llama-cpp-python ") and (done.text, done.real) == (expected, True)
+    assert done.program.startswith("llama.cpp (llama-cpp-python ") and (done.text, done.real) == (expected, True)
     if shutil.which("llama-completion"):
         with pytest.MonkeyPatch.context() as without:
             without.setattr("bloomery.export.llama_cpp.find_spec", lambda _: None)
             done = continue_greedily(path, prompt, tokenizer, most=30)
-        assert (done.program, done.text, done.real) == ("llama-completion", expected, True)
+        assert (done.program, done.text, done.real) == ("llama.cpp (llama-completion)", expected, True)
 
 
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2", "phi3"])

@@ -42,11 +42,12 @@ def continue_greedily(
             if isinstance(answer, str):
                 problem = f"no answer within {SECONDS:.0f} s" if answer == "silent" else child.ending()
                 raise UserError(f"llama-cpp-python failed: {problem}", where=str(path), fix=_FIX)
-        return Continued(f"llama-cpp-python {answer['version']}", tokenizer.decode(answer["ids"]), True)
+        return Continued(f"llama.cpp (llama-cpp-python {answer['version']})", tokenizer.decode(answer["ids"]), True)
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is not None:
         given = prompt[1:] if prompt[0] == tokenizer.bos_id else prompt  # llama.cpp puts the BOS token before a text
-        return Continued(Path(program).name, _printed(program, path, tokenizer.decode(list(given)), most), True)
+        text = _printed(program, path, tokenizer.decode(list(given)), most)
+        return Continued(f"llama.cpp ({Path(program).name})", text, True)
     from bloomery.export.verify import Graph
 
     graph, ids = Graph(path), list[int]()

@@ -12,7 +12,7 @@ from bloomery.cli.common import NewPath, print_json
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document; the rest goes to stderr.")
 @click.option("--run-dir", type=NewPath(), help="Folder of the run [default: runs/demo].")
 def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
-    """Train, kill, resume and evaluate a small model: 2 minutes on 2 cores.
+    """Train, kill, resume, evaluate and export a small model: 2 minutes on 2 cores.
 
     `bloomery demo chat` then fine-tunes that model with LoRA and in full: 2 minutes more.
 
