@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import start_writing
 from bloomery.core.version import __version__
 from bloomery.data.chat.render import chat_format
 from bloomery.data.tokenizer.templates import own_templates
@@ -148,17 +149,21 @@ def _model_name(name: str, description: Mapping[str, Any]) -> str:
 
 # Export
 
+AT_ONCE = 2**26  # bytes of a file that wait for the disk while the next are computed
+
 
 @dataclass(frozen=True)
 class Source:
-    """A model to export, read one parameter at a time: `whole(name)` and, by rows, `rows(name)`, in float32."""
+    """A model to export, read one parameter at a time: `whole(name)` and, by rows, `rows(name)`, in any float dtype.
+
+    Rows may only be read until the next are taken.
+    """
 
     config: ModelConfig
     rows: Callable[[str], Iterator[Tensor]]
 
     def whole(self, name: str) -> Tensor:
-        pieces = list(self.rows(name))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return torch.cat([piece.clone() for piece in self.rows(name)])
 
 
 @contextmanager
@@ -188,12 +193,12 @@ def _refuse(config: ModelConfig, where: Path) -> None:
 
 
 def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
-    """A parameter in float32, a few rows at a time; of those that are stored transposed, all rows."""
+    """A parameter, a few rows at a time as they are stored; of those that are stored transposed, all in float32."""
     place, shape = stored.places[name], parameter_shapes(stored.config)[name]
     if len(shape) > 1 and not place.transposed:
         rows = stored.reader.pieces(stored.tensors[name], place.first, shape[0], device=torch.device("cpu"))
         for _, piece in rows:
-            yield piece.float() if piece.dtype != torch.float32 else piece.clone()
+            yield piece
         return
     whole = torch.empty(shape)
     stored.fill(name, whole)
@@ -264,10 +269,14 @@ def write_gguf(
     writer.write_ti_data_to_file()
     writer.close()
     with path.open("ab") as file:
+        started = 0
         for piece in pieces:
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
             for rows in _rows_of(piece, source):
                 file.write(encoded(rows, kinds[piece.name], piece.name).data)
+            if file.tell() - started > AT_ONCE:
+                start_writing(file, started)
+                started = file.tell()
         for values in computed.values():
             file.write(b"\0" * (-file.tell() % ALIGNMENT) + values.tobytes())
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
