@@ -257,8 +257,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.6, 0.999])
-@pytest.mark.parametrize("what", ["gguf", *(pytest.param(what, marks=pytest.mark.soak)
-                                            for what in ("gguf-adapter", "ollama", "import"))])  # fmt: skip
+@pytest.mark.parametrize("what", ["gguf", "gguf-adapter", *(pytest.param(what, marks=pytest.mark.soak)
+                                                            for what in ("ollama", "import"))])  # fmt: skip
 def test_a_disk_that_fills_at_any_byte_leaves_nothing(what: str, share: float, tmp_path: Path) -> None:
     """The kernel refuses to let a file grow beyond a limit, in the header or at its end."""
     source = saved_case("llama3-gqa-tied", tmp_path / "source")

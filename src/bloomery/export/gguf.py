@@ -8,9 +8,11 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,7 @@ def _model_name(name: str, description: Mapping[str, Any]) -> str:
 
 # Export
 
+Planned = tuple[str, tuple[int, ...], str, Callable[[], Iterator[memoryview | bytes]]]  # name, shape, type, its bytes
 AT_ONCE = 2**26  # bytes of a file that wait for the disk while the next are computed
 
 
@@ -243,7 +246,6 @@ def write_gguf(
 ) -> None:
     """The file, tensor by tensor. Raises UserError for a model that llama.cpp cannot run, or that is not finite."""
     config = source.config
-    pieces, computed = layout(config), computed_tensors(config)
     writer = library.GGUFWriter(path, ARCHITECTURES[config.family].name)
     writer.add_type("model")
     writer.add_name(_model_name(name, tokenizer.description))
@@ -256,39 +258,42 @@ def write_gguf(
     writer.add_file_type(library.LlamaFileType[file_types[kind]])
     writer.add_quantization_version(library.GGML_QUANT_VERSION)
     _describe_vocabulary(writer, tokenizer, config)
-    kinds = {piece.name: type_of(piece.name, piece.shape, kind) for piece in pieces}
-    for piece in pieces:
-        raw = library.GGMLQuantizationType[kinds[piece.name].upper()]
-        writer.add_tensor_info(
-            piece.name, piece.shape, np.dtype(np.float32), stored_bytes(piece.shape, kinds[piece.name]), raw
-        )
-    for tensor, values in computed.items():
-        writer.add_tensor_info(tensor, values.shape, values.dtype, values.nbytes)
+    stated = ((piece, type_of(piece.name, piece.shape, kind)) for piece in layout(config))
+    tensors: list[Planned] = [(one.name, one.shape, own, partial(_read, one, source, own)) for one, own in stated]
+    tensors += [(tensor, values.shape, "f32", partial(iter, (values.tobytes(),)))
+                for tensor, values in computed_tensors(config).items()]  # fmt: skip
+    _write_file(writer, path, tensors, library)
+
+
+def _read(piece: Piece, source: Source, kind: str) -> Iterator[memoryview]:
+    """The bytes of a tensor of the file, a few rows at a time; of q and k, whose rows are reordered, all at once."""
+    if piece.heads:
+        rows: Iterator[Tensor] = iter((torch.cat([source.whole(part) for part in piece.parts]),))
+    else:
+        rows = chain.from_iterable(map(source.rows, piece.parts))
+    for each in rows:
+        yield encoded(piece.apply(each).contiguous(), kind, piece.name).data
+
+
+def _write_file(writer: Any, path: Path, tensors: Sequence[Planned], library: Any) -> None:
+    """The library writes header and metadata; it wants each tensor whole, and does not notice that a disk is full."""
+    for name, shape, kind, _ in tensors:
+        raw = library.GGMLQuantizationType[kind.upper()]
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), stored_bytes(shape, kind), raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     writer.close()
     with path.open("ab") as file:
         started = 0
-        for piece in pieces:
+        for *_, read in tensors:
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
-            for rows in _rows_of(piece, source):
-                file.write(encoded(rows, kinds[piece.name], piece.name).data)
+            for piece in read():
+                file.write(piece)
             if file.tell() - started > AT_ONCE:
                 start_writing(file, started)
                 started = file.tell()
-        for values in computed.values():
-            file.write(b"\0" * (-file.tell() % ALIGNMENT) + values.tobytes())
         file.write(b"\0" * (-file.tell() % ALIGNMENT))
-
-
-def _rows_of(piece: Piece, source: Source) -> Iterator[Tensor]:
-    if piece.heads == 0:
-        for part in piece.parts:
-            for rows in source.rows(part):
-                yield piece.apply(rows).contiguous()
-        return
-    yield piece.apply(torch.cat([source.whole(part) for part in piece.parts])).contiguous()
 
 
 @contextmanager
@@ -340,7 +345,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         writer.add_name(out.stem)
         writer.add_string("general.base_model.0.name", _base_name(files.base))
         writer.add_float32("adapter.lora.alpha", 1.0)
-        count = 0
+        tensors: list[Planned] = []
         for piece in layout(config):
             target = where[piece.parts[0]].name.removesuffix(".weight") if piece.parts else ""
             first = f"{PREFIX}{target}.lora_A.weight"
@@ -351,18 +356,12 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             # llama.cpp multiplies by alpha / rank, where alpha is 1 here and the rank is that of the stored pair
             B = piece.apply(B * (scales[target].scale * A.shape[0])).contiguous()
             for suffix, values in (("lora_a", A), ("lora_b", B)):
-                raw = library.GGMLQuantizationType[kind.upper()]
-                data = encoded(values.contiguous(), kind, piece.name).reshape(values.shape[0], -1)
-                data = data if kind == "bf16" else data.view(np.float32 if kind == "f32" else np.float16)
-                writer.add_tensor(f"{piece.name}.{suffix}", data, raw_dtype=raw if kind == "bf16" else None)
-            count += 1
-        assert count, "an adapter has matrices"
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+                whole = encoded(values.contiguous(), kind, piece.name).data
+                tensors.append((f"{piece.name}.{suffix}", tuple(values.shape), kind, partial(iter, (whole,))))
+        assert tensors, "an adapter has matrices"
+        _write_file(writer, draft, tensors, library)
         size = draft.stat().st_size
-    return Exported(out, size, (f"{count} pairs of LoRA matrices for {_base_name(files.base)}",))
+    return Exported(out, size, (f"{len(tensors) // 2} pairs of LoRA matrices for {_base_name(files.base)}",))
 
 
 def _base_name(folder: Path) -> str:
