@@ -276,7 +276,7 @@ def _read(piece: Piece, source: Source, kind: str) -> Iterator[memoryview]:
 
 
 def _write_file(writer: Any, path: Path, tensors: Sequence[Planned], library: Any) -> None:
-    """The library writes header and metadata; it wants each tensor whole, and does not notice that a disk is full."""
+    """The library writes header and metadata; its way to write tensors needs each whole, and misses a full disk."""
     for name, shape, kind, _ in tensors:
         raw = library.GGMLQuantizationType[kind.upper()]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), stored_bytes(shape, kind), raw)
