@@ -1,8 +1,8 @@
 """Decoding on a CPU: `python benchmarks/decode_cpu.py MODEL [--tokens 48] [--rounds 5] [--threads N]`.
 
 Greedy, the same prompt on every side, which alternate in one process: Bloomery with one text and with eight together,
-transformers' `generate` in bfloat16 and in float32. Prints medians, ratios to transformers' faster precision, the bytes
-of weights that each reads per second, and what a plain copy reaches in the same run.
+in bfloat16, float32 and with int8 weights; transformers' `generate` in bfloat16 and in float32. Prints medians, ratios
+to transformers' faster precision, the bytes of weights that each reads per second, and what a plain copy reaches.
 """
 
 import argparse
@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoding import Batch, Past, sample_tokens
-from bloomery.model.io.weights import load_decoder
+from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.sampling import Sampling
+from bloomery.recipe.schema import Quantize
 
 TEXTS = 8  # decoded together
 
@@ -56,10 +58,15 @@ def sides_of(model: Path, tokens: int) -> tuple[dict[str, Callable[[], None]], d
     cold = Sampling(max_new_tokens=tokens, temperature=0.0)
     sides: dict[str, Callable[[], None]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    for dtype in (torch.bfloat16, torch.float32):
+    for word in ("bfloat16", "int8", "float32"):
+        dtype = torch.float32 if word == "float32" else torch.bfloat16
         ours = load_decoder(model, dtype=dtype).requires_grad_(False)
-        theirs = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        theirs = None if word == "int8" else AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         size = sum(parameter.nbytes for parameter in ours.parameters())
+        if word == "int8":  # a byte, and a float32 for 64 of them; the embeddings are the output layer's
+            size = sum(parameter.numel() for parameter in ours.parameters()) * 68 // 64
+            quantize_model(ours, Quantize(kind="int8"))
+        compile_step(ours, print)
         greedy = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
         row = torch.tensor([prompt])
 
@@ -76,10 +83,10 @@ def sides_of(model: Path, tokens: int) -> tuple[dict[str, Callable[[], None]], d
         def peer(theirs=theirs, greedy=greedy, row=row):
             assert theirs.generate(row, generation_config=greedy).shape[1] == len(prompt) + tokens
 
-        word = str(dtype).removeprefix("torch.")
         for name, run, texts in ((f"bloomery {word}", alone, 1), (f"bloomery {word}, {TEXTS} texts", together, TEXTS),
                                  (f"transformers {word}", peer, 1)):  # fmt: skip
-            sides[name], sizes[name] = run, (texts, size)
+            if theirs is not None or run is not peer:
+                sides[name], sizes[name] = run, (texts, size)
     return sides, sizes
 
 

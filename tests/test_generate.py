@@ -153,9 +153,39 @@ class TestCommandLine:
         done = CliRunner().invoke(cli, words, catch_exceptions=False)
         assert [result["prompt"] for result in json.loads(done.stdout)["results"]] == ["def", "class"]
 
+    def test_prompts_decode_together_and_speculate_as_each_alone(self, folder: Path, tmp_path: Path) -> None:
+        prompts = ["def f(x):", "a", "für Größe, naïve café", "return x", "x", "def f(x): def f(x): de", "1", "+", "é"]
+        (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+        words = ("generate", str(folder), "--max-new-tokens", "12", "--temperature", "0.7", "--stop", "é")
+        alone = [CliRunner().invoke(cli, (*words, "--prompt", text), catch_exceptions=False).stdout for text in prompts]
+        for more in ((), ("--prompt-lookup", "3"), ("--draft", str(folder))):
+            done = CliRunner().invoke(cli, (*words, "--prompts", str(tmp_path / "prompts.txt"), "--jsonl", *more))
+            lines = [json.loads(line) for line in done.stdout.splitlines()]
+            assert [line["prompt"] + line["text"] + "\n" for line in lines] == alone
+            assert ("accepted" in done.stderr) == bool(more)
+
+    def test_json_of_a_schema(self, folder: Path, tmp_path: Path) -> None:
+        pytest.importorskip("llguidance")
+        fields = {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}}
+        schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+        path = tmp_path / "schema.json"
+        path.write_text(json.dumps(schema))
+        words = ("generate", str(folder), "--prompt", "def", "--max-new-tokens", "60", "--json", "--json-schema",
+                 str(path))  # fmt: skip
+        for seed in range(4):
+            more = "--seed", str(seed), "--prompt-lookup", "4"
+            done = CliRunner().invoke(cli, (*words, *more), catch_exceptions=False)
+            found = json.loads(json.loads(done.stdout)["results"][0]["text"])
+            assert isinstance(found["ok"], bool) and found["kind"] in ("a", "b")
+        path.write_text('{"type": "bogus"}')
+        done = CliRunner().invoke(cli, words)
+        assert isinstance(done.exception, UserError) and "bogus" in done.exception.problem
+
     @pytest.mark.parametrize(
         "words",
         [
+            ("--prompt", "a", "--draft", "none"),
+            ("--prompt", "a", "--draft", ".", "--prompt-lookup", "2"),
             (),
             ("--prompt", "a", "--prompts", "b"),
             ("--prompts", "none.txt"),

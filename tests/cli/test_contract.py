@@ -52,16 +52,18 @@ FLAGS = {
     "generate": {
         "--prompt", "--prompts", "--chat", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--stop", "--seed", "--step", "--json", "-d", "--devices", "--quantize",
+        "--prompt-lookup", "--draft", "--json-schema", "--jsonl",
     },
     "export": {"--to", "--out", "--type", "--step", "--verify", "--no-verify", "-d", "--devices"},
     "chat": {
         "--system", "--template", "--step", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
-        "--repetition-penalty", "--seed", "-d", "--devices", "--quantize",
+        "--repetition-penalty", "--seed", "-d", "--devices", "--quantize", "--prompt-lookup", "--draft",
     },
     "import": {"--out", "--type"},
     "serve": {
         "--adapter", "--host", "--port", "--open", "--template", "--max-requests", "--max-queue", "--max-context",
         "--max-new-tokens", "--max-seconds", "--max-body", "--step", "-d", "--devices", "--quantize",
+        "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed",
     },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -29,7 +30,7 @@ class Running:
 @contextmanager
 def running(
     folders: dict[str, Path], *, limits: Limits = LIMITS, adapters: dict[str, Path] | None = None,
-    token: str | None = None,
+    token: str | None = None, defaults: dict[str, Any] | None = None,
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         models = []
@@ -39,7 +40,7 @@ def running(
             tokenizer = load_tokenizer(folder)
             models.append(serve_loaded(decoder, tokenizer, name, limits, stack, "chatml", many))
         engine = stack.enter_context(Engine(models, limits))
-        app = Server(engine, token=token).app(("127.0.0.1", "localhost"))
+        app = Server(engine, token=token, defaults=defaults).app(("127.0.0.1", "localhost"))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
         thread = threading.Thread(target=server.run)
         thread.start()

@@ -111,6 +111,27 @@ class TestOpenAI:
         assert cut.choices[0].text == free.text[: free.text.index(stop)]
         assert cut.choices[0].finish_reason == "stop"
 
+    def test_json_follows_the_schema(self, client: openai.OpenAI, server: Running) -> None:
+        pytest.importorskip("llguidance")
+        schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+                  "additionalProperties": False}  # fmt: skip
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60, "n": 3}
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        for choice in client.chat.completions.create(response_format=form, **asked).choices:
+            assert isinstance(json.loads(choice.message.content)["ok"], bool)
+        form["json_schema"]["schema"] = {"type": "bogus"}
+        with pytest.raises(openai.BadRequestError, match="bogus"):
+            client.chat.completions.create(response_format=form, **asked)
+        assert post(server, "/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}})[0] == 400
+
+    def test_settings_that_a_request_leaves_out_are_the_server_s(self, folder: Path) -> None:
+        with running({"tiny": folder}, defaults={"temperature": 0.0, "seed": 5}) as server:
+            asked = {"model": "tiny", "prompt": "def", "max_tokens": 12}
+            texts = {client_of(server).completions.create(**asked).choices[0].text for _ in range(3)}
+            cold = client_of(server).completions.create(**asked, temperature=0.0).choices[0].text
+            hot = client_of(server).completions.create(**asked, temperature=2.0, seed=1).choices[0].text
+            assert texts == {cold} and hot != cold
+
     def test_choices_have_their_own_seeds(self, client: openai.OpenAI) -> None:
         asked = {"model": "tiny", "prompt": ["def", "für"], "max_tokens": 12, **HOT}
         three = client.completions.create(n=3, seed=4, **asked).choices

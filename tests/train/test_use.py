@@ -31,7 +31,7 @@ from bloomery.runs.generate import load_model
 from bloomery.train.evaluation.evaluation import evaluate
 from bloomery.train.model_folder import find_model
 from bloomery.train.objectives.build import build_objective
-from bloomery.train.use import Use
+from bloomery.train.use import Use, load_used
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,10 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
     with pytest.raises(UserError) as refused:
         load_model(run.folder, use=Use("cpu"))
     assert "a smaller model" in refused.value.fix
+    kept[:] = [10**8]
+    with pytest.raises(UserError) as refused:
+        load_used(find_model(run.folder, "last"), Use("cpu"), cached=(10**6, 4096))
+    assert "--max-requests" in refused.value.fix
 
 
 PROBE = """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import click
 
 from bloomery.cli.common import devices_option, loading, quantize_option, refuse_undecoded, step_option, text_flags
-from bloomery.cli.sampling import SETTINGS, finite, sampling_options, setting
+from bloomery.cli.sampling import SETTINGS, draft_folder, finite, sampling_options, setting, speculation_options
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.examples import Message
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bloomery.data.chat.render import ChatFormat
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
+    from bloomery.model.decoding import Speculation
     from bloomery.model.sampling import Sampling
 
 SHARE = 4  # old messages are dropped for max_new_tokens, but for at most a quarter of the context
@@ -34,7 +35,7 @@ class Session:
 
     def __init__(
         self, decoder: "Decoder", tokenizer: "Tokenizer", form: "ChatFormat", sampling: "Sampling", *,
-        system: str | None = None,
+        system: str | None = None, speculation: "Speculation | None" = None,
     ) -> None:  # fmt: skip
         from bloomery.model.decoding import Past
         from bloomery.runs.generate import Speed
@@ -43,7 +44,7 @@ class Session:
         self.sampling = replace(sampling, stop_ids=form.stop_ids)
         self.history: list[Message] = []
         self.past = Past(decoder)
-        self.speed = Speed()  # of the last reply
+        self.speed = Speed(speculation)  # of the last reply
         self.dropped = 0  # messages that no longer fit into the context
         self._replies = 0
 
@@ -69,7 +70,7 @@ class Session:
         self._replies += 1
         pieces: list[str] = []
         try:
-            ends, self.speed = self.form.stop_strings, Speed()
+            ends, self.speed = self.form.stop_strings, Speed(self.speed.speculation)
             for piece in continued(self.decoder, self.tokenizer, ids, sampling, ends, self.past, self.speed):
                 pieces.append(piece)
                 yield piece
@@ -124,24 +125,27 @@ Start a line with // to send a slash; end a line with \\ to write more lines."""
 @step_option
 @devices_option
 @quantize_option
+@speculation_options
 @sampling_options
 def command(
-    model: str, system: str | None, template: str | None, step: str, devices: str, quantize: str | None, **settings: Any
-) -> int:
+    model: str, system: str | None, template: str | None, step: str, devices: str, quantize: str | None,
+    prompt_lookup: int | None, draft: str | None, **settings: Any,
+) -> int:  # fmt: skip
     """Chat with MODEL. From a pipe, each line is a message; replies go to stdout.
 
     Example: bloomery chat last --system "You answer in one sentence." --temperature 0.3
     """
     finite(settings)
-    where = model_path(model)
+    where, drafts = model_path(model), draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.data.chat.render import chat_format
     from bloomery.model.sampling import Sampling
-    from bloomery.runs.generate import load_model
+    from bloomery.runs.generate import load_model, speculation_of
 
     decoder, tokenizer = load_model(where, step=step, use=use, on_load=loading)
+    guesses = speculation_of(decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading)
     with text_flags(), chat_format(tokenizer, template) as form:
-        session = Session(decoder, tokenizer, form, Sampling(**settings), system=system)
+        session = Session(decoder, tokenizer, form, Sampling(**settings), system=system, speculation=guesses)
         _note(f"{model}: context {decoder.config.max_positions:,} tokens; {form.description}")
         _note("/help lists the commands, Ctrl+C stops a reply, Ctrl+D ends the chat")
         return Terminal(session).talk()

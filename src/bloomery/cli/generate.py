@@ -1,5 +1,6 @@
 """`bloomery generate MODEL`: completions of prompts"""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from bloomery.cli.common import (
     refuse_undecoded,
     step_option,
 )
-from bloomery.cli.sampling import finite, sampling_options
+from bloomery.cli.sampling import draft_folder, finite, sampling_options, speculation_options
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.core.text import harmless
@@ -33,6 +34,10 @@ _LONGEST_PROMPT = 4 * MIB  # of standard input
 @click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path), help="Complete each line of FILE.")
 @sampling_options
 @click.option("--chat", is_flag=True, help="Format each prompt with the chat template.")
+@speculation_options
+@click.option("--json-schema", "schema", metavar="FILE", type=click.Path(path_type=Path),
+              help="Generate JSON that follows this schema.")  # fmt: skip
+@click.option("--jsonl", is_flag=True, help="Print one JSON object per prompt and line.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; can be repeated.")
 @step_option
 @devices_option
@@ -43,6 +48,10 @@ def command(
     prompt: str | None,
     prompts: Path | None,
     chat: bool,
+    prompt_lookup: int | None,
+    draft: str | None,
+    schema: Path | None,
+    jsonl: bool,
     stop: tuple[str, ...],
     step: str,
     devices: str,
@@ -52,32 +61,52 @@ def command(
 ) -> None:
     """Generate text from a prompt, a file of prompts, or standard input.
 
+    Up to 8 prompts of a file decode together; each text is the same as alone.
+
     Example: bloomery generate last --prompt "func main() {" --max-new-tokens 100
     """
     finite(settings)
+    asked = None if schema is None else _schema(schema)
     texts = _prompts(prompt, prompts)
-    folder = model_path(model)
+    folder, drafts = model_path(model), draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.model.sampling import Sampling
-    from bloomery.runs.generate import Speed, load_model, writer
+    from bloomery.runs.generate import Speed, load_model, speculation_of, writer
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
     safe = harmless if sys.stdout.isatty() else str  # a file gets every character
-    speed = Speed()
-    with writer(decoder, tokenizer, Sampling(**settings), stop, chat=chat, speed=speed) as complete:
+    speed = Speed(speculation_of(decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading))
+    with writer(decoder, tokenizer, Sampling(**settings), stop, chat=chat, speed=speed, schema=asked) as write:
+        pairs = zip(texts, write.complete(texts), strict=True)
         if as_json:
-            print_json({"results": [{"prompt": text, "text": "".join(complete(text))} for text in texts]})
-            echo(f"speed      {speed}", err=True)
-            return
-        for number, text in enumerate(texts):
-            if number:
-                click.echo("\n" + "-" * 40)
-            click.echo(safe(text + "\n" if chat else text), nl=False)
-            for piece in complete(text):
+            print_json({"results": [{"prompt": text, "text": said} for text, said in pairs]})
+        elif jsonl:
+            for text, said in pairs:
+                click.echo(json.dumps({"prompt": text, "text": said}, ensure_ascii=False))
+                sys.stdout.flush()
+        elif len(texts) == 1:
+            click.echo(safe(texts[0] + "\n" if chat else texts[0]), nl=False)
+            for piece in write.pieces(texts[0]):
                 click.echo(safe(piece), nl=False)
                 sys.stdout.flush()
             click.echo()
+        else:
+            for number, (text, said) in enumerate(pairs):
+                rule = "\n" + "-" * 40 + "\n" if number else ""
+                click.echo(rule + safe(text + "\n" if chat else text) + safe(said))
     echo(f"speed      {speed}", err=True)
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    """The JSON schema of a file. Raises UserError."""
+    try:
+        schema = json.loads(read_input(path, MOST_PROMPTS, pipes=True, code=2))
+    except (ValueError, RecursionError) as error:
+        fix = "write a JSON schema"
+        raise UserError(f"not JSON: {error}", where=str(path), fix=fix, code=2) from error
+    if not isinstance(schema, dict):
+        raise UserError("a JSON schema is an object", where=str(path), fix='for example {"type": "object"}', code=2)
+    return schema
 
 
 def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
+from bloomery.runs.names import model_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 Value = int | float | None
@@ -30,6 +32,32 @@ def sampling_options(function: F) -> F:
         flag = f"--{name.replace('_', '-')}"
         function = click.option(flag, type=kind, default=default, show_default=default is not None, help=line)(function)
     return function
+
+
+def default_options(function: F) -> F:
+    """The same, but for `max_new_tokens`, for requests that leave a setting out; None where it is not given."""
+    for name, (kind, _, line) in reversed(SETTINGS.items()):
+        if name != "max_new_tokens":
+            flag = f"--{name.replace('_', '-')}"
+            function = click.option(flag, type=kind, help=line)(function)
+    return function
+
+
+def speculation_options(function: F) -> F:
+    """`prompt_lookup` and `draft`."""
+    function = click.option(
+        "--draft", metavar="MODEL", help="Speculate with this smaller model of the same vocabulary."
+    )(function)
+    lookup = "Speculate with N tokens that followed the same words."
+    return click.option("--prompt-lookup", type=click.IntRange(1, 31), metavar="N", help=lookup)(function)
+
+
+def draft_folder(prompt_lookup: int | None, draft: str | None) -> Path | None:
+    """The folder of `--draft`. Raises UserError where it is not a model, or with `--prompt-lookup`."""
+    if prompt_lookup is not None and draft is not None:
+        problem = "prompt lookup and a draft model exclude each other"
+        raise UserError(problem, where="--draft", fix="remove --prompt-lookup or --draft", code=2)
+    return None if draft is None else model_path(draft)
 
 
 def finite(settings: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,12 @@ import os
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import click
 
 from bloomery.cli.common import devices_option, echo, loading, quantize_option, step_option, text_flags
+from bloomery.cli.sampling import default_options, finite
 from bloomery.core.errors import UserError
 from bloomery.runs.names import chosen_use, model_path
 
@@ -37,10 +39,11 @@ INSTALL = 'pip install "bloomery[serve]"'
 @step_option
 @devices_option
 @quantize_option
+@default_options
 def command(
     models: tuple[str, ...], adapters: tuple[str, ...], host: str, port: int, show: bool, template: str | None,
     slots: int, queue: int, context: int, new_tokens: int, seconds: float, body_bytes: int, step: str, devices: str,
-    quantize: str | None,
+    quantize: str | None, **defaults: Any,
 ) -> None:  # fmt: skip
     """Serve models with OpenAI's API, and a page to try them, until Ctrl+C.
 
@@ -76,7 +79,8 @@ def command(
         def ready(url: str) -> None:
             echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
 
-        serve(served, limits, host=host, port=port, token=token, on_ready=ready, show=show)
+        given = {name: value for name, value in finite(defaults).items() if value is not None}
+        serve(served, limits, host=host, port=port, token=token, on_ready=ready, show=show, defaults=given)
     echo("stopped", err=True)
 
 

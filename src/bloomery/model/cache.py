@@ -11,6 +11,8 @@ from torch import Tensor
 
 from bloomery.model.config import ModelConfig
 
+FEW = 32  # tokens that a compiled step takes at most; PyTorch reads more of them faster
+
 
 class Seen(NamedTuple):
     """Keys and values [B, K, S, E] that the new queries see; the last T of one text's are the new ones.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bloomery.core.files import cache_folder
 from bloomery.model.adapters.lora import LoraLinear
-from bloomery.model.cache import Cache
+from bloomery.model.cache import FEW, Cache
 from bloomery.model.decoder import MLP, Attention, Backbone, Block, Decoder
 from bloomery.model.heads import capped
 from bloomery.model.io.weights import QuantizedLinear
@@ -37,7 +37,6 @@ from bloomery.model.rope import Rotary
 LANES, LINE = 16, 64  # numbers that the code handles at once, and bytes
 HUGE, MADV_HUGEPAGE = 2**21, 14
 LEAST = 2**24  # bytes of weights: smaller models answer before the code is compiled
-MOST = 32  # tokens of a step; more are read faster by PyTorch
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -107,7 +106,8 @@ class CompiledStep:
         _move_together([*decoder.parameters(), *decoder.buffers()])
         self._tables: tuple[int, list[Rotary | None]] = 0, []
         layers: Any = body.layers
-        quantized = isinstance(layers[0].mlp.up_proj, QuantizedLinear)
+        quantized = any(isinstance(module, QuantizedWeight) for module in decoder.modules())
+        self._most = 8 * FEW if quantized else FEW  # PyTorch turns all int8 weights into floats at each forward
         self._layers = (_Layer * config.num_layers)(*(self._layer(block) for block in layers))
         self._model = _Model(
             self._layers, self._norm(body.norm), self._matrix(decoder.lm_head, int8=quantized), config.num_layers,
@@ -120,7 +120,7 @@ class CompiledStep:
         """Whether it may append these tokens: not many, and none pushes another of them out of a window."""
         count = sum(map(len, tokens))
         longest = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
-        return count == len(tokens) or (count <= MOST and all(longest <= layer.kept for layer in cache.layers))
+        return count == len(tokens) or (count <= self._most and all(longest <= layer.kept for layer in cache.layers))
 
     def __call__(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False) -> Tensor:
         """Appends tokens to the slots from `first` on.

@@ -5,14 +5,15 @@ A step reads a piece of one prompt, then gives every text that is begun one toke
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Literal, Protocol, final
 
 import torch
 from torch import Tensor
 
-from bloomery.model.cache import Cache
+from bloomery.core.units import counted
+from bloomery.model.cache import FEW, Cache
 from bloomery.model.config import ModelConfig
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import ALL_LOGITS, Decoder
 from bloomery.model.heads import LastLogits
 from bloomery.model.sampling import NotFinite, Sampling, draw
 
@@ -61,14 +62,13 @@ class Past:
         self.ids[slot], self.adapters[slot] = list(ids[:common]), adapter
         return list(ids[common:])
 
-    def read(self, tokens: Sequence[Sequence[int]], first: int = 0) -> Tensor:
-        """Logits after the tokens of the slots from `first` on, float32 [slots, V] on the CPU.
-
-        What interrupts it leaves nothing of their past.
+    def read(self, tokens: Sequence[Sequence[int]], first: int = 0, *, every: bool = False) -> Tensor:
+        """Logits after the tokens of the slots from `first` on, float32 [slots, V] on the CPU; with `every`, [N, V]
+        after each token, of as many as `ahead` allows. What interrupts it leaves nothing of their past.
         """
         rows, step = range(first, first + len(tokens)), self.decoder.step
         if step is not None and step.takes(tokens, first, self.cache):
-            logits = step(tokens, first, self.cache)
+            logits = step(tokens, first, self.cache, every=every)
             for row, more in zip(rows, tokens, strict=True):
                 self.ids[row].extend(more)
             return logits
@@ -79,10 +79,10 @@ class Past:
             self.ids[row] = []
         if self.choose is not None:
             self.choose([self.adapters[row] for row in rows])
-        device = self.decoder.model.embed_tokens.weight.device
+        device, head = self.decoder.model.embed_tokens.weight.device, ALL_LOGITS if every else LAST
         try:
             with torch.no_grad():
-                logits = self.decoder(torch.tensor(tokens, device=device), head=LAST, cache=self.cache)
+                logits = self.decoder(torch.tensor(tokens, device=device), head=head, cache=self.cache)
         except BaseException:  # Ctrl+C too: half a forward would stay in the cache
             for row in rows:
                 self.cache.clear(row)
@@ -90,7 +90,21 @@ class Past:
         for row, ids, more in zip(rows, past, tokens, strict=True):
             ids.extend(more)
             self.ids[row] = ids
-        return logits.float().cpu()
+        return logits.flatten(0, -2).float().cpu()
+
+    def ahead(self, slots: int) -> int:
+        """How many guessed tokens of each of the first slots one forward can check, and drop again."""
+        cache = self.cache
+        if not in_one_forward(self.decoder.config) or (self.decoder.step is None and slots > 1):
+            return 0
+        held = max(cache.lengths[:slots])
+        return max(0, min(FEW // slots, min(layer.kept for layer in cache.layers) - held) - 1)
+
+    def drop(self, slot: int, count: int) -> None:
+        """Forgets the last tokens of a slot, which `ahead` allowed."""
+        kept = len(self.ids[slot]) - count
+        self.cache.cut(kept, slot)
+        del self.ids[slot][kept:]
 
     def forget(self, slot: int) -> None:
         """Nothing of a text that was not finite may reach another."""
@@ -102,6 +116,16 @@ class Past:
             self.cache.swap(one, other)
             self.ids[one], self.ids[other] = self.ids[other], self.ids[one]
             self.adapters[one], self.adapters[other] = self.adapters[other], self.adapters[one]
+
+
+class Constraint(Protocol):
+    """A grammar of new tokens, such as JSON of a schema."""
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Logits [V] in which what may not come next is impossible."""
+
+    def take(self, token: int) -> None:
+        """It came next."""
 
 
 @final
@@ -116,6 +140,7 @@ class Text:
     adapter: Adapter
     logprobs: int | None
     random: torch.Generator
+    constraint: Constraint | None = None
     new: list[int] = field(default_factory=list)
 
 
@@ -135,6 +160,22 @@ class Drawn:
 
 
 @final
+@dataclass
+class Speculation:
+    """`guess`: of (text, most) the next tokens, at most so many, which one forward checks.
+
+    Each token is sampled as without guesses, from the same random numbers: the text is the same, whatever is guessed.
+    """
+
+    guess: Callable[[Text, int], list[int]]
+    guessed: int = 0
+    accepted: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.accepted / max(self.guessed, 1):.0%} of {counted(self.guessed, 'guessed tokens')} accepted"
+
+
+@final
 class Batch:
     """Texts that are decoded together: `texts[i]` is in slot i of `past`. The decoder is in evaluation mode.
 
@@ -143,9 +184,10 @@ class Batch:
     """
 
     def __init__(
-        self, past: Past, *, piece: int | None = None, agree: Callable[[float], float] | None = None
+        self, past: Past, *, piece: int | None = None, agree: Callable[[float], float] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:  # fmt: skip
-        self.past, self.agree = past, agree
+        self.past, self.agree, self.speculation = past, agree, speculation
         # What rotations that depend on the length make of a token depends on the piece in which it is read.
         self.exact = in_one_forward(past.decoder.config)
         self.piece = piece if self.exact else None
@@ -156,8 +198,9 @@ class Batch:
         return len(self.texts) == self.past.slots
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling, *, adapter: Adapter = None, logprobs: int | None = None
-    ) -> Text:
+        self, prompt: Sequence[int], sampling: Sampling, *, adapter: Adapter = None, logprobs: int | None = None,
+        constraint: Constraint | None = None,
+    ) -> Text:  # fmt: skip
         """Begins a text in the free slot that holds most of its prompt. `logprobs`: how many of the likeliest, too."""
         assert prompt, "a decoder needs at least one token to start from"
         assert not self.full
@@ -171,7 +214,7 @@ class Batch:
             past.ids[slot] = []
         unread = past.rest(prompt, len(prompt) + room, slot, adapter)
         random = torch.Generator().manual_seed(sampling.seed)
-        text = Text(list(prompt), sampling, room, unread, adapter, logprobs, random)
+        text = Text(list(prompt), sampling, room, unread, adapter, logprobs, random, constraint)
         self.texts.append(text)
         return text
 
@@ -196,7 +239,7 @@ class Batch:
             waiting.unread = waiting.unread[len(some) :]
             logits = self.past.read([some], slot)
             if not waiting.unread:
-                drawn += self._draw([waiting], logits)
+                drawn += self._draw([waiting], [[]], logits)
         # Texts with one unread token come first, so that they are the rows of one forward.
         ready = [text for text in self.texts if text.new and text is not waiting]
         for place, text in enumerate(ready):
@@ -204,26 +247,50 @@ class Batch:
             self.past.swap(place, slot)
             self.texts[place], self.texts[slot] = text, self.texts[place]
         if ready:
-            logits = self.past.read([text.unread for text in ready])
-            drawn += self._draw(ready, logits)
+            guesses = [self._guessed(text, len(ready)) for text in ready]
+            tokens = [[*text.unread, *more] for text, more in zip(ready, guesses, strict=True)]
+            drawn += self._draw(ready, guesses, self.past.read(tokens, every=any(guesses)))
         return drawn
 
-    def _draw(self, texts: Sequence[Text], logits: Tensor) -> list[Drawn]:
-        drawn = [self._next(text, row) for text, row in zip(texts, logits, strict=True)]
-        for each in drawn:
+    def _guessed(self, text: Text, texts: int) -> list[int]:
+        if self.speculation is None:
+            return []
+        most = min(self.past.ahead(texts), text.room - len(text.new) - 1)
+        return self.speculation.guess(text, most) if most > 0 else []
+
+    def _draw(self, texts: Sequence[Text], guesses: Sequence[Sequence[int]], logits: Tensor) -> list[Drawn]:
+        """One token of each text, and one more after each guess that is right. `logits`: after each token in turn."""
+        found, first = list[Drawn](), 0
+        for text, guess in zip(texts, guesses, strict=True):
+            right = 0
+            while True:
+                each = self._next(text, logits[first + right])
+                found.append(each)
+                if each.ended is not None or right == len(guess) or each.token != guess[right]:
+                    break
+                right += 1
+            first += len(guess) + 1
+            if self.speculation is not None and guess:
+                self.speculation.guessed += len(guess)
+                self.speculation.accepted += right
+                self.past.drop(self.texts.index(text), len(guess) - right)
+        for each in found:
             if each.ended is not None:
                 if isinstance(each.ended, NotFinite):
                     self.past.forget(self.texts.index(each.text))
                 self.remove(each.text)
-        return drawn
+        return found
 
     def _next(self, text: Text, logits: Tensor) -> Drawn:
         if not bool(logits.isfinite().all()):
             return Drawn(text, None, NotFinite())
-        token = draw(logits, text.prompt, text.new, text.sampling, text.random)
+        allowed = logits if text.constraint is None else text.constraint.masked(logits)
+        token = draw(allowed, text.prompt, text.new, text.sampling, text.random)
         token = token if self.agree is None else int(self.agree(token))
         if token in text.sampling.stop_ids:
             return Drawn(text, None, "stop")
+        if text.constraint is not None:
+            text.constraint.take(token)
         text.new.append(token)
         text.unread = [token]
         logprob, top = None, tuple[tuple[int, float], ...]()
@@ -242,12 +309,14 @@ def sample_tokens(
     past: Past | None = None,
     *,
     agree: Callable[[float], float] | None = None,
+    speculation: Speculation | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[int]:
     """New tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the decoder's positions. With
     a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
     """
-    batch = Batch(past or Past(decoder), agree=agree)
-    batch.add(prompt_ids, sampling)
+    batch = Batch(past or Past(decoder), agree=agree, speculation=speculation)
+    batch.add(prompt_ids, sampling, constraint=constraint)
     while batch.texts:
         for drawn in batch.step():
             if drawn.token is not None:

@@ -1,27 +1,34 @@
 """Text generation: completions and chat replies, in pieces that are whole characters"""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast, final
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
-from bloomery.data.chat.render import chat_format
+from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message, Role
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Past, sample_tokens
-from bloomery.model.sampling import Sampling, known_ids
+from bloomery.model.decoding import Batch, Constraint, Drawn, Past, Speculation, Text, sample_tokens
+from bloomery.model.sampling import NotFinite, Sampling, known_ids
+from bloomery.model.speculation import DraftModel, PromptLookup
 from bloomery.train.model_folder import find_model
 from bloomery.train.use import OnText, Use, load_used
 
+JSON_EXTRA = 'pip install "bloomery[json]"'
 UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
 
 
@@ -70,16 +77,18 @@ class Model:
         """
         refuse_values(self.decoder.config, where="the model")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        with _chat_writer(self.decoder, self.tokenizer, Sampling(**settings), stop, template) as reply:
-            return "".join(reply([Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]))
+        told = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
+        with _chat_form(self.tokenizer, template) as form:
+            sampling, ends = replace(Sampling(**settings), stop_ids=form.stop_ids), (*stop, *form.stop_strings)
+            return "".join(continued(self.decoder, self.tokenizer, form.encode(told), sampling, ends))
 
 
 @final
 class Speed:
-    """The tokens of completions, and the seconds that they took from prompt to end."""
+    """The tokens of completions, and the seconds that they took from prompt to end; with what was guessed of them."""
 
-    def __init__(self) -> None:
-        self.tokens, self.seconds = 0, 0.0
+    def __init__(self, speculation: Speculation | None = None) -> None:
+        self.tokens, self.seconds, self.speculation = 0, 0.0, speculation
 
     def measured(self, tokens: Iterator[int]) -> Iterator[int]:
         """The same tokens; the time of the caller does not count."""
@@ -92,9 +101,17 @@ class Speed:
             self.tokens += 1
             yield token
 
+    def timed(self, step: Callable[[], list[Drawn]]) -> list[Drawn]:
+        """Run a step; its time counts."""
+        began = time.perf_counter()
+        drawn = step()
+        self.seconds += time.perf_counter() - began
+        return drawn
+
     def __str__(self) -> str:
         each_second = self.tokens / max(self.seconds, 1e-9)
-        return f"{counted(self.tokens, 'tokens')} in {self.seconds:.1f} s: {each_second:.1f} tokens/s"
+        guessed = "" if self.speculation is None else f", {self.speculation}"
+        return f"{counted(self.tokens, 'tokens')} in {self.seconds:.1f} s: {each_second:.1f} tokens/s{guessed}"
 
 
 def generate(
@@ -106,54 +123,183 @@ def generate(
     The prompt starts with the BOS token, if the tokenizer has one. Raises UserError when the prompt fills the context,
     or has no tokens.
     """
-    ids = tokenizer.encode_prompt(prompt)
-    if not ids:
-        problem = "the prompt is empty, and this tokenizer has no BOS token"
-        raise UserError(problem, where="--prompt", fix="write a prompt")
-    return continued(decoder, tokenizer, ids, sampling, stop, speed=speed)
+    return continued(decoder, tokenizer, beginning(tokenizer, prompt), sampling, stop, speed=speed)
+
+
+def speculation_of(
+    decoder: Decoder, tokenizer: Tokenizer, *, lookup: int | None, draft: Path | None, use: Use | None = None,
+    on_load: OnText = lambda _: None,
+) -> Speculation | None:  # fmt: skip
+    """Prompt lookup of so many tokens, or a draft model. Raises UserError for a draft model of another vocabulary."""
+    if lookup is not None:
+        return Speculation(PromptLookup(lookup))
+    if draft is None:
+        return None
+    smaller, words = load_model(draft, use=use, on_load=on_load)
+    if words.hash != tokenizer.hash:
+        problem, fix = "the draft model has another tokenizer", "take a smaller model of the same family"
+        raise UserError(problem, where="--draft", fix=fix, code=2)
+    return Speculation(DraftModel(smaller, decoder))
+
+
+@final
+class JsonGrammars:
+    """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        """Raises UserError without llguidance, without an end token, or for a SentencePiece tokenizer."""
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise UserError("llguidance is not installed", where="--json-schema", fix=JSON_EXTRA) from error
+        content = tokenizer.json
+        if content is None or not ends:
+            problem = "JSON output needs a tokenizer.json and an end-of-text token"
+            raise UserError(problem, where="the tokenizer", fix="use a model with both")
+        self.vocab_size = vocab_size
+        self._tokens = LLTokenizer(content, n_vocab=vocab_size, eos_token=list(ends))
+
+    def start(self, schema: dict[str, Any]) -> "JsonText":
+        """For one text. Raises UserError for a schema that is not valid or not supported."""
+        from llguidance import LLMatcher
+
+        # Free white space is where small models never end.
+        form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
+        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        if matcher.is_error():
+            problem = f"JSON schema not supported: {matcher.get_error().splitlines()[0][:200]}"
+            raise UserError(problem, where="the JSON schema", fix="see https://json-schema.org/learn", code=2)
+        return JsonText(matcher, self.vocab_size)
+
+
+@final
+class JsonText:
+    """How far a text has come in its grammar."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """Logits [V], -inf of tokens that the grammar excludes. Raises UserError where the library gives up."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            problem = f"the grammar failed: {self._matcher.get_error().splitlines()[0][:200]}"
+            raise UserError(problem, where="the JSON schema", fix="simplify the schema")
+        allowed = np.unpackbits(bits, bitorder="little", count=self._vocab_size).astype(bool)
+        return logits.masked_fill(~torch.from_numpy(allowed), float("-inf"))
+
+    def take(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+
+@final
+@dataclass(frozen=True)
+class Writer:
+    """Completes prompts alike. `encode`: a prompt to the ids that are continued; `constrain`: makes a constraint."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    encode: Callable[[str], list[int]]
+    sampling: Sampling
+    stop: tuple[str, ...]
+    speed: Speed
+    constrain: Callable[[], Constraint] | None = None
+
+    def pieces(self, prompt: str) -> Iterator[str]:
+        """The completion in pieces. Raises UserError."""
+        constraint = None if self.constrain is None else self.constrain()
+        return continued(self.decoder, self.tokenizer, self.encode(prompt), self.sampling, self.stop,
+                         speed=self.speed, constraint=constraint)  # fmt: skip
+
+    def complete(self, prompts: Sequence[str], slots: int = 8) -> Iterator[str]:
+        """The completions in the order of the prompts; up to `slots` of them decode together. Raises UserError."""
+        rows = [self.encode(prompt) for prompt in prompts]
+        for ids in rows:
+            refuse_prompt(ids, self.decoder.config)
+        ends = known_ids(self.tokenizer.eos_id, self.decoder.config.eos_token_id, *self.sampling.stop_ids)
+        sampling, slots = replace(self.sampling, stop_ids=ends), min(slots, len(rows))
+        longest = max(map(len, rows)) + sampling.max_new_tokens
+        past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
+        batch, waiting = Batch(past, speculation=self.speed.speculation), deque(enumerate(rows))
+        open_ = dict[Text, tuple[int, list[str], TextStream, Stops]]()
+        ended, following = dict[int, str](), 0
+        while waiting or batch.texts:
+            while waiting and not batch.full:
+                number, ids = waiting.popleft()
+                text = batch.add(ids, sampling, constraint=None if self.constrain is None else self.constrain())
+                open_[text] = number, [], TextStream(self.tokenizer, ids), Stops(self.stop)
+            for drawn in self.speed.timed(batch.step):
+                if isinstance(drawn.ended, NotFinite):
+                    raise drawn.ended
+                if drawn.text not in open_:
+                    continue  # a stop text came before
+                number, found, stream, stops = open_[drawn.text]
+                if drawn.token is not None:
+                    self.speed.tokens += 1
+                    found.append(stops.push(stream.push(drawn.token)))
+                if drawn.ended is not None and not stops.stopped:
+                    found += [stops.push(stream.flush()), stops.flush()]
+                if drawn.ended is not None or stops.stopped:
+                    del open_[drawn.text]
+                    ended[number] = "".join(found)
+                    if drawn.text in batch.texts:
+                        batch.remove(drawn.text)
+            while following in ended:
+                yield ended.pop(following)
+                following += 1
 
 
 @contextmanager
 def writer(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    stop: Sequence[str] = (),
-    *,
-    chat: bool = False,
-    speed: Speed | None = None,
-) -> Iterator[Callable[[str], Iterator[str]]]:
-    """A function from a prompt to the pieces of its completion or, with `chat`, of the reply in the chat template.
+    decoder: Decoder, tokenizer: Tokenizer, sampling: Sampling, stop: Sequence[str] = (), *, chat: bool = False,
+    speed: Speed | None = None, schema: Mapping[str, Any] | None = None,
+) -> Iterator[Writer]:  # fmt: skip
+    """Completes prompts or, with `chat`, replies to them in the chat template; with `schema`, in JSON of that schema.
 
-    Raises UserError for a chat with a model without a chat template.
+    Raises UserError for a chat with a model without a chat template, and for a schema that is not supported.
     """
+    speed = speed or Speed()
+
+    def made(encode: Callable[[str], list[int]], sampling: Sampling, stop: Sequence[str]) -> Writer:
+        constrain = None
+        if schema is not None:
+            ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
+            grammars = JsonGrammars(tokenizer, decoder.config.vocab_size, ends)
+            constrain = partial(grammars.start, dict(schema))
+            constrain()  # refuses a schema before any prompt is read
+        return Writer(decoder, tokenizer, encode, sampling, tuple(stop), speed, constrain)
+
     if not chat:
-        yield lambda prompt: generate(decoder, tokenizer, prompt, sampling, stop, speed)
+        yield made(partial(beginning, tokenizer), sampling, stop)
         return
-    with _chat_writer(decoder, tokenizer, sampling, stop, None, speed) as reply:
-        yield lambda prompt: reply([Message("user", prompt)])
+    with _chat_form(tokenizer, None) as form:
+        settings, ends = replace(sampling, stop_ids=form.stop_ids), (*stop, *form.stop_strings)
+        yield made(lambda prompt: form.encode((Message("user", prompt),)), settings, ends)
+
+
+def beginning(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a prompt, after the BOS token if the tokenizer has one. Raises UserError where there are none."""
+    ids = tokenizer.encode_prompt(prompt)
+    if not ids:
+        problem = "the prompt is empty, and this tokenizer has no BOS token"
+        raise UserError(problem, where="--prompt", fix="write a prompt")
+    return ids
 
 
 @contextmanager
-def _chat_writer(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    sampling: Sampling,
-    stop: Sequence[str],
-    template: str | None,
-    speed: Speed | None = None,
-) -> Iterator[Callable[[Sequence[Message]], Iterator[str]]]:
+def _chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
+    """Raises UserError for a model without a chat template."""
     if template is None and not own_templates(tokenizer.config):
         fix = "remove --chat, or use `bloomery chat MODEL --template chatml`"
         raise UserError("this model has no chat template", where="--chat", fix=fix)
     with chat_format(tokenizer, template) as form:
-        settings, ends = replace(sampling, stop_ids=form.stop_ids), (*stop, *form.stop_strings)
-        yield lambda messages: continued(decoder, tokenizer, form.encode(tuple(messages)), settings, ends, speed=speed)
+        yield form
 
 
 def continued(
     decoder: Decoder, tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling, stop: Sequence[str] = (),
-    past: Past | None = None, speed: Speed | None = None,
+    past: Past | None = None, speed: Speed | None = None, constraint: Constraint | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """`generate` from token ids. With a `past`, tokens in its cache are not computed again; all new ones are added.
 
@@ -162,7 +308,8 @@ def continued(
     refuse_prompt(ids, decoder.config)
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
     sampling = replace(sampling, stop_ids=ends)
-    tokens = sample_tokens(decoder, ids, sampling, past)
+    speculation = None if speed is None else speed.speculation
+    tokens = sample_tokens(decoder, ids, sampling, past, speculation=speculation, constraint=constraint)
     return _pieces(tokens if speed is None else speed.measured(tokens), TextStream(tokenizer, ids), Stops(stop))
 
 

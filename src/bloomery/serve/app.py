@@ -46,6 +46,26 @@ class Refused(Exception):
         self.body = {"error": {"message": problem, "type": kind, "param": parameter, "code": code}}
 
 
+class TextFormat(BaseModel, extra="forbid", strict=True):
+    type: Literal["text"]
+
+
+class ObjectFormat(BaseModel, extra="forbid", strict=True):
+    type: Literal["json_object"]
+
+
+class NamedSchema(BaseModel, extra="forbid", strict=True):
+    name: str = ""
+    description: str | None = None
+    content: Json = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(BaseModel, extra="forbid", strict=True):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
 class Asked(BaseModel, extra="forbid", strict=True):
     """The parameters of both endpoints. `top_k` to `min_tokens` are not OpenAI's, and named as in vLLM."""
 
@@ -61,6 +81,7 @@ class Asked(BaseModel, extra="forbid", strict=True):
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     user: str | None = None
+    response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(None, discriminator="type")
     top_k: int | None = Field(None, ge=1)
     min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100.0, allow_inf_nan=False)
@@ -113,7 +134,10 @@ A = TypeVar("A", bound=Asked)
 class Server:
     """The endpoints over an engine. `token`: the one that clients must send; None: any local one is served."""
 
-    def __init__(self, engine: Engine, *, token: str | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, token: str | None = None, defaults: Mapping[str, Any] | None = None
+    ) -> None:  # fmt: skip
+        self.defaults = dict(defaults or {})
         self.engine, self.limits, self.token, self.begun = engine, engine.limits, token, int(time.time())
         # model name -> (model, adapter)
         self.models: dict[str, tuple[Served, str | None]] = {}
@@ -237,6 +261,15 @@ class Server:
         ends: Sequence[int], texts: Sequence[str],
     ) -> Response:  # fmt: skip
         model = form.model
+        asked = asked.model_copy(update={k: v for k, v in self.defaults.items() if k not in asked.model_fields_set})
+        schema: Json | None = None
+        match asked.response_format:
+            case ObjectFormat():
+                schema = {"type": "object"}
+            case SchemaFormat(json_schema=named):
+                schema = named.content
+        if schema is not None and asked.min_tokens:
+            raise Refused(400, "min_tokens and JSON exclude each other", parameter="min_tokens")
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         if len(stops) > MOST_STOPS:
             raise Refused(400, f"more than {MOST_STOPS} stop texts", parameter="stop")
@@ -270,9 +303,16 @@ class Server:
 
             return put
 
+        try:
+            constraints = [
+                None if schema is None else await run_in_threadpool(model.json_text, schema)
+                for _ in range(len(prompts) * asked.n)
+            ]  # fmt: skip
+        except UserError as error:
+            raise Refused(400, error.problem, parameter="response_format") from error
         jobs = [
             Job(model, ids, replace(sampling, seed=(seed + choice) % 2**63), (*stops, *texts),
-                put_at(number * asked.n + choice), adapter, form.top)
+                put_at(number * asked.n + choice), adapter, form.top, constraints[number * asked.n + choice])
             for number, ids in enumerate(prompts) for choice in range(asked.n)
         ]  # fmt: skip
         try:

@@ -7,7 +7,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Any, Literal, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import ChatFormat
@@ -15,9 +15,9 @@ from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, Drawn, Past, Text
+from bloomery.model.decoding import Batch, Constraint, Drawn, Past, Text
 from bloomery.model.sampling import NotFinite, Sampling, known_ids
-from bloomery.runs.generate import Stops, TextStream
+from bloomery.runs.generate import JsonGrammars, Stops, TextStream
 
 PIECE = 256  # tokens of a prompt between two steps of the other texts
 
@@ -48,12 +48,21 @@ class Served:
         self.slots, self.context = limits.slots, min(limits.context, decoder.config.max_positions)
         self.ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
         self._rendering = threading.Lock()
+        self._grammars: JsonGrammars | None = None
         self.reset()
 
     def reset(self) -> None:
         """Empty slots."""
         choose = None if self.adapters is None else self.adapters.choose
         self.batch = Batch(Past(self.decoder, self.slots, self.context, choose), piece=PIECE)
+
+    def json_text(self, schema: dict[str, Any]) -> Constraint:
+        """What keeps a text to JSON of the schema. Raises UserError."""
+        with self._rendering:
+            if self._grammars is None:
+                ends = known_ids(*self.ends, *(() if self.form is None else self.form.stop_ids))
+                self._grammars = JsonGrammars(self.tokenizer, self.decoder.config.vocab_size, ends)
+        return self._grammars.start(schema)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Raises UserError for turns that the template refuses."""
@@ -104,6 +113,7 @@ class Job:
     put: Put
     adapter: str | None = None
     logprobs: int | None = None
+    constraint: Constraint | None = None
     canceled: bool = False
     born: float = field(default_factory=time.monotonic)
     first: float | None = None  # when its first token came
@@ -192,7 +202,9 @@ class Engine:
             if job.model.batch.full:
                 left.append(job)
                 continue
-            text = job.model.batch.add(job.ids, job.sampling, adapter=job.adapter, logprobs=job.logprobs)
+            text = job.model.batch.add(
+                job.ids, job.sampling, adapter=job.adapter, logprobs=job.logprobs, constraint=job.constraint,
+            )  # fmt: skip
             self._running[text] = job
         self._waiting = left
 

@@ -8,6 +8,7 @@ import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
@@ -33,7 +34,8 @@ def load_served(
 ) -> Served:  # fmt: skip
     """A model ready to be served. `stack`: closes the child process of its template. Raises UserError."""
     found = find_model(model, step)
-    decoder = load_used(found, use or Use.local(), on_load=on_load)
+    cached = limits.slots, limits.context
+    decoder = load_used(found, use or Use.local(), on_load=on_load, cached=cached)
     refuse_values(decoder.config, where=str(model))
     many = None
     if adapters:
@@ -85,9 +87,11 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 def serve(
     models: Sequence[Served], limits: Limits, *, host: str, port: int, token: str | None = None,
-    on_ready: Callable[[str], None] = lambda _: None, show: bool = False,
+    on_ready: Callable[[str], None] = lambda _: None, show: bool = False, defaults: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Answers requests until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser."""
+    """Answers requests until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser; `defaults`:
+    sampling settings of requests that leave these out.
+    """
     import uvicorn
 
     from bloomery.serve import app
@@ -95,8 +99,8 @@ def serve(
     with _listening(host, port) as listener, Engine(models, limits) as engine:
         hosts = ("127.0.0.1", "localhost", "[::1]") if host in LOCAL else ()
         config = uvicorn.Config(
-            app.Server(engine, token=token).app(hosts), log_level="warning", access_log=False, lifespan="off",
-            timeout_graceful_shutdown=GRACE, timeout_keep_alive=10, server_header=False,
+            app.Server(engine, token=token, defaults=defaults).app(hosts), log_level="warning", access_log=False,
+            lifespan="off", timeout_graceful_shutdown=GRACE, timeout_keep_alive=10, server_header=False,
             limit_concurrency=4 * (limits.slots + limits.queue) + 64,
         )  # fmt: skip
 

@@ -73,12 +73,13 @@ def load_used(
     dtype: torch.dtype | None = None,
     vocab_size: int = 0,
     on_load: OnText = lambda _: None,
+    cached: tuple[int, int] = (1, CONTEXT),
 ) -> Decoder:
     """The decoder, quantized and in the precision of its run.
 
     `dtype`: for a model without a run, or whose precision the device lacks; None: as stored. `on_load` receives what is
     loaded, its memory, and why results may differ from the run's. Raises UserError before allocating when it does not
-    fit.
+    fit. `cached`: the slots of the KV cache, and the tokens of each at most.
     """
     trained = files.trained
     kept = trained.quantize if trained is not None else Quantize()
@@ -108,7 +109,7 @@ def load_used(
             quantize_model(decoder, quantize, reader=reader)
         if precision is not None:
             prepare_weights(decoder, precision)
-        _refuse_full(decoder, quantize, use, str(files.weights), on_load)
+        _refuse_full(decoder, quantize, use, str(files.weights), on_load, cached)
 
     decoder = load_decoder(
         files.weights, dtype=dtype, device=use.device, base=files.base, vocab_size=vocab_size, arrange=arrange
@@ -127,12 +128,16 @@ def _freeze(decoder: Decoder, *, whole: bool) -> None:
             module.requires_grad_(tied)
 
 
-def _refuse_full(decoder: Decoder, quantize: Quantize, use: Use, where: str, on_load: OnText) -> None:
+def _refuse_full(
+    decoder: Decoder, quantize: Quantize, use: Use, where: str, on_load: OnText, cached: tuple[int, int]
+) -> None:
     """Report the memory needed. Raises UserError with a command when it exceeds the free memory."""
     weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
     # KV cache, the largest matrix dequantized, and a forward's workspace.
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * min(config.max_positions, CONTEXT)
+    slots, context = cached
+    tokens = slots * min(config.max_positions, context)
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * tokens
     largest = max((each.outputs * each.inputs for _, each in quantized_weights(decoder)), default=0)
     needed, free = weights + cache + largest * (item + PIECE_BYTES) + WORKSPACE, use.free_bytes()
     kind = f"{quantize.kind} base" if quantize.kind != "none" else "weights"
@@ -140,9 +145,12 @@ def _refuse_full(decoder: Decoder, quantize: Quantize, use: Use, where: str, on_
         total = f"{format_bytes(weights)}, {format_bytes(needed)} with KV cache and workspace"
         on_load(f"{kind}: {total}; {use.name} has {format_bytes(free)} free")
         return
+    smaller = _smaller(decoder, quantize, use, needed, free)
+    if slots > 1 and needed - cache + cache // slots <= free:
+        smaller = "decode fewer requests at once (--max-requests), or shorter ones (--max-context)"
     raise UserError(
         f"the model does not fit: it needs {format_bytes(needed)}, {use.name} has {format_bytes(free)} free",
-        where=where, fix=_smaller(decoder, quantize, use, needed, free),
+        where=where, fix=smaller,
     )  # fmt: skip
 
 

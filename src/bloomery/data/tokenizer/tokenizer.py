@@ -296,6 +296,11 @@ class Tokenizer:
         self.hash = backend.fingerprint()
 
     @property
+    def json(self) -> str | None:
+        """Its tokenizer.json; SentencePiece has none."""
+        return self._backend.files().get("tokenizer.json", b"").decode() or None
+
+    @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return len(self._token_bytes)
