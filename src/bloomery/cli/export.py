@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     help="Type of the weights [default: as in the model; GGUF: f16].",
 )  # fmt: skip
 @click.option("--weights", callback=numbers, metavar="LIST", help="Weights of the adapters of BASE+ADAPTER+ADAPTER.")
+@click.option("--vocabulary", metavar="DATA", help="Keep only the tokens of this text dataset (hf).")
 @step_option
 @click.option("--verify/--no-verify", default=True, help="Read the export back, compare and run it.")
 @devices_option
 def command(
-    model: str, layout: "Layout", out: Path, dtype: str | None, weights: tuple[float, ...] | None, step: str,
-    verify: bool, devices: str,
+    model: str, layout: "Layout", out: Path, dtype: str | None, weights: tuple[float, ...] | None,
+    vocabulary: str | None, step: str, verify: bool, devices: str,
 ) -> None:  # fmt: skip
     """Export MODEL in Hugging Face format or as GGUF.
 
@@ -48,5 +49,6 @@ def command(
     from bloomery.api import export
 
     show_export(export(
-        model, out, layout=layout, dtype=dtype, weights=weights, step=step, verify=verify, device=devices,
+        model, out, layout=layout, dtype=dtype, weights=weights, vocabulary=vocabulary, step=step, verify=verify,
+        device=devices,
     ))  # fmt: skip
