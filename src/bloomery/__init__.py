@@ -8,7 +8,19 @@ are. `from bloomery.plan.types import Plan` finds the package all the same, as i
 import bloomery.export
 import bloomery.plan
 import bloomery.train  # noqa: F401
-from bloomery.api import Run, compare, evaluate, evaluate_harness, evaluate_task, export, generate, load, plan, train
+from bloomery.api import (
+    Run,
+    compare,
+    evaluate,
+    evaluate_harness,
+    evaluate_task,
+    export,
+    generate,
+    load,
+    merge,
+    plan,
+    train,
+)
 from bloomery.core.version import __version__
 
 __all__ = [
@@ -21,6 +33,7 @@ __all__ = [
     "export",
     "generate",
     "load",
+    "merge",
     "plan",
     "train",
 ]

@@ -33,7 +33,6 @@ Json = dict[str, Any]
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 CHECKED = 64  # tokens of the first text whose logits are compared
 EXACT = 1e-4  # of the largest logit: the same weights, in another number of rows
-ROLES = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def made_of(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
@@ -66,7 +65,9 @@ def cut(tokenizer: Tokenizer, used: set[int]) -> tuple[Tokenizer, list[int]]:
     pairs: list[tuple[str, str]] = []
     if kind == "BPE":
         keep |= {model["unk_token"]} if model.get("unk_token") else set()
-        pairs = [tuple(each.split(" ", 1)) if isinstance(each, str) else tuple(each) for each in model["merges"]]
+        for each in model["merges"]:  # "a b" in older files
+            left, right = each.split(" ", 1) if isinstance(each, str) else each
+            pairs.append((left, right))
         ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
         keep |= {part for token in list(keep) for part in made_of(token, ranks)} & ids.keys()
     elif kind == "Unigram":
@@ -132,8 +133,9 @@ def export_cut(source: Path, data: Path, out: Path, *, verify: bool = True, use:
             fix = "use the tokenizer that the model was trained with"
             raise UserError("the tokenizer has more tokens than the model", where=str(source), fix=fix)
         new = {index: position for position, index in enumerate(old)}
-        own = {role: new.get(value) for role in ROLES if (value := getattr(config, role)) is not None}
-        small = replace(config, vocab_size=len(old), **own)
+        special = (config.bos_token_id, config.eos_token_id, config.pad_token_id)
+        bos, eos, pad = (None if index is None else new.get(index) for index in special)
+        small = replace(config, vocab_size=len(old), bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
 
         def produce(name: str) -> Tensor:
             whole = piece(name)
