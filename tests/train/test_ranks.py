@@ -55,6 +55,14 @@ def test_losses_and_weights_are_those_of_one_rank(prepared, tmp_path, replicate,
         torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()), msg=name)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(prepared, tmp_path, precision) -> None:
+    config = tiny_config(vocab_size=300, num_layers=2, tie_embeddings=False)
+    plan = plan_of(prepared, config=config, train={"precision": precision, "steps": 4})
+    alone, two = train(plan, tmp_path / "one"), train(on_ranks(plan, shard=2), tmp_path / "two")
+    assert losses(two) == pytest.approx(losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3)
+
+
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # int8 blocks of 256 lie on one rank each
 OPTIMIZERS = {
     "muon": {"kind": "muon"},

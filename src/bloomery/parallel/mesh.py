@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from bloomery.model.adapters.targets import shares_head
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.sharded import full, is_split
 from bloomery.model.norms import LayerNorm, RMSNorm
@@ -385,6 +386,10 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
         norms = {weight for module in block.modules() if isinstance(module, RMSNorm | LayerNorm)
                  for weight in module.parameters()}  # fmt: skip
         fully_shard(block, mesh=mesh, mp_policy=matrices, ignored_params=norms, reshard_after_forward=block is not last)
+    embedding: Any = model.model.embed_tokens
+    if not shares_head(model.config):
+        fully_shard(embedding, mesh=mesh, mp_policy=own)
+        embedding.set_unshard_in_backward(False)  # its gradient does not depend on it
     fully_shard(model, mesh=mesh, mp_policy=own, reshard_after_forward=False)
     # The output of a head is a view, and nothing writes into it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
