@@ -15,6 +15,7 @@ import torch
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import GGUF_TYPES, K_TYPES
+from bloomery.export import llama_cpp as runner
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.export.llama_cpp import continue_greedily
 from bloomery.export.verify import TEXTS, FileTokenizer, Graph, Parity, compare, log_softmax
@@ -209,7 +210,7 @@ def test_llama_cpp_continues_a_prompt_as_pytorch_does(tmp_path: Path) -> None:
     assert done.program.startswith("llama.cpp (llama-cpp-python ") and (done.text, done.real) == (expected, True)
     if shutil.which("llama-completion"):
         with pytest.MonkeyPatch.context() as without:
-            without.setattr("bloomery.export.llama_cpp.find_spec", lambda _: None)
+            without.setattr(runner, "find_spec", lambda _: None)
             done = continue_greedily(path, prompt, tokenizer, most=30)
         assert (done.program, done.text, done.real) == ("llama.cpp (llama-completion)", expected, True)
 
