@@ -232,7 +232,9 @@ def test_a_run_that_cannot_be_written_still_has_its_scores(run, tmp_path, monkey
 @pytest.mark.parametrize(
     ("words", "where"),
     [(["--shots", "2"], "--shots"), (["--outputs", "x"], "--outputs"), (["--task", "no-such.jsonl"], "no-such.jsonl"),
-     (["--task", "a.jsonl", "--data", "b"], "--task"), (["--against", "B", "--extract", "x"], "--extract")],
+     (["--task", "a.jsonl", "--data", "b"], "--task"), (["--against", "B", "--extract", "x"], "--extract"),
+     (["--lm-eval", "x", "--chat"], "--chat"), (["--task", "t", "--outputs", "no/such/a.jsonl"], "no/such"),
+     (["--task", "t", "--include-path", "d"], "--include-path")],
 )  # fmt: skip
 def test_flags_that_do_not_fit_are_named(model, words, where):
     found = CliRunner().invoke(command, [str(model), *words]).exception

@@ -138,6 +138,8 @@ def _evaluate_task(
         if lm_eval is not None:
             raise UserError(f"{flag} does not apply to --lm-eval", where=flag, fix=f"remove {flag}", code=2)
         raise UserError(f"{flag} needs --task", where=flag, fix=f"add --task FILE, or remove {flag}", code=2)
+    if outputs is not None and not outputs.absolute().parent.is_dir():
+        raise UserError("folder not found", where=str(outputs.absolute().parent), fix="set another --outputs", code=2)
     from bloomery.api import compare, evaluate_harness, evaluate_task
 
     with text_flags():
@@ -156,7 +158,11 @@ def _evaluate_task(
     if outputs is not None:
         from bloomery.core.files import write_durably
 
-        write_durably(outputs, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in report.outputs))
+        try:
+            write_durably(outputs, "".join(json.dumps(one) + "\n" for one in report.outputs))
+        except OSError as error:
+            problem, fix = f"cannot write the outputs: {error.strerror}", "free disk space or fix the permissions"
+            raise UserError(problem, where=str(outputs), fix=fix) from error
     if as_json:
         shown = asdict(report)
         del shown["outputs"]

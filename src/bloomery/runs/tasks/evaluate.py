@@ -20,7 +20,7 @@ from bloomery.plan.store import read_plan
 from bloomery.runs.evaluate import load_found, notes_of, texts_of
 from bloomery.runs.tasks.functions import PACKAGED, STDLIB, refuse_settings, solve
 from bloomery.runs.tasks.harness import HarnessSettings, refuse_without_harness, run_harness
-from bloomery.runs.tasks.items import Settings, TaskScores, ask, read_task
+from bloomery.runs.tasks.items import Settings, TaskScores, ask, compiled, read_task
 from bloomery.runs.tasks.sandbox import refuse_without_sandbox
 from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare
 from bloomery.train.evaluation.scoring import score_documents
@@ -76,6 +76,8 @@ def evaluate_task(
     """
     chosen = read_task(PACKAGED if str(task) == STDLIB else task)
     refuse_settings(chosen, settings)
+    if settings.extract is not None:
+        compiled(settings.extract)  # before hours of completions
     if chosen.kind == "functions":
         refuse_without_sandbox()
     score = partial(solve if chosen.kind == "functions" else ask, task=chosen, settings=settings)

@@ -302,12 +302,17 @@ def extracted(completion: str, pattern: str | None) -> str | None:
     """The last match of the pattern (its first group, if it has one), else the whole completion, stripped."""
     if pattern is None:
         return completion.strip()
+    found = list(compiled(pattern).finditer(completion))
+    return (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else None
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Raises UserError (code 2) for what is not a regular expression."""
     try:
-        found = list(re.finditer(pattern, completion))
+        return re.compile(pattern)
     except re.error as error:
         fix = r"write a regular expression, such as '(-?\d+)'"
         raise UserError(f"not a regular expression: {error}", where="--extract", fix=fix, code=2) from error
-    return (found[-1][1 if found[-1].re.groups else 0] or "").strip() if found else None
 
 
 def fitted_prompts(
