@@ -88,16 +88,20 @@ def test_adapters_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, prompts = wide("qwen2", tmp_path, monkeypatch), tokens(rows=3, length=7).tolist()
+    decoder, prompts = wide("qwen2", tmp_path, monkeypatch), tokens(rows=6, length=7).tolist()
     expected = [list(sample_tokens(decoder, ids, COLD)) for ids in prompts]
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     lines: list[str] = []
     compile_step(decoder, lines.append)
     assert lines == ["decoding: compiled for this CPU"]
-    batch = Batch(Past(decoder, 3, 40), piece=3)
-    texts = [batch.add(ids, COLD) for ids in prompts]
+    batch = Batch(Past(decoder, 7, 100), piece=3)
+    texts = [batch.add(ids, COLD) for ids in (*prompts, [*prompts[0], *prompts[1]] * 3)]
+    first = batch.step()
+    assert [each.text for each in first] == texts[:4]  # 28 of at most 32 tokens; the long prompt waits
+    assert [each.text for each in batch.step()] == texts[:6]
     while batch.texts:
         batch.step()
+    assert len(texts.pop().new) == COLD.max_new_tokens
     assert [text.new for text in texts] == expected
     decoder.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
     with pytest.raises(NotFinite):

@@ -118,9 +118,9 @@ class CompiledStep:
 
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
         """Whether it may append these tokens: not many, and none pushes another of them out of a window."""
-        count = sum(map(len, tokens))
+        count, one = sum(map(len, tokens)), all(len(ids) <= 1 for ids in tokens)
         longest = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
-        return count == len(tokens) or (count <= self._most and all(longest <= layer.kept for layer in cache.layers))
+        return one or (count <= self._most and all(longest <= layer.kept for layer in cache.layers))
 
     def __call__(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False) -> Tensor:
         """Appends tokens to the slots from `first` on.
@@ -191,11 +191,12 @@ class CompiledStep:
             spare = -len(A) % LANES
             rank, A, B = len(A) + spare, F.pad(A, (0, 0, 0, spare)), F.pad(B * linear.scale, (0, spare))
         scales = None
-        stored = None if isinstance(linear, nn.Linear) and linear.weight is not None else linear.stored
+        stored = None if type(linear) is nn.Linear else linear.stored
         if isinstance(stored, QuantizedWeight):
             weight, scales, shape = stored.codes, stored.scales.view(torch.float32), (stored.outputs, stored.inputs)
         else:
-            weight, shape = linear.weight.detach(), tuple(linear.weight.shape)
+            assert isinstance(linear, nn.Linear)
+            weight, shape = linear.weight.detach(), (linear.out_features, linear.in_features)
             if int8:
                 weight, scales = quantize_int8(weight.flatten())
         pointers = [self._hold(each, whole=False) for each in (weight, scales)]

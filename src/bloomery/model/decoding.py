@@ -82,7 +82,7 @@ class Past:
         device, head = self.decoder.model.embed_tokens.weight.device, ALL_LOGITS if every else LAST
         try:
             with torch.no_grad():
-                logits = self.decoder(torch.tensor(tokens, device=device), head=head, cache=self.cache)
+                read: Tensor = self.decoder(torch.tensor(tokens, device=device), head=head, cache=self.cache)
         except BaseException:  # Ctrl+C too: half a forward would stay in the cache
             for row in rows:
                 self.cache.clear(row)
@@ -90,7 +90,7 @@ class Past:
         for row, ids, more in zip(rows, past, tokens, strict=True):
             ids.extend(more)
             self.ids[row] = ids
-        return logits.flatten(0, -2).float().cpu()
+        return read.flatten(0, -2).float().cpu()
 
     def ahead(self, slots: int) -> int:
         """How many guessed tokens of each of the first slots one forward can check, and drop again."""
@@ -233,6 +233,10 @@ class Batch:
             self.remove(text)
             drawn.append(Drawn(text, None, "length"))
         waiting = next((text for text in self.texts if not text.new), None)
+        if waiting is not None and (short := self._short_prompts()):
+            texts = [text for text, ids in zip(self.texts, short, strict=True) if ids]
+            logits = self.past.read(short)
+            return drawn + self._draw(texts, [[]] * len(texts), logits)
         if waiting is not None:
             slot = self.texts.index(waiting)
             some = waiting.unread[: self.piece]
@@ -251,6 +255,18 @@ class Batch:
             tokens = [[*text.unread, *more] for text, more in zip(ready, guesses, strict=True)]
             drawn += self._draw(ready, guesses, self.past.read(tokens, every=any(guesses)))
         return drawn
+
+    def _short_prompts(self) -> list[list[int]]:
+        """The tokens of each slot for a step that reads short prompts with the other texts; none where it cannot."""
+        step, left = self.past.decoder.step, FEW - sum(bool(text.new) for text in self.texts)
+        tokens = list[list[int]]()
+        for text in self.texts:
+            fits = bool(text.new) or len(text.unread) <= left
+            left -= 0 if text.new or not fits else len(text.unread)
+            tokens.append(text.unread if fits else [])
+        prompts = sum(bool(ids) for ids, text in zip(tokens, self.texts, strict=True) if not text.new)
+        able = step is not None and prompts > 0 and step.takes(tokens, 0, self.past.cache)
+        return tokens if able else []
 
     def _guessed(self, text: Text, texts: int) -> list[int]:
         if self.speculation is None:

@@ -164,7 +164,7 @@ class JsonGrammars:
         from llguidance import LLMatcher
 
         # Free white space is where small models never end.
-        form = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
         if matcher.is_error():
