@@ -220,6 +220,13 @@ def test_texts_are_compared_by_document_also_with_other_tokenizers(run, model, t
     assert same.p_value == 1.0 and same.value == 0.0
 
 
+def test_a_comparison_on_one_text_has_no_interval_and_a_report(run, model, tmp_path):
+    (tmp_path / "one.txt").write_text("def f(x):\n    return x\n" * 9)
+    report = compare_on_texts(Named("ours", run), Named("theirs", model), tmp_path / "one.txt", use=CPU)
+    assert report.results[0].model.low is None and report.results[0].difference.p_value is None
+    assert f"{report.results[0].model.value:.4f}" in write_report(run).read_text()
+
+
 def test_a_run_that_cannot_be_written_still_has_its_scores(run, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -169,7 +169,7 @@ class Intervals:
 def interval_chart(intervals: Intervals) -> Markup:
     """A band for each interval and a line at its figure; the first row is highlighted."""
     form = ".1%" if intervals.share else ".4f"
-    known = [end for _, *ends in intervals.rows for end in ends if end is not None]
+    known = [figure for _, *figures in intervals.rows for figure in figures if figure is not None]
     low, high = (0.0, 1.0) if intervals.share else (min(known), max(known))
     room = 0.0 if intervals.share else (high - low) * 0.1 or abs(high) * 0.1 or 1.0
     floor, size = low - room, high - low + 2 * room
