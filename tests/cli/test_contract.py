@@ -46,20 +46,25 @@ FLAGS = {
     "eval": {
         "--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize", "--task", "--against",
         "--shots", "--limit", "--chat", "--extract", "--max-new-tokens", "--stop", "--temperature", "--seed",
-        "--outputs", "--samples", "--run-code", "--lm-eval",
-        "--include-path",
+        "--outputs", "--samples", "--run-code", "--lm-eval", "--include-path",
     },
     "generate": {
         "--prompt", "--prompts", "--chat", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--stop", "--seed", "--step", "--json", "-d", "--devices", "--quantize",
         "--prompt-lookup", "--draft", "--json-schema", "--jsonl",
     },
-    "export": {"--to", "--out", "--type", "--step", "--verify", "--no-verify", "-d", "--devices"},
+    "export": {
+        "--to", "--out", "--type", "--weights", "--vocabulary", "--step", "--verify", "--no-verify", "-d", "--devices",
+    },
     "chat": {
         "--system", "--template", "--step", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--seed", "-d", "--devices", "--quantize", "--prompt-lookup", "--draft",
     },
-    "import": {"--out", "--type"},
+    "import": {"--out", "--type", "--unsafe-pickle"},
+    "merge": {
+        "--method", "--weights", "--base", "--density", "--out", "--type", "--verify", "--no-verify", "-d", "--devices",
+    },
+    "push": {"--public", "--dry-run"},
     "serve": {
         "--adapter", "--host", "--port", "--open", "--template", "--max-requests", "--max-queue", "--max-context",
         "--max-new-tokens", "--max-seconds", "--max-body", "--step", "-d", "--devices", "--quantize",
