@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     help="How the weights are combined.",
 )  # fmt: skip
 @click.option("--weights", callback=numbers, metavar="LIST", help="One weight per model [default: 1 each].")
-@click.option("--base", metavar="MODEL", help="The model that all were fine-tuned from: ties, task-arithmetic.")
+@click.option("--base", metavar="MODEL", help="Their common base model, for ties and task-arithmetic.")
 @click.option("--density", type=float, default=0.2, show_default=True, help="Share of changes that ties keeps.")
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder.")
 @click.option(
