@@ -7,6 +7,7 @@ calls below. The values are those of the library itself. Docstrings of Python ar
 Software Foundation, version 2: https://docs.python.org/3/license.html. `--check`: exit code 1 when the file differs.
 """
 
+import ast
 import importlib
 import inspect
 import json
@@ -128,14 +129,14 @@ def task_of(key: str, calls: str) -> dict[str, Any]:
     function = getattr(importlib.import_module(module), short)
     arguments = eval(f"[{calls.replace('); (', '), (')}]")
     values = [(each, function(*each)) for each in arguments]
-    assert all(eval(repr(value)) == value for _, value in values), name
+    assert all(ast.literal_eval(repr(value)) == value for _, value in values), name
     words = inspect.cleandoc(function.__doc__ or "").partition(">>>")[0].strip()
     words = words if len(words) <= LONGEST else words[:LONGEST].rpartition("\n\n")[0]
     shown = [f">>> {short}({', '.join(map(repr, each))})\n{value!r}" for each, value in values[:SHOWN]]
     quoted = '"""' + "\n".join([words, "", *shown, '"""']).lstrip("\n")
     quoted = textwrap.indent("r" * ("\\" in quoted) + quoted, "    ")
     prompt = f"def {short}{inspect.signature(function)}:\n{quoted}\n"
-    compile(prompt, name, "exec")
+    ast.parse(prompt)
     lines = [f"    assert same(candidate({', '.join(map(repr, each))}), {value!r})" for each, value in values]
     test = "\n".join([f"{SAME}", "def check(candidate):", *lines, ""])
     return {"task_id": name, "prompt": prompt, "entry_point": short, "test": test, "banned": [module, *banned]}

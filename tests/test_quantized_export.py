@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from click.testing import CliRunner
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
@@ -19,6 +20,13 @@ from bloomery.train.model_folder import find_model
 from models_for_tests import make_model
 
 TOKENS = torch.arange(40)[None]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """A step that a test simulated in this process leaves its ranks, which compressed-tensors would talk to."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

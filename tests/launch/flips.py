@@ -99,6 +99,9 @@ def put_back(folder: Path, files: dict[Path, bytes]) -> None:
         path.write_bytes(content)
 
 
+CARD = ("README.md", "loss.svg")  # they tell of the run's history
+
+
 @dataclass
 class Outcome:
     """What a person may want to rely on."""
@@ -126,7 +129,7 @@ def outcome(*, resumed: bool) -> Outcome:
         losses=[event.loss for event in last_per_step(events, StepDone)],
         tensors={path.name: path.read_bytes() for path in found.weights.glob("*.safetensors")},
         evaluation=evaluation,
-        exported={path.name: path.read_bytes() for path in out.iterdir() if path.name != "README.md"},
+        exported={path.name: path.read_bytes() for path in out.iterdir() if path.name not in CARD},
         warned=[event.reason for event in events if isinstance(event, Warned)],
     )
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def offered():
 
 
 pytestmark = pytest.mark.skipif(bool(offered()), reason=f"no sandbox here: {offered()}")
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch):
+    """Where this test's sandboxes have their folders, so that those of other tests are not in it."""
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o711)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    yield place
+    place.rmdir()
 
 
 def left_behind(mark):
@@ -92,16 +103,15 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_ends_fails_and_leaves_nothing(name, tmp_path):
+def test_a_hostile_program_ends_fails_and_leaves_nothing(name, tmp_path, folders):
     secret = tmp_path / "secret.txt"
     secret.write_text("untouched")
-    before = set(Path(sandbox.tempfile.gettempdir()).glob("bloomery-sandbox-*"))
     names = f"HOME, SECRET, PORT, PID = {str(Path.home())!r}, {str(secret)!r}, 22, {os.getpid()}\n"
     began = time.monotonic()
     assert run_program(names + HOSTILE[name], limits=SHORT) is not None
     assert time.monotonic() - began < 15, "a busy machine starts a sandbox in a second"
     assert secret.read_text() == "untouched"
-    assert set(Path(sandbox.tempfile.gettempdir()).glob("bloomery-sandbox-*")) <= before
+    assert not list(folders.iterdir())
     assert not [child for child in psutil.Process().children(recursive=True) if "sandboxed.py" in str(child.cmdline())]
 
 

@@ -194,7 +194,8 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
         problem = f"cannot write the export: {error.strerror or error}"
         raise UserError(problem, where=str(out), fix="choose another --out, or free disk space") from error
     finally:
-        remove(draft)
+        if draft.exists():  # below a file it does not, and cannot be removed
+            remove(draft)
 
 
 def write_rest(draft: Path, name: str, config: ModelConfig, files: ModelFiles, merge: Merge | None = None) -> None:

@@ -1,6 +1,6 @@
 """The page of the server in a headless Chromium: by keyboard alone, in the light and the dark, wide and narrow.
 
-`BLOOMERY_PICTURES=FOLDER pytest -m soak tests/serve/test_page.py` keeps a picture of each view.
+`BLOOMERY_PICTURES=FOLDER pytest -m soak tests/serve/test_page_of_serve.py` keeps a picture of each view.
 """
 
 import os
