@@ -22,7 +22,7 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int64_t Long;
-constexpr Long LANES = 16, BLOCK = 64, ROWS = 4, TEXTS = 4;  // rows of a matrix and texts that share registers
+constexpr Long LANES = 16, BLOCK = 64, ROWS = 4, TEXTS = 8;  // rows of a matrix and texts that share registers
 constexpr Long LINE = 64, AHEAD = 8192;                      // bytes
 
 struct Half { uint16_t bits; };  // bfloat16
@@ -109,32 +109,41 @@ static inline Floats exponential(Floats x) {
 template <class T, Long R, Long N>
 static inline void dots(const T *weight, const float *scales, Long inputs, const float *x, Floats (&total)[R][N]) {
     constexpr Long line = LINE / sizeof(T);
-    for (Long r = 0; r < R; r++) for (Long n = 0; n < N; n++) total[r][n] = Floats{};
+    Floats sums[R][N] = {};  // without the pragmas, compilers keep it in memory
     for (Long c = 0; c < inputs; c += line) {
         for (Long r = 0; r < R; r++) __builtin_prefetch((const char *)(weight + r * inputs + c) + AHEAD);
         if constexpr (sizeof(T) > 1) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (Long i = c; i < c + line; i += LANES) {
                 Floats w[R];
+#pragma GCC unroll 8
                 for (Long r = 0; r < R; r++) w[r] = load(weight + r * inputs + i);
+#pragma GCC unroll 8
                 for (Long n = 0; n < N; n++) {
                     Floats given = load(x + n * inputs + i);
-                    for (Long r = 0; r < R; r++) total[r][n] += w[r] * given;
+#pragma GCC unroll 8
+                    for (Long r = 0; r < R; r++) sums[r][n] += w[r] * given;
                 }
             }
         } else {  // a line is a block, whose scale its sum gets
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (Long r = 0; r < R; r++) {
                 Floats part[N] = {};
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (Long i = c; i < c + line; i += LANES) {
                     Floats w = load(weight + r * inputs + i);
+#pragma GCC unroll 8
                     for (Long n = 0; n < N; n++) part[n] += w * load(x + n * inputs + i);
                 }
-                for (Long n = 0; n < N; n++) total[r][n] += part[n] * scales[(r * inputs + c) / BLOCK];
+#pragma GCC unroll 8
+                for (Long n = 0; n < N; n++) sums[r][n] += part[n] * scales[(r * inputs + c) / BLOCK];
             }
         }
     }
+#pragma GCC unroll 8
+    for (Long r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (Long n = 0; n < N; n++) total[r][n] = sums[r][n];
 }
 
 template <class T, Long R, Long N>
@@ -152,6 +161,7 @@ static inline void rows(const Matrix &m, Long row, const float *x, Long count, f
         const float *from = x + n * m.inputs;
         float *into = y + n * m.outputs;
         switch (std::min(count - n, TEXTS)) {
+            case 8: for (Long r = 0; r < ROWS; r += 2) block<T, 2, 8>(m, row + r, from, into); n += 8; break;
             case 1: block<T, ROWS, 1>(m, row, from, into); n += 1; break;
             case 2: block<T, ROWS, 2>(m, row, from, into); n += 2; break;
             case 3: block<T, ROWS, 3>(m, row, from, into); n += 3; break;
