@@ -1,7 +1,8 @@
 """A step of decoding on a CPU as one compiled function: `step.cpp`, built once per machine by its C++ compiler.
 
-PyTorch spends a third of a step of a small model between its kernels, and on CPUs without bfloat16 instructions its
-matmuls reach half of the memory's bandwidth. Weights are read where they are; numbers between them stay float32.
+PyTorch spends much of a step of a small model between its kernels, and on CPUs without bfloat16 instructions its
+matmuls read slower than memory can (benchmarks/README.md). Weights are read where they are; numbers between them stay
+float32.
 """
 
 import contextlib
