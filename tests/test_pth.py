@@ -139,6 +139,7 @@ def hostile(kind: str, path: Path, mark: Path) -> None:
         path.write_bytes(os.urandom(5000))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["system", "eval", "bomb", "claim", "cut", "noise"])
 def test_a_hostile_pickle_does_nothing(tmp_path, kind):
     folder, mark = published(tmp_path / "meta"), tmp_path / "mark"

@@ -25,6 +25,7 @@ def test_every_cell_runs_as_a_script(tmp_path):
     assert (tmp_path / "tiny-model/model.safetensors").is_file()
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not KERNEL, reason="needs nbclient and ipykernel")
 def test_a_kernel_shows_progress_in_place_and_the_plot_as_an_image(tmp_path, monkeypatch):
     """BLOOMERY_UPDATE=1 also stores the new outputs in the notebook."""

@@ -232,7 +232,7 @@ def test_the_interpreters_rocm_torch_survives_set_up_and_later_installs(image):
     assert told.stdout == "7.2.53211\n"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.soak
 @pytest.mark.parametrize(("file", "cuda"), [("Dockerfile.cuda", "13.0"), ("Dockerfile.cpu", None)])
 def test_the_other_images_get_their_torch_and_keep_it(image, file, cuda):
     module = TORCH.replace('"7.2.53211", None', f"None, {cuda!r}").replace("2.10.0+rocm7.2.4", "2.13.0")

@@ -44,6 +44,7 @@ def step(model):
     return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "precision"), [
     ("dora", None),
     *(pytest.param(kind, precision, marks=pytest.mark.soak)

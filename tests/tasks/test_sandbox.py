@@ -102,6 +102,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_ends_fails_and_leaves_nothing(name, tmp_path, folders):
     secret = tmp_path / "secret.txt"

@@ -73,6 +73,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("replicate", "shard"), [(2, 1), (1, 2), pytest.param(1, 4, marks=pytest.mark.soak)],
     ids=["copies", "shards", "4 shards"],
