@@ -31,8 +31,9 @@ pytestmark = pytest.mark.skipif(bool(offered()), reason=f"no sandbox here: {offe
 
 
 @pytest.fixture(autouse=True)
-def folders(monkeypatch):
+def folders(monkeypatch, tmp_path_factory):
     """Where this test's sandboxes have their folders, so that those of other tests are not in it."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where it is
     place = Path(tempfile.mkdtemp())
     place.chmod(0o711)
     monkeypatch.setattr(tempfile, "tempdir", str(place))
