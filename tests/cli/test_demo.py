@@ -88,7 +88,7 @@ def test_it_shows_life_at_once_and_while_it_prepares(tmp_path):
             assert demo.read(NEXT_SECONDS)
     finally:
         demo.close()
-    assert demo.first_cpu_seconds < FIRST_SECONDS  # processor time: other programs may use the cores
+    assert demo.first_cpu_seconds < FIRST_SECONDS  # CPU time: other programs may use the cores
     assert demo.silence < NEXT_SECONDS
     assert "checking this machine" in demo.text
 

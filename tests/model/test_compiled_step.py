@@ -42,7 +42,7 @@ def test_logits_equal_those_of_the_decoder(case: str, tmp_path: Path, monkeypatc
     step, cache = CompiledStep(decoder), Cache(decoder.config, capacity=40, slots=2)
     assert_close(torch.cat([step([[token]], 1, cache) for token in row]), expected, atol=2e-4, rtol=1e-4)
     again = Cache(decoder.config, capacity=40)
-    decoder(torch.tensor([row[:5]]), cache=again)  # what PyTorch has read, it goes on from
+    decoder(torch.tensor([row[:5]]), cache=again)  # it continues what PyTorch has read
     assert_close(step([row[5:8]], 0, again, every=True), expected[5:8], atol=2e-4, rtol=1e-4)
 
 

@@ -48,7 +48,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Merge:
-    """A merge of whole models: the name and weight of each, and what the method takes besides."""
+    """A merge of whole models: the name and weight of each, and the settings of the method."""
 
     method: str
     models: tuple[tuple[str, float], ...]

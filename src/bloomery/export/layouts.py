@@ -199,7 +199,7 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
 
 
 def write_rest(draft: Path, name: str, config: ModelConfig, files: ModelFiles, merge: Merge | None = None) -> None:
-    """All that a full model has besides its weights and config."""
+    """The other files of a full model: generation settings, tokenizer and card."""
     write_json(draft / "generation_config.json", _generation_settings(files.base or files.weights, config))
     load_tokenizer(files.tokenizer).save(draft)
     write_card(draft, name, config, [files.weights, *([files.base] if files.base else [])], merge=merge)

@@ -12,11 +12,12 @@ import resource
 import struct
 import sys
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 from bloomery.core.child import accept, loading, reply, requests
 
-MARGIN = 2**30  # bytes of memory that Python and torch take besides the tensors
+MARGIN = 2**30  # bytes of memory for Python and torch, without the tensors
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2  # linux/prctl.h, linux/seccomp.h
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 1  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with EPERM
 # What the kernel refuses, by architecture: its audit number, and the numbers (asm/unistd.h) of open, openat, openat2,
@@ -68,7 +69,7 @@ def main() -> None:
         import torch
     torch.set_num_threads(1)
     torch.load(BytesIO(_warm(torch)), weights_only=True)  # imports what it needs while files can be opened
-    files = [open(path, "rb") for path in job["paths"]]  # noqa: PTH123, SIM115  # they stay open to the end
+    files = [Path(path).open("rb") for path in job["paths"]]  # noqa: SIM115  # they stay open to the end
     largest = sum(os.fstat(file.fileno()).st_size for file in files)
     locked = lock_down(_in_use() + largest + largest // 4 + MARGIN)
     states: list[dict[str, Any]] = []
@@ -97,8 +98,7 @@ def _warm(torch: Any) -> bytes:
 
 
 def _in_use() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
 if __name__ == "__main__":
