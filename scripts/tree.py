@@ -12,7 +12,7 @@ A line for each file of `src/bloomery`, from top to bottom: a package imports on
 `make check` enforces. `python scripts/tree.py` writes this page.
 """
 PACKAGES = {
-    "cli": "the command line, one file a command",
+    "cli": "the command line: one file for a command or a topic",
     "": "what `import bloomery` offers",
     "serve": "an OpenAI-compatible server",
     "runs": "a run as a folder and as processes; evaluation and generation of models",

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.cli.demo.pretrain import _next_steps
-from bloomery.cli.demo.story import Story
+from bloomery.cli.demo.pretrain import Story, _next_steps
 from bloomery.monitor.console.words import progress_text
 from bloomery.monitor.events import EventLog, Phase, RunEnded
 from models_for_tests import make_run

@@ -10,7 +10,7 @@ import pytest
 from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
 from bloomery.cli import main
-from bloomery.cli.doctor.page import step_lines
+from bloomery.cli.doctor_page import step_lines
 from bloomery.core.errors import UserError
 from bloomery.hardware.doctor.access import run_lines
 from bloomery.hardware.machine import read_machine

@@ -10,8 +10,7 @@ from importlib import metadata
 import pytest
 from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  # noqa: F401
 
-from bloomery.cli.doctor.bundle import anonymous, without_names
-from bloomery.cli.doctor.fix import apply_fix
+from bloomery.cli.doctor import anonymous, apply_fix, without_names
 from bloomery.core.errors import UserError
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import Machine, read_machine
@@ -153,7 +152,7 @@ def test_on_a_real_terminal_it_asks(tmp_path):
     parent, child = pty.openpty()
     script = (
         "import sys, click; sys.path.insert(0, '.')\n"
-        "from bloomery.cli.doctor.fix import _agreed\nprint('said', _agreed(['pip install x'], click.confirm))"
+        "from bloomery.cli.doctor import _agreed\nprint('said', _agreed(['pip install x'], click.confirm))"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdin=child, stdout=subprocess.PIPE, text=True)
     os.write(parent, b"\n")

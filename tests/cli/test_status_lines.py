@@ -10,8 +10,8 @@ from rich.console import Console
 
 from bloomery.cli import plan as plan_simulate
 from bloomery.cli.bench import Table
+from bloomery.cli.runs import waiting
 from bloomery.cli.smoke_test import report_event
-from bloomery.cli.stop import waiting
 from bloomery.monitor.events import Phase
 from bloomery.recipe.schema import Sample
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "monitor"))
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.cli.runs import command as runs_command
-from bloomery.cli.watch import command as watch_command
+from bloomery.cli.runs import watch_command
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import EventLog, Phase, RunEnded
 from bloomery.runs.folder import host_name, start_mark, worked_on
@@ -90,7 +90,7 @@ def test_another_encoding_gets_ascii(held):
 
 
 def test_it_needs_no_torch():
-    code = "import sys, bloomery.cli.watch, bloomery.monitor.console.screen; sys.exit('torch' in sys.modules)"
+    code = "import sys, bloomery.cli.runs, bloomery.monitor.console.screen; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

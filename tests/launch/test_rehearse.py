@@ -8,13 +8,12 @@ import pytest
 from plans_of_runs import plan_of
 from runs_of_bloomery import Bloomery
 
-from bloomery.cli.smoke_test import _report_requirements
+from bloomery.cli import smoke_test as smoke
+from bloomery.cli.smoke_test import Requirements, SmokeTest, _report_requirements, shortened, smoke_test
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, Warned, read_events
 from bloomery.recipe.load import load_recipe
-from bloomery.runs import smoke_test as smoke
-from bloomery.runs.smoke_test import Requirements, SmokeTest, shortened, smoke_test
 from bloomery.train.sealed import NOT_SAVED, saved_steps
 
 TITLES = ["smoke test", "ready", "first step", "evaluation", "sampling", "save", "step", "kill", "resume", "export",

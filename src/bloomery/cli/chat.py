@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import click
 
 from bloomery.cli.common import devices_option, loading, quantize_option, refuse_undecoded, step_option, text_flags
-from bloomery.cli.sampling import SETTINGS, draft_folder, finite, sampling_options, setting, speculation_options
+from bloomery.cli.generate import SETTINGS, draft_folder, finite, sampling_options, setting, speculation_options
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.examples import Message

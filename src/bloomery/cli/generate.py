@@ -1,9 +1,14 @@
-"""`bloomery generate MODEL`: completions of prompts"""
+"""`bloomery generate MODEL`: completions of prompts; the sampling settings of all commands
+
+Sampling settings are command-line options, and `/set NAME VALUE` in a chat.
+"""
 
 import json
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -17,12 +22,87 @@ from bloomery.cli.common import (
     refuse_undecoded,
     step_option,
 )
-from bloomery.cli.sampling import draft_folder, finite, sampling_options, speculation_options
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
-from bloomery.core.text import harmless
+from bloomery.core.text import did_you_mean, harmless
 from bloomery.core.units import MIB, format_bytes
 from bloomery.runs.names import chosen_use, model_path
+
+F = TypeVar("F", bound=Callable[..., Any])
+Value = int | float | None
+
+# name -> (type, default, help)
+SETTINGS: dict[str, tuple[click.ParamType[Any], Value, str | None]] = {
+    "max_new_tokens": (click.IntRange(1), 200, "Generate at most N tokens."),
+    "temperature": (click.FloatRange(0.0), 0.8, "Set the sampling temperature; 0 is greedy."),
+    "top_k": (click.IntRange(1), None, "Sample from the K most likely tokens."),
+    "top_p": (click.FloatRange(0.0, 1.0, min_open=True), 0.95, "Sample from this probability mass."),
+    "min_p": (click.FloatRange(0.0, 1.0), 0.0, "Drop tokens below P times the most likely."),
+    "repetition_penalty": (click.FloatRange(0.01, 100.0), 1.0, "Divide the logits of repeated tokens by P."),
+    "seed": (click.IntRange(0, 2**63 - 1), 0, "Seed the random generator."),
+}
+
+
+def sampling_options(function: F) -> F:
+    """Click options for every setting, passed on by their names."""
+    for name, (kind, default, line) in reversed(SETTINGS.items()):
+        flag = f"--{name.replace('_', '-')}"
+        function = click.option(flag, type=kind, default=default, show_default=default is not None, help=line)(function)
+    return function
+
+
+def default_options(function: F) -> F:
+    """The same, but for `max_new_tokens`, for requests that leave a setting out; None where it is not given."""
+    for name, (kind, _, line) in reversed(SETTINGS.items()):
+        if name != "max_new_tokens":
+            flag = f"--{name.replace('_', '-')}"
+            function = click.option(flag, type=kind, help=line)(function)
+    return function
+
+
+def speculation_options(function: F) -> F:
+    """`prompt_lookup` and `draft`."""
+    function = click.option(
+        "--draft", metavar="MODEL", help="Speculate with this smaller model of the same vocabulary."
+    )(function)
+    lookup = "Speculate with N tokens that followed the same words."
+    return click.option("--prompt-lookup", type=click.IntRange(1, 31), metavar="N", help=lookup)(function)
+
+
+def draft_folder(prompt_lookup: int | None, draft: str | None) -> Path | None:
+    """The folder of `--draft`. Raises UserError where it is not a model, or with `--prompt-lookup`."""
+    if prompt_lookup is not None and draft is not None:
+        problem = "prompt lookup and a draft model exclude each other"
+        raise UserError(problem, where="--draft", fix="remove --prompt-lookup or --draft", code=2)
+    return None if draft is None else model_path(draft)
+
+
+def finite(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings unchanged. Raises UserError for NaN and infinity."""
+    for name, value in settings.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            where = f"--{name.replace('_', '-')}"
+            raise UserError(f"not a finite number: {value}", where=where, fix="use a finite number", code=2)
+    return settings
+
+
+def setting(words: str) -> tuple[str, Value]:
+    """Name and value of "temperature 0.7", also with `=` or with an option's name. Raises UserError."""
+    name, _, text = words.replace("=", " ", 1).strip().partition(" ")
+    name, text = name.lstrip("-").replace("-", "_").lower(), text.strip()
+    if name not in SETTINGS:
+        known = did_you_mean(name, SETTINGS, f"settings: {', '.join(SETTINGS)}")
+        raise UserError(f"no such setting: {name[:40]!r}", where="/set", fix=known, code=2)
+    kind, default, _ = SETTINGS[name]
+    if default is None and text.lower() in ("", "off", "none"):
+        return name, None
+    try:
+        value: Value = kind.convert(text, None, None)
+    except click.BadParameter as error:
+        problem = f"invalid {name}: {error.message.rstrip('.')}" if text else f"missing value of {name}"
+        raise UserError(problem, where="/set", fix=f"for example: /set {name} {default or 40}", code=2) from error
+    return name, finite({name: value})[name]
+
 
 MOST_PROMPTS = 16 * MIB  # of a file
 _LONGEST_PROMPT = 4 * MIB  # of standard input

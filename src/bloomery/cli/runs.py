@@ -1,17 +1,36 @@
-"""`bloomery runs`: the runs in runs/"""
+"""Commands about runs: `runs` lists them, `stop` and `save` ask a running one, `watch` shows one
+
+`watch` shows a running or finished run, and only reads.
+"""
 
 import shutil
-from dataclasses import asdict, dataclass
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
 
-from bloomery.cli.common import echo, json_option, print_json
+from bloomery.cli.common import echo, json_option, literal, print_json, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
-from bloomery.monitor.events import read_events
-from bloomery.monitor.summary import RunSummary, summary_of
-from bloomery.runs.names import all_runs
+from bloomery.hardware.machine import read_machine
+from bloomery.monitor.console.screen import Screen, WatchedRun, frame, picture
+from bloomery.monitor.events import Event, Phase, Saved, StepDone, Tail, read_events
+from bloomery.monitor.sinks import metrics_of
+from bloomery.monitor.summary import RunFacts, RunSummary, summary_of
+from bloomery.plan.explained import run_facts
+from bloomery.plan.store import read_plan
+from bloomery.recipe.values import LONGEST_PROFILE
+from bloomery.runs.folder import worked_on
+from bloomery.runs.names import all_runs, find_run
+from bloomery.train.run import name_of
 
 _HEAD = ("run", "state", "step", "loss", "val bpb", "on disk")
 
@@ -89,3 +108,186 @@ def _cells(line: RunLine) -> tuple[str, ...]:
         "" if line.bits_per_byte is None else f"{line.bits_per_byte:.3f}",
         format_bytes(line.bytes),
     )
+
+
+@click.command()
+@run_argument
+def stop_command(run: str) -> int:
+    """Save a running run after its current step, then stop it.
+
+    Example: bloomery stop last
+    """
+    from bloomery.runs.control import runner_of, stop_run
+    from bloomery.runs.supervisor import existing
+    from bloomery.train.sealed import saved_steps, step_folder
+
+    folder = existing(find_run(run))
+    runner = runner_of(folder)
+    echo(f"requested  process {runner.pid} saves and stops after its current step")
+    with waiting(folder.path) as on_event:
+        ended = stop_run(runner, on_event=on_event)
+    if ended is None or ended.status == "failed":
+        reason = "process killed without a final event" if ended is None else ended.error
+        fix = f"bloomery resume {folder.name}"
+        raise UserError(f"the run failed before it stopped: {reason}", where=str(folder.log), fix=fix)
+    steps = saved_steps(folder.checkpoints)
+    saved = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "no checkpoint yet"
+    echo(f"{ended.status:<11}at step {ended.step:,}; {saved}")
+    if ended.status == "stopped":
+        echo(f"next       bloomery resume {folder.name}")
+    return 0
+
+
+@click.command()
+@run_argument
+@click.option(
+    "--profile", "steps", type=click.IntRange(1, LONGEST_PROFILE), metavar="STEPS",
+    help="Instead profile the next STEPS steps.",
+)  # fmt: skip
+def save_command(run: str, steps: int | None) -> int:
+    """Save a checkpoint of a running run after its current step.
+
+    Example: bloomery save last
+    """
+    from bloomery.core.units import format_bytes
+    from bloomery.runs.control import profile_run, runner_of, save_run
+    from bloomery.runs.supervisor import existing
+
+    folder = existing(find_run(run))
+    runner = runner_of(folder)
+    if steps is not None:
+        echo(f"requested  process {runner.pid} profiles its next {steps} steps")
+        with waiting(folder.path) as on_event:
+            files = profile_run(runner, steps, on_event=on_event)
+        echo(f"trace      {files}.trace.json.gz (open in https://ui.perfetto.dev or chrome://tracing)")
+        echo(f"tables     {files}.operators.txt, {files.name}.memory.txt")
+        return 0
+    echo(f"requested  process {runner.pid} saves after its current step")
+    with waiting(folder.path) as on_event:
+        saved = save_run(runner, on_event=on_event)
+    echo(f"saved      step {saved.step:,}, {format_bytes(saved.bytes)}: {saved.path}")
+    return 0
+
+
+@contextmanager
+def waiting(folder: Path) -> Iterator[Callable[[Event], None]]:
+    """Inside the block a status line on a terminal shows the run's progress, from the events passed to the callback."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(literal(f"waiting for {folder.name}")) as status:
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, StepDone | Saved):
+                done = "done" if isinstance(event, StepDone) else "saved"
+                status.update(literal(f"waiting for {folder.name}: step {event.step:,} {done}"))
+            elif isinstance(event, Phase):
+                status.update(literal(f"waiting for {folder.name}: {event.name}"))
+
+        yield on_event
+
+
+WIDTH = 100  # without a terminal
+REDRAW_SECONDS = 0.5
+
+
+@click.command()
+@run_argument
+@click.option("--once", is_flag=True, help="Print one picture, then exit (default without a terminal).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def watch_command(run: str, once: bool, as_json: bool) -> None:
+    """Show loss, evaluations, speed, GPUs, samples and warnings of a run.
+
+    RUN is a path, a name under runs/, or `last`. Ctrl+C closes the view; training continues.
+
+    Example: ssh -t that-machine 'cd my-models && bloomery watch last'
+    """
+    folder = find_run(run)
+    watched = _Watch(folder)
+    if as_json:
+        print_json(watched.document())
+        return
+    if not once and sys.stdout.isatty() and worked_on(folder):
+        try:
+            watched.follow()
+        except KeyboardInterrupt:
+            echo(f"Training continues. Stop it with `bloomery stop {watched.name}`.")
+            return
+    watched.print()
+
+
+class _Watch:
+    """The run in its present state."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._run, self._tail = folder, WatchedRun(), Tail(folder / "events.jsonl")
+        self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
+        self._facts: RunFacts | None = None
+        self.name = name_of(folder.absolute())  # as an argument of commands
+
+    def print(self) -> None:
+        status, facts = self._read()
+        screen = Screen(get_terminal_size((WIDTH, 40)).columns, None, self._plain)
+        for line in frame(self._run, facts, screen, state=status, now=time.time()):
+            echo(line)
+        tail = self._tail
+        if tail.unknown_lines > 1:  # a kill truncates one line
+            unknown = f"{tail.unknown_lines:,} of {tail.read_lines:,} lines of events.jsonl"
+            echo(f"\n{unknown} are damaged or of another version")
+        again = f"bloomery watch {self.name}     in a terminal: live view"
+        commands = {
+            "done": f"bloomery report {self.name}",
+            "running": again,
+            "paused": again,
+            "stopping": f"bloomery resume {self.name}   after it has stopped",
+        }
+        echo(f"\n{'next':<11}{commands.get(status, f'bloomery resume {self.name}')}")
+
+    def follow(self) -> None:
+        """Redraws the view until the process of the run ends."""
+        console = Console(highlight=False)
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while worked_on(self._folder):
+                status, facts = self._read()
+                screen = Screen(console.size.width, console.size.height, self._plain)
+                live.update(picture(self._run, facts, screen, state=status, now=time.time()), refresh=True)
+                time.sleep(REDRAW_SECONDS)
+
+    def document(self) -> dict[str, Any]:
+        """For programs: the keys of metrics.json and the present state."""
+        status, facts = self._read()
+        run, summary, running = self._run, self._run.summary, status == "running"
+        return {
+            "run": facts.name,
+            "folder": str(self._folder),
+            **metrics_of(summary),
+            "status": status,
+            "phase": summary.phase.name if summary.phase is not None and running else None,
+            "max_steps": summary.steps or facts.steps,
+            "eta_seconds": summary.eta_seconds if running else None,
+            "learning_rate": summary.last.learning_rate if summary.last else None,
+            "grad_norm": summary.last.grad_norm if summary.last else None,
+            "mfu": facts.utilization(summary.tokens_per_second or 0.0) if summary.last else None,
+            "memory_limit_gib": facts.memory_limit_gib,
+            "checkpoint_step": run.saved.step if run.saved else None,
+            "device_stats": [asdict(device.latest) for device in summary.devices.all],
+            "incidents": [{"step": event.step, "time": event.time, "text": text} for event, text in run.incidents],
+            "unreadable_lines": self._tail.unknown_lines,
+        }
+
+    def _read(self) -> tuple[str, RunFacts]:
+        """Reads new events. Returns the status of the run, and figures of its plan once there is a readable one."""
+        folder, summary = self._folder, self._run.summary
+        working = worked_on(folder)  # before the read, so that the last events are not missed
+        for event in self._tail.read():
+            self._run.add(event)
+        if not working:
+            status = "killed" if summary.ended is None else summary.ended.status
+        else:
+            status = "stopping" if summary.stopping else "paused" if (folder / "pause").exists() else "running"
+        if self._facts is None:
+            try:
+                plan, machine = read_plan(folder / "plan.json"), read_machine(folder / "machine.json")
+                self._facts = replace(run_facts(plan, machine), name=folder.name)
+            except (UserError, OSError):  # no plan yet, or one of another version
+                return status, RunFacts(name=folder.name)
+        return status, self._facts

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from bloomery.cli.common import devices_option, echo, loading, quantize_option, step_option, text_flags
-from bloomery.cli.sampling import default_options, finite
+from bloomery.cli.generate import default_options, finite
 from bloomery.core.errors import UserError
 from bloomery.runs.names import chosen_use, model_path
 

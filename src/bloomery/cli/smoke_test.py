@@ -1,8 +1,16 @@
-"""`bloomery train RECIPE --smoke-test`: 3 steps, then evaluation, sampling, save, kill, resume and export, timed"""
+"""`bloomery train RECIPE --smoke-test`: the first steps of a real run, with everything that follows them, timed
 
+3 steps, then evaluation, sampling, save, kill, resume and export. No torch.
+"""
+
+import math
 import shutil
+import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar, final
 
 import click
 from rich.console import Console
@@ -10,21 +18,252 @@ from rich.status import Status
 
 from bloomery.cli.common import literal
 from bloomery.core.errors import UserError
-from bloomery.core.units import format_bytes, format_seconds
+from bloomery.core.units import Duration, format_bytes, format_seconds
 from bloomery.monitor.console.words import progress_text
-from bloomery.monitor.events import EvalDone, Event, Phase, RunStarted, Sampled, Saved, StepDone
+from bloomery.monitor.events import (
+    EvalDone,
+    Event,
+    Phase,
+    Recovered,
+    RunStarted,
+    Sampled,
+    Saved,
+    StepDone,
+    Warned,
+    read_events,
+)
+from bloomery.plan.store import read_plan
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.report import write_report
 from bloomery.runs.folder import propose_folder
-from bloomery.runs.smoke_test import (
-    Requirements,
-    SmokeTest,
-    incidents,
-    requirements,
-    smoke_test,
-    validation_sequences,
-)
+from bloomery.runs.lifecycle import resume, start
+from bloomery.runs.signals import StopRequests
 from bloomery.train.model_folder import find_model
+from bloomery.train.sealed import NOT_SAVED
+
+STEPS = 3
+EVALUATED_BATCHES = 4  # of the validation set: enough to test it and to extrapolate its time
+LONG = 10_000  # steps: the run must not end before the kill
+ROUNDING = 1e-2  # relative tolerance of a repeated loss where it need not be bitwise identical
+
+E = TypeVar("E", bound=Event)
+
+
+class KilledOnPurpose(BaseException):
+    """The training process was killed on purpose."""
+
+
+@final
+@dataclass
+class SmokeTest:
+    """Events and losses of the smoke test. Times are seconds; `saved` is the checkpoint that the run resumed from."""
+
+    plan: RunPlan  # of the real run
+    events: list[Event] = field(default_factory=list)
+    before: dict[int, float | None] = field(default_factory=dict)  # losses after the checkpoint, until the kill
+    after: dict[int, float | None] = field(default_factory=dict)  # losses of the same steps after the resume
+    killed: float = 0.0
+    began: float = field(default_factory=time.time)
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def saved(self) -> Saved:
+        return self.of(Saved)[0]
+
+    @property
+    def prepare_seconds(self) -> float:
+        """Until the first step could start: dataset, plan, weights."""
+        return self.of(RunStarted)[0].time - self.began
+
+    @property
+    def step_seconds(self) -> float:
+        steps = self.of(StepDone)
+        return statistics.median(step.step_seconds for step in (steps[1:] or steps))
+
+    @property
+    def resume_seconds(self) -> float:
+        """From the kill to the first repeated step."""
+        return next(event.time for event in self.of(StepDone) if event.time > self.killed) - self.killed
+
+    @property
+    def sample_seconds(self) -> float | None:
+        """Of all prompts together; None without prompts."""
+        samples = self.of(Sampled)[: len(self.plan.sample.prompts)]
+        if not samples:
+            return None
+        before = [e.time for e in (*self.of(StepDone), *self.of(EvalDone)) if e.step == samples[0].step]
+        return samples[-1].time - max((time for time in before if time <= samples[0].time), default=samples[0].time)
+
+    @property
+    def exact(self) -> bool:
+        """Whether repeated losses must be bitwise identical."""
+        return self.plan.train.device == "cpu" or self.plan.train.deterministic
+
+    @property
+    def differing(self) -> list[int]:
+        """The steps whose repeated loss differs, by more than rounding where it need not be bitwise identical."""
+        pairs = [(step, self.before[step], loss) for step, loss in self.after.items()]
+        return [
+            step for step, one, two in pairs
+            if one != two
+            and (self.exact or one is None or two is None or not math.isclose(one, two, rel_tol=ROUNDING))
+        ]  # fmt: skip
+
+
+OnEvent = Callable[[SmokeTest, Event], None]  # the events so far, and this one
+
+
+def smoke_test(loaded: LoadedRecipe, folder: Path, *, devices: str | None, on_event: OnEvent) -> SmokeTest:
+    """Trains, evaluates, samples, saves, kills, resumes and stops a run in `folder`, a run folder afterwards.
+
+    Calls `on_event` for each event until the kill. Raises UserError where the real run would fail, and
+    KeyboardInterrupt when it is stopped.
+    """
+    results: list[SmokeTest] = []
+
+    def edit(plan: RunPlan) -> RunPlan:
+        results.append(SmokeTest(plan, began=began))
+        return shortened(plan)
+
+    def until_killed(event: Event, requests: StopRequests) -> None:
+        if results:
+            results[0].events.append(event)
+            on_event(results[0], event)
+            _until_killed(results[0], event, requests)
+
+    began = time.time()
+    try:
+        start(loaded, run_dir=folder, devices=devices, quiet=True, edit=edit, watch=until_killed)
+        raise KeyboardInterrupt  # ended before the kill: it was stopped
+    except KilledOnPurpose:
+        results[0].killed = time.time()
+    return _repeated(results[0], folder)
+
+
+def shortened(plan: RunPlan) -> RunPlan:
+    """The real shapes, learning rates and dataset, with an early and short evaluation and without trackers."""
+    train, evaluation = plan.train, plan.eval
+    limit = EVALUATED_BATCHES * evaluation.micro_batch_size
+    return plan.model_copy(
+        update={
+            "train": train.model_copy(update={"steps": None if train.steps is None else max(train.steps, LONG)}),
+            "eval": evaluation.model_copy(
+                update={
+                    "every_steps": STEPS - 1,
+                    "sequences": min(evaluation.sequences or limit, limit),
+                    "early_stopping_patience": None,
+                }
+            ),
+            "checkpoint": plan.checkpoint.model_copy(update={"every_steps": LONG}),
+            "lengths": plan.lengths
+            and plan.lengths.model_copy(
+                update={"evaluation": Duration(STEPS - 1, "steps"), "checkpoint": Duration(LONG, "steps")}
+            ),
+            "logging": plan.logging.model_copy(update={"trackers": (), "commands": ()}),
+        }
+    )
+
+
+def _until_killed(result: SmokeTest, event: Event, requests: StopRequests) -> None:
+    """Requests a checkpoint after the first step; kills the run at a later step, once the checkpoint is saved.
+
+    Step STEPS is after the evaluation, which a run without a validation set skips.
+    """
+    if isinstance(event, StepDone) and event.step == 1:
+        requests.ask_save()
+    if isinstance(event, Warned) and NOT_SAVED in event.reason:
+        reason = event.reason.partition(f"{NOT_SAVED}: ")[2]
+        raise UserError(
+            f"cannot write the checkpoint: {reason}",
+            where="the first checkpoint",
+            fix="free disk space, correct the folder's permissions, or use another --run-dir",
+        )
+    saves = result.of(Saved)
+    if saves:
+        result.before = {step.step: step.loss for step in result.of(StepDone) if step.step > saves[0].step}
+    if result.before and max(step.step for step in result.of(StepDone)) >= STEPS:
+        raise KilledOnPurpose
+
+
+def _repeated(result: SmokeTest, folder: Path) -> SmokeTest:
+    """Resumes the run, and stops it after the lost steps are repeated."""
+    last = max(result.before)
+
+    def until_repeated(event: Event, requests: StopRequests) -> None:
+        result.events.append(event)
+        if isinstance(event, StepDone) and event.step in result.before:
+            result.after[event.step] = event.loss
+        if isinstance(event, StepDone) and event.step == last and not requests.asked:
+            requests.ask(0)
+
+    run = resume(folder, quiet=True, watch=until_repeated)
+    if set(result.after) != set(result.before):
+        raise KeyboardInterrupt
+    if result.differing:
+        step = result.differing[0]
+        expected = "bitwise identical" if result.exact else f"equal up to {ROUNDING:.0%}"
+        raise UserError(
+            f"loss of step {step} differs after the resume: {result.before[step]} -> {result.after[step]}"
+            f" (must be {expected})",
+            where=str(run.folder),
+            fix="report this bug with that folder's plan.json, machine.json and events.jsonl",
+        )
+    return result
+
+
+def incidents(folder: Path) -> tuple[str, ...]:
+    """The distinct reasons of warnings and recoveries."""
+    events = [event for event in read_events(folder / "events.jsonl") if isinstance(event, Warned | Recovered)]
+    return tuple(dict.fromkeys(event.reason for event in events))
+
+
+@final
+@dataclass(frozen=True)
+class Requirements:
+    """Time and disk of the real run, extrapolated. Bytes and seconds; None: the length of the run is unknown."""
+
+    seconds: float | None
+    checkpoints: int
+    events: int | None
+    free: int
+
+    @property
+    def disk(self) -> int:
+        return self.checkpoints + (self.events or 0)
+
+    @property
+    def fits(self) -> bool:
+        return self.disk <= self.free
+
+
+def requirements(result: SmokeTest, folder: Path, *, free: int) -> Requirements:
+    """Checkpoints: those kept, the best, and one being written. Times of steps, evaluations and samples as measured."""
+    plan = result.plan
+    steps = plan.train.steps
+    lines = (folder / "events.jsonl").stat().st_size / max(1, len(result.of(StepDone)))
+    checkpoints = result.saved.bytes * (plan.checkpoint.keep + 2)
+    if steps is None:
+        return Requirements(plan.train.seconds, checkpoints, None, free)
+    evaluations = steps // plan.eval.every_steps + 1 if plan.eval.every_steps else 0
+    sequences = validation_sequences(plan, folder)
+    share = max(1.0, sequences / max(1, EVALUATED_BATCHES * plan.eval.micro_batch_size))
+    evaluation = sum(event.seconds for event in result.of(EvalDone)[:1]) * share
+    waits = 0.0 if plan.checkpoint.async_save else result.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
+    seconds = steps * result.step_seconds + evaluations * (evaluation + (result.sample_seconds or 0.0)) + waits
+    return Requirements(seconds, checkpoints, round(lines * steps), free)
+
+
+def validation_sequences(plan: RunPlan, folder: Path) -> int:
+    """Sequences in an evaluation of the real run."""
+    from bloomery.data.shards import read_manifest
+
+    tokens = read_manifest(read_plan(folder / "plan.json").data.prepared).validation.tokens
+    sequences = -(-tokens // plan.data.sequence_length)
+    return min(sequences, plan.eval.sequences or sequences)
+
 
 TITLE, TEXT = 11, 78  # columns
 

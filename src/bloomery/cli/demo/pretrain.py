@@ -1,4 +1,7 @@
-"""`bloomery demo`: train a small model on this machine's Python source, kill and resume the run, evaluate the model."""
+"""`bloomery demo`: train a small model on this machine's Python source, kill and resume the run, evaluate the model.
+
+`Story` is the terminal output of both demos: titled lines and the table of the run.
+"""
 
 import gzip
 import lzma
@@ -9,16 +12,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
-from bloomery.cli.demo.story import Story
+import click
+from rich.console import Console
+from rich.text import Text
+
 from bloomery.core.child import kill_group
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_count, format_seconds
@@ -30,14 +37,93 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hardware.detect.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.model.counting import parameter_count
-from bloomery.monitor.events import Event, Phase, Resumed, RunStarted, Saved, StepDone, follow, read_events
-from bloomery.monitor.summary import summary_of
+from bloomery.monitor.console.lines import TITLE, WIDTH, PlainView, titled
+from bloomery.monitor.console.words import progress_text
+from bloomery.monitor.events import (
+    EvalDone,
+    Event,
+    Phase,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Saved,
+    StepDone,
+    follow,
+    read_events,
+)
+from bloomery.monitor.summary import RunFacts, summary_of
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 
 if TYPE_CHECKING:
     from bloomery.model.decoder import Decoder
     from bloomery.report.page import Answers
+
+
+@final
+class Story:
+    """Lines of at most 100 columns with a title in the first eleven. With `to_stderr` stdout is free for JSON.
+
+    On a terminal a status line below them shows the running phase or step.
+    """
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+        self._width = min(WIDTH, self._console.width) if self._console.is_terminal else WIDTH
+        self._status = self._console.status("starting", spinner="line")
+        self._view = PlainView(RunFacts(every_steps=2**62), self._print, width=self._width)
+        self._steps: int | None = None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+    def write(self, title: str = "", *lines: str) -> None:
+        """The title in the first columns of the first line, the lines in the others, wrapped."""
+        room = self._width - TITLE
+        wrapped = [part for line in lines for part in textwrap.wrap(line, room, break_on_hyphens=False) or [""]]
+        for line in titled(title, *wrapped):
+            self._print(line)
+
+    def write_timed(self, title: str, line: str, seconds: float) -> None:
+        """With a time at the right margin."""
+        self.write(title, f"{line:<{self._width - TITLE - 8}}{format_seconds(seconds):>8}")
+
+    def show(self, event: Event) -> None:
+        """A line of the table per evaluation, with the checkpoint of that step; on a terminal the progress, too."""
+        if isinstance(event, StepDone | EvalDone | Saved | RunEnded):
+            self._view.write(event)
+        if isinstance(event, RunStarted | Phase | StepDone):
+            self.show_status(progress_text(event, self._steps))
+
+    def show_status(self, text: str) -> None:
+        """A moving line below the others on a terminal, until the next text; "" keeps the text."""
+        if self._console.is_terminal and text:
+            self._status.update(Text(text))
+            self._status.start()
+
+    def note(self, step: int, text: str) -> None:
+        """A line in the table."""
+        self._view.note(step, text)
+
+    @contextmanager
+    def busy(self, text: str) -> Iterator[None]:
+        """A spinner on a terminal, nothing elsewhere."""
+        self.show_status(text)
+        try:
+            yield
+        finally:
+            self._status.stop()
+
+    def begin_table(self, steps: int) -> None:
+        """Once the length of the run is known; earlier lines have no ETA."""
+        self._view = PlainView(RunFacts(every_steps=2**62, steps=steps), self._print, width=self._width)
+        self._steps = steps
+
+    def end_table(self) -> None:
+        self._status.stop()
+        self._view.close()
+        click.echo(err=self._console.stderr)
+
 
 KILL_AT = 2 / 3  # of the run's steps
 REPEATED = 5  # steps at least between the last checkpoint and the kill, to compare their losses

@@ -1,0 +1,175 @@
+"""Commands that make and move models: `export`, `merge`, `import`, and the Hub's `download` and `push`"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bloomery.cli.common import NewPath, devices_option, echo, numbers, show_export, step_option
+from bloomery.core.units import format_bytes
+from bloomery.export import DTYPES, GGUF_TYPES, INTEGERS, K_TYPES
+
+if TYPE_CHECKING:
+    from bloomery.api import Layout
+    from bloomery.export.merge import Method
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--to", "layout", required=True,
+    type=click.Choice(["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama", "vllm"]),
+    help="Format of the export.",
+)  # fmt: skip
+@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
+@click.option(
+    "--type", "dtype", type=click.Choice([*DTYPES, *INTEGERS, *GGUF_TYPES, *K_TYPES]),
+    help="Type of the weights [default: as in the model; GGUF: f16].",
+)  # fmt: skip
+@click.option("--weights", callback=numbers, metavar="LIST", help="Weights of the adapters of BASE+ADAPTER+ADAPTER.")
+@click.option("--vocabulary", metavar="DATA", help="Keep only the tokens of this text dataset (hf).")
+@step_option
+@click.option("--verify/--no-verify", default=True, help="Read the export back, compare and run it.")
+@devices_option
+def command(
+    model: str, layout: "Layout", out: Path, dtype: str | None, weights: tuple[float, ...] | None,
+    vocabulary: str | None, step: str, verify: bool, devices: str,
+) -> None:  # fmt: skip
+    """Export MODEL in Hugging Face format or as GGUF.
+
+    hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: adapters merged into their base
+    model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA adapter
+    for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf, merged and vllm
+    also take --type int8 or int4, which transformers opens with compressed-tensors.
+
+    Example: bloomery export last --to hf --out my-model
+
+    Example: bloomery export base+adapter-a+adapter-b --to merged --weights 0.7,0.3 --out my-model
+
+    Example: bloomery export last --to gguf --type q8_0 --out my-model.gguf
+    """
+    from bloomery.api import export
+
+    show_export(export(
+        model, out, layout=layout, dtype=dtype, weights=weights, vocabulary=vocabulary, step=step, verify=verify,
+        device=devices,
+    ))  # fmt: skip
+
+
+@click.command()
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option(
+    "--method", type=click.Choice(["linear", "slerp", "ties", "task-arithmetic"]), default="linear", show_default=True,
+    help="How the weights are combined.",
+)  # fmt: skip
+@click.option("--weights", callback=numbers, metavar="LIST", help="One weight per model [default: 1 each].")
+@click.option("--base", metavar="MODEL", help="Their common base model, for ties and task-arithmetic.")
+@click.option("--density", type=float, default=0.2, show_default=True, help="Share of changes that ties keeps.")
+@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder.")
+@click.option(
+    "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Type of the weights [default: as in the first model].",
+)  # fmt: skip
+@click.option("--verify/--no-verify", default=True, help="Read the merged model back and run it.")
+@devices_option
+def merge_command(
+    models: tuple[str, ...], method: "Method", weights: tuple[float, ...] | None, base: str | None, density: float,
+    out: Path, dtype: str | None, verify: bool, devices: str,
+) -> None:  # fmt: skip
+    """Merge models of one architecture and tokenizer into a new one.
+
+    linear: the weighted mean. slerp: two models along the arc between them, the second one's share being its weight
+    over the sum. ties: the base plus the largest changes that agree in sign. task-arithmetic: the base plus the
+    weighted changes. Weights are read one tensor at a time and computed in float32.
+
+    Example: bloomery merge model-a model-b --weights 0.7,0.3 --out merged
+
+    Example: bloomery merge model-a model-b --method ties --base original --out merged
+    """
+    from bloomery.api import merge
+
+    show_export(merge(
+        models, out, method=method, weights=weights, base=base, density=density, dtype=dtype, verify=verify,
+        device=devices,
+    ))  # fmt: skip
+
+
+@click.command("import")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder.")
+@click.option(
+    "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Store weights as [default: as in the file, quantized ones as bfloat16].",
+)  # fmt: skip
+@click.option("--unsafe-pickle", is_flag=True, help="Open .pth files, which can run code, in a locked process.")
+def import_command(file: Path, out: Path, dtype: str | None, unsafe_pickle: bool) -> None:
+    """Convert a GGUF file, or a Llama folder of .pth files, to Hugging Face format.
+
+    A GGUF file is dequantized. A folder as Meta publishes Llama has params.json, consolidated.00.pth and more, and
+    tokenizer.model: the files are joined. Writes a folder with config, tokenizer and chat template to train, chat with
+    and export.
+
+    Example: bloomery import model-Q8_0.gguf --out my-model
+
+    Example: bloomery import llama-2-7b --unsafe-pickle --out my-llama
+    """
+    if file.is_dir():
+        from bloomery.export.pth import import_meta
+
+        done = import_meta(file, out, trusted=unsafe_pickle, dtype=dtype)
+    else:
+        from bloomery.export.gguf_import import import_gguf
+
+        done = import_gguf(file, out, dtype=dtype)
+    for proof in done.proofs:
+        echo(f"read       {proof}", err=True)
+    echo(f"import     {done.folder} ({format_bytes(done.bytes)})")
+
+
+@click.command()
+@click.argument("name", metavar="ID")
+@click.option("--dataset", is_flag=True, help="Download a dataset instead of a model.")
+@click.option("--to", metavar="DIR", type=NewPath(file_okay=False), help="Download to DIR [default: the Hub's cache].")
+def download_command(name: str, dataset: bool, to: Path | None) -> None:
+    """Download a model or dataset from the Hugging Face Hub.
+
+    ID is ORG/NAME or ORG/NAME@REVISION. Prints the folder. Weights are safetensors only. Run again to resume a
+    download. A private or gated repository needs a token in HF_TOKEN.
+
+    Example: bloomery download Qwen/Qwen2.5-0.5B
+    """
+    from bloomery.hub import download
+
+    if to is None and name and Path(name).is_dir():  # a local folder is never taken for an id, as in recipes
+        click.echo(f"{name} is a local folder: recipes can use this path; nothing was downloaded", err=True)
+        click.echo(name)
+        return
+    try:
+        folder = download(name, part="dataset" if dataset else "model", to=to)
+    except KeyboardInterrupt:
+        click.echo("interrupted: run the same command again to resume the download", err=True)
+        raise
+    click.echo(folder)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("repo", metavar="ORG/NAME")
+@click.option("--public", is_flag=True, help="Create a public repository [default: private].")
+@click.option("--dry-run", is_flag=True, help="List the files, then exit.")
+def push_command(folder: Path, repo: str, public: bool, dry_run: bool) -> None:
+    """Upload an exported model to the Hugging Face Hub.
+
+    FOLDER is an export, not a run. The repository is created if it is missing; files of the same name are replaced,
+    others stay. Needs a token with write access in HF_TOKEN. Run again to resume an upload.
+
+    Example: bloomery push my-model my-name/my-model --dry-run
+    """
+    from bloomery.hub import push
+
+    done = push(folder, repo, public=public, dry_run=dry_run)
+    for name, size in done.files.items():
+        echo(f"{'would upload' if dry_run else 'upload':<12} {name} ({format_bytes(size)})", err=not dry_run)
+    for warning in done.warnings:
+        echo(f"warning: {warning}", err=True)
+    echo(f"{'repository' if dry_run else 'pushed':<12} {done.page}")
