@@ -16,7 +16,7 @@ from gpu_check import TARGETS
 from gpu_check_use import used
 
 from bloomery.core.units import GIB
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.plan.gather import facts_of
 from bloomery.plan.local import child_environment
@@ -285,7 +285,7 @@ def any_tokenizer() -> Any:
 def probed(names: tuple[str, ...]) -> Found:
     """The doctor's own probes; they are remembered, and the later parts are planned by them."""
     from bloomery.bench import attention_probes
-    from bloomery.hardware.probes.run import run_probes
+    from bloomery.hardware.probes import run_probes
 
     here = detect()
     extra = attention_probes.specs(here)

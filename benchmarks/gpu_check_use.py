@@ -104,7 +104,7 @@ def measure(run: Path, device: str) -> ModelFiles:
     import torch
 
     from bloomery.core.units import GIB
-    from bloomery.data.loading.loader import Loader
+    from bloomery.data.loader import Loader
     from bloomery.model.sampling import Sampling
     from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from bloomery.data.prepare.prepare import prepare
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.monitor.events import EventLog
 from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve

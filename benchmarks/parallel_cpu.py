@@ -27,7 +27,7 @@ WARM = 2  # rounds that are not counted
 
 def plan_of(folder: Path, *, replicate: int, shard: int, micro_batch_size: int) -> Any:
     from bloomery.data.prepare.prepare import prepare
-    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.detect import detect
     from bloomery.plan.gather import gather
     from bloomery.plan.resolve import resolve
     from bloomery.recipe.load import load_recipe
@@ -70,7 +70,7 @@ def one_run(plan: Any, mesh: Any) -> list[float]:
 
 
 def bloomery_side(plan: Any, mesh: Any) -> Any:
-    from bloomery.data.loading.loader import Cursor
+    from bloomery.data.loader import Cursor
     from bloomery.train.context import open_loader
     from bloomery.train.objectives.build import build_objective
     from bloomery.train.state import build_state
@@ -101,7 +101,7 @@ def bare_side(plan: Any, mesh: Any) -> Any:
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    from bloomery.data.loading.loader import Cursor
+    from bloomery.data.loader import Cursor
     from bloomery.model.io.weights import fresh_decoder
     from bloomery.train.context import open_loader
     from bloomery.train.objectives.build import build_objective

@@ -23,7 +23,7 @@ from bloomery.data.prepare.prepare import prepare
 from bloomery.data.shards import open_split
 from bloomery.data.sources.builtin import stdlib_files
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe, TrainTokenizer
 

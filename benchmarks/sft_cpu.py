@@ -121,8 +121,8 @@ def commands(objective: str, work: Path, model: str) -> dict[str, list[str]]:
 
 
 def bf16_in_hardware() -> bool:
-    from bloomery.hardware.detect.detect import detect
-    from bloomery.hardware.specs.specs import cpu_spec
+    from bloomery.hardware.detect import detect
+    from bloomery.hardware.specs import cpu_spec
 
     spec = cpu_spec(detect().host)
     return spec is not None and spec.bf16

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paced import Ended, Pace
 
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.monitor.events import Event, StepDone
 from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve

@@ -19,7 +19,7 @@ from paced import Ended, Pace
 from side_bloomery import planned
 from torch import Tensor
 
-from bloomery.data.loading.loader import Batch, Cursor, Loader
+from bloomery.data.loader import Batch, Cursor, Loader
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers
 from bloomery.plan.types import RunPlan

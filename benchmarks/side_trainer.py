@@ -20,7 +20,7 @@ from transformers import (
     default_data_collator,
 )
 
-from bloomery.data.loading.loader import Cursor, Loader
+from bloomery.data.loader import Cursor, Loader
 from bloomery.data.shards import open_split
 
 LENGTH, SEED = 1024, 0

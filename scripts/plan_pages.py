@@ -26,7 +26,7 @@ from bloomery.cli.plan import command
 from bloomery.core.units import GIB, two_digits
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import with_gpu
-from bloomery.hardware.specs.specs import find_gpu
+from bloomery.hardware.specs import find_gpu
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
@@ -140,7 +140,7 @@ def printed(words: str, recipes: Mapping[str, str]) -> list[str]:
     with (
         tempfile.TemporaryDirectory() as folder,
         _away(folder),
-        patch("bloomery.hardware.detect.detect.detect", computer),
+        patch("bloomery.hardware.detect.detect", computer),
     ):
         for name, recipe in recipes.items():
             Path(name).write_text(recipe, encoding="utf-8")

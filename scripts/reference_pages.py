@@ -20,10 +20,10 @@ from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Example
 from bloomery.data.sources.formats import FORMATS, detect_format, documents_of, read_example
-from bloomery.hardware.specs.specs import GpuSpec, table
+from bloomery.hardware.specs import GpuSpec, table
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema
-from bloomery.recipe.objectives import OBJECTIVES
+from bloomery.recipe.schema import OBJECTIVES
 
 HOME = recipe_page.ROOT / "docs" / "reference"
 NOTE = "`python scripts/reference_pages.py` writes this page from the code."

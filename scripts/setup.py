@@ -104,7 +104,7 @@ def _stamp() -> dict[str, object]:
 
     digest = hashlib.sha256()
     digest.update(json.dumps(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]).encode())
-    wheels = ("src/bloomery/hardware/specs/wheels.py", "src/bloomery/hardware/specs/wheels.toml")
+    wheels = ("src/bloomery/hardware/wheels.py", "src/bloomery/hardware/wheels.toml")
     for name in ("constraints.txt", "scripts/setup.py", *wheels):
         digest.update((ROOT / name).read_bytes())
     python = ".".join(map(str, sys.version_info[:2]))
@@ -141,7 +141,7 @@ def _gpu_hint() -> str:
 
 
 def _amd_chips() -> list[str]:
-    from bloomery.hardware.detect.kfd import read_kfd
+    from bloomery.hardware.kfd import read_kfd
 
     nodes = read_kfd()
     return [node.arch for node in nodes if not node.integrated] or [node.arch for node in nodes]
@@ -179,7 +179,7 @@ class Torch:
 
 @cache
 def _torch() -> Torch:
-    from bloomery.hardware.specs.wheels import DEFAULT_TORCH, detect_site, torch_builds
+    from bloomery.hardware.wheels import DEFAULT_TORCH, detect_site, torch_builds
 
     asked = _asked_torch()
     if asked and not re.fullmatch(r"\d+(\.\d+)+", asked):
@@ -221,7 +221,7 @@ def _announcement() -> str:
 
 def _own_torch(arch: str | None) -> str:
     """The version of the PyTorch that this interpreter brings (a container, a module of an HPC site), if it fits."""
-    from bloomery.hardware.specs.wheels import fits
+    from bloomery.hardware.wheels import fits
 
     script = (
         "import json, torch; t = torch.version; "

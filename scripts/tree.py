@@ -31,8 +31,8 @@ PACKAGES = {
     "core": "errors, units, files, child processes",
 }
 TABLES = {
-    "hardware/specs/gpus.toml": "every GPU and CPU that is known: memory, rates, kernels, each with its source",
-    "hardware/specs/wheels.toml": "PyTorch builds by index and GPU, releases of ROCm and of its driver",
+    "hardware/gpus.toml": "every GPU and CPU that is known: memory, rates, kernels, each with its source",
+    "hardware/wheels.toml": "PyTorch builds by index and GPU, releases of ROCm and of its driver",
     "hardware/doctor/symptoms.toml": "log lines of a machine that does not train: how to recognize them, cause, fix",
     "recipe/aliases.toml": "keys and values of other programs and of version 1, and what to write instead",
     "report/templates/style.css": "how the report looks, in the light and in the dark",

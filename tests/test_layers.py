@@ -12,7 +12,7 @@ WITHOUT_TORCH = [
     "core", "recipe", "hardware", "plan", "cli", "api.py", "model/config.py", "model/limits.py",
     "model/families/registry.py", "model/attention/support.py", "data/sources", "data/tokenizer/tokenizer.py",
     "data/prepare", "data/shards.py",
-    "data/loading/packing.py", "monitor",
+    "data/packing.py", "monitor",
 ]  # fmt: skip
 
 

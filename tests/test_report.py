@@ -25,9 +25,8 @@ from bloomery.monitor.events import (
 )
 from bloomery.recipe.schema import TrainTokenizer
 from bloomery.report import Bars, write_report
-from bloomery.report.charts import Mark, Series, bar_chart, downsample, line_chart, ticks
+from bloomery.report.charts import Mark, Series, bar_chart, downsample, line_chart, part, prose, ticks
 from bloomery.report.record import check_claims, incidents_of, read_record, repeated_steps
-from bloomery.report.render import part, prose
 from bloomery.report.validation_text import HEAT_LEGEND, ScoredText, heat_level, scored_spans
 
 CANARY = "hf_CanaryCanaryCanaryCanary1234567890"

@@ -10,7 +10,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Sft
-from bloomery.report.render import part
+from bloomery.report.charts import part
 from bloomery.report.validation_text import compare_models
 from bloomery.train.evaluation.answers import answer, shown, validation_prompts
 from models_for_tests import make_config, make_model, save_model

@@ -9,7 +9,7 @@ from typing import Any
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile, with_gpu
-from bloomery.hardware.specs.specs import find_gpu
+from bloomery.hardware.specs import find_gpu
 from bloomery.model.families.presets import build_config
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import FRAGMENTATION, StepMoment, layer_bytes_per_token, moments, tensors_at

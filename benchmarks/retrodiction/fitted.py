@@ -11,7 +11,7 @@ from typing import Any
 
 from ask import Asked, asked, parts_of, table
 
-from bloomery.hardware.specs.specs import arch_spec, find_gpu
+from bloomery.hardware.specs import arch_spec, find_gpu
 from bloomery.plan.estimate.speed import total
 from bloomery.plan.types import Estimate
 

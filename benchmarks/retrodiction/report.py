@@ -37,7 +37,7 @@ No memory constant was fitted to these rows. The authors of the memory formulas 
 column is a check, not a blind test.
 """
 RULE = """
-One kind of constant, in `hardware/specs/gpus.toml`: the typical share of the peak that half-precision matmuls reach on
+One kind of constant, in `hardware/gpus.toml`: the typical share of the peak that half-precision matmuls reach on
 an architecture, {constants} numbers for {speeds} speeds. `benchmarks/retrodiction/fitted.py` computes it:
 
 1. For each row, the share with which the plan equals the published speed.

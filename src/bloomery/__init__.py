@@ -21,7 +21,7 @@ from bloomery.api import (
     plan,
     train,
 )
-from bloomery.core.version import __version__
+from bloomery.core import __version__
 
 __all__ = [
     "Run",

@@ -11,7 +11,7 @@ from command_line import assert_clear, here, write_workshop
 
 from bloomery.cli import cli
 from bloomery.cli.crash import _sentence
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.names import find_run
 from models_for_tests import make_model

@@ -2,7 +2,7 @@ import pytest
 
 from bloomery.bench import measuring
 from bloomery.bench.measuring import Bench
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 
 TINY = """
 model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 4, max_positions: 128, vocab_size: 512}

@@ -7,7 +7,7 @@ import pytest
 
 from bloomery.bench.measuring import Bench, BenchResult, Largest
 from bloomery.bench.page import closing, largest_lines, line, noise_line, verdict, verdict_lines
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.plan.types import Estimate
 
 RECIPE = """

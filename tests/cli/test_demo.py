@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from bloomery.cli.demo.pretrain import Story, _next_steps
-from bloomery.monitor.console.words import progress_text
 from bloomery.monitor.events import EventLog, Phase, RunEnded
+from bloomery.monitor.words import progress_text
 from models_for_tests import make_run
 
 FIRST_SECONDS, NEXT_SECONDS = 3.0, 2.0  # the longest silence

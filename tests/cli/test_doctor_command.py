@@ -12,7 +12,7 @@ from doctor_help import MACHINES, NAMES, _a_folder_of_its_own, doctor, record  #
 from bloomery.cli import main
 from bloomery.cli.doctor_page import step_lines
 from bloomery.core.errors import UserError
-from bloomery.hardware.doctor.access import run_lines
+from bloomery.hardware.doctor.diagnose import run_lines
 from bloomery.hardware.machine import read_machine
 
 
@@ -214,8 +214,8 @@ def test_what_works_on_this_machine_alone(flag):
 
 
 def test_probes_are_run_shown_and_judged(monkeypatch):
+    from bloomery.hardware import probes as probes
     from bloomery.hardware.machine import Probe
-    from bloomery.hardware.probes import run as probes
 
     hung = Probe(name="compile", outcome="hung", message="no answer within 120 s")
     found = (Probe(name="device", outcome="ok"), hung)

@@ -177,7 +177,7 @@ def test_a_checkpoint_stands_for_its_run_and_a_model_for_itself(tmp_path, model,
 
 def test_runs_and_the_monitor_need_no_torch():
     code = (
-        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.monitor.console.lines,"
+        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.monitor.lines,"
         " bloomery.monitor.sinks, bloomery.plan.explained; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from structured import PAD, Text, write_structured
 
 from bloomery.core.errors import UserError
-from bloomery.data.loading.packing import PackedSequences, best_fit
+from bloomery.data.packing import PackedSequences, best_fit
 from bloomery.data.shards import Split
 
 

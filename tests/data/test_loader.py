@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bloomery.core.errors import UserError
-from bloomery.data.loading.loader import Batch, Cursor, Loader, Prefetcher, feistel, mix
+from bloomery.data.loader import Batch, Cursor, Loader, Prefetcher, feistel, mix
 from bloomery.data.prepare.prepare import prepare
 
 

@@ -9,8 +9,7 @@ import torch
 from structured import write_structured
 
 from bloomery.core.errors import UserError
-from bloomery.data.loading.loader import Batch, Cursor, Loader
-from bloomery.data.loading.reference_logprobs import ReferenceWriter
+from bloomery.data.loader import Batch, Cursor, Loader, ReferenceWriter
 from bloomery.data.shards import Manifest, Split, write_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.io.weights import fresh_decoder

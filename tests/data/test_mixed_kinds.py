@@ -13,8 +13,8 @@ from test_prepare_examples import TOKENIZER, chat_rows, pair_rows, stored
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.data.loading.loader import Batch, Cursor, Loader
-from bloomery.data.loading.packing import PackedSequences
+from bloomery.data.loader import Batch, Cursor, Loader
+from bloomery.data.packing import PackedSequences
 from bloomery.data.prepare.prepare import preparation, prepare
 from bloomery.data.prepare.stats import check_dataset, packing_stats, preview
 from bloomery.data.shards import open_split, read_manifest

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bloomery.data.loading.packing import PackedSequences, count_plain_sequences
+from bloomery.data.packing import PackedSequences, count_plain_sequences
 from bloomery.data.shards import Manifest, Split, SplitProgress, SplitRecord, SplitWriter, file_record
 
 PAD = 9

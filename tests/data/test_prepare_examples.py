@@ -294,7 +294,7 @@ def test_nothing_to_learn_is_said(recipe, tmp_path):
 
 
 def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
-    from bloomery.data.loading.loader import Loader
+    from bloomery.data.loader import Loader
 
     for objective, layout in (("sft", "packed"), ("dpo", "packed"), ("kto", "padded"), ("sft", "fixed")):
         loaded = recipe(objective, packing=layout != "padded", document_masking=layout != "fixed")

@@ -8,7 +8,7 @@ from structured import write_structured
 
 from bloomery.core import seals
 from bloomery.core.errors import UserError
-from bloomery.data.loading.loader import Cursor, Loader
+from bloomery.data.loader import Cursor, Loader
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.shards import Manifest, open_split, read_manifest, write_manifest
 

@@ -11,9 +11,9 @@ from words_of_docs import ROOT, check_command, check_key, quoted, words_of
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile, with_gpu
-from bloomery.hardware.specs.specs import find_gpu
+from bloomery.hardware.specs import find_gpu
 from bloomery.plan.rules.unsupported import refuse_recipe, refuse_several_devices
 from bloomery.recipe.load import load_recipe
 

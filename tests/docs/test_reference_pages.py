@@ -12,7 +12,7 @@ import reference_pages
 
 from bloomery.cli import COMMANDS
 from bloomery.data.sources.formats import FORMATS
-from bloomery.hardware.specs.specs import table
+from bloomery.hardware.specs import table
 from bloomery.monitor.events import KINDS
 
 

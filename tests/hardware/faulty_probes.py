@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from bloomery.hardware.probes.worker import compared, leave, main
+from bloomery.hardware.probe_worker import compared, leave, main
 
 
 def fine(name, job):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from kfd_trees import CPU, GFX1031
 
 FILES = {

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.hardware.machine import Accelerator, Host, Machine, Software
-from bloomery.hardware.specs import calibration as kept
-from bloomery.hardware.specs.calibration import (
+from bloomery.hardware import calibration as kept
+from bloomery.hardware.calibration import (
     OWN,
     Calibration,
     Point,
@@ -17,6 +16,7 @@ from bloomery.hardware.specs.calibration import (
     store,
     write_calibration,
 )
+from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 
 POINT = Point(
     sequence_length=128, micro_batch_size=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.detect.detect import detect, parse_nvidia_smi
-from bloomery.hardware.detect.kfd import gfx_name, read_kfd
-from bloomery.hardware.detect.software import assignments, build_of
+from bloomery.hardware.detect import assignments, build_of, detect, parse_nvidia_smi
 from bloomery.hardware.doctor.diagnose import diagnose
+from bloomery.hardware.kfd import gfx_name, read_kfd
 from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
 from bloomery.plan.local import local_plan
@@ -74,7 +73,7 @@ def test_processor_graphics_use_what_the_driver_lends(root):
 def test_an_integrated_nvidia_gpu_shares_the_machines_memory(root, monkeypatch):
     row = "0, NVIDIA GB10, [N/A], [N/A], 12.1, 0000000F:01:00.0, 0x2E1210DE\n"
     monkeypatch.setattr(
-        "bloomery.hardware.detect.detect.nvidia_accelerators",
+        "bloomery.hardware.detect.nvidia_accelerators",
         lambda root, start: tuple(parse_nvidia_smi(row, start=start)),
     )
     found = detect(root=root)
@@ -196,7 +195,7 @@ def test_this_machine_is_detected_at_once():
 
 def test_this_machine_is_detected_without_torch_and_survives_json():
     code = (
-        "import sys; from bloomery.hardware.detect.detect import detect; m = detect(); print(m.model_dump_json());"
+        "import sys; from bloomery.hardware.detect import detect; m = detect(); print(m.model_dump_json());"
         "assert 'torch' not in sys.modules"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

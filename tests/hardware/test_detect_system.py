@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bloomery.core.child import output_of
-from bloomery.hardware.detect import system as detect_system
-from bloomery.hardware.detect.system import (
+from bloomery.hardware import detect as detect_system
+from bloomery.hardware.detect import (
     newest,
     openings,
     read_access,

@@ -9,7 +9,7 @@ from bloomery.core.units import GIB, MIB
 from bloomery.hardware.doctor.diagnose import diagnose, ready
 from bloomery.hardware.doctor.software import reported_arch
 from bloomery.hardware.machine import Accelerator, Package, Probe, Setting
-from bloomery.hardware.specs.wheels import torch_builds
+from bloomery.hardware.wheels import torch_builds
 from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
 
 PIN = "bloomery doctor --fix {}"

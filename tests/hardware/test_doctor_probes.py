@@ -2,10 +2,10 @@
 
 import pytest
 
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware import probes as probes
+from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.machine import Probe
-from bloomery.hardware.probes import run as probes
 from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.runs.devices import narrowed
 from changed_machines import AMD_WHEEL, ids, machine, only

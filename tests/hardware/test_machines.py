@@ -7,7 +7,7 @@ import pytest
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import install, with_gpu
-from bloomery.hardware.specs.specs import arch_spec, find_gpu, gpu_spec
+from bloomery.hardware.specs import arch_spec, find_gpu, gpu_spec
 
 FOLDER = Path(__file__).parent.parent / "machines"
 FILES = sorted(FOLDER.glob("*.json"))

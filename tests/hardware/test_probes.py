@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bloomery.bench import attention_probes
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware import probes as probes
+from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
-from bloomery.hardware.probes import run as probes
-from bloomery.hardware.probes.run import ProbeSpec, cache_key, probe, run_probes, specs, with_cached_probes
+from bloomery.hardware.probes import ProbeSpec, cache_key, probe, run_probes, specs, with_cached_probes
 from bloomery.hardware.profile import build_profile
 
 HERE = Path(__file__).parent

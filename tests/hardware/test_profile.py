@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bloomery.core.units import GIB
-from bloomery.hardware.doctor.env_vars import idle_settings
+from bloomery.hardware.doctor.software import idle_settings
 from bloomery.hardware.machine import (
     CUDA_ORDER,
     MASKS,
@@ -22,7 +22,7 @@ from bloomery.hardware.machine import (
     visible_devices,
 )
 from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, apply_environment, build_profile, with_gpu
-from bloomery.hardware.specs.specs import find_gpu
+from bloomery.hardware.specs import find_gpu
 
 RECORDED = Path(__file__).parent.parent / "machines"
 

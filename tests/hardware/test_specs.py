@@ -5,7 +5,7 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Accelerator
-from bloomery.hardware.specs.specs import arch_spec, cpu_efficiency, find_gpu, gpu_spec, table
+from bloomery.hardware.specs import arch_spec, cpu_efficiency, find_gpu, gpu_spec, table
 
 
 def device(name: str, arch: str, gib: float) -> Accelerator:

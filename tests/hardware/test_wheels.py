@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.hardware.specs import wheels
-from bloomery.hardware.specs.wheels import AMD_INDEX, PYTORCH_INDEX, detect_site, fits, torch_builds
+from bloomery.hardware import wheels
+from bloomery.hardware.wheels import AMD_INDEX, PYTORCH_INDEX, detect_site, fits, torch_builds
 
 PYTHON = (3, 12)
 

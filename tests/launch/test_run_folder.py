@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.seals import stamped
-from bloomery.core.version import __version__
 from bloomery.plan.store import FORMAT, read_identity
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import folder as run_folder

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from runs_for_tests import step_done
 
-from bloomery.monitor.diagnose import diagnosis
-from bloomery.monitor.diagnose.diagnosis import Diagnoser, PlanFacts
-from bloomery.monitor.diagnose.history import history_of
+from bloomery.monitor import diagnosis
+from bloomery.monitor.diagnosis import Diagnoser, PlanFacts, history_of
 from bloomery.monitor.events import DeviceStats, EvalDone, Recovered, Resumed, RunStarted, Saved, StepHealth, Warned
 
 GPU = PlanFacts(

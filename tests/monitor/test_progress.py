@@ -10,9 +10,6 @@ import pytest
 from rich.console import Console
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.console.lines import PlainView, header, showing
-from bloomery.monitor.console.screen import Screen, WatchedRun, frame
-from bloomery.monitor.console.words import devices_of
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -25,7 +22,10 @@ from bloomery.monitor.events import (
     Saved,
     Warned,
 )
+from bloomery.monitor.lines import PlainView, header, showing
+from bloomery.monitor.screen import Screen, WatchedRun, frame
 from bloomery.monitor.summary import RunFacts, RunSummary, sparkline, summary_of
+from bloomery.monitor.words import devices_of
 
 
 def lines_of(events, every=10, **facts):

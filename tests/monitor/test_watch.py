@@ -7,7 +7,6 @@ import pytest
 from rich.cells import cell_len
 from runs_for_tests import made_up_run, step_done
 
-from bloomery.monitor.console.screen import Screen, WatchedRun, frame, plot, settled_top
 from bloomery.monitor.events import (
     DeviceStats,
     EventLog,
@@ -20,6 +19,7 @@ from bloomery.monitor.events import (
     Warned,
     to_json,
 )
+from bloomery.monitor.screen import Screen, WatchedRun, frame, plot, settled_top
 from bloomery.monitor.summary import RunFacts
 
 FACTS = RunFacts(name="tiny-1", steps=40, memory_limit_gib=11.0)

@@ -10,7 +10,7 @@ from plan_help import machine, reported
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import build_profile, with_gpu
-from bloomery.hardware.specs.specs import find_gpu
+from bloomery.hardware.specs import find_gpu
 from bloomery.plan.report.all_gpus import devices
 from bloomery.plan.report.page import dtype_of, page, reached_flops
 from bloomery.recipe.load import load_recipe, packaged

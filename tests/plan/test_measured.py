@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from bloomery.core.units import GIB
-from bloomery.hardware.specs.calibration import OWN, Calibration, Point
+from bloomery.hardware.calibration import OWN, Calibration, Point
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate.calibrated import compile_gain, corrected, corrected_memory, nearest
 from bloomery.plan.estimate.states import StepShape, TrainedModel

@@ -6,7 +6,7 @@ import pytest
 from plan_help import gpu_machine, planned, reported
 
 from bloomery.core.units import GIB
-from bloomery.hardware.specs.calibration import Point
+from bloomery.hardware.calibration import Point
 from bloomery.model.families.presets import published_config
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
 from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel, TrainingMode

@@ -7,7 +7,7 @@ from bloomery.bench.measuring import Bench
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.gguf import export_gguf
 from bloomery.export.gguf_import import import_gguf
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.model.io.weights import load_decoder, model_state
 from bloomery.train.model_folder import find_model
 

@@ -9,7 +9,7 @@ import torch
 from memory_tracker import peak_bytes
 from plan_help import loaded, machine, planned
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.model.families.presets import known_config
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit, mesh_memory, stage_bytes

@@ -5,7 +5,7 @@ import torch
 from plan_help import gpu_machine, machine, planned
 from steps_for_tests import counted, load_of, measured, simulated, small_plan, some
 
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.recipe.load import load_recipe

@@ -18,7 +18,7 @@ import tokenizers  # noqa: E402
 from plans_for_tests import tiny_plan  # noqa: E402
 from tokenizers import models, pre_tokenizers  # noqa: E402
 
-from bloomery.data.loading.loader import Batch  # noqa: E402
+from bloomery.data.loader import Batch  # noqa: E402
 from bloomery.model.heads import LabelScores  # noqa: E402
 from bloomery.model.io.weights import load_decoder  # noqa: E402
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo  # noqa: E402

@@ -7,7 +7,7 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
 from bloomery.core.errors import UserError
-from bloomery.data.loading.loader import Cursor, Loader
+from bloomery.data.loader import Cursor, Loader
 from bloomery.monitor.events import Recovered, StepDone, Warned
 from bloomery.plan import fallback as safer
 from bloomery.train import context, state

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.train.evaluation.evaluation import complete_batches
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.objectives.losses import next_token_loss

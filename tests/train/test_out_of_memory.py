@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
-from bloomery.hardware.detect import system as gpu
-from bloomery.hardware.detect.system import GpuProcess, gpu_processes
+from bloomery.hardware import detect as gpu
+from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan

@@ -8,8 +8,8 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from structured_runs import write_answers
 
-from bloomery.core.choice import Choice
-from bloomery.data.loading.loader import Cursor
+from bloomery.core import Choice
+from bloomery.data.loader import Cursor
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, StepHealth, from_json, to_json

@@ -8,7 +8,7 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch.testing import assert_close
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.objectives.losses import dpo_loss, ipo_loss, kto_loss, means, orpo_loss, pairs_of, simpo_loss

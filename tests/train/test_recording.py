@@ -170,7 +170,7 @@ def test_equal_tensors_are_one_line():
 
 @needs_kept
 def test_a_graph_from_a_real_step_holds_its_activations(plan):
-    from bloomery.data.loading.loader import Cursor
+    from bloomery.data.loader import Cursor
     from bloomery.train.context import open_loader
     from bloomery.train.objectives.build import build_objective
 

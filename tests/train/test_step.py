@@ -6,7 +6,7 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.parallel.apply import apply
 from bloomery.train.objectives.build import Objective, pretraining
 from bloomery.train.objectives.losses import LossParts

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.data.loading.loader import Loader
+from bloomery.data.loader import Loader
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.layouts import merged_state
 from bloomery.model.adapters.lora import adapt, init_adapters, trained_state

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.probes.run import ProbeSpec
-from bloomery.hardware.probes.worker import Compute, Result, check, leave, main, seconds_of
+from bloomery.hardware.probe_worker import Compute, Result, check, leave, main, seconds_of
+from bloomery.hardware.probes import ProbeSpec
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import BACKENDS
 

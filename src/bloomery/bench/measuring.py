@@ -10,9 +10,9 @@ from typing import Literal, final
 
 from bloomery.core.child import LONGEST, Child
 from bloomery.core.errors import UserError
+from bloomery.hardware.calibration import calibrations
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.specs.calibration import calibrations
 from bloomery.model.attention.support import SHORT, supports
 from bloomery.plan.estimate.calibrated import compile_gain
 from bloomery.plan.local import child_environment, local_plan

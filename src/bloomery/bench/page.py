@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 
 from bloomery.bench.measuring import BenchResult, Largest
+from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_count, format_seconds
-from bloomery.core.version import __version__
+from bloomery.hardware.calibration import Calibration, Point, device_of
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.hardware.specs.calibration import Calibration, Point, device_of
 from bloomery.model.counting import parameter_count
 from bloomery.plan.rules.objective import setting
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan

@@ -11,7 +11,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
-from bloomery.data.loading.loader import Batch, Cursor, Loader
+from bloomery.data.loader import Batch, Cursor, Loader
 from bloomery.plan.types import RunPlan
 from bloomery.train.diagnostics.step_health import core_wait_seconds
 from bloomery.train.objectives.build import build_objective, with_text_structure

@@ -10,9 +10,9 @@ from typing import NoReturn, final
 
 import click
 
+from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
-from bloomery.core.version import __version__
 
 STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C with nothing to resume
 

@@ -50,8 +50,8 @@ def command(
     """
     from bloomery.bench.measuring import Bench, points
     from bloomery.bench.page import author_name, closing, make_measurement_file, noise_line, verdict_lines
-    from bloomery.hardware.detect.detect import detect
-    from bloomery.hardware.specs.calibration import store, write_calibration
+    from bloomery.hardware.calibration import store, write_calibration
+    from bloomery.hardware.detect import detect
 
     contributor = author_name(contributor)
     asked = points(sweeps) if sweeps else None
@@ -94,7 +94,7 @@ class Table:
         """The largest micro-batch with its trials (none when micro-batch sizes are swept), and the sweep."""
         from bloomery.bench.measuring import search, sequences_per_step, usual_points
         from bloomery.bench.page import heading, largest_lines, line, opening
-        from bloomery.hardware.specs.calibration import device_of
+        from bloomery.hardware.calibration import device_of
 
         device = device_of(bench.machine)
         named = f"{device.name}, {device.cores} core{'s' * (device.cores > 1)}" if device.cores else device.name

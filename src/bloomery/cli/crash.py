@@ -31,7 +31,7 @@ def _sentence(error: BaseException, kept: Path | None) -> UserError:
     if known is not None:
         return known
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        from bloomery.hardware.detect.detect import detect
+        from bloomery.hardware.detect import detect
         from bloomery.hardware.doctor.software import torch_missing
 
         return torch_missing(detect())

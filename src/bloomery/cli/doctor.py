@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from bloomery.cli.common import echo_page, plain, print_json
+from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input, write_durably
 from bloomery.core.text import expanded, redact_secrets
-from bloomery.core.version import __version__
 from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.machine import Machine
 from bloomery.runs.names import all_runs
@@ -67,8 +67,7 @@ def command(
 
     Exit code 1 if a problem blocks training. Example: bloomery doctor --explain "HIP error: invalid device function"
     """
-    from bloomery.hardware.doctor.access import run_lines
-    from bloomery.hardware.doctor.diagnose import diagnose, ready
+    from bloomery.hardware.doctor.diagnose import diagnose, ready, run_lines
 
     began = time.monotonic()
     if machine is not None and (probe or number is not None):
@@ -114,8 +113,8 @@ def command(
 def load_machine(file: Path | None, *, probe: bool) -> "Machine":
     """The machine of `file`, or this one with the results of its probes, new or cached."""
     from bloomery.bench import attention_probes
-    from bloomery.hardware.detect.detect import detect
-    from bloomery.hardware.probes.run import run_probes
+    from bloomery.hardware.detect import detect
+    from bloomery.hardware.probes import run_probes
 
     if file is not None:
         return read_record(file)

@@ -61,7 +61,7 @@ def show_gpus(
     loaded: "LoadedRecipe", names: tuple[str, ...], *, gpus: int, nodes: int, as_json: bool, source: str
 ) -> int:
     """Print one line per named GPU, or per GPU of the table where none is named; 0 when the run fits one of them."""
-    from bloomery.hardware.specs.specs import find_gpu
+    from bloomery.hardware.specs import find_gpu
     from bloomery.plan.local import local_facts
     from bloomery.plan.report.all_gpus import compare_gpus, gpus_page
 
@@ -87,7 +87,7 @@ def show_plan(
     source: str | None = None,
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
-    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.detect import detect
     from bloomery.plan.advice.advise import advise
     from bloomery.plan.local import local_plan
     from bloomery.runs.devices import planned_devices

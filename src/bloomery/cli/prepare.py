@@ -258,7 +258,7 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     from bloomery.data.prepare.kinds import missing_markup
     from bloomery.data.prepare.stats import check_dataset
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.detect import detect
     from bloomery.plan import gather
     from bloomery.plan.lengths import in_epochs, too_many_epochs
     from bloomery.plan.resolve import resolve

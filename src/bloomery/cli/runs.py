@@ -21,8 +21,8 @@ from bloomery.cli.common import echo, json_option, literal, print_json, run_argu
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.hardware.machine import read_machine
-from bloomery.monitor.console.screen import Screen, WatchedRun, frame, picture
 from bloomery.monitor.events import Event, Phase, Saved, StepDone, Tail, read_events
+from bloomery.monitor.screen import Screen, WatchedRun, frame, picture
 from bloomery.monitor.sinks import metrics_of
 from bloomery.monitor.summary import RunFacts, RunSummary, summary_of
 from bloomery.plan.explained import run_facts

@@ -19,7 +19,6 @@ from rich.status import Status
 from bloomery.cli.common import literal
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, format_bytes, format_seconds
-from bloomery.monitor.console.words import progress_text
 from bloomery.monitor.events import (
     EvalDone,
     Event,
@@ -32,6 +31,7 @@ from bloomery.monitor.events import (
     Warned,
     read_events,
 )
+from bloomery.monitor.words import progress_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import LoadedRecipe

@@ -90,7 +90,7 @@ def command(
 
         code = show_plan(loaded, devices=devices, source=words)
         if under:
-            from bloomery.hardware.detect.detect import detect
+            from bloomery.hardware.detect import detect
             from bloomery.plan.local import local_plan, wanted
             from bloomery.runs.devices import narrowed
 
@@ -120,7 +120,7 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     """Before a long run on a CPU: measure once whether torch.compile is faster for this model."""
     from bloomery.bench.measuring import compile_trial
     from bloomery.bench.page import make_measurement_file
-    from bloomery.hardware.specs.calibration import store
+    from bloomery.hardware.calibration import store
 
     printed = False
 

@@ -16,9 +16,9 @@ from bloomery.hub import PREFIX, is_hub_id
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.registry import architecture_of
-from bloomery.monitor.console.words import format_joules
 from bloomery.monitor.events import DeviceStats, EvalDone, RunStarted, StepDone, read_events
 from bloomery.monitor.summary import Devices
+from bloomery.monitor.words import format_joules
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.files import start_writing
-from bloomery.core.version import __version__
 from bloomery.data.chat.render import chat_format
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 from bloomery.hardware.machine import (
     CUDA_ORDER,
     MASKS,
@@ -23,8 +23,8 @@ from bloomery.hardware.machine import (
     number_of,
     visible_devices,
 )
-from bloomery.hardware.specs.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
-from bloomery.hardware.specs.wheels import TorchBuild, series, torch_builds
+from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
+from bloomery.hardware.wheels import TorchBuild, series, torch_builds
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
 SHARED_MEMORY_SHARE = 0.85  # of the memory of an integrated GPU: the rest of the machine uses the same memory

@@ -18,7 +18,7 @@ from typing import Any, Protocol, final
 
 from bloomery.core.child import Child, accept, reply, requests
 from bloomery.core.units import GIB
-from bloomery.hardware.detect.kfd import text_of
+from bloomery.hardware.kfd import text_of
 
 CPU_DEVICE = -1  # as `SensorReading.device`
 DEADLINE_SECONDS = 8.0  # for one read, including the start of the process

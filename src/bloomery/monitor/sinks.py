@@ -18,10 +18,10 @@ from typing import Any, Protocol, final
 from bloomery.core.files import open_regular, write_durably
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.core.units import MIB
-from bloomery.monitor.console.words import log_line
 from bloomery.monitor.events import DeviceStats, Event, read_events, to_json, without_secrets
 from bloomery.monitor.summary import JOULES_IN_KWH, RunSummary, device_figures, summary_of
 from bloomery.monitor.trackers import TrackerSink, on_schedule
+from bloomery.monitor.words import log_line
 
 Warn = Callable[[str], None]
 _HOOK_SECONDS = 10.0

@@ -16,9 +16,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
-from bloomery.core.version import __version__
 from bloomery.data.shards import read_manifest
 from bloomery.parallel import mesh as meshes
 from bloomery.parallel.mesh import Mesh, NotArrived, join

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
 from bloomery.model.config import ModelConfig

@@ -15,7 +15,7 @@ from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import Renderer
 from bloomery.data.examples import BadRow, Example
-from bloomery.data.loading.packing import count_sequences
+from bloomery.data.packing import count_sequences
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on
 from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout

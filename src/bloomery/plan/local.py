@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bloomery.data.prepare.prepare import prepared_folder
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import local_caches, with_gpu
-from bloomery.hardware.specs.specs import find_gpu
+from bloomery.hardware.specs import find_gpu
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan

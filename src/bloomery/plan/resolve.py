@@ -6,10 +6,10 @@ Nothing here reads a file: `gather` does. Suggestions resolve an edited recipe w
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 from bloomery.core.units import GIB, MIB, Duration
+from bloomery.hardware.calibration import threads
 from bloomery.hardware.profile import Profile
-from bloomery.hardware.specs.calibration import threads
 from bloomery.model.config import ModelConfig
 from bloomery.model.quantization.sizes import Dequantizer, backend
 from bloomery.plan import batch, lengths, mesh

@@ -48,7 +48,7 @@ def write_model_report(facts: "ModelFacts", results: "ModelResults", *, name: st
 
 def refuse_place(path: Path) -> None:
     """Raises UserError for a place that cannot hold a page, or that holds a file of another program."""
-    from bloomery.report.render import TITLE
+    from bloomery.report.charts import TITLE
 
     fix = "set another place: --out FILE"
     if not path.parent.is_dir() or path.is_dir():

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bloomery.core import __version__
 from bloomery.core.units import counted, format_bytes, format_count
-from bloomery.core.version import __version__
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.base_model import TENSORS, Base, read_settings, refuse_other_base
@@ -18,7 +18,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import read_config
 from bloomery.model.families.registry import architecture_of
 from bloomery.model.io.stored import Stored, find_tensors, stored_in, stored_parameters
-from bloomery.report.render import render
+from bloomery.report.charts import render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ScoredText, heat_level
 from bloomery.train.model_folder import ModelFiles
 

@@ -12,14 +12,25 @@ from markupsafe import Markup
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
 from bloomery.hardware.profile import build_profile
-from bloomery.monitor.console.screen import plot
-from bloomery.monitor.console.words import figure, format_joules
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, TaskDone
+from bloomery.monitor.screen import plot
 from bloomery.monitor.summary import JOULES_IN_KWH, in_millions
+from bloomery.monitor.words import figure, format_joules
 from bloomery.plan.advice.advise import claims_of, energy_kwh
-from bloomery.report.charts import SIGNS, Bars, Intervals, Plot, Point, Series, bar_chart, interval_chart, line_chart
+from bloomery.report.charts import (
+    SIGNS,
+    Bars,
+    Intervals,
+    Plot,
+    Point,
+    Series,
+    bar_chart,
+    interval_chart,
+    line_chart,
+    part,
+    render,
+)
 from bloomery.report.record import RunRecord, check_claims, read_record
-from bloomery.report.render import part, render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ResponsePair, ValidationText, heat_level
 
 _LEGEND = {

@@ -12,8 +12,7 @@ from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.data.shards import Manifest
 from bloomery.hardware.machine import Machine
-from bloomery.monitor.console.words import incident_text
-from bloomery.monitor.diagnose.diagnosis import Diagnosis, diagnose
+from bloomery.monitor.diagnosis import Diagnosis, diagnose
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -31,6 +30,7 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.monitor.summary import Elapsed, RunSummary, summary_of
+from bloomery.monitor.words import incident_text
 from bloomery.plan.advice.claims import ROUNDING, Claim, KnownRange, compare_claims
 from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan, Verdict

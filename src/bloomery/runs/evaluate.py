@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.chat.render import Renderer
 from bloomery.data.examples import Example
-from bloomery.data.loading.packing import truncated_lengths
+from bloomery.data.packing import truncated_lengths
 from bloomery.data.prepare.kinds import KINDS
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, ShardKind, open_split, read_manifest
 from bloomery.data.sources.documents import Dataset, ReadStats, open_dataset, read_documents, read_file, unpadded

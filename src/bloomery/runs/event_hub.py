@@ -14,9 +14,9 @@ from rich.console import Console
 from bloomery.core.files import state_folder
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.hardware.machine import Machine, read_machine
-from bloomery.monitor.console.lines import showing
-from bloomery.monitor.diagnose.diagnosis import Diagnoser
+from bloomery.monitor.diagnosis import Diagnoser
 from bloomery.monitor.events import Event, EventLog, RunEnded, Warned, read_events
+from bloomery.monitor.lines import showing
 from bloomery.monitor.sinks import LogFile, Sink, open_sinks
 from bloomery.monitor.summary import RunFacts, summary_of
 from bloomery.plan.explained import diagnosis_facts, run_facts

@@ -20,7 +20,7 @@ from bloomery.core.units import GIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, prepared_folder
 from bloomery.data.shards import MANIFEST, read_manifest
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile

@@ -71,7 +71,7 @@ def chosen_use(devices: str = "auto", quantize: str | None = None) -> "Use":
 
     Raises UserError for a device that does not exist or that this PyTorch cannot use.
     """
-    from bloomery.hardware.detect.detect import detect
+    from bloomery.hardware.detect import detect
     from bloomery.hardware.profile import apply_environment, build_profile
     from bloomery.runs.devices import narrowed
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.model.acting import acting_as
 from bloomery.model.decoder import Backbone, Block, Decoder
 from bloomery.parallel.apply import apply

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from bloomery.core.version import __version__
-from bloomery.data.loading.loader import Batch, Loader, Prefetcher
+from bloomery.core import __version__
+from bloomery.data.loader import Batch, Loader, Prefetcher
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.model.adapters.lora import is_adapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from bloomery.data.loading.loader import Cursor
+from bloomery.data.loader import Cursor
 from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import RunPlan

@@ -11,8 +11,8 @@ from typing import Literal, TypeVar, final
 import torch
 
 from bloomery.core.units import GIB, format_bytes
-from bloomery.data.loading.loader import Batch
-from bloomery.hardware.detect.system import GpuProcess, gpu_processes
+from bloomery.data.loader import Batch
+from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.model.io.sharded import local
 from bloomery.monitor.events import Recovered, Warned
 from bloomery.parallel.mesh import Mesh

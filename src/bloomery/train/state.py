@@ -8,7 +8,7 @@ from typing import Any, Literal, final
 import torch
 
 from bloomery.core.errors import UserError
-from bloomery.data.loading.loader import Cursor
+from bloomery.data.loader import Cursor
 from bloomery.model.adapters.base_model import Base, base_of, digest
 from bloomery.model.adapters.lora import adapt, init_adapters, note_base, trained_state
 from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named

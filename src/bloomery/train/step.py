@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bloomery.data.loading.loader import Batch, mix
+from bloomery.data.loader import Batch, mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.sharded import is_split, local

@@ -9,7 +9,7 @@ from torch import nn
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.base_model import is_adapter_folder, read_settings

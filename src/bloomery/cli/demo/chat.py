@@ -15,7 +15,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_count, format_seconds
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.model.counting import parameter_count
 from bloomery.model.families.presets import read_config
 from bloomery.monitor.events import Phase, RunEnded, RunStarted, read_events

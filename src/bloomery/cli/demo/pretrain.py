@@ -34,11 +34,9 @@ from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.sources.builtin import stdlib_files
 from bloomery.data.sources.documents import read_file
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.hardware.detect.detect import detect
+from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.model.counting import parameter_count
-from bloomery.monitor.console.lines import TITLE, WIDTH, PlainView, titled
-from bloomery.monitor.console.words import progress_text
 from bloomery.monitor.events import (
     EvalDone,
     Event,
@@ -51,7 +49,9 @@ from bloomery.monitor.events import (
     follow,
     read_events,
 )
+from bloomery.monitor.lines import TITLE, WIDTH, PlainView, titled
 from bloomery.monitor.summary import RunFacts, summary_of
+from bloomery.monitor.words import progress_text
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 

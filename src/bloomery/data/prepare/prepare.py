@@ -12,7 +12,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
-from bloomery.data.loading.packing import count_sequences, pairs_need_packing
+from bloomery.data.packing import count_sequences, pairs_need_packing
 from bloomery.data.prepare.kinds import train_on
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bloomery.core.units import counted
-from bloomery.data.loading.packing import Layout, PackedSequences, truncated_lengths
+from bloomery.data.packing import Layout, PackedSequences, truncated_lengths
 from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
 from bloomery.data.prepare.workers import LocalEncoder

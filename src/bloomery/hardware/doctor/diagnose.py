@@ -1,14 +1,270 @@
-"""The doctor's rules about probes and the rest of the machine, and all rules in their order."""
+"""The doctor's rules about GPU access, probes and the rest of the machine, and all rules in their order.
+
+Access: driver, devices, groups, containers, WSL, Slurm, masks; and the command that starts a container with the GPUs of
+this machine.
+"""
 
 import re
+import shlex
 from collections.abc import Iterator
+from typing import Any, Literal
 
 from bloomery.core.units import GIB, format_bytes
-from bloomery.hardware.doctor import access, software
-from bloomery.hardware.doctor.symptoms import NUMBER, PROBE, Finding, Level, Rule, from_table, match
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.doctor import software
+from bloomery.hardware.doctor.symptoms import NUMBER, PROBE, Finding, Level, Rule, from_table, match, vendors
+from bloomery.hardware.machine import MASKS, Machine, hidden
 from bloomery.hardware.profile import best_device, build_profile, install
-from bloomery.hardware.specs.specs import arch_spec
+from bloomery.hardware.specs import arch_spec
+
+AMD, NVIDIA = 0x1002, 0x10DE
+SELINUX = ("fedora", "rhel", "centos", "rocky", "almalinux")
+
+
+def driver(machine: Machine) -> Iterator[Finding]:
+    """GPUs on the PCI bus without their kernel driver, outside of containers and WSL."""
+    host = machine.host
+    if host.around.container or host.around.wsl or machine.accelerators:
+        return
+    amd = [display for display in host.displays if display.vendor == AMD]
+    nvidia = [display for display in host.displays if display.vendor == NVIDIA]
+    if amd and host.driver.blacklisted:  # by a line of a modprobe file, or by a boot parameter
+        source, other = host.driver.blacklisted, amd[0].driver
+        if source.startswith("/"):
+            fix = [f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(source)}"]
+        else:
+            edit = r"s/((modprobe\.blacklist|module_blacklist)=[^ \"]*)\bamdgpu\b,?/\1/"
+            fix = [f"sudo sed -i.bak -E '{edit}' /etc/default/grub"]
+        if other == "vfio-pci":
+            fix.append("# remove the PCI ID of the GPU from `options vfio-pci ids=` in the same folder")
+            other += ", for virtual machines"
+        fix.append(_rebuild_and_reboot("initramfs" if source.startswith("/") else "grub", host.distribution))
+        bound = f"; the GPU at {amd[0].address} is bound to {other}" if other not in ("", "amdgpu") else ""
+        yield from_table("driver-blacklisted", fix=fix, source=source, bound=bound)
+    elif amd and "nomodeset" in host.driver.boot.split():
+        reboot = _rebuild_and_reboot("grub", host.distribution)
+        yield from_table("driver-switched-off", address=amd[0].address, boot=reboot)
+    elif amd and not host.driver.amdgpu:
+        holder = amd[0].driver or "no driver"
+        yield from_table("driver-not-loaded", address=amd[0].address, holder=holder, kernel=host.driver.kernel)
+    if nvidia and not host.driver.nvidia:
+        yield from_table("nvidia-driver-missing", address=nvidia[0].address, holder=nvidia[0].driver or "no driver")
+
+
+def _rebuild_and_reboot(target: Literal["initramfs", "grub"], distribution: str) -> str:
+    """The distribution's command that rebuilds the initramfs or the GRUB configuration, then reboots."""
+    name = distribution.partition(" ")[0]
+    dracut = name in (*SELINUX, "sles", "opensuse-leap", "opensuse-tumbleweed")
+    if target == "initramfs":
+        rebuild = "dracut --force" if dracut else "mkinitcpio -P" if name == "arch" else "update-initramfs -u"
+    elif name in SELINUX:
+        rebuild = "grub2-mkconfig -o /boot/grub2/grub.cfg"
+    elif dracut:
+        rebuild = "update-bootloader"
+    else:
+        rebuild = "grub-mkconfig -o /boot/grub/grub.cfg" if name == "arch" else "update-grub"
+    return f"sudo {rebuild} && sudo reboot"
+
+
+def compute_device(machine: Machine) -> Iterator[Finding]:
+    """/dev/kfd is missing although an AMD GPU has its driver."""
+    around, access = machine.host.around, machine.host.access
+    unchecked = any(one.vendor == "amd" and one.access is None for one in machine.accelerators)  # in old records
+    if access.kfd != "absent" or "amd" not in vendors(machine) or around.wsl or unchecked:
+        return
+    if around.container:
+        masked = f"; {around.masked_gpus} GPU hidden by the control group" if around.masked_gpus else ""
+        yield from_table(
+            "container-without-gpu",
+            level="note" if machine.software.build == "cpu" else "blocks",
+            container=around.container,
+            missing="the GPU's compute device" if machine.accelerators else "the GPU",
+            evidence=f"/dev/kfd does not exist in it{masked}",
+        )
+    elif machine.host.driver.amdgpu:
+        yield from_table("no-compute-device", kernel=machine.host.driver.kernel)
+
+
+def hung(machine: Machine) -> Iterator[Finding]:
+    """Opening a device never returned: the driver waits for a GPU that does not respond."""
+    nodes = [device.node for device in machine.accelerators if device.access == "hung"]
+    silent = [*(["/dev/kfd"] if machine.host.access.kfd == "hung" else []), *nodes]
+    if silent:
+        yield from_table("driver-hung", silent=" and ".join(silent[:3]))
+
+
+def gpu_without_compute(machine: Machine) -> Iterator[Finding]:
+    """An AMD GPU with its driver and /dev/kfd that the kernel does not list for compute."""
+    access, around = machine.host.access, machine.host.around
+    amd = [display for display in machine.host.displays if display.vendor == AMD and display.driver == "amdgpu"]
+    elsewhere = around.wsl or around.slurm or around.site or around.masked_gpus
+    if machine.accelerators or not amd or elsewhere or access.kfd in ("absent", "hung"):
+        return
+    level: Level = "blocks" if machine.software.build == "rocm" else "note"
+    yield from_table("gpu-without-compute", level=level, address=amd[0].address)
+
+
+def silent_nvidia(machine: Machine) -> Iterator[Finding]:
+    """An NVIDIA GPU that nvidia-smi does not list: the container, WSL, or a driver that was updated halfway."""
+    around, loaded = machine.host.around, machine.host.driver.nvidia
+    nvidia = [display for display in machine.host.displays if display.vendor == NVIDIA]
+    through_windows = around.wsl and around.dxg and machine.software.build == "cuda"
+    if machine.accelerators or around.slurm or around.site or not (nvidia or through_windows):
+        return
+    level: Level = "note" if machine.software.build == "cpu" else "blocks"
+    if around.container and not around.wsl:
+        yield from_table(
+            "container-without-gpu",
+            level=level,
+            container=around.container,
+            missing="the GPU",
+            evidence=f"NVIDIA GPU at {nvidia[0].address}, but nvidia-smi lists none in the container",
+            fix=("docker run --gpus all ...  # on the host; `bloomery doctor --docker` prints the whole command",),
+            verify="nvidia-smi",
+        )
+    elif around.wsl:
+        yield from_table("wsl-nvidia", level=level)
+    elif loaded:
+        yield from_table("nvidia-silent", level=level, loaded=loaded, address=nvidia[0].address)
+
+
+def groups(machine: Machine) -> Iterator[Finding]:
+    """Permission denied for /dev/kfd or a render node."""
+    access = machine.host.access
+    nodes = [device.node for device in machine.accelerators if device.access == "denied" and device.vendor == "amd"]
+    if access.kfd != "denied" and not nodes:
+        return
+    closed = " and ".join([*(["/dev/kfd"] if access.kfd == "denied" else []), *nodes])
+    group = access.kfd_group or "render"
+    fields: dict[str, Any] = {"closed": closed, "group": group, "groups": ", ".join(access.groups)}
+    if machine.host.around.container:
+        gid = f"{access.kfd_gid}" if access.kfd_gid is not None else "$(stat -c %g /dev/kfd)"
+        yield from_table("container-group", gid=gid, **fields)
+    elif group in access.groups:
+        selinux = machine.host.distribution.partition(" ")[0] in SELINUX
+        denials = "sudo ausearch -m avc -ts recent | grep -E 'kfd|renderD'  # lists what SELinux denied"
+        rights = f"ls -l {closed.replace(' and ', ' ')}  # an access control list or a udev rule denies access"
+        note = "; SELinux is active" if selinux else ""
+        yield from_table("access-denied", fix=(denials if selinux else rights,), selinux=note, **fields)
+    else:
+        yield from_table("login-again" if group in access.listed_groups else "not-in-group", **fields)
+
+
+def masked(machine: Machine) -> Iterator[Finding]:
+    """GPUs that the control group hides from a process that has others."""
+    count = machine.host.around.masked_gpus
+    if count and machine.accelerators:
+        yield from_table("masked-gpus", gpus=f"{count} more GPU is" if count == 1 else f"{count} more GPUs are")
+
+
+def wsl(machine: Machine) -> Iterator[Finding]:
+    around, software = machine.host.around, machine.software
+    if not around.wsl or machine.accelerators:
+        return
+    if not around.dxg:
+        yield from_table("wsl-without-gpu")
+    elif software.build == "rocm" and software.environment.get("HSA_ENABLE_DXG_DETECTION") != "1":
+        yield from_table("wsl-detection-off")
+
+
+def hiding(machine: Machine) -> Iterator[Finding]:
+    """Environment variables that select GPUs and contradict each other, or hide every GPU."""
+    environment = machine.software.environment
+    masks = [name for name in MASKS if environment.get(name)]
+    mask = hidden(machine) if machine.accelerators else ""
+    if len(masks) > 1 and masks[0] == "ROCR_VISIBLE_DEVICES" and "amd" in vendors(machine):
+        left = len(environment[masks[0]].split(","))
+        beyond = [int(number) for number in re.findall(r"\d+", environment[masks[1]]) if int(number) >= left]
+        yield from_table(
+            "two-maskings",
+            level="blocks" if beyond or mask else "note",
+            first=masks[0],
+            second=masks[1],
+            values=", ".join(f"{name}={environment[name]}" for name in masks),
+        )
+    elif mask:
+        lines = [f"{one.file} line {one.line}" for one in machine.software.settings if one.name == mask]
+        places = ", set in " + " and ".join(lines) if lines else ""
+        yield from_table("all-gpus-hidden", name=mask, value=environment[mask], places=places)
+
+
+def integrated_gpu_first(machine: Machine) -> Iterator[Finding]:
+    """Device 0 is an integrated GPU, and the discrete GPU is another device."""
+    amd = [device for device in machine.accelerators if device.vendor == "amd"]
+    best = best_device(machine)
+    chosen = any(machine.software.environment.get(name) for name in MASKS)
+    if len(amd) > 1 and amd[0].integrated and best is not None and not best.integrated and not chosen:
+        integrated, discrete = amd[0].name, best.name
+        yield from_table(
+            "igpu-is-device-0", arch=amd[0].arch, integrated=integrated, discrete=discrete, index=best.index
+        )
+
+
+def slurm(machine: Machine) -> Iterator[Finding]:
+    around, visible = machine.host.around, len(machine.accelerators)
+    if visible:
+        allotted = around.slurm.get("SLURM_GPUS_ON_NODE", "")
+        if allotted.isdigit() and int(allotted) > visible:
+            yield from_table("slurm-shows-fewer", allotted=allotted, visible=visible)
+    elif around.slurm:
+        yield from_table("slurm-without-gpu", job=around.slurm.get("SLURM_JOB_ID", "?"))
+    elif around.site:
+        yield from_table("login-node", site=around.site.capitalize())
+
+
+def no_gpu(machine: Machine) -> Iterator[Finding]:
+    """No GPU of AMD or NVIDIA: training works, on the CPU."""
+    around = machine.host.around
+    elsewhere = around.wsl or around.slurm or around.site or around.masked_gpus
+    if machine.accelerators or elsewhere or any(d.vendor in (AMD, NVIDIA) for d in machine.host.displays):
+        return
+    found = ", ".join(f"{display.driver or 'no driver'} at {display.address}" for display in machine.host.displays)
+    yield from_table("no-gpu", displays=f"display: {found}" if found else "no display or accelerator on the PCI bus")
+
+
+# Containers
+
+
+def image_of(machine: Machine) -> str:
+    """The image of docker/ that fits: rocm, cuda or cpu."""
+    if machine.host.around.dxg and machine.software.build == "rocm":  # WSL lists no AMD GPU
+        return "rocm"
+    present = {device.vendor for device in machine.accelerators} or vendors(machine)
+    return "rocm" if "amd" in present else "cuda" if "nvidia" in present else "cpu"
+
+
+def run_lines(machine: Machine) -> tuple[str, ...]:
+    """Commands, each with an optional remark after two spaces and "# ": build the image once, then run it."""
+    image, around, access = image_of(machine), machine.host.around, machine.host.access
+    if around.slurm or around.site:
+        flag = {"rocm": "--rocm ", "cuda": "--nv ", "cpu": ""}[image]
+        return (
+            f"apptainer build bloomery-{image}.sif docker-archive://bloomery-{image}.tar  # written by docker save",
+            f'srun --gpus-per-task=1 apptainer exec {flag}--bind "$PWD" bloomery-{image}.sif bloomery doctor',
+        )
+    selinux = machine.host.distribution.partition(" ")[0] in SELINUX
+    engine = "podman" if selinux else "docker"
+    user = "--userns=keep-id" if selinux else '--user "$(id -u):$(id -g)"'
+    if image == "cpu":
+        devices = []
+    elif image == "cuda":
+        cdi = ["--device", "nvidia.com/gpu=all", "--security-opt=label=disable"]
+        devices = cdi if selinux else ["--gpus", "all"]
+    elif around.wsl:
+        devices = ["--device=/dev/dxg", "-e", "HSA_ENABLE_DXG_DETECTION=1", "-v", "/usr/lib/wsl:/usr/lib/wsl"]
+    elif selinux:  # a rootless engine keeps the user's own groups
+        keep = ["--group-add=keep-groups", "--security-opt=label=disable"]
+        devices = ["--device=/dev/kfd", "--device=/dev/dri", *keep]
+    else:  # the numbers of the groups that own the devices: names have other numbers in the container
+        owners = [number for number in (access.kfd_gid, access.render_gid) if number is not None]
+        # In a record that was made without the device, the shell of the host looks the number up.
+        numbers = [str(number) for number in dict.fromkeys(owners)] or ["$(stat -c %g /dev/kfd)"]
+        devices = ["--device=/dev/kfd", "--device=/dev/dri", *(f"--group-add={number}" for number in numbers)]
+    words = [engine, "run", "--rm", "-it", *devices, "--ipc=host", user, '-v "$PWD":/workspace -w /workspace']
+    return (
+        f"{engine} build -f docker/Dockerfile.{image} -t bloomery:{image} .  # once, in a checkout of Bloomery",
+        " ".join(words) + f" bloomery:{image} bloomery doctor",
+    )
+
 
 EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 OUTCOMES = {"wrong": "computes wrong values", "failed": "fails", "crashed": "crashes", "hung": "hangs"}
@@ -162,7 +418,7 @@ def compiler(machine: Machine) -> Iterator[Finding]:
     if not build_profile(machine.model_copy(update={"host": with_compiler})).compile.value:
         return  # torch.compile would not be used
     name = machine.host.distribution.partition(" ")[0]
-    tools = dict.fromkeys(access.SELINUX, "dnf install gcc-c++") | {"arch": "pacman -S gcc"}
+    tools = dict.fromkeys(SELINUX, "dnf install gcc-c++") | {"arch": "pacman -S gcc"}
     tools |= dict.fromkeys(("sles", "opensuse-leap"), "zypper install gcc-c++")
     slower = ", 10 to 35% slower on a CPU" if best_device(machine) is None else ""
     yield from_table("no-compiler", fix=("sudo " + tools.get(name, "apt install g++"),), slower=slower)
@@ -175,11 +431,11 @@ def disk(machine: Machine) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    access.driver, access.compute_device, access.silent_nvidia, access.hung, access.groups, access.wsl, access.slurm,
-    access.hiding, software.missing, software.wrong_build, software.kernels, software.override, software.nvidia,
+    driver, compute_device, silent_nvidia, hung, groups, wsl, slurm,
+    hiding, software.missing, software.wrong_build, software.kernels, software.override, software.nvidia,
     software.amd_driver, software.loaded_rocm, software.site_modules, failed_probes, experimental_attention,
-    software.allocator, iommu, numa, shared_memory, used_by_others, compiler, disk, access.no_gpu,
-    access.gpu_without_compute, access.integrated_gpu_first, access.masked, system_memory, software.two_vendors,
+    software.allocator, iommu, numa, shared_memory, used_by_others, compiler, disk, no_gpu,
+    gpu_without_compute, integrated_gpu_first, masked, system_memory, software.two_vendors,
     software.companions, software.bitsandbytes, software.system_rocm, flash_attention, software.pin,
 )  # fmt: skip
 ORDER = {"blocks": 0, "slows": 1, "note": 2}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 
 SHORT = 512  # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 from bloomery.hardware.machine import Machine
 
 BLOCK = 64  # weights that share a scale (arXiv:2305.14314, section 3; bitsandbytes' default)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_bytes, format_count, format_seconds
-from bloomery.hardware.doctor.env_vars import idle_settings
+from bloomery.hardware.doctor.software import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig

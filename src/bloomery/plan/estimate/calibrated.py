@@ -9,9 +9,9 @@ from functools import cache
 from pydantic import TypeAdapter, ValidationError
 
 from bloomery.core.units import GIB
+from bloomery.hardware.calibration import OWN, Calibration, Point, calibrations
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.hardware.specs.calibration import OWN, Calibration, Point, calibrations
 from bloomery.model.config import ModelConfig
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import estimate_memory

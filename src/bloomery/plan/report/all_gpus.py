@@ -9,7 +9,7 @@ from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_seconds, two_digits
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.profile import with_gpu
-from bloomery.hardware.specs.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
+from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
 from bloomery.plan.advice.advise import energy_kwh
 from bloomery.plan.gather import facts_of
 from bloomery.plan.report.page import LABEL, SHORT_NAMES, WIDTH

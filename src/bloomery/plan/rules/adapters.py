@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
 from bloomery.model.adapters.peft_settings import method_settings, named

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig, TransformersBackend
 from bloomery.model.families.registry import architecture_of

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from bloomery.core.choice import Choice
+from bloomery.core import Choice
 from bloomery.core.units import format_count
 from bloomery.data.tokenizer.templates import NONE
 from bloomery.model.config import ModelConfig

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.model.heads import Divergence, LabelScores
 from bloomery.model.io.sharded import local
 from bloomery.monitor.events import StepHealth

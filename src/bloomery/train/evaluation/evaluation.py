@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from bloomery.data.loading.loader import Batch, Loader
+from bloomery.data.loader import Batch, Loader
 from bloomery.model.decoder import Decoder
 from bloomery.model.sampling import NotFinite
 from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bloomery.data.loading.loader import Batch
+from bloomery.data.loader import Batch
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hub import local_model
 from bloomery.model.attention.support import supports

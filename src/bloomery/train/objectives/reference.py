@@ -8,8 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from bloomery.data.loading.loader import Batch, Loader
-from bloomery.data.loading.reference_logprobs import ReferenceWriter
+from bloomery.data.loader import Batch, Loader, ReferenceWriter
 from bloomery.data.shards import SplitName
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder

@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import closest
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import Accelerator, Host
-from bloomery.hardware.specs.wheels import series
+from bloomery.hardware.wheels import series
 
 # The share of system memory available to an integrated GPU unless amdgpu.gttsize or ttm.pages_limit are set.
 SHARED_PART = 0.5
@@ -160,7 +160,7 @@ class GpuTable(TableEntry):
 @cache
 def table() -> GpuTable:
     """The validated gpus.toml."""
-    text = (resources.files("bloomery.hardware.specs") / "gpus.toml").read_text(encoding="utf-8")
+    text = (resources.files("bloomery.hardware") / "gpus.toml").read_text(encoding="utf-8")
     return GpuTable.model_validate(tomllib.loads(text))
 
 

@@ -12,7 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import cache_folder, write_json
 from bloomery.hardware.machine import Frozen, Machine
 from bloomery.hardware.profile import choose_device
-from bloomery.hardware.specs.specs import cpu_spec, gpu_spec
+from bloomery.hardware.specs import cpu_spec, gpu_spec
 
 OWN = "this machine"  # as the contributor of local results
 STORED = 50  # local results

@@ -16,8 +16,6 @@ from rich.live import Live
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
-from bloomery.monitor.console.screen import Screen, WatchedRun, frame, picture
-from bloomery.monitor.console.words import devices_of, eval_text, incident_text
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -34,8 +32,10 @@ from bloomery.monitor.events import (
     Warned,
     as_shown,
 )
+from bloomery.monitor.screen import Screen, WatchedRun, frame, picture
 from bloomery.monitor.sinks import Sink
 from bloomery.monitor.summary import RunFacts, RunSummary, in_millions, sparkline
+from bloomery.monitor.words import devices_of, eval_text, incident_text
 
 WIDTH = 100
 TITLE = 11  # columns

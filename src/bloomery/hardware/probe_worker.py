@@ -1,4 +1,4 @@
-"""Probes of torch and a device, by name: `python -m bloomery.hardware.probes.worker`, the child process of run.py.
+"""Probes of torch and a device, by name: `python -m bloomery.hardware.probe_worker`, the child process of probes.py.
 
 Results are compared with float64; times are the best of several runs. Torch is imported inside functions.
 """
@@ -135,7 +135,7 @@ def all_reduce(name: str, job: Mapping[str, Any]) -> Result:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         job_of_rank = {"names": ["rank"], "world": world, "device": job["device"], "meeting": f"{folder}/meet"}
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback only
-        module = "bloomery.hardware.probes.worker"
+        module = "bloomery.hardware.probe_worker"
         ranks = [
             stack.enter_context(Child(module, job_of_rank | {"rank": rank}, environment=environment))
             for rank in range(world)

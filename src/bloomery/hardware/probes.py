@@ -25,7 +25,7 @@ CACHED = 20  # machines, or states of one, in the cache
 
 Progress = Callable[[str, int, int], None]  # the name of the probe that starts, probes done, all probes
 
-TORCH_PROBES = "bloomery.hardware.probes.worker"
+TORCH_PROBES = "bloomery.hardware.probe_worker"
 
 
 @dataclass(frozen=True, kw_only=True)

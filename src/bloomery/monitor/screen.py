@@ -14,7 +14,9 @@ from rich.text import Text
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
-from bloomery.monitor.console.words import (
+from bloomery.monitor.events import Event, Recovered, Resumed, RunEnded, RunStarted, Sampled, Saved, StepDone, as_shown
+from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
+from bloomery.monitor.words import (
     device_lines,
     eval_text,
     eval_title,
@@ -22,8 +24,6 @@ from bloomery.monitor.console.words import (
     incident_text,
     short_device_lines,
 )
-from bloomery.monitor.events import Event, Recovered, Resumed, RunEnded, RunStarted, Sampled, Saved, StepDone, as_shown
-from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
 
 Point = tuple[float, float]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row

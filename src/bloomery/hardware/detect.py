@@ -1,0 +1,546 @@
+"""GPUs, CPU, memory, disk, software, drivers and cluster that this process has: the machine's, or its control group's.
+
+Software: Python, the installed PyTorch and related packages, and their environment variables. Imports none of them.
+System: kernel drivers, accessible devices, container and cluster of this process, and the processes on the GPUs.
+"""
+
+import configparser
+import errno
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+from typing import Any, Literal, final
+from urllib.parse import unquote, urlparse
+
+from bloomery.core.child import output_of
+from bloomery.core.units import MIB
+from bloomery.hardware.kfd import masked_gpus, number_of, read_kfd, text_of
+from bloomery.hardware.machine import (
+    Accelerator,
+    Access,
+    Display,
+    Driver,
+    Host,
+    Machine,
+    Opening,
+    Package,
+    Setting,
+    Software,
+    Surroundings,
+)
+from bloomery.hardware.probes import with_cached_probes
+from bloomery.hardware.wheels import detect_site
+
+OPEN_SECONDS = 5
+OPENING: dict[int, Opening] = {0: "open", errno.ENOENT: "absent", errno.ENXIO: "absent", errno.ENODEV: "absent"}
+# Opens the devices, because permission bits do not include SELinux and device control groups; in a child process,
+# because open() never returns if the driver hangs.
+OPENER = """
+import os, sys
+for path in sys.argv[1:]:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        print(0)
+    except OSError as error:
+        print(error.errno)
+"""
+MODPROBE_FOLDERS = ("etc/modprobe.d", "run/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
+BLACKLISTED = re.compile(r"^\s*(?:blacklist\s+amdgpu\s*$|install\s+amdgpu\s+\S*/(?:true|false))", re.MULTILINE)
+BOOT_WORDS = re.compile(
+    r"(?:^|\s)((?:iommu|amd_iommu|intel_iommu|pcie_acs_override|modprobe\.blacklist|module_blacklist)=\S+|nomodeset"
+    r"|amdgpu\.\S+)"
+)
+LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib")  # of the ROCm packages of distributions
+SLURM = (
+    "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_GPUS_ON_NODE",
+    "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_JOB_END_TIME",
+)  # fmt: skip
+
+
+def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
+    """(access to /dev/kfd and groups, access to each render node)."""
+    if os.name == "nt":
+        return Access(), {}
+    kfd, renders = root / "dev/kfd", sorted((root / "dev/dri").glob("renderD*"))
+    answers = openings([path for path in (kfd, *renders) if path.exists()])
+    names = {int(number): name for name, _, number, _ in _group_rows(root)}
+    gid, render_gid = (
+        path.stat().st_gid if path and path.exists() else None for path in (kfd, next(iter(renders), None))
+    )
+    # The groups of the user after the next login.
+    rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
+    entry = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
+    user = entry[0] if entry else os.environ.get("LOGNAME", os.environ.get("USER", ""))
+    listed = [names.get(int(entry[3]), entry[3])] if entry and entry[3].isdecimal() else []
+    listed += [name for name, _, _, members in _group_rows(root) if user and user in members.split(",")]
+    access = Access(
+        kfd=answers.get(kfd, "absent"),
+        kfd_group="" if gid is None else names.get(gid, str(gid)),
+        kfd_gid=gid,
+        render_gid=render_gid,
+        groups=tuple(names.get(group, str(group)) for group in sorted({os.getegid(), *os.getgroups()})),
+        listed_groups=tuple(dict.fromkeys(listed)),
+    )
+    return access, {f"/dev/dri/{path.name}": answers[path] for path in renders}
+
+
+def openings(paths: list[Path]) -> dict[Path, Opening]:
+    """Whether each file can be opened read-write, tested in a child process that may hang."""
+    if not paths:
+        return {}
+    answer = output_of([sys.executable, "-I", "-S", "-c", OPENER, *map(str, paths)], seconds=OPEN_SECONDS)
+    if answer is None:
+        return dict.fromkeys(paths, "hung")
+    numbers = answer.split()
+    if len(numbers) != len(paths):  # the child could not be started: use the permission bits
+        return {path: "open" if os.access(path, os.R_OK | os.W_OK) else "denied" for path in paths}
+    return {path: OPENING.get(int(number), "denied") for path, number in zip(paths, numbers, strict=True)}
+
+
+def _group_rows(root: Path) -> list[list[str]]:
+    """Lines of /etc/group: name, password, number, members. The name service is not used, as it can hang."""
+    lines = text_of(root / "etc/group").splitlines()
+    return [fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()]
+
+
+def read_driver(root: Path) -> Driver:
+    """Kernel drivers, and the file or boot parameter that blacklists amdgpu."""
+    command_line = text_of(root / "proc/cmdline")
+    files = [file for folder in MODPROBE_FOLDERS for file in sorted((root / folder).glob("*.conf"))]
+    blacklisted = next(("/" + str(file.relative_to(root)) for file in files if BLACKLISTED.search(text_of(file))), "")
+    boot = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
+    # A line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release".
+    nvidia = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    balancing = text_of(root / "proc/sys/kernel/numa_balancing").strip()
+    return Driver(
+        kernel=text_of(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
+        amdgpu=(root / "sys/module/amdgpu").is_dir(),
+        amdgpu_version=text_of(root / "sys/module/amdgpu/version").strip(),
+        nvidia=nvidia[1] if nvidia else text_of(root / "sys/module/nvidia/version").strip(),
+        blacklisted=blacklisted or (f"{boot[0]} in /proc/cmdline" if boot else ""),
+        boot=" ".join(BOOT_WORDS.findall(command_line)),
+        rocm=system_rocm(root),
+        numa_balancing=balancing != "0" if balancing else None,
+    )
+
+
+def system_rocm(root: Path) -> str:
+    """The newest installed ROCm; older ones often remain, and 10.1 is newer than 7.2."""
+    folders = [root / "opt/rocm", *(root / "opt").glob("rocm-*")]
+    folders += [_below(root, os.environ[name]) for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)]
+    texts = [text_of(folder / ".info/version") for folder in folders]
+    texts += [folder.name.removeprefix("rocm-") for folder in folders]
+    texts += [name.removeprefix("rocm/") for name in _modules() if name.startswith("rocm/")]
+    libraries = (file for folder in LIBRARY_FOLDERS for file in (root / folder).glob("libamdhip64.so.*"))
+    texts += [".".join(library.name.partition(".so.")[2].split(".")[:2]) for library in libraries]
+    return newest(texts)
+
+
+def newest(versions: Iterable[str]) -> str:
+    """The newest version of the texts that begin with one of at least two numbers; otherwise ""."""
+    matches = (re.match(r"\s*v?(\d+(?:\.\d+)+)", text) for text in versions)
+    return max((match[1] for match in matches if match), key=version_key, default="")
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """For sorting versions: 7.2.4 < 7.14 < 10.1."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
+
+
+def _modules() -> tuple[str, ...]:
+    return tuple(filter(None, os.environ.get("LOADEDMODULES", "").split(":")))
+
+
+def read_surroundings(root: Path) -> Surroundings:
+    """WSL, container, control group, Slurm job and cluster of this process."""
+    shared = root / "dev/shm"
+    space = os.statvfs(shared) if shared.is_dir() else None
+    return Surroundings(
+        wsl="microsoft" in text_of(root / "proc/version").lower(),
+        dxg=(root / "dev/dxg").exists(),
+        container=_container(root),
+        masked_gpus=masked_gpus(root / "sys"),
+        shared_memory_bytes=space.f_blocks * space.f_frsize if space else None,
+        slurm={name: os.environ[name] for name in SLURM if name in os.environ},
+        site=detect_site(root),
+        modules=_modules(),
+    )
+
+
+def _container(root: Path) -> str:
+    """docker, podman, apptainer, kubernetes, lxc, or systemd's name of the container; empty outside of containers."""
+    if os.environ.get("APPTAINER_CONTAINER") or os.environ.get("SINGULARITY_CONTAINER"):
+        return "apptainer"
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "kubernetes"
+    marks = ((".dockerenv", "docker"), ("run/.containerenv", "podman"), (".singularity.d", "apptainer"))
+    by_file = next((kind for mark, kind in marks if (root / mark).exists()), "")
+    first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
+    names = {"libpod": "podman", "kubepods": "kubernetes"}
+    by_group = names.get(first[1], first[1]) if first else ""
+    return by_file or text_of(root / "run/systemd/container").strip() or by_group
+
+
+SMI_SECONDS = 5.0
+QUERY = ("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits")
+
+
+@final
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process with memory on a GPU; `name`: of its command."""
+
+    pid: int
+    name: str
+    bytes: int
+
+
+def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[GpuProcess, ...]:
+    """Other processes with memory on a GPU, the largest first, without those hidden from this user."""
+    used: dict[int, int] = {}
+    for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):  # kfd_process.c, `kfd_procfs_show`
+        owner = number_of(path.parent.name)
+        used[owner] = used.get(owner, 0) + number_of(text_of(path))  # none: it has just ended, or is another user's
+    for line in (output_of(QUERY, seconds=SMI_SECONDS) or "").splitlines():
+        pid, _, mebibytes = line.partition(",")
+        if pid.strip().isdigit() and mebibytes.strip().isdigit():  # "[N/A]" under WSL
+            used[int(pid)] = used.get(int(pid), 0) + int(mebibytes) * MIB
+    others = [
+        GpuProcess(pid, text_of(proc / str(pid) / "comm").strip() or "unknown", size)
+        for pid, size in used.items()
+        if size and pid != os.getpid()
+    ]
+    return tuple(sorted(others, key=lambda process: -process.bytes))
+
+
+Build = Literal["cpu", "cuda", "rocm"]
+
+ENVIRONMENT = (
+    "HSA_OVERRIDE_GFX_VERSION", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_HIP_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "TORCH_ROCM_FA_PREFER_CK",
+    "TORCH_BLAS_PREFER_HIPBLASLT", "HIPBLAS_WORKSPACE_CONFIG", "CUBLAS_WORKSPACE_CONFIG",
+    "ROCBLAS_INTERNAL_FP16_ALT_IMPL", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "CXX", "HSA_ENABLE_SDMA",
+    "HSA_FORCE_FINE_GRAIN_PCIE", "HSA_NO_SCRATCH_RECLAIM", "HSA_XNACK", "HSA_ENABLE_DXG_DETECTION",
+    "AMD_SERIALIZE_KERNEL", "AMD_SERIALIZE_COPY", "HIP_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING", "AMD_LOG_LEVEL",
+    "GPU_MAX_HW_QUEUES", "HIP_FORCE_DEV_KERNARG", "BNB_ROCM_VERSION", "FLASH_ATTENTION_TRITON_AMD_ENABLE",
+    "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_INTERPRET", "LD_LIBRARY_PATH", "ROCM_PATH", "PIP_CONSTRAINT",
+)  # fmt: skip
+ENVIRONMENT_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
+# Related distributions by name; others that require torch are found by their metadata.
+COMPANIONS = re.compile(
+    r"(?:torch(?:vision|audio|ao|tune)?|triton(?:-rocm)?|pytorch-triton(?:-rocm)?|flash-attn|bitsandbytes|xformers"
+    r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
+)
+TRITONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
+REQUIRES_TORCH = re.compile(r"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE)
+SHELL_FILES = (
+    "~/.bashrc", "~/.bash_profile", "~/.profile", "~/.zshrc", "~/.zshenv", "~/.zprofile", "~/.config/fish/config.fish",
+    "/etc/environment", "/etc/bash.bashrc", "/etc/profile",
+)  # fmt: skip
+SHELL_FOLDERS = (("/etc/profile.d", "*.sh"), ("~/.config/environment.d", "*.conf"))
+_NAME, _VALUE = r"([A-Z][A-Z0-9_]*)", r"""("[^"]*"|'[^']*'|[^\s;#&]*)"""
+SETS = (
+    re.compile(rf"(?:^|[\s;&])(?:export\s+)?{_NAME}={_VALUE}"),  # sh, environment.d
+    re.compile(rf"^\s*(?:setenv|set\s+-\S*x\S*)\s+{_NAME}\s+{_VALUE}"),  # csh, fish
+    re.compile(rf'"{_NAME}":\s*{_VALUE}'),  # conda env config vars
+)
+LARGEST_SHELL_FILE = 1 << 20
+
+
+def read_software(root: Path) -> Software:
+    """The packages that this interpreter imports; shell files and pip configuration below `root`."""
+    packages = tuple(sorted(_packages(), key=lambda package: package.name))
+    versions = {package.name: package.version for package in packages}
+    spec = util.find_spec("torch")  # finds the package without importing it
+    table = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    values = assignments(text_of(table)) if table else {}
+    home = str(Path.home()) + "/"
+    environment = {name: value for name, value in sorted(os.environ.items()) if matters(name)}
+    if home != "//":  # no user name in a bug report
+        environment = {name: value.replace(home, "~/") for name, value in environment.items()}
+    torch = values.get("__version__") or versions.get("torch") or ""
+    return Software(
+        python=platform.python_version(),
+        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder named torch is not PyTorch
+        build=build_of(values) if values else None,
+        triton=next((versions[name] for name in TRITONS if name in versions), None),
+        environment=environment,
+        hip=values.get("hip", ""),
+        cuda=values.get("cuda", ""),
+        prefix=_short(Path(sys.prefix)),
+        torch_folder=_short(table.parent) if table else "",
+        packages=packages,
+        settings=tuple(_settings(root)),
+        pinned=_pinned(root),
+    )
+
+
+def matters(name: str) -> bool:
+    """Whether a variable of this name affects PyTorch, the driver or the libraries between them."""
+    return name in ENVIRONMENT or name.startswith(ENVIRONMENT_PREFIXES)
+
+
+def assignments(text: str) -> dict[str, str]:
+    """The strings of torch/version.py, whose lines are `name: Optional[str] = 'value'`."""
+    return dict(re.findall(r"^(\w+)\s*(?::[^=]+)?=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
+
+
+def build_of(values: dict[str, str]) -> Build:
+    return "rocm" if values.get("hip") else "cuda" if values.get("cuda") else "cpu"
+
+
+def _short(path: Path) -> str:
+    """With the home folder as ~, so that a bug report does not contain the user name."""
+    home = Path.home()
+    return "~/" + str(path.relative_to(home)) if home != Path("/") and path.is_relative_to(home) else str(path)
+
+
+def _packages() -> Iterator[Package]:
+    """Installed distributions related to torch, the first of each name on the import path."""
+    names = set()
+    for entry in dict.fromkeys(sys.path):
+        for folder in sorted(Path(entry or ".").glob("*.dist-info")):
+            stem, _, version = folder.name.removesuffix(".dist-info").partition("-")  # flash_attn-2.8.3.dist-info
+            name = re.sub(r"[-_.]+", "-", stem).lower()
+            if name in names:
+                continue
+            names.add(name)
+            found = REQUIRES_TORCH.findall(text_of(folder / "METADATA"))  # "torch>=2.8", and the extra that it is of
+            wanted = next((requirement for requirement, marker in found if "extra" not in marker), "")
+            requirement = re.sub(r"[()\s]", "", wanted)
+            record = folder / "RECORD"  # written by the installer; other files can keep the time of a cache
+            if requirement or COMPANIONS.fullmatch(name):
+                yield Package(
+                    name=name,
+                    version=version,
+                    installed=(record if record.exists() else folder).stat().st_mtime,
+                    requested=(folder / "REQUESTED").exists(),
+                    requires_torch=requirement,
+                )
+
+
+def _settings(root: Path) -> Iterator[Setting]:
+    """Lines of shell files and activation scripts that set a relevant variable."""
+    for name, file in _shell_files(root):
+        try:
+            text = file.read_text(errors="replace") if file.stat().st_size <= LARGEST_SHELL_FILE else ""
+        except OSError:
+            continue
+        for number, line in enumerate(text.splitlines(), start=1):
+            code = "" if line.lstrip().startswith("#") else line
+            for variable, value in (match for pattern in SETS for match in pattern.findall(code)):
+                if matters(variable):
+                    yield Setting(name=variable, value=value.strip("\"'"), file=name, line=number)
+
+
+def _shell_files(root: Path) -> Iterator[tuple[str, Path]]:
+    """(the path with ~, the path below `root`)."""
+    for name in SHELL_FILES:
+        yield name, _below(root, name)
+    for folder, pattern in SHELL_FOLDERS:
+        yield from ((f"{folder}/{file.name}", file) for file in sorted(_below(root, folder).glob(pattern)))
+    activation = Path(sys.prefix) / "bin/activate"
+    yield _short(activation), _below(root, str(activation))
+    conda = Path(os.environ.get("CONDA_PREFIX") or sys.prefix)
+    yield _short(conda / "conda-meta/state"), _below(root, str(conda / "conda-meta/state"))
+    scripts = conda / "etc/conda/activate.d"
+    yield from ((_short(scripts / file.name), file) for file in sorted(_below(root, str(scripts)).glob("*.sh")))
+
+
+def _below(root: Path, path: str | Path) -> Path:
+    """An absolute path, or one in the home folder, below `root`."""
+    return root / str(Path(path).expanduser()).lstrip("/")
+
+
+def _pinned(root: Path) -> str:
+    """The line of pip's constraints that pins torch; empty if the next `pip install` can replace it.
+
+    pip uses only the most specific setting: the variable, then the file of the environment, the user, the system.
+    """
+    own = (f"{sys.prefix}/pip.conf", "~/.config/pip/pip.conf", "~/.pip/pip.conf", "/etc/pip.conf")
+    values = (os.environ.get("PIP_CONSTRAINT"), *(_constraint(_below(root, name)) for name in own))
+    for name in next((value for value in values if value), "").split():
+        path = unquote(urlparse(name).path) if name.startswith("file:") else name
+        for line in text_of(_below(root, path)).splitlines():
+            if re.match(r"\s*torch\s*(==|@)", line):
+                return line.strip()
+    return ""
+
+
+def _constraint(file: Path) -> str:
+    """The value of `constraint` in a pip.conf."""
+    parser = configparser.RawConfigParser(strict=False)
+    try:
+        parser.read(file, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):  # pip reports this itself
+        return ""
+    sections = (section for section in ("install", "global") if parser.has_option(section, "constraint"))
+    return next((parser.get(section, "constraint") for section in sections), "")
+
+
+NVIDIA_FIELDS = ("index", "name", "memory.total", "memory.used", "compute_cap", "pci.bus_id", "pci.device_id")
+NVIDIA_SECONDS = 5
+NVIDIA_TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvhost-gpu", "dev/dxg")  # of a loaded driver
+NAME_TABLES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
+LONGEST_NAME = 100
+DISPLAY_CLASSES = ("0x03", "0x1200")  # display controllers, processing accelerators
+
+
+def amd_accelerators(root: Path, access: dict[str, Opening]) -> tuple[Accelerator, ...]:
+    """AMD GPUs in the order of the kernel's topology, which HIP uses too. `access`: of the render nodes."""
+    line = re.compile(r"^([0-9A-Fa-f]{4}),\s*([0-9A-Fa-f]{2}),\s*(.+?)\s*$", re.MULTILINE)  # of libdrm's amdgpu.ids
+    rows = (row for table in NAME_TABLES for row in line.findall(text_of(root / table)))
+    names = {(int(device, 16), int(revision, 16)): name for device, revision, name in rows}
+    devices = []
+    for index, node in enumerate(read_kfd(root / "sys")):
+        render = f"/dev/dri/renderD{node.render_minor}"
+        product = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"  # Instinct and PRO
+        listed = names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME]
+        facts: dict[str, Any] = {**vars(node), "name": listed or node.arch, "node": render}
+        devices.append(Accelerator(index=index, vendor="amd", access=access.get(render), **facts))
+    return tuple(devices)
+
+
+def nvidia_accelerators(root: Path, *, start: int) -> tuple[Accelerator, ...]:
+    """The GPUs that nvidia-smi lists; none if it is missing, fails or times out."""
+    program = shutil.which("nvidia-smi")
+    if program is None or not any((root / trace).exists() for trace in NVIDIA_TRACES):
+        return ()
+    query = [program, "--query-gpu=" + ",".join(NVIDIA_FIELDS), "--format=csv,noheader,nounits"]
+    return tuple(parse_nvidia_smi(output_of(query, seconds=NVIDIA_SECONDS) or "", start=start))
+
+
+def parse_nvidia_smi(text: str, *, start: int = 0) -> Iterator[Accelerator]:
+    """Devices from `nvidia-smi --query-gpu` (csv, no header, no units; memory in MiB)."""
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) != len(NVIDIA_FIELDS) or not fields[0].isdigit():
+            continue
+        number, name, total, used, capability, address, device = fields
+        integrated = not total.isdigit()  # "[N/A]": memory shared with the CPU
+        yield Accelerator(
+            index=start + int(number),
+            vendor="nvidia",
+            name=name,
+            arch="sm_" + capability.replace(".", ""),
+            memory_bytes=0 if integrated else int(total) * 2**20,
+            memory_used_bytes=int(used) * 2**20 if used.isdigit() else 0,
+            integrated=integrated,
+            pci_address=address.lower()[-12:],  # nvidia-smi prints a domain of eight digits, others four
+            device_id=int(device, 16) >> 16 if device.lower().startswith("0x") else 0,  # 0x233510DE: device, vendor
+        )
+
+
+def display_devices(root: Path) -> tuple[Display, ...]:
+    """Display and accelerator devices of the PCI bus, with or without a driver."""
+    displays = []
+    for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
+        kind, vendor, device = (text_of(folder / name).strip() for name in ("class", "vendor", "device"))
+        if kind.startswith(DISPLAY_CLASSES) and number_of(vendor):
+            driver = (folder / "driver").resolve().name if (folder / "driver").exists() else ""
+            ids = {"vendor": number_of(vendor), "device_id": number_of(device)}
+            displays.append(Display(address=folder.name, driver=driver, **ids))
+    return tuple(displays)
+
+
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "bf16", "sve")
+MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+UNLIMITED = 1 << 60  # cgroup v1 writes a number of this size for no limit
+
+
+def read_host(root: Path, folder: Path, access: Access) -> Host:
+    """The host below `root`; runs are written to `folder`."""
+    cpuinfo = text_of(root / "proc/cpuinfo")
+    cpu = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    present = set(flags[1].split()) if flags else set()
+    release = dict(re.findall(r'^(ID|VERSION_ID)="?([^"\n]*)"?$', text_of(root / "etc/os-release"), re.MULTILINE))
+    # torch.compile uses $CXX, else g++; another compiler works if CXX names it.
+    compilers = (os.environ.get("CXX"), "g++", "c++", "clang++")
+    runs = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    total, free = _memory(root)
+    return Host(
+        system=platform.system(),
+        cpu_name=cpu[1].strip() if cpu else platform.processor() or platform.machine(),
+        cpu_cores=_cores(root),
+        cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in present),
+        memory_bytes=total,
+        memory_free_bytes=free,
+        disk_free_bytes=shutil.disk_usage(runs).free,
+        compiler=next((path for name in compilers if name and (path := shutil.which(name))), None),
+        cpu_arch=platform.machine(),
+        distribution=" ".join(filter(None, (release.get("ID"), release.get("VERSION_ID")))),  # debian 12
+        displays=display_devices(root),
+        driver=read_driver(root),
+        access=access,
+        around=read_surroundings(root),
+    )
+
+
+def _cores(root: Path) -> int:
+    """Cores available to this process: its affinity, and the quota of the cgroup rounded down; at least one."""
+    cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    for folder in _cgroups(root, "cpu"):
+        v2, quota, period = folder / "cpu.max", folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
+        words = text_of(v2).split() if v2.is_file() else [text_of(quota), text_of(period)]
+        share, whole = (number_of(word) for word in (words if len(words) == 2 else ("", "")))
+        if share > 0 and whole > 0:  # "max" and -1: no limit
+            cores.append(int(share / whole))
+    return max(1, min(cores))
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """The control groups of this process for `controller` and their parents, in cgroup v1 and v2."""
+    base, table = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    rows = (line.split(":", 2) for line in text_of(table).splitlines())
+    for _, controllers, path in (row for row in rows if len(row) == 3):
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = base / controller if controllers else base
+        group = mount / path.lstrip("/")
+        # A container without its own cgroup namespace sees the path of the host but mounts only its own group.
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount) and folder.is_dir())
+
+
+def _memory(root: Path) -> tuple[int, int]:
+    """(total, free) bytes of the machine, or of the smallest control group around this process."""
+    lines = re.findall(r"^(\w+):\s+(\d{1,20}) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
+    kib = {key: int(value) * 1024 for key, value in lines}
+    total, free = kib.get("MemTotal", 0), kib.get("MemAvailable", kib.get("MemFree", 0))
+    for folder in _cgroups(root, "memory"):
+        # Page cache that the kernel frees on demand counts as used in the cgroup.
+        stat = re.search(r"^(?:total_)?inactive_file (\d{1,20})$", text_of(folder / "memory.stat"), re.MULTILINE)
+        for limit_name, used_name in MEMORY_FILES:
+            limit, used = (number_of(text_of(folder / name), default=-1) for name in (limit_name, used_name))
+            if 0 <= limit < UNLIMITED:  # -1: missing, or "max"
+                used = max(0, max(0, used) - (int(stat[1]) if stat else 0))
+                total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
+    """The machine below `root`, with the cached probes of `bloomery doctor --probe`; runs are written to `folder`."""
+    access, nodes = read_access(root)
+    amd = amd_accelerators(root, nodes)
+    host = read_host(root, folder or Path.cwd(), access)
+    # An integrated GPU whose driver reports no memory (GB10: "[N/A]") shares all memory of the machine.
+    devices = tuple(
+        one.model_copy(update={"gtt_bytes": host.memory_bytes}) if one.integrated and not one.usable_bytes else one
+        for one in (*amd, *nvidia_accelerators(root, start=len(amd)))
+    )
+    machine = Machine(
+        accelerators=devices,
+        host=host,
+        software=read_software(root),
+    )
+    return with_cached_probes(machine) if root == Path("/") else machine
