@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 TALKING = ("bloomery.simulate.run",)  # children by `core.child`: their second argument is their parent
-CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", *TALKING)
+CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", "ranks", *TALKING)
 MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker",
            "bloomery.simulate.step")  # fmt: skip
 # Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.

@@ -1,10 +1,12 @@
-"""Ranks of one machine for tests: processes of a fork server with torch imported, one pool per number of ranks."""
+"""Ranks of one machine for tests: processes forked by `preloaded`, which has torch imported; a pool per world size."""
 
 import contextlib
 import dataclasses
 import faulthandler
 import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -12,8 +14,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import preloaded
+
 SECONDS = 180.0  # for one case, on a crowded machine
-PRELOADED = ["torch", "bloomery.train.loop", "bloomery.parallel.mesh", "safetensors.torch"]
 
 
 class Ranks:
@@ -21,12 +24,14 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.world, self._members = world, []
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
         for _ in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                process = preloaded.Popen(
+                    [sys.executable, "-P", "-m", "ranks", str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": paths},
+                )  # fmt: skip
             self._members.append((process, ours))
 
     def call(self, function, *arguments) -> list[Any]:
@@ -52,13 +57,14 @@ class Ranks:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        for process, _ in self._members:
+        for process, pipe in self._members:
             process.kill()
-            process.join()
+            process.wait()
+            pipe.close()
 
     @property
     def alive(self) -> bool:
-        return all(process.is_alive() for process, _ in self._members)
+        return all(process.poll() is None for process, _ in self._members)
 
 
 _pools: dict[int, Ranks] = {}
@@ -156,3 +162,7 @@ def losses(events: list[Any]) -> dict[int, float]:
 
 def fields(events: list[Any], kind: str) -> list[dict[str, Any]]:
     return [dataclasses.asdict(event) for event in events if type(event).__name__ == kind]
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))

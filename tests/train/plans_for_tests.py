@@ -56,7 +56,8 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
         ),
         "checkpoint": CheckpointPlan(every_steps=3, keep=2, async_save=False),
         "eval": EvalPlan(
-            every_steps=3, sequences=None, early_stopping_patience=None, micro_batch_size=2,
+            every_steps=3, sequences=None, early_stopping_patience=None,
+            micro_batch_size=8,  # with fewer, an evaluation takes longer than the steps before it
         ),
         "sample": SamplePlan(prompts=(), max_new_tokens=4, temperature=0.8, top_p=0.95),
         "logging": LoggingPlan(every_steps=1, trackers=(), commands=()),

@@ -105,7 +105,8 @@ def test_a_run_may_be_stopped_while_its_reference_is_computed(answers, tmp_path)
 
 
 def test_a_killed_computation_of_the_reference_goes_on_where_it_was(answers, tmp_path, monkeypatch):
-    plan, scores_of, calls = plan_of(answers("pairs"), DPO), references.scores_of, []
+    plan = plan_of(answers("pairs"), DPO, eval={"every_steps": 6, "micro_batch_size": 2})
+    scores_of, calls = references.scores_of, []
 
     def dying(*args, **kwargs):
         calls.append(1)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +22,20 @@ from ranks import fields, losses, on_ranks, train
 
 MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
 EIGHT = {"8 copies": (8, 1), "8 shards": (1, 8), "2 x 4": (2, 4)}
+STEPS, HALF = 4, 2
 
 
 def plan_of(prepared: Path, **sections):
     config = sections.pop("config", None) or tiny_config(vocab_size=300, num_layers=3)
-    train = {"micro_batch_size": 2, "accumulation": 2, "tokens_per_step": 128, "steps": 6} | sections.pop("train", {})
-    return tiny_plan(prepared, config=config, train=train, **sections)
+    train = {"micro_batch_size": 2, "accumulation": 2, "tokens_per_step": 128, "steps": STEPS} | sections.pop(
+        "train", {}
+    )
+    every = {"every_steps": HALF}
+    return tiny_plan(prepared, config=config, train=train, eval=every, checkpoint=every, **sections)
+
+
+def checkpoint_of(folder: Path) -> Path:
+    return folder / "checkpoints" / f"step-{HALF:08d}"
 
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -34,22 +43,36 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory) -> Callable[..., tuple[list[Any], Path]]:
+    """The events and the folder of a whole run over a mesh."""
+
+    @cache
+    def run(replicate: int, shard: int, accumulation: int) -> tuple[list[Any], Path]:
+        folder = tmp_path_factory.mktemp("trained")
+        plan = plan_of(prepared, train={"accumulation": accumulation, "tokens_per_step": 64 * accumulation})
+        return train(on_ranks(plan, replicate=replicate, shard=shard), folder), folder
+
+    return lambda replicate, shard, accumulation=2: run(replicate, shard, accumulation)
+
+
 @pytest.mark.parametrize(
     ("replicate", "shard"),
     [*(pytest.param(*mesh, id=name) for name, mesh in MESHES.items()),
      *(pytest.param(*mesh, id=name, marks=pytest.mark.soak) for name, mesh in EIGHT.items())],
 )  # fmt: skip
-def test_losses_and_weights_are_those_of_one_rank(prepared, tmp_path, replicate, shard) -> None:
-    plan = plan_of(prepared, train={"accumulation": 4, "tokens_per_step": 256} if replicate * shard == 8 else {})
-    alone = train(plan, tmp_path / "one")
-    several = train(on_ranks(plan, replicate=replicate, shard=shard), tmp_path / "several")
-    assert losses(several).keys() == losses(alone).keys() == set(range(1, 7))
+def test_losses_and_weights_are_those_of_one_rank(trained, replicate, shard) -> None:
+    accumulation = 4 if replicate * shard == 8 else 2
+    (alone, one_folder), (several, folder) = (
+        trained(1, 1, accumulation), trained(replicate, shard, accumulation)
+    )  # fmt: skip
+    assert losses(several).keys() == losses(alone).keys() == set(range(1, STEPS + 1))
     assert losses(several) == pytest.approx(losses(alone), rel=0, abs=1e-5)
     norms = [{e["step"]: e["grad_norm"] for e in fields(run, "StepDone")} for run in (alone, several)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     scored = [[e["loss"] for e in fields(run, "EvalDone")] for run in (alone, several)]
     assert scored[1] == pytest.approx(scored[0], abs=1e-5)
-    one, other = (tensors(tmp_path / name, 6) for name in ("one", "several"))
+    one, other = tensors(one_folder, STEPS), tensors(folder, STEPS)
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()), msg=name)
@@ -58,7 +81,7 @@ def test_losses_and_weights_are_those_of_one_rank(prepared, tmp_path, replicate,
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(prepared, tmp_path, precision) -> None:
     config = tiny_config(vocab_size=300, num_layers=2, tie_embeddings=False)
-    plan = plan_of(prepared, config=config, train={"precision": precision, "steps": 4})
+    plan = plan_of(prepared, config=config, train={"precision": precision})
     alone, two = train(plan, tmp_path / "one"), train(on_ranks(plan, shard=2), tmp_path / "two")
     assert losses(two) == pytest.approx(losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3)
 
@@ -73,7 +96,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)  # copies and shards in turn
 @pytest.mark.parametrize(
     ("replicate", "shard"), [(2, 1), (1, 2), pytest.param(1, 4, marks=pytest.mark.soak)],
     ids=["copies", "shards", "4 shards"],
@@ -81,19 +104,19 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_optimizer_takes_the_steps_of_one_rank(prepared, tmp_path, changes, replicate, shard) -> None:
     plan = plan_of(prepared, config=tiny_config(vocab_size=512, **WIDE), optimizer={"warmup_steps": 0} | changes)
-    alone = train(plan, tmp_path / "one")
-    several = train(on_ranks(plan, replicate=replicate, shard=shard), tmp_path / "several", stop_after=3)
+    alone = train(plan, tmp_path / "one", stop_after=HALF)
+    several = train(on_ranks(plan, replicate=replicate, shard=shard), tmp_path / "several", stop_after=HALF)
     near = 5e-4 if changes.get("kind") == "muon" else 1e-5  # Newton-Schulz runs in bfloat16
-    assert losses(several) == pytest.approx({s: v for s, v in losses(alone).items() if s <= 3}, rel=0, abs=near)
-    checkpoint = tmp_path / "several" / "checkpoints" / "step-00000003"
+    assert losses(several) == pytest.approx(losses(alone), rel=0, abs=near)
+    checkpoint = checkpoint_of(tmp_path / "several")
     # Stopped before its evaluation, a step is saved again by the run that evaluates it: with what it has read.
-    stored = tensors(tmp_path / "several", 3)
+    stored = tensors(tmp_path / "several", HALF)
     train(plan, tmp_path / "copy", resume_from=checkpoint, stop_after=0)  # one rank reads all of it
-    assert_same_tensors(tensors(tmp_path / "copy", 3), stored)
+    assert_same_tensors(tensors(tmp_path / "copy", HALF), stored)
     if shard == 2:
         again = on_ranks(plan, shard=4)
         train(again, tmp_path / "four", resume_from=checkpoint, stop_after=0)
-        assert_same_tensors(tensors(tmp_path / "four", 3), stored)
+        assert_same_tensors(tensors(tmp_path / "four", HALF), stored)
 
 
 def test_stochastic_rounding_draws_the_same_bits_for_any_number_of_shards(prepared, tmp_path) -> None:
@@ -113,11 +136,10 @@ def test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits(prepared, tmp_p
     config = tiny_config(vocab_size=300, num_layers=2, residual_dropout=0.1)
     plan = on_ranks(plan_of(prepared, config=config), replicate=replicate, shard=shard)
     whole = train(plan, tmp_path / "whole")
-    first = train(plan, tmp_path / "halves", stop_after=3)
-    checkpoint = tmp_path / "halves" / "checkpoints" / "step-00000003"
-    second = train(plan, tmp_path / "halves", resume_from=checkpoint)
+    first = train(plan, tmp_path / "halves", stop_after=HALF)
+    second = train(plan, tmp_path / "halves", resume_from=checkpoint_of(tmp_path / "halves"))
     assert losses(first) | losses(second) == losses(whole)
-    assert_same_tensors(tensors(tmp_path / "halves", 6), tensors(tmp_path / "whole", 6))
+    assert_same_tensors(tensors(tmp_path / "halves", STEPS), tensors(tmp_path / "whole", STEPS))
 
 
 RESHARDS = [("1", "2c"), ("1", "2s"), ("2c", "1"), ("2s", "1"), ("2s", "4s"), ("4s", "2s"), ("4c", "2s"), ("2s", "4c"),
@@ -129,19 +151,13 @@ def sizes(mesh: str) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def whole(prepared, tmp_path_factory) -> dict[int, float]:
-    """The losses of one rank, never stopped."""
-    return losses(train(plan_of(prepared), tmp_path_factory.mktemp("whole")))
-
-
-@pytest.fixture(scope="module")
 def stopped(prepared, tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a run over a mesh, stopped after three steps."""
+    """The folder of a run over a mesh, stopped halfway."""
 
     @cache
     def run(mesh: str) -> Path:
         folder = tmp_path_factory.mktemp(mesh)
-        train(on_ranks(plan_of(prepared), **sizes(mesh)), folder, stop_after=3)
+        train(on_ranks(plan_of(prepared), **sizes(mesh)), folder, stop_after=HALF)
         return folder
 
     return run
@@ -149,14 +165,16 @@ def stopped(prepared, tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), RESHARDS, ids="-".join)
-def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, whole, tmp_path, before, after) -> None:
-    plan, checkpoint = plan_of(prepared), stopped(before) / "checkpoints" / "step-00000003"
+def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, trained, tmp_path, before, after) -> None:
+    plan, checkpoint = plan_of(prepared), checkpoint_of(stopped(before))
     again = on_ranks(plan, **sizes(after)).model_copy(update={"checkpoint": plan.checkpoint})
     # What the other mesh holds after reading is what was stored: it saves the same bits before any step.
     train(again, tmp_path / "copy", resume_from=checkpoint, stop_after=0)
-    assert_same_tensors(tensors(tmp_path / "copy", 3), tensors(stopped(before), 3))
+    assert_same_tensors(tensors(tmp_path / "copy", HALF), tensors(stopped(before), HALF))
     rest = train(again, tmp_path / "rest", resume_from=checkpoint)
-    assert losses(rest) == pytest.approx({step: loss for step, loss in whole.items() if step > 3}, rel=0, abs=1e-5)
+    assert losses(rest) == pytest.approx(
+        {step: loss for step, loss in losses(trained(1, 1)[0]).items() if step > HALF}, rel=0, abs=1e-5
+    )
 
 
 def test_fewer_documents_than_ranks_train_as_on_one(tmp_path) -> None:
@@ -174,13 +192,12 @@ def test_fewer_documents_than_ranks_train_as_on_one(tmp_path) -> None:
     assert scored[0] and scored[1] == pytest.approx(scored[0], abs=1e-5)
 
 
-def test_the_first_rank_tells_of_all_of_them(prepared, tmp_path) -> None:
-    plan = on_ranks(plan_of(prepared), shard=2)
-    events = train(plan, tmp_path / "run")
+def test_the_first_rank_tells_of_all_of_them(trained) -> None:
+    events, _ = trained(1, 2)
     (started,) = fields(events, "RunStarted")
     assert (started["world_size"], started["mesh"]) == (2, {"shard": 2})
     tokens = {e["step"]: e["loss_tokens"] for e in fields(events, "StepDone")}
-    alone = {e["step"]: e["loss_tokens"] for e in fields(train(plan_of(prepared), tmp_path / "one"), "StepDone")}
+    alone = {e["step"]: e["loss_tokens"] for e in fields(trained(1, 1)[0], "StepDone")}
     assert tokens == alone
 
 
@@ -193,7 +210,7 @@ AXES = {"copies": (2, 1, ["replicate"]), "shards": (1, 2, ["shard"]),
     [pytest.param(*case, id=name, marks=[pytest.mark.soak] if name == "2 x 2" else []) for name, case in AXES.items()],
 )
 def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
-    prepared, tmp_path, replicate, shard, names
+    prepared, trained, tmp_path, replicate, shard, names
 ) -> None:
     plan = on_ranks(plan_of(prepared), replicate=replicate, shard=shard)
     planned = dict(zip(names, (0.25, 0.125), strict=False))
@@ -205,7 +222,7 @@ def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
         gpus=replicate * shard, nodes=1, link="", network="", layouts=(layout,), chosen=0, reason=""
     )  # fmt: skip
     plan = plan.model_copy(update={"parallel": parallel})
-    events = train(plan, tmp_path)
+    events, _ = trained(replicate, shard)
     write_plan(plan, tmp_path / "plan.json")
     with EventLog(tmp_path / "events.jsonl") as emit:
         for event in events:
