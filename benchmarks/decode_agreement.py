@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.cache import FEW, Cache
 from bloomery.model.compiled_step import compile_step
-from bloomery.model.decoding import sample_tokens
+from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
-from bloomery.model.sampling import Sampling
 from bloomery.recipe.schema import Quantize
 
 

@@ -15,9 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bloomery.model.compiled_step import compile_step
-from bloomery.model.decoding import Batch, Past, sample_tokens
+from bloomery.model.decoding import Batch, Past, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
-from bloomery.model.sampling import Sampling
 from bloomery.recipe.schema import Quantize
 
 TEXTS = 8  # decoded together

@@ -19,8 +19,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.plan.gather import facts_of
-from bloomery.plan.local import child_environment
-from bloomery.plan.resolve import resolve
+from bloomery.plan.resolve import child_environment, resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
@@ -165,7 +164,7 @@ def their_model(plan: RunPlan, method: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from bloomery.model.families.registry import config_to_hf
+    from bloomery.model.families import config_to_hf
 
     stated = config_to_hf(plan.model.config)
     config = AutoConfig.for_model(**{str(name): value for name, value in stated.items()})

@@ -105,7 +105,7 @@ def measure(run: Path, device: str) -> ModelFiles:
 
     from bloomery.core.units import GIB
     from bloomery.data.loader import Loader
-    from bloomery.model.sampling import Sampling
+    from bloomery.model.decoding import Sampling
     from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan
     from bloomery.runs.generate import generate, load_model

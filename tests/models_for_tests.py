@@ -6,8 +6,8 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import build_config
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.presets import build_config
 from bloomery.monitor.events import EvalDone, EventLog, RunStarted, StepDone
 from bloomery.recipe.schema import Model, TrainTokenizer
 from bloomery.train.checkpoint import Saver

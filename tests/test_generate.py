@@ -13,9 +13,8 @@ import preloaded
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.decoding import Past, sample_tokens
+from bloomery.model.decoding import Past, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.sampling import Sampling
 from bloomery.runs.generate import Stops, TextStream, generate, load_model
 from bloomery.train.model_folder import model_folder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer

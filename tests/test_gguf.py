@@ -29,10 +29,9 @@ from bloomery.export.gguf_format import Piece, fallbacks, vocabulary
 from bloomery.export.gguf_import import import_gguf, read_gguf
 from bloomery.export.llama_cpp import continue_greedily
 from bloomery.export.ollama import export_ollama
-from bloomery.model.decoding import sample_tokens
-from bloomery.model.families.presets import read_config
+from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, model_state
-from bloomery.model.sampling import Sampling
+from bloomery.model.presets import read_config
 from bloomery.train.model_folder import find_model
 from gguf_models import saved_adapter, saved_case, saved_pieces
 from models_for_tests import make_model

@@ -19,9 +19,8 @@ from bloomery.export import llama_cpp as runner
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.export.llama_cpp import continue_greedily
 from bloomery.export.verify import TEXTS, FileTokenizer, Graph, Parity, compare, log_softmax
-from bloomery.model.decoding import sample_tokens
+from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.sampling import Sampling
 from bloomery.train.model_folder import find_model
 from gguf_models import saved_adapter, saved_case, saved_pieces, tokens
 from models_for_tests import make_model

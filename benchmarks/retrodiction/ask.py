@@ -10,10 +10,17 @@ from bloomery.core.units import GIB
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import MEMORY_SHARE, build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.model.families.presets import build_config
+from bloomery.model.presets import build_config
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.memory import FRAGMENTATION, StepMoment, layer_bytes_per_token, moments, tensors_at
-from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers
+from bloomery.plan.estimate.memory import (
+    FRAGMENTATION,
+    MeshSplit,
+    StepMoment,
+    gathered_layers,
+    layer_bytes_per_token,
+    moments,
+    tensors_at,
+)
 from bloomery.plan.estimate.speed import Recompute, recompute, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.gather import planned_vocabulary

@@ -132,8 +132,8 @@ def plan(recipe: Recipe, *, gpu: str | None = None, gpus: int = 1, nodes: int = 
 
         report = bloomery.plan("go-coder-125m", gpu="RX 6700 XT", train={"max_tokens": "10B"})
     """
-    from bloomery.plan.advice.advise import advise
-    from bloomery.plan.local import local_plan
+    from bloomery.plan.advise import advise
+    from bloomery.plan.resolve import local_plan
 
     loaded = _loaded(recipe, overrides)
     return advise(loaded, *local_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes))
@@ -171,7 +171,7 @@ def evaluate_task(
     max_new_tokens, stop, temperature, seed, samples, run_code. A run records the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.names import model_path
+    from bloomery.runs.folder import model_path
     from bloomery.runs.tasks import evaluate as tasks
     from bloomery.runs.tasks.items import Settings
 
@@ -193,7 +193,7 @@ def evaluate_harness(
     the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.names import model_path
+    from bloomery.runs.folder import model_path
     from bloomery.runs.tasks.evaluate import Named, evaluate_harness
     from bloomery.runs.tasks.harness import HarnessSettings
 
@@ -211,7 +211,7 @@ def compare(
     a paired permutation test over documents. A run records the results.
     """
     folder, use = _located(model, device, quantize)
-    from bloomery.runs.names import model_path
+    from bloomery.runs.folder import model_path
     from bloomery.runs.tasks import evaluate as tasks
 
     first, second = tasks.Named(str(model), folder, step), tasks.Named(str(against), model_path(str(against)))
@@ -306,7 +306,7 @@ def merge(
 
         bloomery.merge(["model-a", "model-b"], "merged", method="ties", base="original")
     """
-    from bloomery.runs.names import chosen_use, model_path
+    from bloomery.runs.folder import chosen_use, model_path
 
     paths, own = [model_path(str(model)) for model in models], None if base is None else model_path(str(base))
     use = chosen_use(device, None)
@@ -321,7 +321,7 @@ def merge(
 
 def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Path, Use]":
     """Sets the environment, so torch must not be imported before."""
-    from bloomery.runs.names import chosen_use, model_path
+    from bloomery.runs.folder import chosen_use, model_path
 
     return model_path(str(model)), chosen_use(device, quantize)
 

@@ -13,7 +13,7 @@ from bloomery.cli import cli
 from bloomery.cli.crash import _sentence
 from bloomery.hardware.detect import detect
 from bloomery.recipe.load import load_recipe
-from bloomery.runs.names import find_run
+from bloomery.runs.folder import find_run
 from models_for_tests import make_model
 
 ROWS = [{"question": f"What is {at} and {at}?", "answer": f"It is {2 * at}."} for at in range(40)]

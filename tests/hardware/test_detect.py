@@ -12,7 +12,7 @@ from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.kfd import gfx_name, read_kfd
 from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
-from bloomery.plan.local import local_plan
+from bloomery.plan.resolve import local_plan
 from bloomery.recipe.load import load_recipe
 from kfd_trees import CPU, GFX942, GFX1031, GFX1036, GFX1100, drm_device, pci_device, topology_node, write
 

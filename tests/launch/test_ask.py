@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
 from bloomery.runs.control import runner_of, save_run, stop_run
 from bloomery.runs.folder import RunFolder, holder_of, host_name, start_mark
-from bloomery.train.sealed import NOT_SAVED, damage, saved_steps
+from bloomery.train.model_folder import NOT_SAVED, damage, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.max_steps=4000", "checkpoint.every=4000 steps")
 

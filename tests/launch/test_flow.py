@@ -13,7 +13,7 @@ import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, losses, wait_for
 
 from bloomery.monitor.events import Phase, Resumed, RunEnded, Saved, StepDone, Warned
-from bloomery.train.sealed import newest_valid, saved_steps
+from bloomery.train.model_folder import newest_valid, saved_steps
 
 TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one")
 RESUME = ("resume", "one")

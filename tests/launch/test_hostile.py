@@ -12,7 +12,7 @@ from test_flow import is_gone, worker_of
 
 from bloomery.monitor.events import RunEnded, Saved, StepDone, Warned, read_events
 from bloomery.monitor.sinks import LogFile
-from bloomery.train.sealed import saved_steps
+from bloomery.train.model_folder import saved_steps
 
 LONG = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.max_steps=4000", "checkpoint.every=5 steps")
 SHORT = ("train", "tiny.yaml", "--run-dir", "runs/one")

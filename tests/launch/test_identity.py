@@ -13,8 +13,7 @@ from bloomery.monitor.events import Warned, read_events
 from bloomery.plan.store import RUN_FILE, begin, read_identity, read_plan, read_sealed, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import lifecycle as local
-from bloomery.train.model_folder import find_model
-from bloomery.train.sealed import damage, newest_valid, seal, step_folder
+from bloomery.train.model_folder import damage, find_model, newest_valid, seal, step_folder
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,7 @@ def test_a_checkpoint_of_another_past_of_the_same_run_is_refused(middle):
 
 
 def seal_again(folder: Path) -> None:
-    from bloomery.train.sealed import Lineage
+    from bloomery.train.model_folder import Lineage
 
     head = read_identity(folder.parent.parent)
     assert head is not None

@@ -14,7 +14,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, Warned, read_events
 from bloomery.recipe.load import load_recipe
-from bloomery.train.sealed import NOT_SAVED, saved_steps
+from bloomery.train.model_folder import NOT_SAVED, saved_steps
 
 TITLES = ["smoke test", "ready", "first step", "evaluation", "sampling", "save", "step", "kill", "resume", "export",
           "report", "disk", "ready", "next"]  # fmt: skip

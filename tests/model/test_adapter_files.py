@@ -17,9 +17,9 @@ from bloomery.model.adapters.lora import adapt, adapted, init_adapters, trained_
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.targets import adaptation
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import read_config
 from bloomery.model.heads import Values
 from bloomery.model.io.weights import load_decoder, read_model
+from bloomery.model.presets import read_config
 from bloomery.recipe.schema import Lora
 
 LLAMA = ["q_proj", "v_proj", "down_proj"]

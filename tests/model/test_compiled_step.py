@@ -13,9 +13,8 @@ from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import CompiledStep, Uncompiled, compile_step
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, Past, sample_tokens
+from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
-from bloomery.model.sampling import NotFinite, Sampling
 from bloomery.recipe.schema import Lora, Quantize
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

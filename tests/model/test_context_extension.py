@@ -8,8 +8,8 @@ from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import build_config
 from bloomery.model.io.weights import fresh_decoder, model_state, read_model, write_model
+from bloomery.model.presets import build_config
 from bloomery.recipe.schema import Model
 
 LONGER = {

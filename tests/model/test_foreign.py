@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
+from bloomery.model import presets as transformers_config
+from bloomery.model import transformers_backend as transformers_backend
 from bloomery.model.cache import Cache
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import read_config
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import give_memory, load_decoder, model_state, read_model, write_model
-from bloomery.model.transformers_backend import backbone as transformers_backend
-from bloomery.model.transformers_backend import config as transformers_config
-from bloomery.model.transformers_backend.backbone import check_rows
+from bloomery.model.presets import read_config
+from bloomery.model.transformers_backend import check_rows
 from foreign_models import SIZES, saved_model
 
 LACKED = sorted(set(SIZES) - {"llama"})

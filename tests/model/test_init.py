@@ -7,10 +7,10 @@ import torch
 
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import PRESETS, preset
-from bloomery.model.families.registry import FAMILIES, fresh_config
+from bloomery.model.families import FAMILIES, fresh_config
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, init_weights, model_state
+from bloomery.model.presets import PRESETS, preset
 
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2,
          "num_kv_heads": 2, "head_dim": 16}  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 
 from bloomery.model.counting import parameter_count
-from bloomery.model.families.presets import published_config
+from bloomery.model.presets import published_config
 
 # Half of `total_size` in model.safetensors.index.json, where weights are bfloat16, or the count on the model's page.
 COUNTS = {

@@ -8,7 +8,6 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.lora import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import (
     QuantizedLinear,
     init_weights,
@@ -17,9 +16,10 @@ from bloomery.model.io.weights import (
     quantized_weights,
     read_model,
 )
-from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.model.limits import storage_bytes
+from bloomery.model.presets import read_config
 from bloomery.recipe.schema import Lora, Quantize
-from bloomery.simulate.tensors import MemoryTracker
+from bloomery.simulate.step import MemoryTracker
 
 NF4, INT8 = Quantize(kind="nf4"), Quantize(kind="int8")
 CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other norms and a soft-cap
@@ -120,7 +120,7 @@ def test_read_piece_by_piece_is_read_whole(case, tmp_path, monkeypatch):
     whole = load_decoder(tmp_path)
     quantize_model(whole.requires_grad_(False), NF4)
     monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 1000)
-    monkeypatch.setattr("bloomery.model.quantization.weight.AT_ONCE", 500)
+    monkeypatch.setattr("bloomery.model.io.quantized.AT_ONCE", 500)
     parts = built(tmp_path, NF4, lora())
     expected = dict(quantized_weights(whole))
     for name, weight in quantized_weights(parts):
@@ -131,7 +131,7 @@ def test_read_piece_by_piece_is_read_whole(case, tmp_path, monkeypatch):
 def test_reading_holds_the_bits_and_one_piece(tmp_path, monkeypatch):
     saved_reference("llama2", tmp_path)
     monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 2048)
-    monkeypatch.setattr("bloomery.model.quantization.weight.AT_ONCE", 256)
+    monkeypatch.setattr("bloomery.model.io.quantized.AT_ONCE", 256)
     model = built(tmp_path, NF4, lora())
     with MemoryTracker() as tracker:
         read_model(model, tmp_path)

@@ -9,8 +9,7 @@ import torch
 from quantised_oracle import SHAPES, digest, weight_of
 from torch import Tensor
 
-from bloomery.model.quantization.sizes import BLOCK, storage_bytes
-from bloomery.model.quantization.weight import (
+from bloomery.model.io.quantized import (
     NF4_LEVELS,
     dequantize_int8,
     dequantize_nf4,
@@ -20,6 +19,7 @@ from bloomery.model.quantization.weight import (
     quantize_nf4,
     quantize_scales,
 )
+from bloomery.model.limits import BLOCK, storage_bytes
 
 ORACLE = json.loads((Path(__file__).parent / "quantised_by_bitsandbytes.json").read_text())["cases"]
 CPU = torch.device("cpu")

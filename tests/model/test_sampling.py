@@ -9,9 +9,8 @@ from tiny_models import saved_reference, tokens
 from torch.testing import assert_close
 
 from bloomery.model.cache import Cache
-from bloomery.model.decoding import Batch, Past, sample_tokens
+from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, next_distribution, penalized, sample_tokens
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.sampling import NotFinite, Sampling, next_distribution, penalized
 
 SHAPES = ["llama3-gqa-tied", "gpt2", "mistral-window", "gemma2", "gemma3", "qwen2.5-window-tied", "smollm3-window",
           "olmo2", "phi4-partial", "llama-yarn"]  # fmt: skip

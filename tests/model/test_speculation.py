@@ -9,10 +9,17 @@ from tiny_models import saved_reference, tokens
 
 from bloomery.core.errors import UserError
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Past, Speculation, Text, sample_tokens
+from bloomery.model.decoding import (
+    DraftModel,
+    Past,
+    PromptLookup,
+    Sampling,
+    Speculation,
+    Text,
+    next_distribution,
+    sample_tokens,
+)
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.sampling import Sampling, next_distribution
-from bloomery.model.speculation import DraftModel, PromptLookup
 
 AGAIN = [3, 5, 7, 9, 11, 13] * 3
 

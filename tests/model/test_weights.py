@@ -19,7 +19,7 @@ from torch.testing import assert_close
 import bloomery
 from bloomery.core.errors import UserError
 from bloomery.model.config import ModelConfig
-from bloomery.model.families.registry import config_from_hf
+from bloomery.model.families import config_from_hf
 from bloomery.model.io.safetensors import to_hf_names
 from bloomery.model.io.stored import places
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model

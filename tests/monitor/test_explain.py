@@ -6,8 +6,9 @@ import pytest
 from runs_for_tests import step_done
 
 from bloomery.monitor import diagnosis
-from bloomery.monitor.diagnosis import Diagnoser, PlanFacts, history_of
+from bloomery.monitor.diagnosis import Diagnoser
 from bloomery.monitor.events import DeviceStats, EvalDone, Recovered, Resumed, RunStarted, Saved, StepHealth, Warned
+from bloomery.monitor.history import PlanFacts, history_of
 
 GPU = PlanFacts(
     device="cuda",

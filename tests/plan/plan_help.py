@@ -6,7 +6,7 @@ from bloomery.core.units import GIB
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.advice.advise import advise
+from bloomery.plan.advise import advise
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import DatasetFacts, PlanReport, RunPlan

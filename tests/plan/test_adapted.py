@@ -9,11 +9,10 @@ from plan_help import SMALL, loaded, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.data.tokenizer.training import train_tokenizer
-from bloomery.model.families.presets import build_config, known_config
-from bloomery.model.families.registry import config_to_hf
+from bloomery.model.families import config_to_hf
+from bloomery.model.presets import build_config, known_config
 from bloomery.plan.estimate.states import TrainedModel, counted_as
-from bloomery.plan.rules.adapters import adapter_choices, refuse_method_misfits, refuse_new_rows
-from bloomery.plan.rules.unsupported import refuse_misfits
+from bloomery.plan.rules.unsupported import adapter_choices, refuse_method_misfits, refuse_misfits, refuse_new_rows
 from bloomery.recipe.schema import Model, Peft, Recipe, TokenizerSection, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)

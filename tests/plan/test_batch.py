@@ -6,10 +6,10 @@ import pytest
 from plan_help import SMALL, gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
-from bloomery.model.families.presets import build_config, preset
+from bloomery.model.presets import build_config, preset
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
 from bloomery.plan.lengths import REPEATS
-from bloomery.plan.report.page import batch_lines
+from bloomery.plan.page import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model, Objective

@@ -11,7 +11,7 @@ from plan_help import machine
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
 from bloomery.hardware.specs import find_gpu, table
-from bloomery.plan.report.all_gpus import HEAD, compare_gpus, gpus_page
+from bloomery.plan.page import HEAD, compare_gpus, gpus_page
 from bloomery.recipe.load import load_recipe
 
 

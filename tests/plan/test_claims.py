@@ -3,7 +3,7 @@
 import pytest
 from plan_help import gpu_machine, loaded, machine, reported
 
-from bloomery.plan.advice.claims import roughly, span
+from bloomery.plan.advise import roughly, span
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 

@@ -11,8 +11,7 @@ from plan_help import machine, reported
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.report.all_gpus import devices
-from bloomery.plan.report.page import dtype_of, page, reached_flops
+from bloomery.plan.page import devices, dtype_of, page, reached_flops
 from bloomery.recipe.load import load_recipe, packaged
 
 ROOT = Path(__file__).parents[2]

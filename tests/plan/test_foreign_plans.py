@@ -4,7 +4,7 @@ import pytest
 from plan_help import SMALL, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
-from bloomery.plan.report.page import page
+from bloomery.plan.page import page
 from foreign_models import saved_model
 
 

@@ -6,7 +6,7 @@ from plan_help import loaded, machine, planned, reported
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, parse_duration
 from bloomery.plan.lengths import Scale, complete, evaluation_sequences, provisional_steps, steps_of, total_steps
-from bloomery.plan.report.page import batch_lines
+from bloomery.plan.page import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.train.length import due

@@ -9,8 +9,8 @@ from autograd_for_tests import kept_bytes
 from bloomery.core.units import GIB, MIB
 from bloomery.model.attention.per_document import _spare
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import build_config, preset
 from bloomery.model.heads import LabelScores
+from bloomery.model.presets import build_config, preset
 from bloomery.plan.estimate.memory import (
     activation_bytes,
     around,

@@ -9,11 +9,18 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import layers, parameter_count
-from bloomery.model.families.presets import preset
+from bloomery.model.presets import preset
 from bloomery.plan import mesh as communication
-from bloomery.plan.advice.advise import energy_kwh
-from bloomery.plan.estimate.memory import INPUT_BYTES, activation_bytes, end_bytes, estimate_memory
-from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers, mesh_memory
+from bloomery.plan.advise import energy_kwh
+from bloomery.plan.estimate.memory import (
+    INPUT_BYTES,
+    MeshSplit,
+    activation_bytes,
+    end_bytes,
+    estimate_memory,
+    gathered_layers,
+    mesh_memory,
+)
 from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_seconds
 from bloomery.recipe.load import load_recipe

@@ -11,7 +11,7 @@ from plan_help import gpu_machine, loaded, machine, planned, reported
 from bloomery.cli.plan import command
 from bloomery.hardware.machine import Access
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.report.page import bar, headline, model_line, page
+from bloomery.plan.page import bar, headline, model_line, page
 from bloomery.recipe.load import load_recipe
 
 

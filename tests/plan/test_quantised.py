@@ -5,7 +5,7 @@ from plan_help import gpu_machine, loaded, machine, planned
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Machine, Package, Probe
-from bloomery.model.quantization.sizes import backend
+from bloomery.model.limits import dequantizer
 
 LORA = {"kind": "lora", "target_modules": ["all-linear"]}
 
@@ -30,11 +30,11 @@ def probe(outcome: str) -> Probe:
     (gpu_machine("MI300X"), "nf4", "torch", "not installed"),
 ])  # fmt: skip
 def test_whose_kernels_read_the_base(where, base, expected, reason):
-    plain = backend(where, base, device="cuda", compiled=False)
+    plain = dequantizer(where, base, device="cuda", compiled=False)
     assert plain.value == expected and reason in plain.reason
-    compiled = backend(where, base, device="cuda", compiled=True)
+    compiled = dequantizer(where, base, device="cuda", compiled=True)
     assert compiled.value == ("compiled" if expected == "torch" else expected)
-    assert backend(where, base, device="cpu", compiled=True).value == "torch"
+    assert dequantizer(where, base, device="cpu", compiled=True).value == "torch"
 
 
 def test_the_plan_says_it_and_keeps_it():

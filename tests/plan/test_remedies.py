@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from plan_help import gpu_machine, machine, planned, reported
 
-from bloomery.plan.advice.advise import edited
+from bloomery.plan.advise import edited
 from bloomery.recipe.load import load_recipe
 
 WIDE = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24")

@@ -8,7 +8,7 @@ from plan_help import gpu_machine, machine, reported
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
-from bloomery.model.families.presets import preset
+from bloomery.model.presets import preset
 from bloomery.plan.estimate.speed import (
     LAUNCH_SECONDS,
     device_rate,

@@ -7,7 +7,7 @@ from plan_help import gpu_machine, planned, reported
 
 from bloomery.core.units import GIB
 from bloomery.hardware.calibration import Point
-from bloomery.model.families.presets import published_config
+from bloomery.model.presets import published_config
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
 from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel, TrainingMode
 from bloomery.plan.rules.objective import setting

@@ -60,9 +60,8 @@ def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
     from transformers import AutoModelForCausalLM
 
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.model.decoding import Batch, Past, sample_tokens
+    from bloomery.model.decoding import Batch, Past, Sampling, sample_tokens
     from bloomery.model.io.weights import load_decoder
-    from bloomery.model.sampling import Sampling
 
     tokenizer = load_tokenizer(smollm2 / "model")
     theirs = AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32)

@@ -26,9 +26,8 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.lora import adapt, adapted
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.targets import adaptation
-from bloomery.model.decoding import sample_tokens
+from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.sampling import Sampling
 from bloomery.recipe.schema import Lora
 from bloomery.runs.generate import continued, generate
 from bloomery.serve.run import token_for

@@ -10,9 +10,8 @@ from memory_tracker import peak_bytes
 from plan_help import loaded, machine, planned
 
 from bloomery.data.loader import Batch
-from bloomery.model.families.presets import known_config
-from bloomery.plan.estimate.memory import tensor_bytes
-from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit, mesh_memory, stage_bytes
+from bloomery.model.presets import known_config
+from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, mesh_memory, stage_bytes, tensor_bytes
 from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill

@@ -13,12 +13,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bloomery.core.errors import UserError
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.quantization.sizes import storage_bytes
-from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit
+from bloomery.model.limits import storage_bytes
+from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit
 from bloomery.simulate import run
 from bloomery.simulate.run import notes_of, simulate
-from bloomery.simulate.step import simulated_step
-from bloomery.simulate.tensors import MemoryTracker
+from bloomery.simulate.step import MemoryTracker, simulated_step
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from plan_help import gpu_machine, loaded, planned, reported
 
 from bloomery.cli import cli
 from bloomery.core.units import GIB
-from bloomery.plan.report.page import page
+from bloomery.plan.page import page
 from bloomery.simulate.run import Simulated, SimulationResult, simulate
 
 TINY = ["model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "data.sequence_length=128"]

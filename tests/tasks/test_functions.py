@@ -13,9 +13,17 @@ from test_items import loaded, model  # noqa: F401
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
 from bloomery.runs.tasks import functions
-from bloomery.runs.tasks.functions import PACKAGED, program_of, refuse_settings, scores_of, solve
+from bloomery.runs.tasks.functions import (
+    PACKAGED,
+    Limits,
+    program_of,
+    refuse_settings,
+    refuse_without_sandbox,
+    run_program,
+    scores_of,
+    solve,
+)
 from bloomery.runs.tasks.items import Item, Settings, Task, read_task
-from bloomery.runs.tasks.sandbox import Limits, refuse_without_sandbox, run_program
 from bloomery.runs.tasks.statistics import pass_at_k
 
 HOME = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.decoding import Sampling
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.sampling import Sampling
 from bloomery.monitor.events import TaskDone, read_events
 from bloomery.report import write_report
 from bloomery.runs.generate import continued

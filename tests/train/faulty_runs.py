@@ -9,8 +9,9 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import Run
 
 from bloomery.data.loader import Batch, Loader
-from bloomery.monitor.diagnosis import history_of, why_not_learning, why_slow
+from bloomery.monitor.diagnosis import why_not_learning, why_slow
 from bloomery.monitor.events import StepDone
+from bloomery.monitor.history import history_of
 from bloomery.plan.explained import diagnosis_facts
 from bloomery.train import context
 

@@ -13,8 +13,8 @@ from bloomery.core.errors import UserError
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora
 from bloomery.runs.evaluate import load_to_evaluate
+from bloomery.runs.folder import model_path
 from bloomery.runs.generate import load_model
-from bloomery.runs.names import model_path
 from bloomery.train.model_folder import find_model
 from bloomery.train.state import build_state
 

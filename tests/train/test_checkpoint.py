@@ -18,7 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.seals import stamped, unstamped
 from bloomery.monitor.events import Saved, Warned
-from bloomery.train import checkpoint, sealed
+from bloomery.train import checkpoint, model_folder
 from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
 
 
@@ -72,8 +72,8 @@ def test_asynchronous_save_takes_the_values_of_its_moment(tmp_path: Path) -> Non
 
 def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, 5, keep=2, best=2)
-    assert sealed.saved_steps(tmp_path) == [2, 4, 5]
-    assert sealed.best_step(tmp_path) == 2
+    assert model_folder.saved_steps(tmp_path) == [2, 4, 5]
+    assert model_folder.best_step(tmp_path) == 2
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_every_one_of_300_random_corruptions_is_noticed(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
         path.write_bytes(bad)
-        assert sealed.damage(folder) is not None, path
+        assert model_folder.damage(folder) is not None, path
         path.write_bytes(good)
-    assert sealed.damage(folder) is None
+    assert model_folder.damage(folder) is None
 
 
 def test_swapped_files_are_noticed(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_manifest_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     manifest = tmp_path / "step-00000001/MANIFEST.json"
     said = unstamped(manifest)
     manifest.write_text(stamped({"format": 99, "files": said["files"]}))
-    assert "newer Bloomery" in (sealed.damage(manifest.parent) or "")
+    assert "newer Bloomery" in (model_folder.damage(manifest.parent) or "")
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_good_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
 def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:
     (tmp_path / ".tmp-7-123").mkdir()
     (tmp_path / ".tmp-7-123/optimizer.safetensors").write_bytes(b"x")
-    sealed.clear_drafts(tmp_path)  # by the first rank, before training
+    model_folder.clear_drafts(tmp_path)  # by the first rank, before training
     save(tmp_path, 8)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
 
@@ -165,12 +165,12 @@ def test_a_checkpoint_that_is_a_link_is_read_and_pruned_and_what_it_points_to_st
     (tmp_path / "run/step-00000001").rename(tmp_path / "elsewhere")
     (tmp_path / "run/step-00000001").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "run/.tmp-step-00000000-17-gone").symlink_to(tmp_path / "elsewhere")
-    assert sealed.damage(tmp_path / "run/step-00000001") is None
-    sealed.clear_drafts(tmp_path / "run")
+    assert model_folder.damage(tmp_path / "run/step-00000001") is None
+    model_folder.clear_drafts(tmp_path / "run")
     events = save(tmp_path / "run", 3, 4, keep=2)
     assert [type(event) for event in events] == [Saved, Saved]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000003", "step-00000004"]
-    assert sealed.damage(tmp_path / "elsewhere") is None
+    assert model_folder.damage(tmp_path / "elsewhere") is None
 
 
 def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path: Path, monkeypatch) -> None:
@@ -200,7 +200,7 @@ def test_a_file_without_an_end_is_damage_at_once(tmp_path: Path, file: str, kind
     path = tmp_path / "step-00000001" / file
     path.unlink()
     path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
-    assert file in (sealed.damage(path.parent) or "")
+    assert file in (model_folder.damage(path.parent) or "")
 
 
 def test_state_must_be_finite(tmp_path: Path) -> None:
@@ -252,11 +252,11 @@ def test_a_full_disk_never_ends_the_run(tmp_path: Path) -> None:
 def test_a_full_disk_is_made_room_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, 2, 3)
     usage = shutil.disk_usage(tmp_path)
-    oldest = sealed.step_folder(tmp_path, 1)
+    oldest = model_folder.step_folder(tmp_path, 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0 if oldest.exists() else usage.free))
     events = save(tmp_path, 4)
     assert [type(event) for event in events] == [Warned, Saved]
-    assert sealed.saved_steps(tmp_path) == [3, 4]
+    assert model_folder.saved_steps(tmp_path) == [3, 4]
 
 
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from bloomery.data.prepare.prepare import prepare
 from bloomery.monitor.events import EvalDone, Phase, Resumed, RunStarted, Sampled, Saved, StepDone
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
-from bloomery.train.sealed import best_step, saved_steps
+from bloomery.train.model_folder import best_step, saved_steps
 
 
 @pytest.fixture(scope="session")

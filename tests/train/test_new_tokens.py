@@ -14,8 +14,8 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import find_tokenizer, load_tokenizer
 from bloomery.model.adapters.targets import refuse_untrained_rows
 from bloomery.model.config import ModelConfig
-from bloomery.model.families.presets import build_config
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.presets import build_config
 from bloomery.recipe import schema
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.generate import load_model

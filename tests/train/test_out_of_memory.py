@@ -18,9 +18,9 @@ from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train import checkpoint, loop
 from bloomery.train import recover as memory
+from bloomery.train.model_folder import damage
 from bloomery.train.optim.build import OptimizersContainer
 from bloomery.train.process import out_of_memory
-from bloomery.train.sealed import damage
 
 
 class Allocator(TorchDispatchMode):

@@ -19,8 +19,8 @@ from bloomery.train import context
 from bloomery.train.context import open_loader
 from bloomery.train.loop import run
 from bloomery.train.objectives import build as objectives
-from bloomery.train.objectives import reference as references
-from bloomery.train.objectives.reference import reference_file
+from bloomery.train.objectives import build as references
+from bloomery.train.objectives.build import reference_file
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
 DPO = Preference(kind="dpo", beta=0.5)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from bloomery.export.layouts import merged_state
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantized_weights, write_model
-from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.model.limits import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.state import build_state
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from structured_runs import write_answers
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.families.presets import read_config
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.presets import read_config
 from bloomery.plan.rules.support import AXES, FEATURES
 from bloomery.recipe.schema import Distill, Kto, Lora, Peft, Preference, Quantize, Reward, Sft, SimPo
 from foreign_models import saved_model
@@ -96,7 +96,7 @@ def folders(prepared, tmp_path_factory) -> dict[str, Path]:
 
 def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
     """On every rank: the events of a run; in `folder`, the whole gradients of its first step."""
-    from bloomery.model.io.sharded import full
+    from bloomery.model.io.parameters import full
     from bloomery.train import loop
 
     plain = loop.train_step

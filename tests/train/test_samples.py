@@ -10,9 +10,8 @@ from plans_for_tests import tiny_plan
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.decoding import sample_tokens
+from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import fresh_decoder
-from bloomery.model.sampling import Sampling
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Pretrain, Recipe, Sft
 from bloomery.runs.generate import generate

@@ -6,7 +6,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
 from bloomery.model.attention import attend as attention
-from bloomery.train.diagnostics.attention_check import check_attention
+from bloomery.train.diagnostics.step_health import check_attention
 from bloomery.train.run import Unsound
 from bloomery.train.state import build_state
 

@@ -17,14 +17,13 @@ from bloomery.cli.generate import SETTINGS, draft_folder, finite, sampling_optio
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.examples import Message
-from bloomery.runs.names import chosen_use, model_path
+from bloomery.runs.folder import chosen_use, model_path
 
 if TYPE_CHECKING:
     from bloomery.data.chat.render import ChatFormat
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.model.decoder import Decoder
-    from bloomery.model.decoding import Speculation
-    from bloomery.model.sampling import Sampling
+    from bloomery.model.decoding import Sampling, Speculation
 
 SHARE = 4  # old messages are dropped for max_new_tokens, but for at most a quarter of the context
 
@@ -139,7 +138,7 @@ def command(
     where, drafts = model_path(model), draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.data.chat.render import chat_format
-    from bloomery.model.sampling import Sampling
+    from bloomery.model.decoding import Sampling
     from bloomery.runs.generate import load_model, speculation_of
 
     decoder, tokenizer = load_model(where, step=step, use=use, on_load=loading)

@@ -31,7 +31,7 @@ from bloomery.core.files import open_input, read_input, write_durably
 from bloomery.core.text import expanded, redact_secrets
 from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.machine import Machine
-from bloomery.runs.names import all_runs
+from bloomery.runs.folder import all_runs
 
 if TYPE_CHECKING:
     from bloomery.hardware.doctor.symptoms import Finding

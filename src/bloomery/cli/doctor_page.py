@@ -14,7 +14,7 @@ from bloomery.hardware.doctor.software import OVERRIDE
 from bloomery.hardware.doctor.symptoms import PROBE, Finding
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import best_device, with_gpu
-from bloomery.plan.local import local_plan
+from bloomery.plan.resolve import local_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 

@@ -26,7 +26,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.core.text import did_you_mean, harmless
 from bloomery.core.units import MIB, format_bytes
-from bloomery.runs.names import chosen_use, model_path
+from bloomery.runs.folder import chosen_use, model_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 Value = int | float | None
@@ -150,7 +150,7 @@ def command(
     texts = _prompts(prompt, prompts)
     folder, drafts = model_path(model), draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.model.sampling import Sampling
+    from bloomery.model.decoding import Sampling
     from bloomery.runs.generate import Speed, load_model, speculation_of, writer
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)

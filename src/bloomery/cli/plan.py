@@ -62,8 +62,8 @@ def show_gpus(
 ) -> int:
     """Print one line per named GPU, or per GPU of the table where none is named; 0 when the run fits one of them."""
     from bloomery.hardware.specs import find_gpu
-    from bloomery.plan.local import local_facts
-    from bloomery.plan.report.all_gpus import compare_gpus, gpus_page
+    from bloomery.plan.page import compare_gpus, gpus_page
+    from bloomery.plan.resolve import local_facts
 
     machine = local_facts(loaded).machine
     chosen = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
@@ -88,8 +88,8 @@ def show_plan(
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
     from bloomery.hardware.detect import detect
-    from bloomery.plan.advice.advise import advise
-    from bloomery.plan.local import local_plan
+    from bloomery.plan.advise import advise
+    from bloomery.plan.resolve import local_plan
     from bloomery.runs.devices import planned_devices
 
     if gpu is None and gpus * nodes > 1 and not detect().accelerators:
@@ -107,7 +107,7 @@ def show_plan(
         return 0 if plan.fits and (simulation is None or simulation.fits) else 1
     from bloomery.cli import COMMANDS
     from bloomery.plan.gather import absent, left_aside, unfetched, weightless
-    from bloomery.plan.report.page import page
+    from bloomery.plan.page import page
 
     hidden = {"train"} if gpu is not None else set[str]()  # that GPU is not in this machine
     if (source or "").startswith("--model "):  # bench requires a recipe, and this one has no name
@@ -194,7 +194,7 @@ def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
 def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     """Fractions of the GPU's peak and of its best published matmul; None where either is unknown."""
     from bloomery.hardware.profile import build_profile
-    from bloomery.plan.report.page import dtype_of, reached_flops
+    from bloomery.plan.page import dtype_of, reached_flops
 
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:

@@ -12,7 +12,7 @@ from bloomery.cli.common import chosen_recipe, echo, recipe_argument, recipe_or_
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import expanded
 from bloomery.core.units import counted, format_count
-from bloomery.runs.names import find_run, is_run
+from bloomery.runs.folder import find_run, is_run
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -52,7 +52,7 @@ def command(
     loaded, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
     fetch_text(loaded.recipe)
     if check:
-        from bloomery.plan.local import local_facts
+        from bloomery.plan.resolve import local_facts
 
         local_facts(loaded)
     folder = prepared_folder(loaded, Path())

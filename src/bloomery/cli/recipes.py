@@ -8,7 +8,7 @@ import click
 from bloomery.cli.common import NewPath, echo, print_json
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
-from bloomery.runs.names import find_run
+from bloomery.runs.folder import find_run
 
 
 @click.group(invoke_without_command=True)

@@ -10,7 +10,7 @@ import click
 from bloomery.cli.common import data_path, devices_option, refuse_undecoded, text_flags
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
-from bloomery.runs.names import chosen_use, find_run, is_run, model_path
+from bloomery.runs.folder import chosen_use, find_run, is_run, model_path
 
 if TYPE_CHECKING:
     from bloomery.report.model_page import ModelFacts, ModelResults

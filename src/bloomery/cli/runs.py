@@ -28,8 +28,7 @@ from bloomery.monitor.summary import RunFacts, RunSummary, summary_of
 from bloomery.plan.explained import run_facts
 from bloomery.plan.store import read_plan
 from bloomery.recipe.values import LONGEST_PROFILE
-from bloomery.runs.folder import worked_on
-from bloomery.runs.names import all_runs, find_run
+from bloomery.runs.folder import all_runs, find_run, worked_on
 from bloomery.train.run import name_of
 
 _HEAD = ("run", "state", "step", "loss", "val bpb", "on disk")
@@ -119,7 +118,7 @@ def stop_command(run: str) -> int:
     """
     from bloomery.runs.control import runner_of, stop_run
     from bloomery.runs.supervisor import existing
-    from bloomery.train.sealed import saved_steps, step_folder
+    from bloomery.train.model_folder import saved_steps, step_folder
 
     folder = existing(find_run(run))
     runner = runner_of(folder)

@@ -11,7 +11,7 @@ import click
 from bloomery.cli.common import devices_option, echo, loading, quantize_option, step_option, text_flags
 from bloomery.cli.generate import default_options, finite
 from bloomery.core.errors import UserError
-from bloomery.runs.names import chosen_use, model_path
+from bloomery.runs.folder import chosen_use, model_path
 
 INSTALL = 'pip install "bloomery[serve]"'
 

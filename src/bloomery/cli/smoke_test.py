@@ -39,8 +39,7 @@ from bloomery.report import write_report
 from bloomery.runs.folder import propose_folder
 from bloomery.runs.lifecycle import resume, start
 from bloomery.runs.signals import StopRequests
-from bloomery.train.model_folder import find_model
-from bloomery.train.sealed import NOT_SAVED
+from bloomery.train.model_folder import NOT_SAVED, find_model
 
 STEPS = 3
 EVALUATED_BATCHES = 4  # of the validation set: enough to test it and to extrapolate its time

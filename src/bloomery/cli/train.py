@@ -12,7 +12,7 @@ import click
 from bloomery.cli.common import NewPath, chosen_recipe, echo, overrides_argument, recipe_or_model, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
-from bloomery.runs.names import find_run
+from bloomery.runs.folder import find_run
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
@@ -91,7 +91,7 @@ def command(
         code = show_plan(loaded, devices=devices, source=words)
         if under:
             from bloomery.hardware.detect import detect
-            from bloomery.plan.local import local_plan, wanted
+            from bloomery.plan.resolve import local_plan, wanted
             from bloomery.runs.devices import narrowed
 
             variables = wanted(local_plan(loaded, machine=narrowed(detect(), devices))[0])

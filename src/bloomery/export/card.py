@@ -15,7 +15,7 @@ from bloomery.core.units import format_count, format_seconds
 from bloomery.hub import PREFIX, is_hub_id
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.families.registry import architecture_of
+from bloomery.model.families import architecture_of
 from bloomery.monitor.events import DeviceStats, EvalDone, RunStarted, StepDone, read_events
 from bloomery.monitor.summary import Devices
 from bloomery.monitor.words import format_joules

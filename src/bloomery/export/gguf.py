@@ -49,10 +49,10 @@ from bloomery.model.adapters.base_model import base_of, read_settings
 from bloomery.model.adapters.peft_files import PREFIX, adapter_tensors, read_adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.families.presets import read_config
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import places
 from bloomery.model.io.weights import StoredModel, load_decoder
+from bloomery.model.presets import read_config
 from bloomery.model.rope import table_scale
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use

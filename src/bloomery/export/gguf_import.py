@@ -40,7 +40,7 @@ from bloomery.export.layouts import DTYPES, Exported, draft_of
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.registry import FAMILIES, config_from_hf
+from bloomery.model.families import FAMILIES, config_from_hf
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
 

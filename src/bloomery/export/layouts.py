@@ -37,11 +37,11 @@ from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import read_config
-from bloomery.model.families.registry import config_to_hf
+from bloomery.model.families import config_to_hf
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import find_tensors
 from bloomery.model.io.weights import StoredModel, load_decoder, write_json, write_model, write_model_piecewise
+from bloomery.model.presets import read_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 

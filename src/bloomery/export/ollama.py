@@ -18,7 +18,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.card import license_of
 from bloomery.export.gguf import export_gguf
 from bloomery.export.layouts import Exported, draft_of
-from bloomery.model.families.presets import read_config
+from bloomery.model.presets import read_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 

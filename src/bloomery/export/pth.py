@@ -19,7 +19,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.layouts import DTYPES, Exported, draft_of, exported
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
-from bloomery.model.families.registry import config_from_hf
+from bloomery.model.families import config_from_hf
 from bloomery.model.io.stored import read_object
 from bloomery.model.io.weights import write_json, write_model_piecewise
 

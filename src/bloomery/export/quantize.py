@@ -30,11 +30,11 @@ from bloomery.export.layouts import (
 from bloomery.export.verify import TEXTS
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import read_config
-from bloomery.model.families.registry import config_to_hf
+from bloomery.model.families import config_to_hf
 from bloomery.model.io.safetensors import Spec, TensorReader
 from bloomery.model.io.stored import STORAGE, find_tensors, places
 from bloomery.model.io.weights import give_memory, stored_pieces, write_json, write_stored
+from bloomery.model.presets import read_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 

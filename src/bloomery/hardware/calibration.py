@@ -118,7 +118,7 @@ def contributed() -> tuple[Calibration, ...]:
 def contributed_folder() -> Path:
     """`benchmarks/calibration` of a checkout; an installed package has a copy next to this file."""
     packaged = Path(__file__).with_name("calibration")
-    return packaged if packaged.is_dir() else Path(__file__).parents[4] / "benchmarks/calibration"
+    return packaged if packaged.is_dir() else Path(__file__).parents[3] / "benchmarks/calibration"
 
 
 def _stored() -> list[Calibration]:

@@ -29,10 +29,10 @@ from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.cache import FEW, Cache
 from bloomery.model.decoder import MLP, Attention, Backbone, Block, Decoder
 from bloomery.model.heads import capped
+from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
 from bloomery.model.io.weights import QuantizedLinear
+from bloomery.model.limits import BLOCK
 from bloomery.model.norms import LayerNorm, RMSNorm
-from bloomery.model.quantization.sizes import BLOCK
-from bloomery.model.quantization.weight import QuantizedWeight, quantize_int8
 from bloomery.model.rope import Rotary
 
 LANES, LINE = 16, 64  # numbers that the code handles at once, and bytes

@@ -17,7 +17,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Rotary, rotary_tables, rotate
-from bloomery.model.transformers_backend.backbone import TransformersBackbone, output_of
+from bloomery.model.transformers_backend import TransformersBackbone, output_of
 
 ALL_LOGITS = Logits()
 

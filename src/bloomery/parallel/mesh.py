@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.model.adapters.targets import shares_head
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.sharded import full, is_split
+from bloomery.model.io.parameters import full, is_split
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.plan.types import TrainPlan
 

@@ -7,7 +7,7 @@ from bloomery.core.units import GIB
 from bloomery.data.prepare.stats import DatasetStats, read_stats
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.monitor.diagnosis import PlanFacts
+from bloomery.monitor.history import PlanFacts
 from bloomery.monitor.summary import RunFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import TrainedModel

@@ -37,9 +37,9 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
 from bloomery.model.config import ModelConfig
-from bloomery.model.families.presets import build_config, known_config, published_config, read_config, stated_config
-from bloomery.model.families.registry import architecture_of
+from bloomery.model.families import architecture_of
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
+from bloomery.model.presets import build_config, known_config, published_config, read_config, stated_config
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_misfits, refuse_other_words, refuse_recipe
 from bloomery.plan.types import DatasetFacts

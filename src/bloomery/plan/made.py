@@ -13,7 +13,7 @@ from bloomery.core.units import MIB
 from bloomery.data.sources.documents import describe_columns, peek
 from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
 from bloomery.data.tokenizer.templates import own_templates, templates_in
-from bloomery.model.families.presets import published_config
+from bloomery.model.presets import published_config
 from bloomery.recipe.schema import Recipe, Source
 
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too

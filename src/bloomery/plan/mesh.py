@@ -10,7 +10,7 @@ from bloomery.hardware.profile import Profile
 from bloomery.model.counting import parameter_shapes
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.mesh_memory import MeshSplit, gathered_layers, mesh_memory
+from bloomery.plan.estimate.memory import MeshSplit, gathered_layers, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.rules.support import refusals, refuse_split_blocks, refuse_unsupported

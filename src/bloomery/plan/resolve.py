@@ -1,25 +1,31 @@
 """A recipe and its facts as a plan without "auto".
 
-Nothing here reads a file: `gather` does. Suggestions resolve an edited recipe with the same facts.
+`resolve` reads no file: `gather` does. Suggestions resolve an edited recipe with the same facts. `local_plan` gathers
+and resolves a recipe for this machine, with the local dataset.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from bloomery.core import Choice
 from bloomery.core.units import GIB, MIB, Duration
+from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.hardware.calibration import threads
-from bloomery.hardware.profile import Profile
+from bloomery.hardware.detect import detect
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile, local_caches, with_gpu
+from bloomery.hardware.specs import find_gpu
 from bloomery.model.config import ModelConfig
-from bloomery.model.quantization.sizes import Dequantizer, backend
+from bloomery.model.limits import Dequantizer, dequantizer
 from bloomery.plan import batch, lengths, mesh
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.calibrated import StepEstimator, compile_gain
 from bloomery.plan.estimate.memory import keeps_scores, kept_layers, quadratic_bytes
 from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
-from bloomery.plan.gather import Facts
-from bloomery.plan.rules import adapters, objective
-from bloomery.plan.rules.backend import transformers_choices
+from bloomery.plan.gather import Facts, fetch, gather
+from bloomery.plan.rules import objective, unsupported
 from bloomery.plan.rules.choices import (
     ASKED,
     arithmetic_choices,
@@ -27,6 +33,7 @@ from bloomery.plan.rules.choices import (
     choose_compile,
     choose_deterministic,
     optimizer_memory_choices,
+    transformers_choices,
 )
 from bloomery.plan.rules.unsupported import refuse_mesh
 from bloomery.plan.types import (
@@ -63,7 +70,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes)
     scale, micro_batching = step.scale, step.micro_batching
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
-        adapters.refuse_settings(recipe, config, steps=scale.steps)
+        unsupported.refuse_settings(recipe, config, steps=scale.steps)
     asked, evaluates = recipe.train, recipe.eval.every
     every_eval = None if evaluates == "none" else lengths.steps_of(evaluates, scale, key="eval.every")
     timed = asked.length.unit == "seconds"
@@ -199,7 +206,7 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         precision=precision,
         attention=attention,
         compiled=compiled,
-        reader=backend(facts.machine, recipe.quantize.kind, device=profile.device.value, compiled=compiled.value),
+        reader=dequantizer(facts.machine, recipe.quantize.kind, device=profile.device.value, compiled=compiled.value),
         scale=replace(
             scale, steps=scale.steps or lengths.provisional_steps(train.length, typical), step_seconds=typical
         ),
@@ -295,9 +302,9 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         choices["environment"] = Choice(words, profile.environment.reason)
     device = profile.accelerator is not None
     more = (
-        *adapters.quantized_choices(recipe, step.reader),
+        *unsupported.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
-        *adapters.adapter_choices(recipe, facts.model, known=facts.known_vocabulary, added=facts.new_tokens),
+        *unsupported.adapter_choices(recipe, facts.model, known=facts.known_vocabulary, added=facts.new_tokens),
         *objective.objective_choices(recipe, facts.dataset, facts.teacher),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
         *optimizer_memory_choices(recipe, accelerator=device, precision=step.precision.value),
@@ -374,3 +381,40 @@ def _decay(schedule: str | Wsd) -> Duration | None:
 def _number(asked: int | str) -> int | None:
     """None for auto."""
     return asked if isinstance(asked, int) else None
+
+
+DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
+
+
+def wanted(plan: RunPlan) -> dict[str, str]:
+    """Environment variables to set before torch is imported, whatever the user has set."""
+    fixed = DETERMINISM if plan.train.deterministic and plan.train.device == "cuda" else {}
+    return {**plan.environment, "OMP_NUM_THREADS": str(plan.train.threads), **fixed}
+
+
+def child_environment(plan: RunPlan, own: Mapping[str, str]) -> dict[str, str]:
+    """`own`, with the variables of the plan that `own` does not set."""
+    return local_caches(wanted(plan)) | dict(own)
+
+
+def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
+    """The facts for `machine` (default: this one), with the dataset as far as it is on this disk.
+
+    Raises UserError for all that `train` refuses on any machine before its first step: in the recipe, the headers of
+    the model's files, the first rows of the data.
+    """
+    fetch(loaded.recipe, weights=False)
+    return gather(loaded, machine or detect(), prepared=prepared_folder(loaded, Path.cwd()))
+
+
+def local_plan(
+    loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None, gpus: int = 1, nodes: int = 1
+) -> tuple[RunPlan, Facts]:
+    """The plan and its facts, for `machine` (default: this one), or for that with the named GPU of the table.
+
+    Raises UserError as `local_facts` does, and for settings that this machine does not support.
+    """
+    facts = local_facts(loaded, machine)
+    if gpu is not None:
+        facts = facts.on(with_gpu(facts.machine, find_gpu(gpu)))
+    return resolve(loaded, facts, gpus=gpus, nodes=nodes), facts

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, PositiveInt
 from bloomery.core.units import Duration
 from bloomery.data.shards import Texts
 from bloomery.model.config import ModelConfig
-from bloomery.model.quantization.sizes import Dequantizer
+from bloomery.model.limits import Dequantizer
 from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd
 
 Origin = Literal["table", "probe", "measured"]

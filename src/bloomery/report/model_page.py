@@ -15,9 +15,9 @@ from bloomery.model.adapters.base_model import TENSORS, Base, read_settings, ref
 from bloomery.model.adapters.peft_files import read_adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.families.presets import read_config
-from bloomery.model.families.registry import architecture_of
+from bloomery.model.families import architecture_of
 from bloomery.model.io.stored import Stored, find_tensors, stored_in, stored_parameters
+from bloomery.model.presets import read_config
 from bloomery.report.charts import render
 from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ScoredText, heat_level
 from bloomery.train.model_folder import ModelFiles

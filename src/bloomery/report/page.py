@@ -16,7 +16,7 @@ from bloomery.monitor.events import CPU_DEVICE, DeviceStats, TaskDone
 from bloomery.monitor.screen import plot
 from bloomery.monitor.summary import JOULES_IN_KWH, in_millions
 from bloomery.monitor.words import figure, format_joules
-from bloomery.plan.advice.advise import claims_of, energy_kwh
+from bloomery.plan.advise import claims_of, energy_kwh
 from bloomery.report.charts import (
     SIGNS,
     Bars,

@@ -12,7 +12,7 @@ from bloomery.core.files import read_whole
 from bloomery.core.units import GIB, format_count, format_seconds
 from bloomery.data.shards import Manifest
 from bloomery.hardware.machine import Machine
-from bloomery.monitor.diagnosis import Diagnosis, diagnose
+from bloomery.monitor.diagnosis import diagnose
 from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
@@ -29,9 +29,10 @@ from bloomery.monitor.events import (
     last_per_step,
     read_events,
 )
+from bloomery.monitor.history import Diagnosis
 from bloomery.monitor.summary import Elapsed, RunSummary, summary_of
 from bloomery.monitor.words import incident_text
-from bloomery.plan.advice.claims import ROUNDING, Claim, KnownRange, compare_claims
+from bloomery.plan.advise import ROUNDING, Claim, KnownRange, compare_claims
 from bloomery.plan.explained import diagnosis_facts, run_facts
 from bloomery.plan.types import RunPlan, Verdict
 from bloomery.recipe.load import load_recipe

@@ -63,7 +63,7 @@ def compare_models(
 
     No responses without a base model or conversations. Raises UserError for a model that cannot be loaded.
     """
-    from bloomery.train.sealed import newest_valid
+    from bloomery.train.model_folder import newest_valid
 
     objective = plan.objective.spec
     if objective.values:

@@ -17,8 +17,8 @@ from bloomery.monitor.events import Event, Phase, Recovered, RunEnded, Saved, Wa
 from bloomery.runs.event_hub import last_step
 from bloomery.runs.folder import RunFolder, alive, beats, holder_of, host_name, start_mark
 from bloomery.runs.signals import SAVE_SIGNAL
+from bloomery.train.model_folder import NOT_SAVED
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED
-from bloomery.train.sealed import NOT_SAVED
 
 
 @final

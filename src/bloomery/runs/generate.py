@@ -22,9 +22,20 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, Constraint, Drawn, Past, Speculation, Text, sample_tokens
-from bloomery.model.sampling import NotFinite, Sampling, known_ids
-from bloomery.model.speculation import DraftModel, PromptLookup
+from bloomery.model.decoding import (
+    Batch,
+    Constraint,
+    DraftModel,
+    Drawn,
+    NotFinite,
+    Past,
+    PromptLookup,
+    Sampling,
+    Speculation,
+    Text,
+    known_ids,
+    sample_tokens,
+)
 from bloomery.train.model_folder import find_model
 from bloomery.train.use import OnText, Use, load_used
 

@@ -27,10 +27,9 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import LogFile, write_metrics
 from bloomery.monitor.trackers import require
-from bloomery.plan.advice.advise import advise, energy_kwh
+from bloomery.plan.advise import advise, energy_kwh
 from bloomery.plan.gather import counted, fetch, gather, left_aside
-from bloomery.plan.local import DETERMINISM, child_environment, wanted
-from bloomery.plan.resolve import resolve
+from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted
 from bloomery.plan.rules.unsupported import refuse_pipeline
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
 from bloomery.plan.types import RunPlan
@@ -54,8 +53,8 @@ from bloomery.runs.signals import StopRequests, stop_requests
 from bloomery.runs.supervisor import Stage, StageResult, existing, failure, run_stage
 from bloomery.runs.telemetry import sensing
 from bloomery.runs.worker import DONE, FAILED, STOPPED
+from bloomery.train.model_folder import damage, saved_steps, step_folder
 from bloomery.train.run import is_done, name_of, read_history
-from bloomery.train.sealed import damage, saved_steps, step_folder
 
 INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")

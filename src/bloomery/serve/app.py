@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Message, Role
-from bloomery.model.sampling import Sampling, known_ids
+from bloomery.model.decoding import Sampling, known_ids
 from bloomery.serve.engine import Chance, End, Engine, Job, Piece, QueueFull, Served
 
 BODY_SECONDS = 30.0  # for a client to send its request

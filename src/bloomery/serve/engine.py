@@ -15,8 +15,7 @@ from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, Constraint, Drawn, Past, Text
-from bloomery.model.sampling import NotFinite, Sampling, known_ids
+from bloomery.model.decoding import Batch, Constraint, Drawn, NotFinite, Past, Sampling, Text, known_ids
 from bloomery.runs.generate import JsonGrammars, Stops, TextStream
 
 PIECE = 256  # tokens of a prompt between two steps of the other texts

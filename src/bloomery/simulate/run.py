@@ -17,8 +17,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
-from bloomery.plan.estimate.mesh_memory import ONE_DEVICE, MeshSplit
-from bloomery.plan.report.page import joined, unit_of
+from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit
+from bloomery.plan.page import joined, unit_of
 from bloomery.plan.types import RunPlan
 
 SECONDS = 300.0  # that a simulation may take; the packaged recipes take under 20

@@ -26,8 +26,7 @@ from bloomery.core.files import flush_to_disk, read_whole
 from bloomery.core.units import format_bytes
 from bloomery.monitor.events import Emit, Event, Saved, Warned
 from bloomery.plan.store import RunIdentity, read_identity
-from bloomery.train.process import out_of_memory
-from bloomery.train.sealed import (
+from bloomery.train.model_folder import (
     NOT_SAVED,
     Lineage,
     best_step,
@@ -40,6 +39,7 @@ from bloomery.train.sealed import (
     seal_of,
     step_folder,
 )
+from bloomery.train.process import out_of_memory
 
 __all__ = ["MODEL", "Parts", "Saver", "Write", "newest_valid", "read_part", "read_state"]
 

@@ -30,15 +30,13 @@ from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter
 from bloomery.train.checkpoint import Saver, copy_tokenizer
-from bloomery.train.diagnostics.attention_check import check_attention
 from bloomery.train.diagnostics.profiler import Recorder
-from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers
+from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, check_attention
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
-from bloomery.train.objectives.build import Objective, build_objective
-from bloomery.train.objectives.reference import ReferenceProgress, precompute, reference_file
+from bloomery.train.model_folder import clear_drafts
+from bloomery.train.objectives.build import Objective, ReferenceProgress, build_objective, precompute, reference_file
 from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
-from bloomery.train.sealed import clear_drafts
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
 

@@ -13,7 +13,7 @@ import torch
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.loader import Batch
 from bloomery.hardware.detect import GpuProcess, gpu_processes
-from bloomery.model.io.sharded import local
+from bloomery.model.io.parameters import local
 from bloomery.monitor.events import Recovered, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.fallback import smaller_micro_batch

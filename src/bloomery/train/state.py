@@ -23,9 +23,9 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import MODEL, Parts, Write, read_part, read_state
 from bloomery.train.forward import prepare_weights
+from bloomery.train.model_folder import MANIFEST, damage
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
 from bloomery.train.run import Diverged
-from bloomery.train.sealed import MANIFEST, damage
 from bloomery.train.step import LossScale, ModelAndOptimizer
 
 Action = Literal["step", "skip", "rewind"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from bloomery.data.loader import Batch, mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.sharded import is_split, local
+from bloomery.model.io.parameters import is_split, local
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck

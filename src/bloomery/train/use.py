@@ -15,7 +15,7 @@ from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
-from bloomery.model.quantization.sizes import PIECE_BYTES, Dequantizer, backend, storage_bytes
+from bloomery.model.limits import PIECE_BYTES, Dequantizer, dequantizer, storage_bytes
 from bloomery.recipe.schema import Quantize
 from bloomery.train.forward import in_precision, prepare_weights
 from bloomery.train.model_folder import ModelFiles
@@ -95,7 +95,7 @@ def load_used(
         precision = precision if able else None
     reader: Dequantizer = "torch"
     if quantize.kind != "none" and use.device != "cpu" and use.machine is not None:
-        reader = backend(use.machine, quantize.kind, device=use.device, compiled=False).value
+        reader = dequantizer(use.machine, quantize.kind, device=use.device, compiled=False).value
     if trained is not None and quantize.kind != trained.quantize.kind:
         bases = {"none": "weights that are not quantized"}
         then, now = (bases.get(base, f"{base} weights") for base in (trained.quantize.kind, quantize.kind))

@@ -17,13 +17,13 @@ from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hardware.detect import detect
 from bloomery.model.counting import parameter_count
-from bloomery.model.families.presets import read_config
+from bloomery.model.presets import read_config
 from bloomery.monitor.events import Phase, RunEnded, RunStarted, read_events
 from bloomery.monitor.summary import summary_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.runs.names import all_runs
+from bloomery.runs.folder import all_runs
 
 if TYPE_CHECKING:
     from bloomery.train.evaluation.answers import PromptAndResponse

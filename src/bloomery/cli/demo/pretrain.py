@@ -297,8 +297,8 @@ def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -
     """Evaluation, sample, export and report of the finished run; returns the document of `--json`."""
     with story.busy("loading the model"):
         from bloomery.export.layouts import export
+        from bloomery.model.decoding import Sampling
         from bloomery.model.io.weights import load_decoder
-        from bloomery.model.sampling import Sampling
         from bloomery.report import Bars, write_report
         from bloomery.runs.generate import generate
         from bloomery.train.model_folder import model_folder
@@ -370,8 +370,7 @@ def take_away(
     from bloomery.core.text import harmless
     from bloomery.export.gguf import export_gguf
     from bloomery.export.llama_cpp import continue_greedily
-    from bloomery.model.decoding import sample_tokens
-    from bloomery.model.sampling import Sampling, known_ids
+    from bloomery.model.decoding import Sampling, known_ids, sample_tokens
     from bloomery.report.page import Answers
     from bloomery.train.model_folder import find_model
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from bloomery.model.adapters.targets import Adaptation, Pair, adaptation
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.sharded import put
+from bloomery.model.io.parameters import put, stream
+from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.norms import widened
-from bloomery.model.quantization.weight import QuantizedWeight
-from bloomery.model.randomness import stream
 from bloomery.recipe.schema import Lora
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

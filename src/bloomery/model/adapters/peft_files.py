@@ -35,10 +35,10 @@ from bloomery.model.adapters.targets import (
 )
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
-from bloomery.model.families.presets import grown
+from bloomery.model.io.parameters import first_row, local, put
 from bloomery.model.io.safetensors import TensorReader, to_hf_names
-from bloomery.model.io.sharded import first_row, local, put
 from bloomery.model.io.stored import WEIGHTS, Stored, places, refuse_whole_numbers, stored_in
+from bloomery.model.presets import grown
 
 TASKS = {"tokens": "CAUSAL_LM", "values": "SEQ_CLS"}
 PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"

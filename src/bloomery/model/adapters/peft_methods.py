@@ -24,7 +24,7 @@ from bloomery.model.adapters.peft_settings import (
 )
 from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
-from bloomery.model.transformers_backend.backbone import TransformersBackbone
+from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model

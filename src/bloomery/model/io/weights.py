@@ -18,14 +18,13 @@ from bloomery.model.adapters.peft_methods import open_method
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.families.presets import grown, read_config
-from bloomery.model.families.registry import config_to_hf
+from bloomery.model.families import config_to_hf
+from bloomery.model.io.parameters import first_row, full, local, put, stream
+from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.io.safetensors import Spec, TensorReader, split_shards, to_hf_names, write_tensors
-from bloomery.model.io.sharded import first_row, full, local, put
 from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
-from bloomery.model.quantization.weight import QuantizedWeight
-from bloomery.model.randomness import stream
-from bloomery.model.transformers_backend.backbone import TOLERANCE, TransformersBackbone, check_head, loaded_safely
+from bloomery.model.presets import grown, read_config
+from bloomery.model.transformers_backend import TOLERANCE, TransformersBackbone, check_head, loaded_safely
 from bloomery.recipe.schema import Quantize
 
 

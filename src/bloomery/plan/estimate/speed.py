@@ -7,7 +7,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
 from bloomery.model.counting import flops_per_token, layers, parameter_count
-from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.model.limits import storage_bytes
 from bloomery.plan.estimate.memory import keeps_scores, kept_layers
 from bloomery.plan.estimate.states import StepShape, TrainedModel, in_layers, numbers
 from bloomery.plan.types import Estimate

@@ -12,8 +12,7 @@ from bloomery.model.adapters.peft_settings import named, targets_of
 from bloomery.model.adapters.targets import ALL_LINEAR, adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
-from bloomery.model.limits import CPU_PIECE, GPU_PIECE, INT8_BLOCK, INT8_SMALLEST, MUON_STACK
-from bloomery.model.quantization.sizes import storage_bytes
+from bloomery.model.limits import CPU_PIECE, GPU_PIECE, INT8_BLOCK, INT8_SMALLEST, MUON_STACK, storage_bytes
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Peft, Recipe
 

@@ -8,7 +8,7 @@ from bloomery.core.units import format_count
 from bloomery.data.tokenizer.templates import NONE
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.families.presets import known_config
+from bloomery.model.presets import known_config
 from bloomery.plan.estimate.states import mode_of, setting_of
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.schema import Adapter, Distill, Lora, Objective, Peft, Recipe

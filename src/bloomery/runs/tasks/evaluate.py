@@ -14,14 +14,13 @@ from bloomery.core.units import counted
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import NotFinite
+from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EventLog, TaskDone
 from bloomery.plan.store import read_plan
 from bloomery.runs.evaluate import load_found, notes_of, texts_of
-from bloomery.runs.tasks.functions import PACKAGED, STDLIB, refuse_settings, solve
+from bloomery.runs.tasks.functions import PACKAGED, STDLIB, refuse_settings, refuse_without_sandbox, solve
 from bloomery.runs.tasks.harness import HarnessSettings, refuse_without_harness, run_harness
 from bloomery.runs.tasks.items import Settings, TaskScores, ask, compiled, read_task
-from bloomery.runs.tasks.sandbox import refuse_without_sandbox
 from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare
 from bloomery.train.evaluation.scoring import score_documents
 from bloomery.train.model_folder import ModelFiles, find_model

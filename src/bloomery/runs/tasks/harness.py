@@ -11,7 +11,7 @@ import numpy as np
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import Sampling
+from bloomery.model.decoding import Sampling
 from bloomery.runs.tasks.items import Request, TaskScores, complete
 from bloomery.runs.tasks.statistics import Scores
 from bloomery.train.evaluation.scoring import score_continuations

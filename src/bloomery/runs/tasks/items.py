@@ -20,8 +20,7 @@ from bloomery.data.sources.readers import read_values
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, Past, Text
-from bloomery.model.sampling import NotFinite, Sampling, known_ids
+from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, Text, known_ids
 from bloomery.runs.generate import Stops, TextStream
 from bloomery.runs.tasks.statistics import Scores, shares
 from bloomery.train.evaluation.scoring import score_continuations

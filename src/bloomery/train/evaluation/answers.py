@@ -13,8 +13,7 @@ from bloomery.data.examples import Message
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import sample_tokens
-from bloomery.model.sampling import Sampling, known_ids
+from bloomery.model.decoding import Sampling, known_ids, sample_tokens
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context

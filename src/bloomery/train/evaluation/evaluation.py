@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bloomery.data.loader import Batch, Loader
 from bloomery.model.decoder import Decoder
-from bloomery.model.sampling import NotFinite
+from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.fallback import smaller_evaluation
@@ -22,9 +22,8 @@ from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
 from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.length import Costs, current, measured, with_next_block
-from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.build import Objective, Stopped
 from bloomery.train.objectives.losses import added, means
-from bloomery.train.objectives.reference import Stopped
 from bloomery.train.recover import AllocationFailed, attempt, replan
 from bloomery.train.step import compute_loss
 

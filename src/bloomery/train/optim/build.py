@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
-from bloomery.model.io.sharded import local, part_of
+from bloomery.model.io.parameters import local, part_of
 from bloomery.model.limits import INT8_BLOCK, MUON_STACK
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.estimate.states import OPTIMIZERS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.acting import kind_of
-from bloomery.model.io.sharded import first_row
+from bloomery.model.io.parameters import first_row
 from bloomery.model.limits import CPU_PIECE, GPU_PIECE
 from bloomery.parallel.mesh import ALONE, Mesh
 

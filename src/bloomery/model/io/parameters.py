@@ -1,8 +1,19 @@
-"""Parameters that FSDP2 shards by rows over ranks (DTensors): this rank's rows. A plain tensor is whole."""
+"""Parameters one by one: random numbers keyed by seed and name, drawn on the CPU; and the rows of a rank.
+
+FSDP2 shards parameters by rows over ranks (DTensors). A plain tensor is whole.
+"""
+
+import hashlib
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+def stream(seed: int, name: str) -> torch.Generator:
+    """The values it draws depend neither on the device nor on which other parameters exist."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def is_split(tensor: Tensor) -> bool:

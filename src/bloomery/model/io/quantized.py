@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.model.limits import BLOCK, DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, SCALES_BLOCK, buffer_bytes
 from bloomery.model.norms import working_dtype
-from bloomery.model.quantization.sizes import BLOCK, DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, SCALES_BLOCK, buffer_bytes
 from bloomery.recipe.schema import Quantize
 
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (arXiv:2305.14314, appendix E).

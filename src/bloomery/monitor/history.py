@@ -1,0 +1,211 @@
+"""Input of a diagnosis: settings of the plan, statistics of the dataset, and the events of the run so far."""
+
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from bloomery.monitor.events import (
+    DeviceStats,
+    EvalDone,
+    Event,
+    Recovered,
+    Resumed,
+    RunStarted,
+    Saved,
+    StepDone,
+    StepHealth,
+)
+
+RECENT = 200  # steps and samples that are kept
+FEW = 20  # steps that a mean of the loss is taken over
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Settings and statistics that no event holds; None or 0: unknown, and the rules that need it are skipped."""
+
+    vocab_size: int | None = None
+    fresh: bool = True  # random initial weights
+    falls: bool = True  # a loss in nats per token must fall; the loss of a pair may stay near its first value
+    steps: int | None = None
+    tokens_per_step: int = 0
+    sequence_length: int = 0
+    layout: str = "packed"
+    optimizer: str = "adamw"
+    learning_rate: float = 0.0  # the peak
+    muon_learning_rate: float = 0.0  # of Muon
+    warmup_steps: int = 0
+    clip: float | None = None
+    precision: str = "float32"
+    unigram_nats: float | None = None  # entropy of the token frequencies
+    bytes_per_token: float | None = None
+    duplicates: float | None = None  # share of documents that repeat another one
+    text_tokens: int | None = None  # in the training split
+    device: str = "cpu"
+    fused_attention: bool | None = None  # whether the device has fused kernels
+    checkpointing: str = "none"
+    compiled: bool = False
+    saves_in_background: bool = True
+    memory_limit_gib: float | None = None
+    step_seconds: tuple[float, float] | None = None  # the plan's range
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A problem with its evidence and its fix: an edit of the recipe or a command."""
+
+    cause: str  # one word: each is reported once
+    problem: str
+    evidence: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.problem} ({self.evidence}): {self.fix}"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How far the weights have moved by a step."""
+
+    step: int = 0
+    path: float = 0.0  # the sum of the update-to-weight ratios
+    largest: float = 0.0  # of the update-to-weight ratios
+
+
+@dataclass
+class RunHistory:
+    """Mutable: figures of the events so far. Bounded except for eight bytes per step."""
+
+    first: StepDone | None = None  # step 1 itself
+    recent: deque[StepDone] = field(default_factory=lambda: deque(maxlen=RECENT))
+    losses: "array[float]" = field(default_factory=lambda: array("f"))  # finite ones, in order
+    loss_steps: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
+    health: deque[StepHealth] = field(default_factory=lambda: deque(maxlen=RECENT))
+    gpus: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
+    allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))  # of the training process
+    evaluations: dict[int, float] = field(default_factory=dict)  # step -> validation loss
+    attention: str = ""
+    step: int = 0
+    steps_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    saving_seconds: float = 0.0
+    first_norms: list[float] = field(default_factory=list)
+    peak_rate: float = 0.0
+    peak_gib: float = 0.0
+    moved: deque[Moved] = field(default_factory=lambda: deque([Moved()], maxlen=RECENT))
+    began_at: int = 0  # the step at which this process started
+    began: StepDone | None = None  # its first step
+    compiled_graphs: int | None = None  # early in this process
+
+    def add(self, event: Event) -> None:
+        """Events in the order of the file."""
+        match event:
+            case StepDone():
+                self._add_step(event)
+            case StepHealth():
+                # The path counts each ratio for all steps since the previous one: ratios change slowly.
+                since = event.step - (self.health[-1].step if self.health else self.began_at)
+                ratio, before = event.update_ratio or 0.0, self.moved[-1]
+                self.moved.append(Moved(event.step, before.path + ratio * max(1, since), max(before.largest, ratio)))
+                if event.graphs is not None and self.compiled_graphs is None and event.step >= self.began_at + FEW:
+                    self.compiled_graphs = event.graphs
+                self.health.append(event)
+            case EvalDone(loss=float() as loss):
+                self.evaluations[event.step] = loss
+                self.evaluation_seconds += event.seconds
+            case Saved():
+                self.saving_seconds += event.seconds
+            case DeviceStats() if event.reserved_gib is not None:
+                self.allocator.append(event)
+            case DeviceStats() if event.device >= 0:
+                self.gpus.append(event)
+            case RunStarted():
+                self.attention, self.began_at = event.attention, event.step
+                self.began = self.compiled_graphs = None
+            case Resumed() | Recovered():
+                self._go_back(event.step)
+
+    def _add_step(self, event: StepDone) -> None:
+        self.began = self.began or event
+        self.step, self.first = event.step, event if event.step == 1 else self.first
+        self.recent.append(event)
+        self.steps_seconds += event.step_seconds
+        self.peak_rate, self.peak_gib = max(self.peak_rate, event.learning_rate), max(self.peak_gib, event.memory_gib)
+        if event.loss is not None:
+            self.losses.append(event.loss)
+            self.loss_steps.append(event.step)
+        if event.grad_norm is not None and len(self.first_norms) < FEW:
+            self.first_norms.append(event.grad_norm)
+
+    def _go_back(self, step: int) -> None:
+        """Discards the steps after `step`; seconds are kept."""
+        kept = bisect_right(self.loss_steps, step)
+        del self.losses[kept:], self.loss_steps[kept:]
+        past = [moved for moved in self.moved if moved.step <= step] or [Moved()]
+        self.moved = deque(past, maxlen=RECENT)
+        self.recent = deque((done for done in self.recent if done.step <= step), maxlen=RECENT)
+        self.health = deque((health for health in self.health if health.step <= step), maxlen=RECENT)
+        self.allocator = deque((sample for sample in self.allocator if sample.step <= step), maxlen=RECENT)
+        self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
+        self.first, self.step = self.first if step else None, step
+
+    @property
+    def path(self) -> float:
+        """Upper bound on the distance of the weights from their initial values, in units of their size."""
+        return self.moved[-1].path
+
+    @property
+    def largest_ratio(self) -> float:
+        return self.moved[-1].largest
+
+    @property
+    def begin(self) -> float | None:
+        """The loss of the first step, before any update."""
+        return self.first.loss if self.first is not None else None
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the last few steps."""
+        return fmean(self.losses[-FEW:]) if self.losses else None
+
+    @property
+    def lowest(self) -> float | None:
+        """The lowest mean of FEW consecutive steps."""
+        blocks = range(0, len(self.losses) - FEW + 1, FEW)
+        return min((fmean(self.losses[at : at + FEW]) for at in blocks), default=None)
+
+    @property
+    def flat(self) -> bool:
+        """Whether the loss fell by less than 1% from the middle tenth of the steps to the last."""
+        tenth, half = max(FEW, len(self.losses) // 10), len(self.losses) // 2
+        if half < 2 * FEW:
+            return False
+        return fmean(self.losses[-tenth:]) > 0.99 * fmean(self.losses[half - tenth // 2 : half + tenth - tenth // 2])
+
+    @property
+    def healthy_rate(self) -> list[StepHealth]:
+        """The health of steps with a learning rate of at least 1% of the peak: others hardly change the weights."""
+        rates = {done.step: done.learning_rate for done in self.recent}
+        return [v for v in self.health if rates.get(v.step, self.peak_rate) >= 0.01 * self.peak_rate]
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the ten newest update-to-weight ratios."""
+        return middle([v.update_ratio for v in self.healthy_rate[-10:]])
+
+
+def middle(values: Iterable[float | None]) -> float | None:
+    """The median of the known values."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def history_of(events: Iterable[Event]) -> RunHistory:
+    """The history of these events."""
+    history = RunHistory()
+    for event in events:
+        history.add(event)
+    return history
