@@ -110,7 +110,7 @@ def measure(run: Path, device: str) -> ModelFiles:
     from bloomery.plan.store import read_plan
     from bloomery.runs.generate import generate, load_model
     from bloomery.train.evaluation.evaluation import evaluate
-    from bloomery.train.objectives.build import build_objective
+    from bloomery.train.objectives import build_objective
     from bloomery.train.process import peak_memory_gib
     from bloomery.train.use import Use
 

@@ -38,17 +38,16 @@ CHANGED = {"full": "full", "LoRA r8": "LoRA r8", "LoRA r16": "LoRA r16"}  # whos
 
 def train(recipe: str, folder: Path, *words: str) -> list[Any]:
     """The events of one run, to its end."""
-    from bloomery.cli.demo.command import Trainer
+    from bloomery.cli.demo import followed
 
-    with Trainer(folder) as trainer:
-        return list(trainer.run("train", recipe, *words, "--run-dir", str(folder)))
+    return list(followed(folder, "train", recipe, *words, "--run-dir", str(folder)))
 
 
 def make_base(work: Path, steps: int) -> Path:
-    from bloomery.cli.demo.chat import exported
+    from bloomery.cli.demo_chat import _exported
 
     train("demo", work / "demo", f"train.max_steps={steps}", "train.compile=false", "sample.prompts=[]")
-    return exported(work / "demo")
+    return _exported(work / "demo")
 
 
 def folder_of(name: str, work: Path) -> Path:
@@ -99,7 +98,7 @@ def whole(folder: Path) -> bool:
 
 def figures(name: str, folder: Path) -> dict[str, Any]:
     """What a run told."""
-    from bloomery.cli.demo.chat import trainable_parameters
+    from bloomery.cli.demo_chat import _trainable
     from bloomery.core.units import MIB
     from bloomery.monitor.events import EvalDone, StepDone, read_events
     from bloomery.plan.store import read_plan
@@ -110,7 +109,7 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     quick = sorted(step.step_seconds for step in taken)[len(taken) // 10]  # other programs disturb a run at times
     learned = sum(step.loss_tokens or 0 for step in taken)
     return {
-        "name": name, "folder": folder.name, "trained": trainable_parameters(plan),
+        "name": name, "folder": folder.name, "trained": _trainable(plan),
         "learning_rate": plan.optimizer.learning_rate, "held_out": exams[-1].loss,
         "curve": [[exam.step, exam.loss] for exam in exams],
         "losses": [[step.step, step.loss] for step in taken],

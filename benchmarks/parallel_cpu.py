@@ -72,7 +72,7 @@ def one_run(plan: Any, mesh: Any) -> list[float]:
 def bloomery_side(plan: Any, mesh: Any) -> Any:
     from bloomery.data.loader import Cursor
     from bloomery.train.context import open_loader
-    from bloomery.train.objectives.build import build_objective
+    from bloomery.train.objectives import build_objective
     from bloomery.train.state import build_state
     from bloomery.train.step import train_step
 
@@ -104,7 +104,7 @@ def bare_side(plan: Any, mesh: Any) -> Any:
     from bloomery.data.loader import Cursor
     from bloomery.model.io.weights import fresh_decoder
     from bloomery.train.context import open_loader
-    from bloomery.train.objectives.build import build_objective
+    from bloomery.train.objectives import build_objective
     from bloomery.train.step import compute_loss
 
     model, objective = fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention), build_objective(plan)

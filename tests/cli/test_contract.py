@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import preloaded
 from bloomery.cli import COMMANDS, cli, main
-from bloomery.cli.demo.pretrain import evaluate_demo
+from bloomery.cli.demo import evaluate_demo
 from bloomery.monitor.events import KINDS, Event, StepDone, read_events
 from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.cli.demo.pretrain import Story, _next_steps
+from bloomery.cli.demo import Story, _next_steps
 from bloomery.monitor.events import EventLog, Phase, RunEnded
 from bloomery.monitor.words import progress_text
 from models_for_tests import make_run

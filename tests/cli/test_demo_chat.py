@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
-from bloomery.cli.demo import chat as demo_chat
-from bloomery.cli.demo.chat import is_function
-from bloomery.cli.demo.pretrain import free_folders
+from bloomery.cli import demo_chat as demo_chat
+from bloomery.cli.demo import free_folders
+from bloomery.cli.demo_chat import is_function
 from bloomery.monitor.events import EventLog, RunEnded
 from models_for_tests import make_run
 

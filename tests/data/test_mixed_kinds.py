@@ -24,8 +24,8 @@ from bloomery.recipe.load import LoadedRecipe
 from bloomery.runs.evaluate import texts_of
 from bloomery.train.evaluation.answers import validation_prompts
 from bloomery.train.forward import forward
-from bloomery.train.objectives.build import pretraining
-from bloomery.train.objectives.losses import next_token_loss
+from bloomery.train.losses import next_token_loss
+from bloomery.train.objectives import pretraining
 from models_for_tests import make_config
 
 LENGTH = 200

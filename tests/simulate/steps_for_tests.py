@@ -16,7 +16,7 @@ from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
 from bloomery.simulate.step import StagePosition, simulated_stage, simulated_step
-from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

@@ -22,8 +22,8 @@ from bloomery.data.loader import Batch  # noqa: E402
 from bloomery.model.heads import LabelScores  # noqa: E402
 from bloomery.model.io.weights import load_decoder  # noqa: E402
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo  # noqa: E402
-from bloomery.train.objectives.build import build_objective  # noqa: E402
-from bloomery.train.objectives.losses import LossParts, means  # noqa: E402
+from bloomery.train.losses import LossParts, means  # noqa: E402
+from bloomery.train.objectives import build_objective  # noqa: E402
 from bloomery.train.step import compute_loss  # noqa: E402
 
 PAIRS = [

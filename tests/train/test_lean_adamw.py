@@ -8,7 +8,7 @@ from torch import nn
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Batch
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives import pretraining
 from bloomery.train.optim import adamw as optim_int8
 from bloomery.train.optim import common as optim_pieces
 from bloomery.train.optim.adamw import BLOCK, FloatMoment, Int8Moment

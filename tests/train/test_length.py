@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from plans_for_tests import tiny_plan
 
-from bloomery.cli.demo.pretrain import Kill, time_text
+from bloomery.cli.demo import Kill, time_text
 from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.types import RunPlan, ScheduleBlock

@@ -11,8 +11,8 @@ from bloomery.data.loader import Cursor, Loader
 from bloomery.monitor.events import Recovered, StepDone, Warned
 from bloomery.plan import fallback as safer
 from bloomery.train import context, state
-from bloomery.train.objectives.build import Objective, pretraining
-from bloomery.train.objectives.losses import LossParts
+from bloomery.train.losses import LossParts
+from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.run import Diverged
 from bloomery.train.step import LossScale
 

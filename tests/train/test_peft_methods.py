@@ -25,7 +25,7 @@ from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, 
 from bloomery.plan.estimate.memory import activation_bytes
 from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.recipe.schema import Lora, Peft
-from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 

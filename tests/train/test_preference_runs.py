@@ -16,11 +16,11 @@ from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, StepHea
 from bloomery.plan.rules.objective import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
 from bloomery.train import context
+from bloomery.train import objectives as objectives
+from bloomery.train import objectives as references
 from bloomery.train.context import open_loader
 from bloomery.train.loop import run
-from bloomery.train.objectives import build as objectives
-from bloomery.train.objectives import build as references
-from bloomery.train.objectives.build import reference_file
+from bloomery.train.objectives import reference_file
 
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
 DPO = Preference(kind="dpo", beta=0.5)

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from bloomery.data.loader import Batch
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
-from bloomery.train.objectives.build import build_objective
-from bloomery.train.objectives.losses import dpo_loss, ipo_loss, kto_loss, means, orpo_loss, pairs_of, simpo_loss
+from bloomery.train.losses import dpo_loss, ipo_loss, kto_loss, means, orpo_loss, pairs_of, simpo_loss
+from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss, train_step
 

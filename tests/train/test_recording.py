@@ -172,7 +172,7 @@ def test_equal_tensors_are_one_line():
 def test_a_graph_from_a_real_step_holds_its_activations(plan):
     from bloomery.data.loader import Cursor
     from bloomery.train.context import open_loader
-    from bloomery.train.objectives.build import build_objective
+    from bloomery.train.objectives import build_objective
 
     state = build_state(plan)
     batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)

@@ -30,7 +30,7 @@ from bloomery.runs.evaluate import load_to_evaluate
 from bloomery.runs.generate import load_model
 from bloomery.train.evaluation.evaluation import evaluate
 from bloomery.train.model_folder import find_model
-from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives import build_objective
 from bloomery.train.use import Use, load_used
 
 

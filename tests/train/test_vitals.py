@@ -10,7 +10,7 @@ from torch import nn
 from bloomery.data.loader import Batch
 from bloomery.monitor.events import StepDone, StepHealth
 from bloomery.train.diagnostics.step_health import EARLY, HealthCheck, label_facts, pair_excess
-from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives import pretraining
 
 OBJECTIVE = pretraining(score_chunk=64)
 

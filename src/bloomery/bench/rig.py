@@ -14,7 +14,7 @@ from bloomery.core.units import GIB
 from bloomery.data.loader import Batch, Cursor, Loader
 from bloomery.plan.types import RunPlan
 from bloomery.train.diagnostics.step_health import core_wait_seconds
-from bloomery.train.objectives.build import build_objective, with_text_structure
+from bloomery.train.objectives import build_objective, with_text_structure
 from bloomery.train.process import peak_memory_gib, set_up_process
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step

@@ -29,7 +29,7 @@ from bloomery.train.context import open_loader
 from bloomery.train.evaluation.evaluation import evaluate as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.model_folder import ModelFiles, find_model
-from bloomery.train.objectives.build import pretraining
+from bloomery.train.objectives import pretraining
 from bloomery.train.use import OnText, Use, load_used
 
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too

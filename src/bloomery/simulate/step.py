@@ -44,7 +44,7 @@ from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, kinds_of_stages
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
 from bloomery.train.forward import forward
-from bloomery.train.objectives.build import build_objective, meta_teacher, with_text_structure
+from bloomery.train.objectives import build_objective, meta_teacher, with_text_structure
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, scale_gradients, train_step

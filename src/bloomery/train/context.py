@@ -35,7 +35,7 @@ from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, chec
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.model_folder import clear_drafts
-from bloomery.train.objectives.build import Objective, ReferenceProgress, build_objective, precompute, reference_file
+from bloomery.train.objectives import Objective, ReferenceProgress, build_objective, precompute, reference_file
 from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult

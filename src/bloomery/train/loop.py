@@ -14,7 +14,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.train.context import BatchSource, RunContext, open_context
 from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
 from bloomery.train.length import Timer, due
-from bloomery.train.objectives.build import Stopped
+from bloomery.train.objectives import Stopped
 from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import Action, AllocationFailed, attempt, check_step, rewind, save, shrink
 from bloomery.train.step import train_step

@@ -21,7 +21,7 @@ from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
 from bloomery.train.checkpoint import newest_valid
 from bloomery.train.context import RunContext
-from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives import build_objective
 from bloomery.train.process import out_of_memory
 from bloomery.train.run import Diverged, OutOfMemory
 from bloomery.train.state import TrainState, go_back

@@ -16,8 +16,8 @@ from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.forward import forward, to_device
-from bloomery.train.objectives.build import Objective
-from bloomery.train.objectives.losses import LossParts, added
+from bloomery.train.losses import LossParts, added
+from bloomery.train.objectives import Objective
 from bloomery.train.optim.build import OptimizersContainer
 
 

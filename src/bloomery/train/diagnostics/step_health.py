@@ -29,7 +29,7 @@ from bloomery.model.transformers_backend import check_head, check_rows
 from bloomery.monitor.events import StepHealth
 from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context
-from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives import Objective
 from bloomery.train.run import Unsound
 
 SAMPLE = 4096  # elements of each tensor: its root mean square to about 1%

@@ -22,8 +22,8 @@ from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
 from bloomery.train.forward import eval_mode, to_device
 from bloomery.train.length import Costs, current, measured, with_next_block
-from bloomery.train.objectives.build import Objective, Stopped
-from bloomery.train.objectives.losses import added, means
+from bloomery.train.losses import added, means
+from bloomery.train.objectives import Objective, Stopped
 from bloomery.train.recover import AllocationFailed, attempt, replan
 from bloomery.train.step import compute_loss
 

@@ -12,7 +12,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores, Values, capped
 from bloomery.model.norms import widened
 from bloomery.train.forward import eval_mode
-from bloomery.train.objectives.losses import reward_loss
+from bloomery.train.losses import reward_loss
 
 _TOKENS_A_FORWARD = 8192
 _TOKENS_A_GROUP = 65_536  # sorted together, so that windows of one length share a forward

@@ -32,7 +32,7 @@ from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_w
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, SimPo
 from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
-from bloomery.train.objectives.losses import (
+from bloomery.train.losses import (
     LossParts,
     PairScores,
     dpo_loss,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo.pretrain import Story, describe, followed, free_folders, take_away
+from bloomery.cli.demo import Story, describe, followed, free_folders, take_away
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.core.units import format_count, format_seconds
