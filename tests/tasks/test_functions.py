@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from test_items import loaded, model  # noqa: F401
 
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
@@ -96,7 +95,7 @@ def test_pass_at_k_is_the_mean_over_items():
     assert [one.metric for one in scores_of([1, 0], 1)] == ["pass@1"]
 
 
-def test_programs_run_only_with_consent(model, tmp_path):  # noqa: F811
+def test_programs_run_only_with_consent(model, tmp_path):
     found = CliRunner().invoke(command, [str(model), "--task", "stdlib-functions", "-d", "cpu"]).exception
     assert isinstance(found, UserError) and found.code == 2 and "--run-code" in found.fix
     task = Task("t", "exact-match", ())
@@ -107,7 +106,7 @@ def test_programs_run_only_with_consent(model, tmp_path):  # noqa: F811
         refuse_settings(replace(task, kind="functions"), Settings(shots=1, run_code=True))
 
 
-def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, monkeypatch, sandbox):  # noqa: F811
+def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, monkeypatch, sandbox):
     """The model's text is replaced by known programs; all else is real."""
     rows = [{"task_id": name, "prompt": f"def {name}(x):\n", "entry_point": name,
              "test": f"def check(c):\n    assert c(2) == {value}\n"}
@@ -124,7 +123,7 @@ def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, m
     assert values == {"pass@1": pytest.approx(2 / 3 / 2), "pass@3": 0.5} and shown["kind"] == "functions"
 
 
-def test_the_models_own_text_is_run(loaded, tmp_path, sandbox):  # noqa: F811
+def test_the_models_own_text_is_run(loaded, tmp_path, sandbox):
     decoder, tokenizer = loaded
     item = replace(ITEM, prompt="def f(x):", asked="def f(x):")
     task = Task("t", "functions", (item,))

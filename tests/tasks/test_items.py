@@ -9,9 +9,7 @@ from click.testing import CliRunner
 
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.decoding import Sampling
-from bloomery.model.io.weights import load_decoder
 from bloomery.monitor.events import TaskDone, read_events
 from bloomery.report import write_report
 from bloomery.runs.generate import continued
@@ -20,7 +18,7 @@ from bloomery.runs.tasks.items import Request, Settings, ask, complete, encode_p
 from bloomery.train.evaluation import scoring
 from bloomery.train.evaluation.scoring import score_continuations
 from bloomery.train.use import Use
-from models_for_tests import make_model, make_run
+from models_for_tests import make_run
 
 CPU = Use("cpu")
 ROWS = [
@@ -29,21 +27,6 @@ ROWS = [
     {"prompt": "return x ", "choices": ["+ 1", "on"], "answer": "on"},
     {"question": "für", "choices": ["Größe", "f(x)"], "answer": 1},
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def loaded(model):
-    torch.manual_seed(0)
-    decoder = load_decoder(model)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.normal_(std=0.3)
-    return decoder, load_tokenizer(model)
 
 
 def task_file(folder, rows, name="task.jsonl"):

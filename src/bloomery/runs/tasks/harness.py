@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,9 @@ class HarnessSettings:
 
 def refuse_without_harness() -> None:
     """Raises UserError when lm-evaluation-harness is not installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
+    if find_spec("lm_eval") is None:
         fix = "pip install 'bloomery[lm-eval]'"
-        raise UserError("lm-evaluation-harness is not installed", where="--lm-eval", fix=fix) from error
+        raise UserError("lm-evaluation-harness is not installed", where="--lm-eval", fix=fix)
 
 
 def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:

@@ -1,4 +1,4 @@
-"""The sandbox of generated code: `python -I -S sandboxed.py`, started by sandbox.py. Standard library only.
+"""The sandbox of generated code: `python -I -S sandboxed.py`, started by functions.py. Standard library only.
 
 Three processes. This one waits with a deadline. Its child is process 1 of namespaces of its own: no network, no other
 processes, and a file system of Python's library, read-only, and an empty /tmp in memory. That one gives up its rights
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 _NAMESPACES = 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000  # mount, pid, network, IPC, host name
@@ -122,19 +123,19 @@ def _build_root(job: Mapping[str, Any]) -> None:
     _mount("", "/", None, _PRIVATE)
     _mount("tmpfs", base, "tmpfs", _NO_SUID | _NO_DEVICES, "size=64k,nr_inodes=4k,mode=755")
     for place in dict.fromkeys((*_LIBRARIES, "/dev/null", *job["visible"])):
-        if not os.path.exists(place):  # noqa: PTH110
+        if not Path(place).exists():
             continue
         inside = base + place
-        if os.path.isdir(place):  # noqa: PTH112
-            os.makedirs(inside, exist_ok=True)  # noqa: PTH103
-        elif not os.path.exists(inside):  # noqa: PTH110
-            os.makedirs(os.path.dirname(inside), exist_ok=True)  # noqa: PTH103, PTH120
-            os.close(os.open(inside, os.O_CREAT | os.O_WRONLY, 0o644))
+        if Path(place).is_dir():
+            Path(inside).mkdir(parents=True, exist_ok=True)
+        elif not Path(inside).exists():
+            Path(inside).parent.mkdir(parents=True, exist_ok=True)
+            Path(inside).touch(0o644)
         _mount(place, inside, None, _BIND)
         if place != "/dev/null":
             locked = os.statvfs(inside).f_flag & ~_READ_ONLY  # flags of the source, which cannot be taken away
             _mount("", inside, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEVICES | (locked & 0xC0F))
-    os.makedirs(base + "/tmp", exist_ok=True)  # noqa: PTH103
+    Path(base, "tmp").mkdir(exist_ok=True)
     _mount(
         "tmpfs", base + "/tmp", "tmpfs", _NO_SUID | _NO_DEVICES, f"size={job['folder_bytes']},nr_inodes=1k,mode=1777"
     )

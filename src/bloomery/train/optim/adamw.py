@@ -242,7 +242,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's takes a closure that computes the loss
         self,
-        closure: None = None,  # noqa: ARG002
+        closure: None = None,  # noqa: ARG002 (torch's, unused)
         *,
         gate: Gate | None = None,
     ) -> None:

@@ -1,0 +1,23 @@
+"""A tiny model, as a folder and loaded with weights whose logits differ"""
+
+import pytest
+import torch
+
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.io.weights import load_decoder
+from models_for_tests import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loaded(model):
+    torch.manual_seed(0)
+    decoder = load_decoder(model)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_(std=0.3)
+    return decoder, load_tokenizer(model)
