@@ -1,17 +1,21 @@
 """How often greedy decoding agrees with float32's: `python benchmarks/decode_agreement.py MODEL [--prompts 200]`.
 
 Each prompt is the first sentence of a function of the standard library. The reference is transformers' `generate` in
-float32. Prints, for transformers in bfloat16 and Bloomery in float32, bfloat16 and int8: prompts whose text is the same
-to the end, tokens before the first difference, and, over the reference's own texts, KL(float32 || side) per token and
-the perplexity.
+float32. Compared are transformers in bfloat16 and Bloomery in float32, bfloat16 and int8: prompts whose text is the
+same to the end, tokens before the first difference, and, over the reference's own texts, tokens that are the likeliest
+of both, KL(float32 || side) per token and the perplexity. Each prompt is written to `results/` when it is done, and one
+that is there is not computed again.
 """
 
 import argparse
 import ast
+import json
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -21,62 +25,89 @@ from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.recipe.schema import Quantize
 
+RESULT = Path(__file__).parent / "results" / "decode_agreement.json"
+Side = tuple[Callable[[list[int]], list[int]], Callable[[list[int], list[int]], Tensor]]  # new tokens; logits of a text
 
+
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--result", type=Path, default=RESULT)
     asked = parser.parse_args()
     tokenizer = load_tokenizer(asked.model)
     prompts = [tokenizer.encode(text)[:64] for text in sentences(asked.prompts)]
-    greedy = GenerationConfig(max_new_tokens=asked.tokens, min_new_tokens=asked.tokens, do_sample=False, pad_token_id=0)
+    config = json.loads((asked.model / "config.json").read_text())
+    head = {"model": f"{config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}",
+            "prompts": len(prompts), "tokens": asked.tokens}  # fmt: skip
+    found = json.loads(asked.result.read_text()) if asked.result.exists() else {**head, "done": []}
+    if {key: found[key] for key in head} != head:
+        raise SystemExit(f"{asked.result} is of another model or other prompts: move it away")
+    reference, *sides = [(f"transformers {word}", theirs(asked.model, getattr(torch, word), asked.tokens))
+                         for word in ("float32", "bfloat16")]  # fmt: skip
     cold = Sampling(max_new_tokens=asked.tokens, temperature=0.0, min_new_tokens=asked.tokens,
                     stop_ids=(tokenizer.eos_id,) if tokenizer.eos_id is not None else ())  # fmt: skip
-    exact = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32)
-    half = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16)
+    sides += [(f"bloomery {word}", ours(asked.model, word, cold)) for word in ("float32", "bfloat16", "int8")]
+    for at in range(len(found["done"]), len(prompts)):
+        ids = prompts[at]
+        exact = reference[1][0](ids)
+        wanted = reference[1][1](ids, exact)
+        found["done"].append({name: compared(ids, exact, wanted, *side) for name, side in sides})
+        asked.result.write_text(json.dumps(found, indent=1) + "\n")
+        if (at + 1) % 10 == 0 or at + 1 == len(prompts):
+            print(f"{asked.model}, {at + 1} prompts, {asked.tokens} tokens each, against transformers in float32")
+            for name, _ in sides:
+                report(name, [each[name] for each in found["done"]], asked.tokens)
 
-    def theirs(model, ids):
+
+def theirs(folder: Path, dtype: torch.dtype, tokens: int) -> Side:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    greedy = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+
+    def new(ids: list[int]) -> list[int]:
         return model.generate(torch.tensor([ids]), generation_config=greedy)[0, len(ids) :].tolist()
 
-    reference = [theirs(exact, ids) for ids in prompts]
-    print(f"{asked.model}, {len(prompts)} prompts, {asked.tokens} tokens each, against transformers in float32")
-    with torch.no_grad():
-        wanted = [exact(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
-                  for ids, new in zip(prompts, reference, strict=True)]  # fmt: skip
-        report("transformers float32", reference, reference, wanted, wanted)
-        report("transformers bfloat16", [theirs(half, ids) for ids in prompts], reference,
-               [half(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
-                for ids, new in zip(prompts, reference, strict=True)], wanted)  # fmt: skip
-    for word in ("float32", "bfloat16", "int8"):
-        dtype = torch.float32 if word == "float32" else torch.bfloat16
-        ours = load_decoder(asked.model, dtype=dtype).requires_grad_(False).eval()
-        if word == "int8":
-            quantize_model(ours, Quantize(kind="int8"))
-        compile_step(ours, print)
-        found = [list(sample_tokens(ours, ids, cold)) for ids in prompts]
-        logits = [scored(ours, ids, new) for ids, new in zip(prompts, reference, strict=True)]
-        report(f"bloomery {word}", found, reference, logits, wanted)
+    return new, lambda ids, more: model(torch.tensor([ids + more])).logits[0, len(ids) - 1 : -1].float().log_softmax(-1)
 
 
-def scored(decoder, ids: list[int], new: list[int]) -> torch.Tensor:
-    """Log-probabilities before each new token, by the step that decodes."""
-    cache, whole, parts = Cache(decoder.config, len(ids) + len(new)), [*ids, *new], []
-    for first in range(0, len(whole), FEW):
-        parts.append(decoder.step([whole[first : first + FEW]], 0, cache, every=True))
-    return torch.cat(parts)[len(ids) - 1 : -1].log_softmax(-1)
+def ours(folder: Path, word: str, cold: Sampling) -> Side:
+    decoder = load_decoder(folder, dtype=torch.float32 if word == "float32" else torch.bfloat16)
+    decoder.requires_grad_(False).eval()
+    if word == "int8":
+        quantize_model(decoder, Quantize(kind="int8"))
+    compile_step(decoder, lambda how: print(f"bloomery {word}: {how}"))
+
+    def scored(ids: list[int], new: list[int]) -> Tensor:
+        """Log-probabilities before each new token, by the step that decodes."""
+        cache, whole, parts = Cache(decoder.config, len(ids) + len(new)), [*ids, *new], []
+        for first in range(0, len(whole), FEW):
+            parts.append(decoder.step([whole[first : first + FEW]], 0, cache, every=True))
+        return torch.cat(parts)[len(ids) - 1 : -1].log_softmax(-1)
+
+    return lambda ids: list(sample_tokens(decoder, ids, cold)), scored
 
 
-def report(name: str, found: list[list[int]], reference: list[list[int]], logits: list, wanted: list) -> None:
-    same = sum(one == other for one, other in zip(found, reference, strict=True))
-    before = sum(next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
-                 for one, other in zip(found, reference, strict=True)) / len(found)  # fmt: skip
-    ours, theirs = torch.cat(logits), torch.cat(wanted)
-    kl = float((theirs.exp() * (theirs - ours)).sum(-1).mean())
-    labels = torch.tensor([token for new in reference for token in new])
-    loss = float(-ours.gather(1, labels[:, None]).mean())
-    print(f"{name:24} same text {same:4} of {len(found)}   {before:5.1f} tokens before a difference   "
-          f"KL {kl:.2e}   perplexity {torch.tensor(loss).exp():.4f}")  # fmt: skip
+def compared(ids: list[int], exact: list[int], wanted: Tensor, new: Callable, scored: Callable) -> dict[str, float]:
+    """Sums over the new tokens of a prompt; `before`: tokens before the first difference."""
+    text, logprobs = new(ids), scored(ids, exact)
+    return {
+        "before": next((at for at, (a, b) in enumerate(zip(text, exact, strict=True)) if a != b), len(exact)),
+        "likeliest": int((logprobs.argmax(-1) == wanted.argmax(-1)).sum()),
+        "kl": float((wanted.exp() * (wanted - logprobs)).sum()),
+        "nll": float(-logprobs.gather(1, torch.tensor(exact)[:, None]).sum()),
+        "exact_nll": float(-wanted.gather(1, torch.tensor(exact)[:, None]).sum()),
+    }
+
+
+def report(name: str, found: list[dict[str, float]], tokens: int) -> None:
+    same, count = sum(each["before"] == tokens for each in found), len(found) * tokens
+    mean = {key: sum(each[key] for each in found) / count for key in found[0]}
+    perplexity, exact = (torch.tensor(mean[key]).exp() for key in ("nll", "exact_nll"))
+    print(f"{name:24} same text {same:4} of {len(found)}   {mean['before'] * tokens:5.1f} tokens before a difference   "
+          f"same likeliest token {mean['likeliest']:.2%}   KL {mean['kl']:.2e}   "
+          f"perplexity {perplexity:.4f} (float32 {exact:.4f})", flush=True)  # fmt: skip
 
 
 def sentences(count: int) -> list[str]:

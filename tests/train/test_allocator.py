@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run
@@ -63,3 +64,24 @@ def test_a_process_does_not_count_the_memory_of_the_one_that_started_it():
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     del large
     assert 0.05 < float(said) < 1.5
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux alone says what pages of files take")
+def test_pages_of_files_that_the_kernel_can_drop_are_no_memory_of_a_process(tmp_path):
+    # Of libtorch the kernel maps 80 or 112 MB, by how its cache holds the file.
+    file = tmp_path / "mapped"
+    file.write_bytes(bytes(2**28))
+    code = """
+import mmap, sys
+from bloomery.train.process import peak_memory_gib
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+before = peak_memory_gib("cpu")
+assert sum(mapped[:: mmap.PAGESIZE]) == 0
+print(peak_memory_gib("cpu") - before)
+held = bytearray(b"x") * 2**28
+print(peak_memory_gib("cpu") - before)
+"""
+    said = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True).stdout
+    mapped, held = map(float, said.split())
+    assert mapped < 0.1 < 0.24 < held < 0.35

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
-from bloomery.core.units import GIB
+from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import DeviceStats
 from bloomery.plan.types import RunPlan
+
+LIBRARIES = 120 * MIB  # of Python and PyTorch, mapped by a training process on a CPU; a part of the plan's runtime
 
 
 def set_up_process(plan: RunPlan) -> None:
@@ -70,11 +72,17 @@ def resident_gib() -> float:
 
 
 def peak_memory_gib(device: str) -> float:
-    """Peak memory of this process: allocated on the GPU, or resident on the CPU."""
+    """Peak memory of this process: allocated on the GPU, or resident on the CPU.
+
+    On Linux pages of files count up to `LIBRARIES`: the kernel drops them when memory is short, and how many it maps of
+    the same libraries depends on how it read them.
+    """
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / GIB
     status = Path("/proc/self/status")
     if status.is_file():  # not ru_maxrss, which on Linux starts at the parent's memory
-        return int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024 / GIB
+        text = status.read_text()
+        peak, of_files = (int(text.split(f"{key}:")[1].split()[0]) * 1024 for key in ("VmHWM", "RssFile"))
+        return (peak - max(0, of_files - LIBRARIES)) / GIB
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
