@@ -328,7 +328,7 @@ Not supported: Apple and Intel GPUs. Several GPUs of one model train together: [
 A GPU that is not listed is reported as unknown. Bloomery never substitutes a similar GPU's figures.
 
 - **Precision**: what `train.precision: auto` can use. float16 needs loss scaling, which is automatic.
-- **Attention**: the kernel of [`train.attention: auto`](../explanation/packing-and-masking.md#attention-kernels).
+- **Attention**: the kernel of [`train.attention: auto`](../how-to/attention.md).
 - **Speed**: the share of the peak that matmuls of a training step reach (low, typical, high), and its source.
 
 ## Architectures

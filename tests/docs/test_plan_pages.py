@@ -1,5 +1,6 @@
 """What the pages show of `bloomery plan` is what it prints today."""
 
+import re
 import sys
 
 import pytest
@@ -40,3 +41,14 @@ def test_three_dots_leave_out_what_follows_the_figures() -> None:
     assert "claims " not in short
     assert "disk " in short
     assert plan_pages.refreshed(short) == short
+
+
+def test_the_attention_backend_of_each_gpu_is_the_plans() -> None:
+    """The table of docs/how-to/attention.md; GiB that a fallback would need depend on the recipe and are left out."""
+    page = (ROOT / "docs/how-to/attention.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|`]+) \| [^|`]+ \| `(\w+)` \| ([^|]+) \|$", page, re.MULTILINE)
+    assert len(rows) >= 12
+    for gpu, backend, reason in rows:
+        plan = plan_pages._planned("qwen2.5-1.5b-lora", gpu, [])
+        why = next(choice.reason for choice in plan.choices if choice.key == "train.attention")
+        assert (gpu, plan.model.attention, why.partition("; PyTorch's fallback")[0]) == (gpu, backend, reason)

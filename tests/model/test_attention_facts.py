@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from bloomery.hardware.specs.specs import arch_spec
 from bloomery.model.attention.support import BACKENDS, choose, supports
 from bloomery.recipe.schema import AttentionBackend
 
@@ -45,6 +46,19 @@ def test_choices(device, fused, length, packed, window, softcap, dropout, expect
     )  # fmt: skip
     assert choice.value == expected
     assert choice.reason
+
+
+@pytest.mark.parametrize(
+    ("arch", "expected"), [("sm_61", "blockwise"), ("sm_70", "blockwise"), ("sm_75", "flex"), ("sm_80", "varlen")]
+)
+def test_a_backend_without_a_kernel_for_the_gpu_is_left_out(arch, expected) -> None:
+    """FlashAttention-2, the kernel of varlen_attn, begins at sm_80; FlexAttention needs torch.compile."""
+    spec = arch_spec(arch)
+    choice = choose(
+        "cuda", arch_has_fused=True, sequence_length=1024, packed=True, window=None, softcap=None, dropout=0.0,
+        absent=spec.absent_attention(),
+    )  # fmt: skip
+    assert choice.value == expected
 
 
 def test_a_choice_always_honours_the_recipe() -> None:

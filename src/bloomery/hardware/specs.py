@@ -41,6 +41,7 @@ class ArchSpec(TableEntry):
     fused_attention_from: str = "2.9"
     fused_attention_stable_from: str = "2.9"
     fused_attention_wrong_in: tuple[str, ...] = ()
+    varlen_attention: bool = True
     hipblaslt: Literal["default", "supported", "none", "unknown"] = "none"
     float16_rate: str = ""  # relative to float32, if float16 is too slow for training
     cautious: bool = False  # no published training: float32 and no pinned memory until probes pass
@@ -60,6 +61,11 @@ class ArchSpec(TableEntry):
         if release < series(self.fused_attention_from):
             return "none"
         return "experimental" if release < series(self.fused_attention_stable_from) else self.fused_attention
+
+    def absent_attention(self) -> dict[str, str]:
+        """Backends of `train.attention` that have no kernel for this GPU, with the reason."""
+        absent = {} if self.varlen_attention else {"varlen": f"varlen_attn has no kernel for {self.names[0]}"}
+        return absent if self.compile else absent | {"flex": f"FlexAttention needs Triton: {self.compile_reason}"}
 
 
 class GpuSpec(TableEntry):

@@ -1,7 +1,8 @@
 """The features of each attention backend, and the choice of one. No torch: the plan uses it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from bloomery.core import Choice
 
@@ -92,8 +93,13 @@ def choose(
     dropout: float,
     float32: bool = False,
     torch: str | None = None,
+    absent: Mapping[str, str] = MappingProxyType({}),
 ) -> Choice[str]:
-    """The backend of a training run. `arch_has_fused`: torch brings fused attention kernels for this GPU."""
+    """The backend of a training run.
+
+    `arch_has_fused`: torch brings fused attention kernels for this GPU. `absent`: backends without a kernel for it,
+    with the reason.
+    """
     bites = window is not None and window < sequence_length
     simple = not bites and (device_type != "cpu" or dropout == 0)  # what sdpa does without a [T, T] tensor
     for backend, reason in _candidates(device_type, arch_has_fused, sequence_length, simple):
@@ -101,7 +107,7 @@ def choose(
             backend, device_type=device_type, packed=packed, window=bites, softcap=softcap is not None,
             dropout=dropout > 0, float32=float32, torch=torch,
         )  # fmt: skip
-        if unfit is None:
+        if unfit is None and backend not in absent:
             return Choice(backend, reason)
     raise AssertionError("blockwise supports everything and ends every list")
 

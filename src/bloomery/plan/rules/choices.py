@@ -92,6 +92,7 @@ def choose_attention(
     packed = recipe.data.layout == "packed" or recipe.objective.spec.data_kind in ("pairs", "kto")
     kind = "cpu" if profile.accelerator is None else "cuda"
     asked = recipe.train.attention
+    absent = profile.arch.absent_attention() if profile.arch else {}
     if config.transformers_backend is not None:
         return transformers_attention(asked, config.transformers_backend, packed=packed)
 
@@ -118,13 +119,14 @@ def choose_attention(
             dropout=config.attention_dropout,
             float32=precision == "float32",
             torch=torch,
+            absent=absent,
         )
         reason = choice.reason
         if choice.value == "blockwise":  # why no fused kernel of PyTorch supports the recipe
-            reasons = dict.fromkeys(why for backend in ("varlen", "flex") if (why := unfit_for(backend)))
-            reason = "; ".join((*reasons, "blockwise supports both, with memory linear in the length"))
+            reasons = dict.fromkeys(why for each in ("varlen", "flex") if (why := absent.get(each) or unfit_for(each)))
+            reason = "; ".join((*reasons, "blockwise supports this recipe, with memory linear in the length"))
         return Choice(choice.value, profile.attention.reason if profile.attention.value == "plain" else reason)
-    unfit = unfit_for(asked)
+    unfit = unfit_for(asked) or (absent.get(asked) if asked == "varlen" else None)  # flex may compile all the same
     if unfit is not None:
         raise UserError(
             f"train.attention={asked} does not support this recipe: {unfit}",
