@@ -140,22 +140,33 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
     ],
 }
 ABOUT = {
-    "messages": "OpenAI's and TRL's conversations. `weight: 0` masks an assistant turn. `tool_calls` and `tool` turns "
-    "hold calls and results.",
-    "sharegpt": "Conversations with `from` and `value`. A column `system` may hold the system message.",
-    "alpaca": "One prompt and its response. `input` follows `instruction` on a line of its own. `system` and `history` "
-    "are LLaMA-Factory's.",
-    "completion": "TRL's prompt-completion rows, as text or as messages. The loss covers the completion.",
-    "kto": "A response with a label: true for desirable, false for undesirable.",
-    "preference": "A chosen and a rejected response, as text or as messages. Without `prompt`, the prompt is the "
-    "beginning that both share.",
+    "messages": "A chat dataset in OpenAI's and TRL's format. The chat template formats it. "
+    "`weight: 0` masks an assistant turn. `tool_calls` and `tool` turns hold calls and results.",
+    "sharegpt": "A chat dataset with `from` and `value`. A column `system` may hold the system message.",
+    "alpaca": "An instruction dataset: one prompt and its response. `input` follows `instruction` on a line of its own. "
+    "`system` and `history` are LLaMA-Factory's.",
+    "completion": "TRL's prompt-completion dataset, as text or as messages. Labels of the prompt are masked.",
+    "kto": "A KTO dataset: each response has a label, true for desirable, false for undesirable.",
+    "preference": "A preference dataset for DPO, IPO, SimPO, ORPO and reward models: a chosen and a "
+    "rejected response, as text or as messages. Without `prompt`, the prompt is the beginning that both share.",
 }
-HEAD_OF_FORMATS = f"""# Dataset formats
+HEAD_OF_FORMATS = f"""# Dataset formats: chat, instruction, preference, KTO, pretraining
 
-Set `data.path` to a file, a folder or a Hub id. `bloomery prepare RECIPE --preview 3` prints how rows are read.
+Set `data.path` to a dataset: a file, a folder or a Hub id. `bloomery prepare RECIPE --preview 3` prints how it is read.
 [Prepare a dataset](../how-to/prepare-data.md) has file types, splits and validation. {NOTE}
 
-`data.format: auto` detects the format by the columns of the first row.
+| your dataset | other names of the format | `data.format` |
+|---|---|---|
+| chat dataset | OpenAI messages, ChatML conversations, Axolotl's `chat_template` | [`messages`](#messages) |
+| chat dataset with `from` and `value` | ShareGPT, Vicuna | [`sharegpt`](#sharegpt) |
+| instruction dataset | Alpaca, LLaMA-Factory's Alpaca with `history` | [`alpaca`](#alpaca) |
+| prompt-completion dataset | TRL's prompt-completion | [`completion`](#completion) |
+| preference dataset | DPO, ORPO, IPO, SimPO and reward pairs; UltraFeedback | [`preference`](#preference) |
+| KTO dataset | unpaired preference, binary labels | [`kto`](#kto) |
+| pretraining dataset | raw text, code, FineWeb | [`text`](#text) |
+| pre-tokenized dataset | `input_ids`, `labels`, `attention_mask` | [`tokens`](#tokens) |
+
+`data.format: auto` detects the dataset format by the columns of the first row.
 Otherwise set `data.format` to a name of this page.
 `data.columns` maps a role to your column's name:
 
@@ -166,7 +177,7 @@ data: {{path: chats.jsonl, format: messages, columns: {{messages: dialogue}}}}
 PLAIN = """
 ## text
 
-Plain text, for `pretrain`; `sft` on text is continued pretraining. The loss covers every token.
+A pretraining dataset: plain text, for `pretrain`; `sft` on text is continued pretraining. The loss covers every token.
 The column is `text`, `content`, `code`, `body` or `document`, or the only text column.
 `data.columns={text: NAME}` sets another.
 
@@ -176,10 +187,10 @@ The column is `text`, `content`, `code`, `body` or `document`, or the only text 
 
 ## tokens
 
-Token ids from another program, in `input_ids`, `tokens` or `token_ids`.
+A pre-tokenized dataset: token ids from another program, in `input_ids`, `tokens` or `token_ids`.
 Set `tokenizer.from` to the tokenizer that made them.
 Padding (`attention_mask` 0) is removed.
-`labels` with -100, `assistant_masks`, `completion_mask` or `loss_mask` set the loss mask.
+`labels` (masked: -100), `assistant_masks`, `completion_mask` or `loss_mask` set the loss mask.
 
 ```json
 {"input_ids": [464, 3139, 286, 2159, 318, 18065], "loss_mask": [0, 0, 0, 0, 0, 1]}

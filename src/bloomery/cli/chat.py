@@ -120,7 +120,7 @@ Start a line with // to send a slash; end a line with \\ to write more lines."""
 @click.command()
 @click.argument("model")
 @click.option("--system", metavar="TEXT", help="Set the system prompt.")
-@click.option("--template", help="Use chatml, llama2, llama3, qwen, mistral, gemma or a file.")
+@click.option("--template", help="Chat template: chatml, llama2, llama3, qwen, ... or a file.")
 @step_option
 @devices_option
 @quantize_option

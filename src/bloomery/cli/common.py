@@ -52,7 +52,7 @@ def recipe_or_model(function: F) -> F:
     """As `recipe_argument`, or `--model M --data D` without a recipe; `chosen_recipe` makes one of them."""
     options = (
         click.option("--model", metavar="MODEL", help="Set model.from; with --data, RECIPE can be omitted."),
-        click.option("--data", metavar="PATH", help="Set data.path: a file, a folder or hub:ORG/NAME."),
+        click.option("--data", metavar="PATH", help="Set data.path, the dataset: file, folder or hub:ORG/NAME."),
         click.argument("recipe", required=False, shell_complete=_complete("recipes")),
         overrides_argument,
     )

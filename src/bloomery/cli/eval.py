@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model")
 @click.option(
-    "--data", metavar="PATH", type=click.Path(path_type=Path), help="Evaluate this file, folder or hub:ORG/NAME."
+    "--data", metavar="PATH", type=click.Path(path_type=Path), help="Evaluate on this dataset: file, folder or hub id."
 )
 @step_option
 @click.option("--no-bos", is_flag=True, help="Add no BOS token; the first token is not scored.")

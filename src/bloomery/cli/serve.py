@@ -23,7 +23,7 @@ INSTALL = 'pip install "bloomery[serve]"'
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Listen on this port.")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
-@click.option("--template", help="Use chatml, llama2, llama3, qwen, mistral, gemma or a file.")
+@click.option("--template", help="Chat template: chatml, llama2, llama3, qwen, ... or a file.")
 @click.option("--max-requests", "slots", type=click.IntRange(1, 256), default=8, show_default=True,
               help="Decode this many completions at once.")  # fmt: skip
 @click.option("--max-queue", "queue", type=click.IntRange(0, 100_000), default=64, show_default=True,

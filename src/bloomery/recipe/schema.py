@@ -213,10 +213,10 @@ class TokenizerSection(Section):
 
 class Chat(Section):
     template: str | None = key(
-        None, "Chat template: a name or a file; none: no template; unset: the tokenizer's.", "chatml"
+        None, "Chat template: a name or a file; none: no chat template; unset: the tokenizer's.", "chatml"
     )
     train_on: Literal["assistant", "all", "last"] = key(
-        "assistant", "Messages with loss: the assistant's, all, or the last of the assistant."
+        "assistant", "Messages with labels: the assistant's, all, or the assistant's last; others are masked."
     )
 
 
@@ -230,19 +230,19 @@ Format = Auto | Literal[
 class Source(Section):
     """One dataset of several. `weight`: how often an epoch repeats it (2: twice, 0.5: half of its sequences)."""
 
-    path: FilePath = Field(description="File, folder or Hub id.")
+    path: FilePath = Field(description="Dataset: a file, folder or Hub id.")
     glob: str | None = key(None, "Pattern of file names below path.", "*.go")
-    format: Format = key("auto", "Format of the files; auto: by their content.")
-    columns: dict[str, str] = key({}, "Names of the columns in the files, by role.")
-    weight: PositiveFloat = key(1.0, "Passes per epoch: 2 reads the source twice, 0.5 half of it.")
+    format: Format = key("auto", "Format of the dataset; auto: by its files and columns.")
+    columns: dict[str, str] = key({}, "Names of the dataset's columns, by role.")
+    weight: PositiveFloat = key(1.0, "Passes per epoch: 2 reads the dataset twice, 0.5 half of it.")
 
 
 class Data(Section):
-    path: FilePath | None = key(None, "File, folder or Hub id (ORG/NAME).", "my-text")
+    path: FilePath | None = key(None, "Dataset: a file, folder or Hub id (ORG/NAME).", "my-text")
     glob: str | None = key(None, "Pattern of file names below path; unset: every file of the format.", "*.py")
-    format: Format = key("auto", "Format of the files; auto: by their content.")
+    format: Format = key("auto", "Format of the dataset; auto: by its files and columns.")
     columns: dict[str, str] = key(
-        {}, "Names of the columns in the files, by role; default: the usual names.", {"text": "text"}
+        {}, "Names of the dataset's columns, by role; default: the usual names.", {"text": "text"}
     )
     builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs"] | None = key(
         None, "Dataset made from the Python installation of this machine.", "stdlib-code"
@@ -256,10 +256,10 @@ class Data(Section):
     validation: str | float = key(
         "auto", "Validation set: a share (5%), a path or a split; auto: the dataset's own split, else 1%."
     )
-    packing: bool = key(True, "Fill each sequence with several documents; false: one document per sequence, padded.")
+    packing: bool = key(True, "Sample packing: several documents per sequence; false: one document, padded.")
     document_masking: bool = key(True, "No attention across the documents of a packed sequence.")
-    chat: Chat = key(Chat(), "How conversations are formatted and masked.")
-    on_error: Literal["stop", "skip"] = key("stop", "At a malformed row: stop, or skip and count it.")
+    chat: Chat = key(Chat(), "Chat template and loss mask of conversations.")
+    on_error: Literal["stop", "skip"] = key("stop", "At a malformed example: stop, or skip and count it.")
     prepared: FilePath | None = key(None, "Folder of the tokenized dataset; unset: prepared/<recipe>-<hash>.", "shards")
     num_proc: Auto | Annotated[int, Field(ge=0)] = key("auto", "Processes that tokenize the dataset.")
     pin_memory: Auto | bool = key("auto", "Copy batches to the GPU from pinned memory.")
@@ -292,13 +292,13 @@ class Pretrain(ObjectiveSection):
 class Sft(ObjectiveSection):
     """Trains on the responses of conversations, as set by `data.chat.train_on`."""
 
-    kind: Literal["sft"] = Field(description="Cross-entropy on the responses.")
+    kind: Literal["sft"] = Field(description="Supervised fine-tuning (SFT): cross-entropy on the responses.")
 
 
 class Preference(ObjectiveSection):
     """Raises the likelihood of the chosen over the rejected response, relative to the reference model."""
 
-    kind: Literal["dpo", "ipo"] = Field(description="Preference pairs against a reference model.")
+    kind: Literal["dpo", "ipo"] = Field(description="DPO or IPO: preference pairs against a reference model.")
     beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
         0.0, "dpo: assumed share of pairs with swapped labels."
@@ -308,7 +308,7 @@ class Preference(ObjectiveSection):
 class SimPo(ObjectiveSection):
     """Pairs without a reference model: mean log-probabilities a margin `gamma` apart (arXiv:2405.14734)."""
 
-    kind: Literal["simpo"] = Field(description="Preference pairs without a reference model.")
+    kind: Literal["simpo"] = Field(description="SimPO: preference pairs without a reference model.")
     beta: PositiveFloat = key(2.0, "Scale of the rewards.")
     gamma: NonNegativeFloat = key(1.0, "Target margin between the rewards.")
 
@@ -316,14 +316,14 @@ class SimPo(ObjectiveSection):
 class OrPo(ObjectiveSection):
     """Trains on the chosen response and raises its odds over the rejected one's (arXiv:2403.07691)."""
 
-    kind: Literal["orpo"] = Field(description="Cross-entropy plus an odds ratio loss.")
+    kind: Literal["orpo"] = Field(description="ORPO: SFT loss plus an odds ratio loss, without a reference model.")
     beta: PositiveFloat = key(0.1, "Weight of the odds ratio loss.")
 
 
 class Kto(ObjectiveSection):
     """Single answers, each marked desirable or not (arXiv:2402.01306)."""
 
-    kind: Literal["kto"] = Field(description="Single responses marked desirable or not.")
+    kind: Literal["kto"] = Field(description="KTO: single responses labeled desirable or not.")
     beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
     desirable_weight: PositiveFloat = key(1.0, "Loss weight of desirable responses.")
     undesirable_weight: PositiveFloat = key(1.0, "Loss weight of undesirable responses.")
@@ -362,13 +362,13 @@ Objective = Annotated[
 class NoAdapter(Section):
     """Every parameter is trained."""
 
-    kind: Literal["none"] = key("none", "No adapter: every parameter is trained.")
+    kind: Literal["none"] = key("none", "No adapter: full fine-tuning, every parameter is trained.")
 
 
 class Lora(Section):
-    kind: Literal["lora", "dora"] = Field(description="Low-rank adapters.")
+    kind: Literal["lora", "dora"] = Field(description="LoRA or DoRA adapter.")
     rank: PositiveInt = key(16, "Rank of the LoRA matrices.")
-    alpha: PositiveFloat = key(32.0, "Scale: the update is multiplied by alpha / rank.")
+    alpha: PositiveFloat = key(32.0, "Scale of LoRA: the update is multiplied by alpha / rank.")
     use_rslora: bool = key(False, "Scale by alpha / sqrt(rank) instead (rsLoRA).")
     init: Literal["default", "pissa"] = key(
         "default", "Initial LoRA matrices: random and zero, or from the singular values of the weight (pissa)."
@@ -390,7 +390,9 @@ Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]
 
 
 class Quantize(Section):
-    kind: Literal["none", "nf4", "int8"] = key("none", "Storage of the frozen base weights; needs an adapter.")
+    kind: Literal["none", "nf4", "int8"] = key(
+        "none", "Quantization of the frozen base weights: 4 bits (nf4: QLoRA) or 8 bits; needs an adapter."
+    )
     double_quant: bool = key(True, "nf4: quantize the scales, too (arXiv:2305.14314).")
 
 
@@ -454,15 +456,15 @@ class Train(Section):
         None, "Sequences per optimizer step on all devices, instead of tokens_per_step.", 16
     )
     micro_batch_size: Auto | PositiveInt = key(
-        "auto", "Sequences per forward pass and device; changes memory and speed, not the result."
+        "auto", "Sequences per forward pass and device; changes GPU memory and speed, not the result."
     )
     precision: Precision = key(
         "auto", "Data type of the computation; all but bfloat16-pure keep float32 master weights."
     )
     compile: Auto | bool = key("auto", "Use torch.compile.")
-    attention: Auto | AttentionBackend = key("auto", "Attention kernel.")
+    attention: Auto | AttentionBackend = key("auto", "Attention backend; auto: flash attention where the GPU has it.")
     activation_checkpointing: Checkpointing = key(
-        "auto", "Recompute activations in backward: none, selected operations, all layers (true) or every N-th."
+        "auto", "Gradient (activation) checkpointing: none, selected operations, all layers (true) or every N-th."
     )
     offload_activations: bool = key(False, "Keep activations in host memory until backward.")
     max_grad_norm: PositiveOrNone = key(1.0, "Clip the gradient to this norm; none or null: no clipping.")
@@ -542,7 +544,7 @@ class Logging(Section):
     max_gpu_temperature: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = key(
         "auto", "Pause the run above this temperature in degrees Celsius; auto: 5 below the GPU's limit."
     )
-    memory: bool = key(False, "Print the peak memory in each line.")
+    memory: bool = key(False, "Print the peak memory (of the GPU) in each line.")
     profile_steps: Literal["none"] | StepRange = key("none", "First and last step to profile.", [100, 102])
 
     @property
