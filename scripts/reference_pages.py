@@ -143,7 +143,7 @@ ABOUT = {
     "messages": "A chat dataset in OpenAI's and TRL's format. The chat template formats it. "
     "`weight: 0` masks an assistant turn. `tool_calls` and `tool` turns hold calls and results.",
     "sharegpt": "A chat dataset with `from` and `value`. A column `system` may hold the system message.",
-    "alpaca": "An instruction dataset: one prompt and its response. `input` follows `instruction` on a line of its own. "
+    "alpaca": "An instruction dataset: a prompt and its response. `input` follows `instruction` on a line of its own. "
     "`system` and `history` are LLaMA-Factory's.",
     "completion": "TRL's prompt-completion dataset, as text or as messages. Labels of the prompt are masked.",
     "kto": "A KTO dataset: each response has a label, true for desirable, false for undesirable.",
