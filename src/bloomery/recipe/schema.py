@@ -464,7 +464,7 @@ class Train(Section):
     compile: Auto | bool = key("auto", "Use torch.compile.")
     attention: Auto | AttentionBackend = key("auto", "Attention backend; auto: flash attention where the GPU has it.")
     activation_checkpointing: Checkpointing = key(
-        "auto", "Gradient (activation) checkpointing: none, selected operations, all layers (true) or every N-th."
+        "auto", "Gradient checkpointing of activations: none, selected operations, all layers (true) or every N-th."
     )
     offload_activations: bool = key(False, "Keep activations in host memory until backward.")
     max_grad_norm: PositiveOrNone = key(1.0, "Clip the gradient to this norm; none or null: no clipping.")
