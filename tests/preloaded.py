@@ -28,10 +28,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-TALKING = ("bloomery.simulate.run",)  # children by `core.child`: their second argument is their parent
-CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", "ranks", *TALKING)
+# Children by `core.child`: their second argument is their parent.
+TALKING = ("bloomery.simulate.run", "bloomery.bench.child", "bloomery.bench.attention_probes",
+           "bloomery.hardware.probe_worker", "bloomery.data.prepare.workers")  # fmt: skip
+CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", "paper_rank_worker", "ranks", *TALKING)
 MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker",
-           "bloomery.simulate.step")  # fmt: skip
+           "bloomery.simulate.step", "bloomery.runs.generate", "bloomery.export.layouts")  # fmt: skip
 # Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.
 EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_",
          "CUDA_", "HIP_", "ROC", "HSA_", "NCCL_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")  # fmt: skip

@@ -49,7 +49,10 @@ def test_files_and_functions_stay_small():
         text = path.read_text()
         if text.count("\n") > 600:
             long_files.append(path.name)
-        for node in ast.walk(ast.parse(text)):
+        inside = [ast.parse(text)]
+        while inside:  # statements alone: no expression holds a function with a name
+            node = inside.pop()
+            inside += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr)]
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 90:
                 long_functions.append(f"{path.name}:{node.name}")
     assert (long_files, long_functions) == ([], [])

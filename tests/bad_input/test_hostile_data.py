@@ -86,7 +86,9 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tokenizer_json, tmp_path):
             load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["a.jsonl.gz", "a.json.gz", "a.txt.gz", "a.jsonl.zst"])
+@pytest.mark.parametrize(
+    "file", ["a.json.gz", "a.txt.gz", "a.jsonl.zst", pytest.param("a.jsonl.gz", marks=pytest.mark.soak)]
+)
 def test_white_space_without_end_is_not_read_to_its_end(tmp_path, file):
     """2 GB of it in some 9 MB took minutes, in silence."""
     zstandard = pytest.importorskip("zstandard")

@@ -88,7 +88,7 @@ def test_json_of_a_sweep(here):
 
 
 def test_a_limit_leaves_out_what_there_is_no_time_for(here):
-    result = bench("--limit", "1s", "--sweep", "train.micro_batch_size=1,2")
+    result = bench("--limit", "0.1s", "--sweep", "train.micro_batch_size=1,2")
     assert result.return_value == 0
     lines = result.stdout.splitlines()
     assert any(line.startswith("as planned") for line in lines)

@@ -56,6 +56,7 @@ def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkey
         "open(sys.argv[2], 'w').write(json.dumps({'outcome': 'ok', 'message': 'fine'}))\n"
     )
     monkeypatch.setattr(gpu_check, "HERE", tmp_path)
+    monkeypatch.setattr(gpu_check, "describe", lambda: {"device": "a GPU", "torch": "2.13.0"})  # a child with torch
     monkeypatch.setitem(gpu_check.SECONDS, "lora", 0.5)
     report, _ = gpu_check.check(tmp_path / "found.json", tiny=False, only=["full", "lora", "qlora"])
     assert [part["outcome"] for part in report["parts"]] == ["failed", "timeout", "ok"]

@@ -26,7 +26,7 @@ TOKENIZER = {"train": {"vocab_size": 300, "special_tokens": ["<|im_start|>", "<|
 
 
 def talk(number: int) -> list[dict]:
-    question, answer, more = sentences(3 * number + 3, 5 + number % 7)[-3:]
+    question, answer, more = sentences(3, 5 + number % 7, first=3 * number)
     return [
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
@@ -165,28 +165,31 @@ def test_one_prompt_alone_is_nothing_for_kto(recipe, tmp_path):
         prepare(recipe("kto", rows=rows), tmp_path / "p")
 
 
-@pytest.mark.parametrize("objective", ["sft", "kto"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("objective", ["kto", "sft"])
 def test_several_processes_write_the_same_bytes(recipe, tmp_path, objective):
     for workers in (0, 3):
         prepare(recipe(objective, num_proc=workers), tmp_path / str(workers), limits=SMALL)
     assert contents(tmp_path / "0") == contents(tmp_path / "3")
 
 
-def test_killed_and_run_again_gives_the_same_bytes(recipe, tmp_path):
-    loaded = recipe("kto", 600, num_proc=2)
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.soak)])
+def test_killed_and_run_again_gives_the_same_bytes(recipe, tmp_path, kills):
+    loaded = recipe("kto", 300, num_proc=2)
     file = tmp_path / "recipe.json"
     file.write_text(loaded.recipe.model_dump_json(by_alias=True))
     begun = time.monotonic()
     assert kill_after(120, file, tmp_path / "whole") == 0
     whole, chance = time.monotonic() - begun, random.Random(3)
-    for _ in range(2):
+    for _ in range(kills):
         kill_after(chance.uniform(0.3, 0.9) * whole, file, tmp_path / "killed")
     assert kill_after(120, file, tmp_path / "killed") == 0
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("batches", [1, 4])
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("objective", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("batches", [1, 4])
 def test_what_the_journal_vouches_for_is_not_made_again(recipe, tmp_path, batches, objective):
     rows = ROWS[objective](60)
     rows[7] = {**rows[7], "extra": "\ud800"}  # unread

@@ -15,7 +15,7 @@ RUN = re.compile(r"<!-- run -->\n```bash\n(.*?)```", re.DOTALL)
 FILES = re.compile(r"`([\w-]+\.(?:yaml|py))`[^`\n]*(?:`[^`]*`)?:\n\n```(?:yaml|python)\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.soak  # the commands of the README, which are as many, are in `make test`
 @pytest.mark.parametrize("page", ["dpo", "pretrain-on-your-code"])
 def test_every_command_succeeds(page: str, tmp_path: Path) -> None:
     text = (ROOT / f"docs/tutorials/{page}.md").read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,14 @@ def machine(name: str) -> Machine:
     return read_machine(MACHINES / f"{name}.json")
 
 
+@cache
+def machines() -> list[Machine]:
+    return [read_machine(path) for path in sorted(MACHINES.glob("*.json"))]
+
+
 def fitting(symptom: Symptom) -> list[Machine]:
     """The recorded machines on which it could be this."""
-    return [one for path in sorted(MACHINES.glob("*.json")) if agree(symptom.requires, one := read_machine(path))]
+    return [one for one in machines() if agree(symptom.requires, one)]
 
 
 @each

@@ -38,10 +38,10 @@ def paper_workshop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Bloomery:
-    """The same run, never disturbed, by interpreters started from nothing; look, do not touch."""
+    """The same run, never disturbed; look, do not touch."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_workshop(folder)
-    bloomery = Bloomery(folder, fresh=True)
+    bloomery = Bloomery(folder)
     done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one")
     assert done.returncode == 0, done.stderr
     return bloomery

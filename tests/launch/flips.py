@@ -145,10 +145,10 @@ class World:
         if kind == "dpo":
             assert base is not None
             shutil.copytree(base, folder / "base")
-            rows = [{"prompt": text(2), "chosen": text(3), "rejected": text(3)} for _ in range(60)]
+            rows = [{"prompt": text(2), "chosen": text(3), "rejected": text(3)} for _ in range(30)]
             (folder / "rows/pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
         else:
-            for number in range(40):
+            for number in range(20):
                 (folder / f"rows/{number}.txt").write_text(text(60))
         (folder / "recipe.yaml").write_text(RECIPES[kind])
         with here(folder):

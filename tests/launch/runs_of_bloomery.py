@@ -86,16 +86,15 @@ def why_no_strace() -> str:
 
 @dataclass
 class Bloomery:
-    """`bloomery` as a process in `folder`, forked from one that has imported torch unless `fresh`."""
+    """`bloomery` as a process in `folder`, forked from one that has imported torch."""
 
     folder: Path
-    fresh: bool = False
 
     def start(
         self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = (),
         command: Sequence[str] = (sys.executable, "-m", "bloomery"),
     ) -> "subprocess.Popen[str]":  # fmt: skip
-        popen = subprocess.Popen if self.fresh or under else preloaded.Popen
+        popen = subprocess.Popen if under else preloaded.Popen
         return popen(
             [*under, *command, *words],
             cwd=self.folder,

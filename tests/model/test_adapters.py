@@ -54,7 +54,7 @@ def test_compiled_and_recomputed_blocks_compute_the_same(kind, precision):
     torch._dynamo.reset()
     plain = tuned(kind)
     other = copy.deepcopy(plain)
-    for index, block in enumerate(other.model.layers):
+    for index, block in enumerate(other.model.layers[:1]):  # the others are alike, and each compiles anew
         checkpoint_block(block, "full", index=index)
         block.compile(backend="aot_eager", fullgraph=True, dynamic=False)  # inductor takes a minute
     with torch.autocast("cpu", dtype=precision or torch.bfloat16, enabled=precision is not None):

@@ -20,7 +20,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "BLOCK", 3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("backend", ["blockwise", "per_document"])
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["whole", "packed"])

@@ -17,6 +17,7 @@ SHAPES = ["llama3-gqa-tied", "gpt2", "mistral-window", "gemma2", "gemma3", "qwen
 GREEDY = Sampling(max_new_tokens=25, temperature=0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SHAPES)
 @pytest.mark.parametrize("pieces", [(40,), (10, 1, 1, 1, 12, 15), (1,) * 40])
 @torch.no_grad()

@@ -11,13 +11,29 @@ from plan_help import machine
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
 from bloomery.hardware.specs import find_gpu, table
+from bloomery.plan import page
 from bloomery.plan.page import HEAD, compare_gpus, gpus_page
 from bloomery.recipe.load import load_recipe
 
 
 @pytest.fixture(scope="module")
-def found():
-    return compare_gpus(load_recipe("go-coder-125m"), machine())
+def timed():
+    """Of the whole table: the rows, and the processor seconds that they took."""
+    loaded, here = load_recipe("go-coder-125m"), machine()
+    began = time.process_time()
+    return compare_gpus(loaded, here), time.process_time() - began
+
+
+@pytest.fixture(scope="module")
+def found(timed):
+    return timed[0]
+
+
+@pytest.fixture
+def every_eighth(monkeypatch):
+    """Where what is shown of a card is shown of each."""
+    some = list(page.devices())[::8]
+    monkeypatch.setattr(page, "devices", lambda: iter(some))
 
 
 def test_every_card_with_its_own_memory_is_there(found):
@@ -25,7 +41,7 @@ def test_every_card_with_its_own_memory_is_there(found):
     assert [card.memory_gib for card in found if card.name == "Instinct MI50"] == [32, 16]
 
 
-def test_the_fastest_comes_first_and_what_does_not_fit_last():
+def test_the_fastest_comes_first_and_what_does_not_fit_last(every_eighth):
     big = ["model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24"]
     rows = compare_gpus(load_recipe("go-coder-125m", big), machine())
     fits = [card.fits for card in rows]
@@ -42,7 +58,7 @@ def test_the_page_has_a_line_a_card(found):
     assert sum(line.startswith("RX 6700 XT ") for line in lines) == 1
 
 
-def test_the_command_prints_it_and_its_json(tmp_path, monkeypatch):
+def test_the_command_prints_it_and_its_json(tmp_path, monkeypatch, every_eighth):
     monkeypatch.chdir(tmp_path)
     plain = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "all"], standalone_mode=False)
     assert plain.return_value == 0
@@ -84,11 +100,8 @@ def test_every_short_name_can_be_typed():
             assert len(spec.short_name) <= 26
 
 
-def test_the_whole_table_takes_less_than_two_seconds_of_a_processor():
-    loaded, here = load_recipe("go-coder-125m"), machine()
-    began = time.process_time()
-    compare_gpus(loaded, here)
-    assert time.process_time() - began < 2
+def test_the_whole_table_takes_less_than_two_seconds_of_a_processor(timed):
+    assert timed[1] < 2
 
 
 def test_every_card_at_once_is_not_simulated(tmp_path, monkeypatch):
@@ -108,7 +121,7 @@ def test_a_recipe_that_is_wrong_everywhere_is_one_error():
         compare_gpus(load_recipe("go-coder-125m", ["data.sequence_length=2048"]), machine())
 
 
-def test_thousands_of_years_keep_their_column():
+def test_thousands_of_years_keep_their_column(every_eighth):
     slow = load_recipe("go-coder-125m", ["train.max_tokens=900000B"])
     lines = gpus_page(compare_gpus(slow, machine()), slow, gpus=1, nodes=1, source="go-coder-125m")
     years = [line for line in lines if " years" in line]

@@ -21,7 +21,7 @@ DEVICES = [
     "MI50 16GB",  # as seed 000 would run it
 ]
 QUICK = {
-    ("demo", "cpu"), ("demo", "MI300X"), ("go-coder-tiny", "MI50 16GB"),
+    ("demo", "cpu"), ("demo", "MI300X"),
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ GRID = [
     for checkpointing in ("none", "full")
 ]
 QUICK_OF_GRID = {
-    ("gpt2", "float32", 0.1, "none"), ("llama", "bfloat16", 0.0, "full"),
+    ("gpt2", "bfloat16", 0.1, "full"),
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ SHARDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", some(SHARDED, {"a large vocabulary", "copies of shards"}))
+@pytest.mark.parametrize("case", some(SHARDED, {"copies of shards"}))
 def test_shapes_and_fake_tensors_agree_on_shards(case):
     split, settings = SHARDED[case]
     if settings.get("precision") == "bfloat16-pure" and torch.__version__ >= "2.15":
@@ -113,7 +113,7 @@ OTHERS = {
     "Muon": {"optimizer": "muon", "activation_checkpointing": "full"},
     "Adafactor": {"optimizer": "adafactor", "sizes": {"vocab_size": 9000}},
 }
-QUICK_OF_OTHERS = {"selective", "Muon"}
+QUICK_OF_OTHERS = {"Muon"}
 
 
 @pytest.mark.parametrize("case", some(OTHERS, QUICK_OF_OTHERS))
@@ -144,7 +144,7 @@ FINE = {
                               "sizes": {"hidden_size": 256}},
     "AdamW in backward": {"lean": {"fused_backward": True}, "precision": "bfloat16-pure", "rows": 1},
 }  # fmt: skip
-QUICK_OF_FINE = {"LoRA on two matrices", "8-bit states"}
+QUICK_OF_FINE = {"LoRA on two matrices"}
 
 
 @pytest.mark.parametrize("case", some(FINE, QUICK_OF_FINE))
@@ -158,7 +158,7 @@ def test_adapters_quantised_bases_and_lean_optimizers_agree(case):
     assert counted(plan) == pytest.approx(real, rel=0.05)
 
 
-@pytest.mark.parametrize("case", some(["float16", "compiled"], {"compiled"}))
+@pytest.mark.parametrize("case", some(["float16", "compiled"], {"float16"}))
 def test_adapters_on_a_gpu_agree_with_fake_tensors(case):
     settings = {"float16": {"precision": "float16"}, "compiled": {"precision": "bfloat16", "compile": True}}[case]
     plan = small_plan("qwen2", adapter=EVERY, device="cuda", attention="varlen", **settings)

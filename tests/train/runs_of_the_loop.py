@@ -16,7 +16,7 @@ from bloomery.train.loop import run
 RECIPE = """
 model: {preset: go-coder-tiny}
 tokenizer: {train: {vocab_size: 300}}
-data: {path: text, glob: "*.py", sequence_length: 32, validation: 20%}
+data: {path: text, glob: "*.py", sequence_length: 32, validation: 5%}
 """
 CONFIG = tiny_config(vocab_size=300, residual_dropout=0.1)
 

@@ -1,11 +1,10 @@
 """Saving and finding checkpoints: nothing damaged is used, nothing good is lost."""
 
+import multiprocessing
 import os
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -282,29 +281,23 @@ def test_write_durably_keeps_the_old_text_when_the_new_does_not_fit(tmp_path: Pa
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 
 
-KILLED = """
-import sys, torch
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from bloomery.train.checkpoint import Saver
-saver = Saver(Path(sys.argv[1]), 2, True)
-print("ready", flush=True)
-for step in range(1, 100000):
-    saver.save(step, {"optimizer": {"a": torch.full((300, 1000), float(step))}}, {"consumed": step})
-"""
+def save_without_end(folder: Path) -> None:
+    saver = Saver(folder, 2, True)
+    for step in range(1, 100_000):
+        saver.save(step, {"optimizer": {"a": torch.full((300, 1000), float(step))}}, {"consumed": step})
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     draw = random.Random(3)
     for _ in range(2):
-        with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            child.stdout.readline()
-            while not any(tmp_path.glob("step-*")):
-                time.sleep(0.01)
-            time.sleep(draw.random() * 0.2)
-            child.kill()
+        child = multiprocessing.get_context("fork").Process(target=save_without_end, args=(tmp_path,), daemon=True)
+        child.start()
+        while not any(tmp_path.glob("step-*")):
+            assert child.is_alive()
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.2)
+        child.kill()
+        child.join()
         folder, told = newest(tmp_path)
         assert told == []
         assert folder is not None

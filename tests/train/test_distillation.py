@@ -135,11 +135,13 @@ def test_a_teacher_of_other_words_is_refused(prepared, tmp_path):
 
 def test_finite_differences():
     student, teacher = models()
-    some = batch(1)
-    head = Divergence(some.labels, some.loss_mask, 5, 1.3, Teacher(lambda: hidden, teacher.lm_head, 5.0))
+    some, few = batch(1), slice(13, 22)
+    labels, loss_mask = some.labels[:, few], some.loss_mask[:, few]
+    assert 5 < loss_mask.sum() < 9  # a chunk of five and a part of one
+    head = Divergence(labels, loss_mask, 5, 1.3, Teacher(lambda: hidden, teacher.lm_head, 5.0))
     numbers = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 32, 48, dtype=torch.float64, generator=numbers)
-    states = torch.randn(1, 32, 32, dtype=torch.float64, generator=numbers).requires_grad_()
+    hidden = torch.randn(1, 9, 48, dtype=torch.float64, generator=numbers)
+    states = torch.randn(1, 9, 32, dtype=torch.float64, generator=numbers).requires_grad_()
     assert torch.autograd.gradcheck(lambda states: head(states, student.lm_head, None), (states,))
 
 

@@ -179,7 +179,7 @@ def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(3):
         (tmp_path / "text" / f"{number}.py").write_text(f"print({number})\n" * 200)
-    (tmp_path / "tiny.yaml").write_text(RECIPE.replace("20%", "0%"))
+    (tmp_path / "tiny.yaml").write_text(RECIPE.replace("5%", "0%"))
     prepare(load_recipe(tmp_path / "tiny.yaml"), tmp_path / "prepared")
     looks = {"every_steps": 1}
     plan = tiny_plan(tmp_path / "prepared", config=CONFIG, train={"steps": 2}, eval=looks,

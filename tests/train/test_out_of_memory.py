@@ -31,6 +31,10 @@ class Allocator(TorchDispatchMode):
         self.model = None  # until the run is built: before that there is room
         self.place, self.rows, self.since, self.left, self.steps = place, rows, since, times, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and telling Dynamo to look away costs more than the rest of the mode
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if self.left and self.steps + 1 >= self.since and self._too_large(made) and self._where() == self.place:

@@ -183,7 +183,7 @@ def test_fewer_documents_than_ranks_train_as_on_one(tmp_path) -> None:
         lines = [f"def {name}_{number}():\n    return {number}" for number in range(40)]
         (tmp_path / "text" / f"{name}.py").write_text("\n".join(lines))
     recipe = tmp_path / "two.yaml"
-    recipe.write_text(RECIPE.replace("validation: 20%", "validation: 50%"))
+    recipe.write_text(RECIPE.replace("validation: 5%", "validation: 50%"))
     prepare(load_recipe(recipe), tmp_path / "prepared")
     plan = plan_of(tmp_path / "prepared")
     alone, four = train(plan, tmp_path / "one"), train(on_ranks(plan, replicate=4), tmp_path / "four")

@@ -70,7 +70,7 @@ def test_a_stop_at_any_poll_is_heard_at_once_and_costs_nothing(plan, tmp_path):
     polls = Stops(10**9)
     run(plan, run_dir=tmp_path / "counted", emit=lambda _: None, stop=polls)
     assert polls.asked > STEPS + 2 * 2 * 3, "each batch and each token is a poll"
-    for number in range(4, polls.asked + 1, 15):
+    for number in range(4, polls.asked + 1, 9):
         disturbed = Disturbed(plan, tmp_path / str(number), number)
         assert disturbed.stops.asked <= number + 1, "and no work goes on after it"
         assert disturbed.outcome == "done" and told(disturbed) == told(whole), number

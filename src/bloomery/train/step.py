@@ -107,7 +107,10 @@ def train_step(
     total, sums = torch.zeros((), dtype=torch.float32, device=device), dict[str, Tensor]()
     fused_norm: Tensor | None = None  # computed by the fused optimizer, which frees the gradients
     for number, batch in enumerate(batches):
-        torch.manual_seed(mix(plan.seed, position, number, mesh.rank) >> 1)
+        seed = mix(plan.seed, position, number, mesh.rank) >> 1
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback per kind of absent GPU
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed_all(seed)
         parts = compute_loss(model, to_device(batch, device), objective, precision=plan.precision)
         scaled = parts.total * (factor / count)
         if optimizer.fused_backward:
