@@ -5,8 +5,9 @@ PyTorch 2.13 and no prepared dataset. A recipe of the page ("`NAME.yaml` is ..."
 Where a block's last line is `...`, the output ends after memory, time and layouts. Between `<!-- holds: GPU, ... -->`
 and `<!-- end -->` is a table: memory and speed of each fine-tuning recipe on these GPUs. Between
 `<!-- memory: RECIPE, GPU -->` and `<!-- end -->` each row of a table adds the edits of its first cell to those above,
-and has the peak memory, what the edits saved, and the speed. A picture in docs/figures that names such a command in
-its <desc> shows the same lines.
+and has the peak memory, what the edits saved, and the speed. Between `<!-- vram: MODEL, ... -->` and `<!-- end -->` is
+the peak memory of fine-tuning each model by each method. A picture in docs/figures that names such a command in its
+<desc> shows the same lines.
 """
 
 import os
@@ -38,12 +39,23 @@ PICTURE = re.compile(r"<desc>(bloomery plan [^<]*)</desc>")
 RECIPE = re.compile(r"`(\w+\.yaml)`[^\n]*\n```yaml\n(.*?)```", re.DOTALL)
 HOLDS = re.compile(r"<!-- holds: ([^\n]*) -->\n.*?<!-- end -->", re.DOTALL)
 MEMORY = re.compile(r"<!-- memory: ([^,\n]*), ([^\n]*) -->\n(.*?)<!-- end -->", re.DOTALL)
+VRAM = re.compile(r"<!-- vram: ([^\n]*) -->\n.*?<!-- end -->", re.DOTALL)
+SMALLEST = ("data.sequence_length=2048", "train.micro_batch_size=1", "train.activation_checkpointing=full")
+METHODS = {  # column: edits of qwen2.5-1.5b-lora
+    "QLoRA, nf4": ("adapter.target_modules=[all-linear]", "quantize.kind=nf4"),
+    "LoRA, bf16": ("adapter.target_modules=[all-linear]",),
+    "full, bfloat16-pure, Adafactor fused into backward": (
+        "adapter.kind=none", "train.precision=bfloat16-pure", "optimizer.kind=adafactor",
+        "optimizer.fused_backward=true", "train.tokens_per_step=2048",
+    ),
+    "full, mixed precision, AdamW": ("adapter.kind=none",),
+}  # fmt: skip
 LATER = ("claims", "warnings", "suggested", "settings")  # what `...` leaves out begins with one of these
 
 
 def pages() -> list[Path]:
     found = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))}
-    return [path for path, text in found.items() if any(part.search(text) for part in (BLOCK, HOLDS, MEMORY))]
+    return [path for path, text in found.items() if any(part.search(text) for part in (BLOCK, HOLDS, MEMORY, VRAM))]
 
 
 def refreshed(text: str) -> str:
@@ -51,6 +63,7 @@ def refreshed(text: str) -> str:
     recipes = dict(RECIPE.findall(text))
     text = BLOCK.sub(lambda match: _block(match[1], recipes, cut=match[2].split()[-1:] == ["..."]), text)
     text = MEMORY.sub(lambda match: _savings(*match.groups()), text)
+    text = VRAM.sub(lambda match: _by_method(match[1]), text)
     return HOLDS.sub(lambda match: _table(match[1]), text)
 
 
@@ -65,6 +78,16 @@ def _savings(recipe: str, gpu: str, table: str) -> str:
         before = needs
     head = ["| setting, added to the rows above | peak memory | saved | tokens/s |", "|---|--:|--:|--:|"]
     return "\n".join([f"<!-- memory: {recipe}, {gpu} -->", *head, *rows, "<!-- end -->"])
+
+
+def _by_method(models: str) -> str:
+    rows = ["| model | " + " | ".join(METHODS) + " |", "|---|" + "--:|" * len(METHODS)]
+    for model in models.split(", "):
+        own = [f"model.from={model}", *SMALLEST]
+        plans = [_planned("qwen2.5-1.5b-lora", "RTX 4090", [*own, *edits]) for edits in METHODS.values()]
+        needs = " | ".join(f"{plan.memory.total / GIB:,.1f}" for plan in plans)
+        rows.append(f"| {model.partition('/')[2]} | {needs} |")
+    return "\n".join([f"<!-- vram: {models} -->", *rows, "<!-- end -->"])
 
 
 def _planned(recipe: str, gpu: str, edits: list[str]) -> RunPlan:

@@ -14,7 +14,7 @@ TABLE = ROOT / "src/bloomery/hardware/doctor/symptoms.toml"
 PAGE = ROOT / "docs/reference/error-messages.md"
 LEVELS = {"blocks": "Blocks training", "slows": "Slows training", "note": "Note"}
 HEAD = """\
-# What messages mean
+# Error messages of PyTorch, ROCm and CUDA: cause and fix
 
 Look up an error message of PyTorch, ROCm, CUDA or the operating system: its cause and its fix. As a command:
 

@@ -1,0 +1,58 @@
+"""What people type into the search of the documentation is in a heading of the page that answers it."""
+
+import re
+
+import pytest
+from words_of_docs import ROOT
+
+ANSWERS = {
+    "chat template": "how-to/chat-templates.md",
+    "compare models": "how-to/evaluate.md",
+    "dataset formats": "reference/dataset-formats.md",
+    "DPO": "tutorials/dpo.md",
+    "error messages": "reference/error-messages.md",
+    "flash attention": "how-to/attention.md",
+    "FSDP": "how-to/several-gpus.md",
+    "GGUF": "how-to/export.md",
+    "GPU memory": "explanation/memory.md",
+    "gradient checkpointing": "explanation/training.md",
+    "how much VRAM": "how-to/choose-a-method.md",
+    "hyperparameters": "how-to/hyperparameters.md",
+    "KTO": "reference/objectives.md",
+    "lm-evaluation-harness": "how-to/evaluate.md",
+    "loss mask": "how-to/chat-templates.md",
+    "merge LoRA": "how-to/merge.md",
+    "mixed precision": "explanation/training.md",
+    "ORPO": "how-to/hyperparameters.md",
+    "out of memory": "how-to/out-of-memory.md",
+    "overfitting": "how-to/evaluate.md",
+    "PEFT": "reference/adapters.md",
+    "preference datasets": "how-to/prepare-data.md",
+    "QLoRA": "how-to/qlora.md",
+    "quantization": "how-to/qlora.md",
+    "resume": "how-to/resume.md",
+    "sample packing": "explanation/packing-and-masking.md",
+    "SDPA": "how-to/attention.md",
+    "sequence length": "how-to/choose-a-method.md",
+    "serve": "how-to/serve.md",
+    "ShareGPT": "reference/dataset-formats.md",
+    "validation set": "how-to/prepare-data.md",
+    "VRAM": "explanation/memory.md",
+}
+
+
+def headings(page: str) -> str:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return "\n".join(re.findall(r"^#+ .+$", text, re.MULTILINE)).lower()
+
+
+@pytest.mark.parametrize(("typed", "page"), ANSWERS.items())
+def test_a_heading_has_the_words(typed: str, page: str) -> None:
+    assert any(all(word in line for word in typed.lower().split()) for line in headings(page).splitlines()), page
+
+
+def test_the_pages_are_in_the_navigation_and_in_llms_txt() -> None:
+    for place in ("mkdocs.yml", "docs/llms.txt"):
+        text = (ROOT / place).read_text(encoding="utf-8")
+        assert [page for page in ANSWERS.values() if page not in text] == []
