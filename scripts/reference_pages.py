@@ -347,14 +347,16 @@ A GPU that is not listed is reported as unknown. Bloomery never substitutes a si
 
 
 def hardware_page() -> str:
-    columns = ("architecture", "precision", "matrix units", "fused attention", "`torch.compile`", "speed")
+    columns = ("architecture", "precision", "matrix units", "flash attention", "`torch.compile`", "speed")
     lines = [HEAD_OF_HARDWARE, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for arch in sorted(table().arch, key=lambda one: one.vendor):
         share = " to ".join(f"{100 * one:.0f}" for one in arch.efficiency[::2]) if arch.efficiency else "unknown"
         typical = f" ({100 * arch.efficiency[1]:.0f})" if arch.efficiency else ""
+        flash = "no" if arch.fused_attention == "none" else arch.fused_attention
+        flash = flash if arch.varlen_attention else "memory-efficient instead"
         lines.append(
             f"| {arch.family}: {', '.join(arch.names)} | {_precision(arch)} | {arch.matrix_units or 'none'} "
-            f"| {'no' if arch.fused_attention == 'none' else arch.fused_attention} | {'yes' if arch.compile else 'no'} "
+            f"| {flash} | {'yes' if arch.compile else 'no'} "
             f"| {share}%{typical}: {arch.efficiency_source} |"
         )
     lines += [

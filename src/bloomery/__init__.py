@@ -7,7 +7,7 @@ are. `from bloomery.plan.types import Plan` finds the package all the same, as i
 
 import bloomery.export
 import bloomery.plan
-import bloomery.train  # noqa: F401 (as said above, imported for the names on this package)
+import bloomery.train  # noqa: F401 (as above: imported for the names on this package)
 from bloomery.api import (
     Run,
     compare,

@@ -47,7 +47,7 @@ def test_the_figures_of_the_card():
         "6,200 tokens/s (4,600 to 9,200 = 15 to 30% of peak) · 5.9 days (4.0 to 8.1)",
         "33 kWh at 230 W",
         "2.0 GiB dataset · 6.9 GiB checkpoints (1.4 each: 3 kept, the best, one being written)",
-        "no fused kernel for gfx103x; PyTorch's fallback needs 11.3 GiB more",
+        "no flash attention for gfx103x; PyTorch's fallback needs 11.3 GiB more",
         "MFU 20% of 26.4 TFLOP/s · FLOPs per token: 6 per weight + 12 L d T",
     ):
         assert part in text

@@ -217,9 +217,9 @@ def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | No
         return Choice("plain", failed)
     kernels = arch.attention_in(machine.software.torch)
     if kernels == "none":
-        return Choice("plain", f"no fused kernel for {family_name(device.arch)}")
+        return Choice("plain", f"no flash attention for {family_name(device.arch)}")
     if kernels == "wrong":
-        return Choice("plain", f"the fused kernels of PyTorch {machine.software.torch} return NaN on {device.arch}")
+        return Choice("plain", f"flash attention of PyTorch {machine.software.torch} returns NaN on {device.arch}")
     reason = f"PyTorch has fused kernels for {device.arch}"
     if kernels == "experimental":
         reason += ", enabled by TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"

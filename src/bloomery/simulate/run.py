@@ -112,7 +112,7 @@ def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
     if gpu and attention in FLASH_LIKE and fused:
         notes.append(f"{attention} attention is counted as FlashAttention-2: its kernel needs the GPU")
     elif gpu and attention in FLASH_LIKE | {"mask"}:
-        notes.append(f"{attention} attention is counted with every score kept: this GPU has no fused kernel")
+        notes.append(f"{attention} attention is counted with every score kept: this GPU has no flash attention")
     if plan.train.compile:
         notes.append("compiled blocks are counted as torch.compile partitions their graphs, without its kernels")
     if split.shard > 1:

@@ -119,12 +119,12 @@ def _candidates(
         yield "blockwise", "torch has no fused attention for this GPU and would take memory quadratic in the length"
         return
     if simple or (device_type == "cpu" and sequence_length <= SHORT):
-        yield "sdpa", "torch's own kernel does it: one document a row"
+        yield "sdpa", "PyTorch's SDPA: one document per sequence"
     if device_type != "cpu":
-        yield "varlen", "torch's fused kernel takes documents of any length"
+        yield "varlen", "flash attention takes packed documents of any length"
         yield "flex", "FlexAttention makes one kernel of documents, windows and soft-caps"
     elif sequence_length <= SHORT:
         yield "mask", f"up to {SHORT} tokens a block mask is the quickest way to keep documents apart on a CPU"
     else:
         yield "per_document", f"above {SHORT} tokens a call per document skips masked keys and needs no mask"
-    yield "blockwise", "no fused kernel supports this; blockwise memory is linear in the length"
+    yield "blockwise", "no flash attention supports this; blockwise memory is linear in the length"
