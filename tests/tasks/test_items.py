@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
+from bloomery.model import compiled_step
 from bloomery.model.decoding import Sampling
 from bloomery.monitor.events import TaskDone, read_events
 from bloomery.report import write_report
@@ -217,6 +218,17 @@ def test_a_run_that_cannot_be_written_still_has_its_scores(run, tmp_path, monkey
     monkeypatch.setattr("bloomery.monitor.events.EventLog.__call__", full)
     report = evaluate_task(Named("ours", run), task_file(tmp_path, ROWS), Settings(), use=CPU)
     assert "not recorded in the run: No space left on device" in report.notes and asdict(report)["results"]
+
+
+def test_completions_are_decoded_by_the_core_of_generate_and_choices_are_not(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled_step, "LEAST", 0)  # tiny models answer before the code is compiled
+    said = {}
+    for name, rows in (("choices", ROWS), ("written", [{"question": "def f(x)", "answer": "return x"}])):
+        said[name] = []
+        settings = Settings(max_new_tokens=2)
+        evaluate_task(Named("ours", run), task_file(tmp_path, rows), settings, use=CPU, on_load=said[name].append)
+    assert any("decoding" in line for line in said["written"])
+    assert not any("decoding" in line for line in said["choices"])
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("bloomery.cli.serve:command", "Serve models over HTTP, as OpenAI does, with a page."),
     "export": ("bloomery.cli.models:command", "Export a model to Hugging Face, PEFT or GGUF."),
     "import": ("bloomery.cli.models:import_command", "Convert GGUF or .pth to Hugging Face format."),
+    "convert": ("bloomery.cli.models:convert_command", "Convert a model, its context, template and tokens."),
     "merge": ("bloomery.cli.models:merge_command", "Merge models into one: linear, SLERP, TIES."),
     "download": ("bloomery.cli.models:download_command", "Download a model or dataset from the Hub."),
     "push": ("bloomery.cli.models:push_command", "Upload an exported model to the Hub."),

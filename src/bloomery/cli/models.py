@@ -1,7 +1,7 @@
-"""Commands that make and move models: `export`, `merge`, `import`, and the Hub's `download` and `push`"""
+"""Commands that make and move models: `export`, `merge`, `import`, `convert`, and the Hub's `download` and `push`"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -124,6 +124,48 @@ def import_command(file: Path, out: Path, dtype: str | None, unsafe_pickle: bool
     for proof in done.proofs:
         echo(f"read       {proof}", err=True)
     echo(f"import     {done.folder} ({format_bytes(done.bytes)})")
+
+
+@click.command("convert")
+@click.argument("source", metavar="SRC")
+@click.argument("out", metavar="DST", type=NewPath())
+@click.option("--to", "layout", type=click.Choice(["hf", "gguf"]), help="Format [default: by the end of DST].")
+@click.option(
+    "--dtype", type=click.Choice([*DTYPES, *GGUF_TYPES, *K_TYPES]),
+    help="Type of the weights [default: as in SRC; GGUF: f16].",
+)  # fmt: skip
+@click.option("--max-length", metavar="N", type=click.IntRange(1), help="Context length in the config, in tokens.")
+@click.option("-t", "--template", metavar="TEMPLATE", help="Chat template to store: a file, chatml, llama3 and so on.")
+@click.option("--enable-checkpoint", is_flag=True, help="Store that training recomputes activations, for transformers.")
+@click.option("--add-tokens", multiple=True, metavar="TOKEN", help="Add a special token; can be repeated.")
+@click.option("--unsafe-pickle", is_flag=True, help="Open .pth files, which can run code, in a locked process.")
+@step_option
+@click.option("--verify/--no-verify", default=True, help="Read the result back, compare and run it.")
+@devices_option
+def convert_command(
+    source: str, out: Path, layout: Literal["hf", "gguf"] | None, dtype: str | None, max_length: int | None,
+    template: str | None, enable_checkpoint: bool, add_tokens: tuple[str, ...], unsafe_pickle: bool, step: str,
+    verify: bool, devices: str,
+) -> None:  # fmt: skip
+    """Convert a model between Hugging Face format and GGUF, and change it on the way.
+
+    SRC is a MODEL, a GGUF file, or a folder of Meta's .pth files; DST is new: a folder to train (model.from), chat with
+    and export, or a GGUF file. Adapters are merged into their base model. Embeddings of new tokens are the mean of the
+    others. In training, `train.activation_checkpointing` counts, not --enable-checkpoint.
+
+    Example: bloomery convert llama-2-7b-hf llama-2-7b-chat --dtype bfloat16 --max-length 4096 -t chatml
+    --add-tokens "<|im_start|>" --add-tokens "<|im_end|>"
+
+    Example: bloomery convert model-Q8_0.gguf my-model --dtype bfloat16
+
+    Example: bloomery convert last my-model.gguf --dtype q8_0
+    """
+    from bloomery.api import convert
+
+    show_export(convert(
+        source, out, layout=layout, dtype=dtype, max_length=max_length, template=template, add_tokens=add_tokens,
+        checkpointing=enable_checkpoint, unsafe_pickle=unsafe_pickle, step=step, verify=verify, device=devices,
+    ))  # fmt: skip
 
 
 @click.command()

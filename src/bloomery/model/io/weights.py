@@ -308,7 +308,7 @@ class StoredModel:
         held = held[: max(0, self.known - start)] if name in VOCABULARY else held
         self.reader.fill(held, self.tensors[name], first=place.first + start, transposed=place.transposed)
         if name in VOCABULARY:
-            _fill_new_rows(parameter, self.known, self.new)
+            fill_new_rows(parameter, self.known, self.new)
 
 
 def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[int]) -> None:
@@ -317,12 +317,12 @@ def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[
             continue
         parameter.data[: len(values[name])] = values[name].to(parameter.device)
         if name in VOCABULARY:
-            _fill_new_rows(parameter, len(values[name]), new)
+            fill_new_rows(parameter, len(values[name]), new)
     for name, weight in quantized_weights(decoder):
         weight.fill([values[name].to(weight.codes.device)], name=name)
 
 
-def _fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
+def fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
     rows = sorted({*new, *range(known, len(parameter))})
     if not rows:
         return

@@ -13,6 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
+from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EventLog, TaskDone
@@ -139,13 +140,18 @@ def _report(
     model: Named, against: Named | None, score: Score, task: str, kind: str, use: Use | None, on_load: OnText
 ) -> TaskReport:
     """Loads one model at a time."""
-    files = find_model(model.folder, model.step)
-    first = score(*load_found(files, where=model.name, use=use, on_load=on_load))
-    second = None
+
+    def scored(name: str, files: ModelFiles) -> TaskScores:
+        decoder, tokenizer = load_found(files, where=name, use=use, on_load=on_load)
+        if kind not in ("text", "multiple-choice"):  # the others write completions
+            compile_step(decoder, on_load)
+        return score(decoder, tokenizer)
+
+    files, second = find_model(model.folder, model.step), None
+    first = scored(model.name, files)
     if against is not None:
         gc.collect()  # the first decoder has cycles
-        other = find_model(against.folder, against.step)
-        second = score(*load_found(other, where=against.name, use=use, on_load=on_load))
+        second = scored(against.name, find_model(against.folder, against.step))
     results, left_out = _results(first, second)
     notes = list(dict.fromkeys([*first.notes, *(() if second is None else second.notes)]))
     if left_out:
