@@ -41,7 +41,7 @@ def command(
     limit: str | None,
     as_json: bool,
 ) -> int:
-    """Measure speed and memory on this machine, compared with the plan.
+    """Measure speed and GPU memory of this machine, next to the plan.
 
     Finds the largest micro-batch size, then times training steps. Each setting runs in a separate process. `bloomery
     plan` uses the measurements from then on. Exit code 1 when the planned settings could not be measured.

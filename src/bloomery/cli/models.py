@@ -37,9 +37,9 @@ def command(
 ) -> None:  # fmt: skip
     """Export MODEL in Hugging Face format or as GGUF.
 
-    hf: a full model for transformers and vLLM. adapter: an adapter for PEFT. merged: adapters merged into their base
-    model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA adapter
-    for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf, merged and vllm
+    hf: a full model for transformers and vLLM. adapter: a LoRA adapter for PEFT. merged: adapters merged into their
+    base model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA
+    adapter for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf, merged and vllm
     also take --type int8 or int4, which transformers opens with compressed-tensors.
 
     Example: bloomery export last --to hf --out my-model

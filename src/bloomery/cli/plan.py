@@ -36,7 +36,7 @@ def command(
     simulate: bool,
     as_json: bool,
 ) -> int:
-    """Estimate memory, time and disk of a run without running it.
+    """Estimate GPU memory, time and disk of a run; runs nothing.
 
     Exit code 1 when the run does not fit.
 

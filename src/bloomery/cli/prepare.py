@@ -41,6 +41,7 @@ def command(
 ) -> None:
     """Tokenize the dataset of RECIPE into shards, on all cores.
 
+    The chat template formats conversations; --preview shows the loss mask, --check the problems of the dataset.
     Run again to continue an interrupted preparation.
 
     Example: bloomery prepare go-coder-tiny data.path=~/code data.glob="*.go" --preview 2

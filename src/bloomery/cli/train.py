@@ -63,7 +63,7 @@ def command(
     recover: bool,
     **flags: str | float | bool | None,
 ) -> int:
-    """Train a recipe. Prepares the dataset if it is missing.
+    """Pretrain or fine-tune with a recipe. Tokenizes the dataset first.
 
     Ctrl+C saves a checkpoint and stops (exit code 75); a second Ctrl+C exits at once. `bloomery resume` continues.
     torchrun, srun, mpirun and accelerate can start the same command. Arguments after -- go to torchrun.
