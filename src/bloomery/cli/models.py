@@ -39,8 +39,8 @@ def command(
 
     hf: a full model for transformers and vLLM. adapter: a LoRA adapter for PEFT. merged: adapters merged into their
     base model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA
-    adapter for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf, merged and
-    vllm also take --type int8 or int4, which transformers opens with compressed-tensors.
+    adapter for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf,
+    merged and vllm also take --type int8 or int4, which transformers opens with compressed-tensors.
 
     Example: bloomery export last --to hf --out my-model
 
