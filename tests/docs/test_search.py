@@ -38,6 +38,7 @@ ANSWERS = {
     "sequence length": "how-to/choose-a-method.md",
     "serve": "how-to/serve.md",
     "ShareGPT": "reference/dataset-formats.md",
+    "tool calls": "how-to/chat-templates.md",
     "validation set": "how-to/prepare-data.md",
     "VRAM": "explanation/memory.md",
 }
