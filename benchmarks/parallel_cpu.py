@@ -172,7 +172,7 @@ def timed(plan: Any, mesh: Any, rounds: int) -> list[tuple[float, float]]:
 
 
 def run_ranks(plan: Any, rounds: int) -> list[dict[str, Any]]:
-    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as place:
         job = {"plan": plan.model_dump_json(), "rounds": rounds, "meeting": f"{place}/ranks"}

@@ -17,6 +17,7 @@ from typing import Any
 import preloaded
 
 SECONDS = 180.0  # for one case, on a crowded machine
+COMPILING_SECONDS = 900.0  # more, where every rank compiles before its first step
 
 
 class Ranks:
@@ -34,14 +35,14 @@ class Ranks:
                 )  # fmt: skip
             self._members.append((process, ours))
 
-    def call(self, function, *arguments) -> list[Any]:
+    def call(self, function, *arguments, seconds: float = SECONDS) -> list[Any]:
         """The results by rank. Raises AssertionError with the tracebacks of those that failed, or never answered."""
         answers: list[tuple[str, Any]] = []
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             try:
                 for rank, (_, pipe) in enumerate(self._members):
-                    pipe.send((function, arguments, rank, self.world, folder))
-                end = time.monotonic() + SECONDS
+                    pipe.send((function, arguments, rank, self.world, folder, seconds))
+                end = time.monotonic() + seconds
                 for rank, (_, pipe) in enumerate(self._members):
                     silent = ("silent", Path(folder) / f"stack-{rank}")
                     answers.append(pipe.recv() if pipe.poll(max(0.0, end - time.monotonic())) else silent)
@@ -84,7 +85,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments, rank, world, folder = pipe.recv()
+            function, arguments, rank, world, folder, seconds = pipe.recv()
         except EOFError:
             return
         os.environ |= {
@@ -92,7 +93,7 @@ def _serve(pipe: Connection) -> None:
             "BLOOMERY_RENDEZVOUS": f"{folder}/meeting",
         }  # fmt: skip
         with Path(folder, f"stack-{rank}").open("w") as stack:
-            faulthandler.dump_traceback_later(SECONDS - 10, file=stack)
+            faulthandler.dump_traceback_later(seconds - 10, file=stack)
             try:
                 pipe.send(("done", function(*arguments)))
             except BaseException:  # SystemExit too: the case is told, and the pool ends
@@ -118,6 +119,11 @@ def on_ranks(plan, *, replicate: int = 1, shard: int = 1):
     return plan.model_copy(update={"train": train})
 
 
+def seconds_of(plan) -> float:
+    """How long a case may take: the first step of a compiled run is as long as its compilation."""
+    return SECONDS + (COMPILING_SECONDS if plan.train.compile else 0.0)
+
+
 def train(plan, folder: Path, *, resume_from: Path | None = None, stop_after: int | None = None) -> list[Any]:
     """Train on the plan's ranks; the events of the first one."""
     world = plan.train.ranks
@@ -125,7 +131,7 @@ def train(plan, folder: Path, *, resume_from: Path | None = None, stop_after: in
     if world == 1:
         return train_here(plan.model_dump_json(), str(folder), resume_from and str(resume_from), stop_after)
     words = (plan.model_dump_json(), str(folder), resume_from and str(resume_from), stop_after)
-    return ranks(world).call(train_here, *words)[0]
+    return ranks(world).call(train_here, *words, seconds=seconds_of(plan))[0]
 
 
 def train_here(plan_json: str, folder: str, resume_from: str | None, stop_after: int | None) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from runs_of_the_loop import RECIPE, assert_same_tensors
 from safetensors.torch import load_file
 
 from bloomery.data.prepare.prepare import prepare
+from bloomery.model.counting import parameter_shapes
 from bloomery.monitor.events import EventLog
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import LayoutPlan, ParallelPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.report.page import compared
 from bloomery.report.record import read_record
-from ranks import fields, losses, on_ranks, train
+from ranks import fields, losses, on_ranks, ranks, train, train_here
 
 MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
 EIGHT = {"8 copies": (8, 1), "8 shards": (1, 8), "2 x 4": (2, 4)}
@@ -84,6 +86,44 @@ def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(prepared, tmp_pat
     plan = plan_of(prepared, config=config, train={"precision": precision})
     alone, two = train(plan, tmp_path / "one"), train(on_ranks(plan, shard=2), tmp_path / "two")
     assert losses(two) == pytest.approx(losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3)
+
+
+def gathered_and_returned(plan_json: str, folder: str) -> tuple[list[int], float]:
+    """On every rank: the sizes of all gathers of a run; the MiB given back when 64 tensors of 1 MiB are freed."""
+    import torch.distributed as dist
+
+    from bloomery.train.process import resident_gib
+
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, sizes = getattr(dist, name), []
+
+    def counting(output: torch.Tensor, *arguments, **settings):
+        sizes.append(output.numel())
+        return gather(output, *arguments, **settings)
+
+    setattr(dist, name, counting)
+    try:
+        train_here(plan_json, folder, None, 1)
+    finally:
+        setattr(dist, name, gather)
+    torch.ones(2**22)  # freed at once: from here on malloc would keep what is smaller
+    freed, kept = zip(*[(torch.ones(2**18), torch.ones(2**8)) for _ in range(64)], strict=True)
+    before = resident_gib()
+    del freed
+    return sizes, 1024 * (before - resident_gib()) * bool(kept)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_shard_holds_one_matrix_whole_and_gives_back_what_it_frees(prepared, tmp_path, checkpointing) -> None:
+    config = tiny_config(vocab_size=300, num_layers=2)
+    plan = on_ranks(plan_of(prepared, config=config, train={"activation_checkpointing": checkpointing}), shard=2)
+    of_block = {name: shape for name, shape in parameter_shapes(config).items() if ".layers.0." in name}
+    matrices = {name: prod(shape) for name, shape in of_block.items() if len(shape) == 2}
+    whole = {sum(matrices.values())} if checkpointing == "full" else set(matrices.values())  # recomputed block by block
+    rest = config.vocab_size * config.hidden_size + config.hidden_size  # embeddings, which are the head, and last norm
+    for sizes, returned in ranks(2).call(gathered_and_returned, plan.model_dump_json(), str(tmp_path)):
+        assert set(sizes) == whole | {rest}
+        assert returned > 60
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # int8 blocks of 256 lie on one rank each

@@ -14,7 +14,7 @@ from bloomery.model.presets import read_config
 from bloomery.plan.rules.support import AXES, FEATURES
 from bloomery.recipe.schema import Distill, Kto, Lora, Peft, Preference, Quantize, Reward, Sft, SimPo
 from foreign_models import saved_model
-from ranks import fields, losses, on_ranks, ranks, train_here
+from ranks import fields, losses, on_ranks, ranks, seconds_of, train_here
 
 CONFIG = tiny_config(vocab_size=512)
 WIDE = tiny_config(vocab_size=512, hidden_size=64, intermediate_size=128, head_dim=32)  # a row is whole int8 blocks
@@ -168,7 +168,8 @@ def test_ranks_train_as_one_does(folders, alone, tmp_path, feature, axis, world,
     plan = plan_of(folders, data, changes, steps)
     one, place = alone(plan)
     several = on_ranks(plan, **{axis: world})
-    many = ranks(world).call(train_noting_gradients, several.model_dump_json(), str(tmp_path))[0]
+    words = (several.model_dump_json(), str(tmp_path))
+    many = ranks(world).call(train_noting_gradients, *words, seconds=seconds_of(several))[0]
     assert losses(many).keys() == set(range(1, steps + 1))
     assert losses(many) == pytest.approx(losses(one), rel=0, abs=near)
     norms = [next(event["grad_norm"] for event in fields(run, "StepDone")) for run in (one, many)]

@@ -4,10 +4,11 @@ A rank decides only from numbers that were reduced here: they have the same bits
 wrong on one rank ends it, and the launcher ends the others. One rank alone has no process group.
 """
 
+import ctypes
 import os
+import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.model.adapters.targets import shares_head
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Block, Decoder
 from bloomery.model.io.parameters import full, is_split
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.plan.types import TrainPlan
@@ -29,6 +30,8 @@ from bloomery.plan.types import TrainPlan
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ranks meet; without it, MASTER_ADDR
 BUCKET_NUMBERS = 25 * 2**20 // 4  # float32 numbers of one all-reduce; DistributedDataParallel's bucket
 ALONE_NUMBERS = {"cpu": 2**18}  # larger float32 gradients are summed where they are: two copies cost more than a call
+SHARED_BYTES = 2**24  # of a matrix that is gathered or reduced on a CPU; larger ones do not keep their buffer
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65536  # of mallopt(3); larger tensors of a shard are mappings of their own
 TEXT_BYTES = 1024
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a backstop: the deadline of the worker ends a hang much earlier
 JOIN_SECONDS = 600.0  # for all ranks to arrive: they start together, but may import torch from a slow file system
@@ -194,14 +197,14 @@ class Mesh:
     def _sum_in_buckets(self, known: list[nn.Parameter]) -> None:
         here = torch.tensor([parameter.grad is not None for parameter in known], dtype=torch.uint8)
         dist.all_reduce(here, dist.ReduceOp.MAX)
-        bucket, size = list[Tensor](), 0
+        bucket, size, under_way = list[Tensor](), 0, list[dist.Work]()
         for parameter, exists in zip(known, here.tolist(), strict=True):
             if not exists:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.numel() >= ALONE_NUMBERS.get(self.device, BUCKET_NUMBERS) and _is_flat(parameter.grad):
-                dist.all_reduce(parameter.grad)
+                under_way.append(dist.all_reduce(parameter.grad, async_op=True))  # one travels while another is added
                 continue
             bucket.append(parameter.grad)
             size += parameter.numel()
@@ -210,6 +213,8 @@ class Mesh:
                 bucket, size = [], 0
         if bucket:
             _sum_bucket(bucket)
+        for work in under_way:
+            work.wait()
 
     def norm_over_shards(self, norm: Tensor) -> Tensor:
         """The norm of whole gradients from that of this rank's rows; without shards, the norm itself."""
@@ -300,6 +305,16 @@ def _meeting(rank: int, ranks: int) -> Any:
     return store
 
 
+def return_freed_memory() -> None:
+    """From here on glibc returns each freed tensor to the system: it would keep what FSDP2 frees between layers.
+
+    Fresh memory costs a page fault every 4 KiB, a quarter of a step: not for copies. The variable overrides it.
+    """
+    library = ctypes.CDLL(None)
+    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(library, "mallopt"):
+        library.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+
+
 def join(plan: TrainPlan) -> Mesh:
     """This process among the ranks of the plan, by the variables of the launcher; alone, it needs none.
 
@@ -316,6 +331,8 @@ def join(plan: TrainPlan) -> Mesh:
     dist.init_process_group(backend, store=store, rank=rank, world_size=plan.ranks, timeout=COLLECTIVE_TIMEOUT)
     devices = None
     if plan.shard > 1:
+        if plan.device == "cpu":
+            return_freed_memory()
         sizes = (plan.shard,) if plan.replicate == 1 else (plan.replicate, plan.shard)
         devices = init_device_mesh(plan.device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     return Mesh(rank, plan.replicate, plan.shard, plan.device, devices)
@@ -330,13 +347,14 @@ def leave() -> None:
 @final
 @dataclass(frozen=True)
 class _Timed:
-    """A collective of FSDP2 (its `Comm`), timed."""
+    """A collective of FSDP2 (its `Comm`), timed. `room`: where its tensors lie."""
 
     clock: Clock
     work: Callable[..., dist.Work | None]
+    room: Callable[..., Tensor] = torch.empty
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+        return self.room(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **settings: Any) -> dist.Work | None:
         with self.clock.around("shard", input_tensor.device.type):
@@ -347,26 +365,35 @@ class _Timed:
 class _OnHost:
     """FSDP2's collectives on a CPU, where they are over when the call returns.
 
-    Buffers are freed at once; FSDP2 keeps them a layer longer, for devices that still read them.
+    Units are gathered and reduced in turn, so that small ones share one buffer: fresh memory costs a page fault every
+    4 KiB. Large buffers are freed at once; FSDP2 keeps them a unit longer, for devices that still read them.
     """
 
-    def __init__(self, gather: Callable[..., dist.Work | None]) -> None:
-        self._gather, self._output = gather, weakref.ref(torch.empty(0))
+    def __init__(self) -> None:
+        self._shared, self._reducing = torch.empty(0, dtype=torch.uint8), False
 
-    def gather(self, output: Tensor, source: Tensor, **settings: Any) -> dist.Work | None:
-        self._output = weakref.ref(output)
-        return self._gather(output, source, **settings)
+    def room(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """For gathered weights, which FSDP2 copies out before anything else is gathered."""
+        if (count := size * dtype.itemsize) > SHARED_BYTES:
+            return torch.empty(size, dtype=dtype, device=device)
+        if count > len(self._shared):
+            self._shared = torch.empty(count, dtype=torch.uint8)
+        return self._shared[:count].view(dtype)
 
-    def release(self, _module: nn.Module, _inputs: object) -> None:
-        """Call once the gathered weights are copied out."""
-        if (output := self._output()) is not None:
-            output.untyped_storage().resize_(0)
+    def reducing_room(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks for the gradients of a unit, then for this rank's rows of the sums, which are kept."""
+        self._reducing = not self._reducing
+        if self._reducing:
+            return self.room(size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
 
     def scatter(self, output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         """gloo's reduce-scatter sums a copy of its input; this one the input itself."""
+        assert not self._reducing, "the rows of the sums have memory of their own"
         dist.all_reduce(source, op=op, group=group)
         output.copy_(source.chunk(group.size())[group.rank()])
-        source.untyped_storage().resize_(0)
+        if source.untyped_storage().nbytes() > SHARED_BYTES:
+            source.untyped_storage().resize_(0)
 
 
 def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None = None) -> None:
@@ -376,13 +403,22 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
     norm in their own; norms of blocks are whole on every rank, and their gradients are summed like those of copies.
     The residual stream keeps the dtype of the embeddings. Gradients are summed in float32. A model with frozen weights
     has these in the dtype of matmuls already, and its adapters are gathered as they are. `clock` counts collectives.
+
+    On a CPU nothing is gathered ahead, and each matrix is a unit of its own: a rank holds one whole, not a block. Not
+    where a block is compiled, whose graph would end at each unit, or recomputed, which would gather a third time.
     """
     trains_all = all(parameter.requires_grad for parameter in model.parameters())
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if trains_all else None
     own = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     matrices = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    on_host = _OnHost() if clock is not None and plan.device == "cpu" else None
+    single = on_host is not None and not plan.compile and plan.activation_checkpointing == "none"
     last = model.model.layers[-1]  # backward begins with it: it stays gathered
     for block in model.model.layers:
+        if single and isinstance(block, Block):  # whose matrices are read in their own forward alone
+            for module in block.modules():
+                if isinstance(module, nn.Linear) and any(True for _ in module.parameters()):
+                    fully_shard(module, mesh=mesh, mp_policy=matrices)
         norms = {weight for module in block.modules() if isinstance(module, RMSNorm | LayerNorm)
                  for weight in module.parameters()}  # fmt: skip
         fully_shard(block, mesh=mesh, mp_policy=matrices, ignored_params=norms, reshard_after_forward=block is not last)
@@ -395,7 +431,6 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    on_host = _OnHost(gather)
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -405,11 +440,9 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
         if clock is None:
             continue
         timed: tuple[Any, Any] = _Timed(clock, gather), _Timed(clock, scatter)
-        if plan.device == "cpu":
-            timed = _Timed(clock, on_host.gather), _Timed(clock, on_host.scatter)
-            module.set_modules_to_backward_prefetch([module])  # nothing overlaps: a layer ahead would cost memory
-            if not plan.compile:
-                module.register_forward_pre_hook(on_host.release)  # after FSDP2's own
+        if on_host is not None:
+            timed = _Timed(clock, gather, on_host.room), _Timed(clock, on_host.scatter, on_host.reducing_room)
+            module.set_modules_to_backward_prefetch([module])  # nothing overlaps: a unit ahead would cost memory
         module.set_custom_all_gather(timed[0])
         module.set_custom_reduce_scatter(timed[1])
         if mesh.ndim > 1:

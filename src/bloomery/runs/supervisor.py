@@ -364,7 +364,6 @@ def rank_environment(rank: int, ranks: int, meeting: str) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         RENDEZVOUS: meeting,
         "GLOO_SOCKET_IFNAME": "lo",  # no other host is involved
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # glibc would keep what FSDP2 frees between layers
     }
 
 

@@ -304,7 +304,6 @@ def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict
         "MASTER_ADDR": word.address,
         "MASTER_PORT": str(word.port),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # a later attempt would find the keys of an earlier one
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # glibc would keep what FSDP2 frees between layers
     } | ({"GLOO_SOCKET_IFNAME": "lo"} if loopback else {})
 
 
