@@ -1,10 +1,11 @@
 """Processes of Bloomery that need not import torch: they are forked by one that has, instead of started from nothing.
 
 A start from nothing takes five seconds of a processor, a fork a twentieth of one. `Popen` is `subprocess.Popen` for
-`python -m bloomery ...`: a process of its own with its own session, environment, streams and command line, which starts
-its children (`CHILDREN`) the same way and is their parent. Whatever else is asked for (another command, a variable that
-Python, torch or a library reads when it starts) is a start from nothing, as is everything on other systems than Linux.
-A training process that a test starts without the command line is a child of the process that forks.
+`python -m bloomery ...` and `python -c ...`: a process of its own with its own session, environment, streams and
+command line, which starts its children (`CHILDREN`) the same way and is their parent. Whatever else is asked for
+(another command, a variable that Python, torch or a library reads when it starts) is a start from nothing, as is
+everything on other systems than Linux. A training process that a test starts without the command line is a child of the
+process that forks.
 """
 
 import atexit
@@ -26,6 +27,7 @@ import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 # Children by `core.child`: their second argument is their parent.
@@ -33,7 +35,7 @@ TALKING = ("bloomery.simulate.run", "bloomery.bench.child", "bloomery.bench.atte
            "bloomery.hardware.probe_worker", "bloomery.data.prepare.workers")  # fmt: skip
 CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", "paper_rank_worker", "ranks", *TALKING)
 MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker",
-           "bloomery.simulate.step", "bloomery.runs.generate", "bloomery.export.layouts")  # fmt: skip
+           "bloomery.simulate.step", "bloomery.runs.generate", "bloomery.export.layouts", "bloomery.bench.rig")  # fmt: skip
 # Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.
 EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_",
          "CUDA_", "HIP_", "ROC", "HSA_", "NCCL_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")  # fmt: skip
@@ -60,12 +62,14 @@ def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[s
     """What a forked process has to know of arguments to `Popen._execute_child`; None if it is to start from nothing."""
     words = [os.fspath(word) for word in bound["args"]] if isinstance(bound["args"], list | tuple) else []
     environment = dict(os.environ if bound["env"] is None else bound["env"])
-    flags = words[1 : words.index("-m")] if "-m" in words[1:6] else ["none"]
+    how = next((word for word in words[1:6] if word in ("-m", "-c")), "none")
+    flags = words[1 : words.index(how)] if how in words else ["none"]
+    module = words[len(flags) + 2] if how == "-m" else how
     fit = (
         sys.platform == "linux"
         and words[:1] == [sys.executable]
         and set(flags) <= {"-P", "-X", "faulthandler"}
-        and words[len(flags) + 2] in modules
+        and module in modules
         and alike(environment, here)
         and bound["preexec_fn"] is None
         and not bound["shell"]
@@ -73,7 +77,7 @@ def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[s
     if not fit:
         return None
     return {
-        "words": words, "flags": flags, "module": words[len(flags) + 2], "arguments": words[len(flags) + 3 :],
+        "words": words, "flags": flags, "module": module, "arguments": words[len(flags) + 3 :],
         "environment": environment, "cwd": os.fspath(bound["cwd"] or Path.cwd()),
         "session": bool(bound["start_new_session"]), "passed": list(bound["pass_fds"]),
     }  # fmt: skip
@@ -136,7 +140,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *names: Any, **values: Any) -> None:
         bound = bound_arguments(names, values)
-        job = job_of(bound, ("bloomery", *CHILDREN), early(os.environ) if _server is None else _server.early)
+        job = job_of(bound, ("-c", "bloomery", *CHILDREN), early(os.environ) if _server is None else _server.early)
         if job is None:
             super()._execute_child(*names, **values)
             return
@@ -236,7 +240,7 @@ def show(words: list[str], environment: dict[str, str]) -> None:
 
 
 def become(job: dict[str, Any], given: list[int]) -> NoReturn:
-    """Runs the module as a new interpreter would. What this process had open, handled and registered is no more.
+    """Runs the module or code as a new interpreter would. What this process had open, handled, registered is no more.
 
     `given`: its streams and what is passed on, which keeps its numbers.
     """
@@ -290,7 +294,11 @@ def become(job: dict[str, Any], given: list[int]) -> NoReturn:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already
-            runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
+            if job["module"] == "-c":
+                sys.modules["__main__"] = main = ModuleType("__main__")
+                exec(compile(job["words"][len(job["flags"]) + 2], "<string>", "exec"), vars(main))
+            else:
+                runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
         code = ended.code
@@ -298,6 +306,7 @@ def become(job: dict[str, Any], given: list[int]) -> NoReturn:
             print(code, file=sys.stderr)
         code = 0 if code is None else code if isinstance(code, int) else 1
     except BaseException as raised:
+        raised.__traceback__ = raised.__traceback__ and raised.__traceback__.tb_next  # without this function
         sys.excepthook(type(raised), raised, raised.__traceback__)
         if isinstance(raised, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)

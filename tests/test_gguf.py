@@ -19,6 +19,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import preloaded
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -226,7 +227,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     for layers, wide in ((2, 2048), (24, 8192)):
         sizes = {"hidden_size": 512, "intermediate_size": wide, "num_hidden_layers": layers}
         folder = saved_case("llama2", tmp_path / f"model-{layers}", torch_dtype="bfloat16", **sizes)
-        done = subprocess.run([sys.executable, "-c", PEAK, folder], capture_output=True, text=True, check=True)
+        done = preloaded.run([sys.executable, "-c", PEAK, folder], text=True)
         peaks.append(int(done.stdout) // 1024)
     assert (tmp_path / "model-24.gguf").stat().st_size > 600e6 > 10 * (tmp_path / "model-2.gguf").stat().st_size
     assert peaks[1] - peaks[0] < 100, peaks  # MiB
@@ -302,7 +303,7 @@ gguf.export_gguf(find_model(Path(sys.argv[1])), Path("out.gguf"), kind="f32", ve
 
 def test_a_killed_export_leaves_no_file_and_the_next_one_clears_its_draft(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
-    done = subprocess.run([sys.executable, "-c", KILLED, source, "9"], cwd=tmp_path, check=False)
+    done = preloaded.run([sys.executable, "-c", KILLED, source, "9"], cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL
     (draft,) = [path.name for path in tmp_path.iterdir() if path != source]
     assert draft.startswith(".tmp-out.gguf-")
@@ -317,7 +318,7 @@ def test_exports_killed_at_any_moment(tmp_path: Path) -> None:
 
     def start() -> subprocess.Popen[str]:
         words = [sys.executable, "-c", KILLED, source, "0", "verify"]
-        child = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        child = preloaded.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == "ready\n"
         return child
 

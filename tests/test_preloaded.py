@@ -22,9 +22,16 @@ def ended(popen, words, folder, **variables):
         return process, process.returncode, out, err
 
 
-@pytest.mark.parametrize("words", [["--version"], ["plan", "absent.yaml"], ["no-such-command"], ["runs", "--json"]])
+CODE = "import sys; print(__name__, sys.argv); sys.exit(f'{sys.stdin.read()!r}')"
+
+
+@pytest.mark.parametrize("words", [
+    *(["-m", "bloomery", *words] for words in (["--version"], ["plan", "absent.yaml"], ["no-such-command"],
+                                               ["runs", "--json"])),
+    ["-c", CODE, "a b", "-m"], ["-c", "1 / 0"],
+])  # fmt: skip
 def test_exit_code_and_streams(tmp_path, words):
-    told = [ended(popen, [*VERSION[:3], *words], tmp_path) for popen in (subprocess.Popen, preloaded.Popen)]
+    told = [ended(popen, [sys.executable, *words], tmp_path) for popen in (subprocess.Popen, preloaded.Popen)]
     assert told[0][1:] == told[1][1:]
     assert told[1][0]._ending is not None, "it was not forked"
 

@@ -50,6 +50,7 @@ def ours(kind: str = "bytes", template: object = None, eos: str = "</s>") -> Our
     return Ours(JsonBackend(json.loads(description(kind)), "tokenizer.json", {"<s>", eos}), config)
 
 
+@cache
 def theirs(kind: str = "bytes", template: str | None = None, eos: str = "</s>") -> PreTrainedTokenizerFast:
     """The same tokenizer in transformers, which loses the flags of a conversation whose answer begins with a space
     where offsets leave spaces out: they do not here.

@@ -3,6 +3,7 @@
 import json
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import chat_tokenizers
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.render import Renderer, as_turn
+from bloomery.data.chat import render
+from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
 from bloomery.data.examples import BadRow, Example, Message
 from bloomery.data.sources.formats import read_example
 from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
@@ -19,6 +21,23 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 trl = pytest.importorskip("trl")
 TRL = Path(trl.__file__).parent / "chat_templates"
 SYSTEM = Message("system", "be kind")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_a_template():
+    """To start one takes longer than all that a test renders in it."""
+    made: dict[str, TemplateProcess] = {}
+
+    def shared(template, names, enders):
+        key = json.dumps([template.text, template.origin, names, enders])
+        process = made.setdefault(key, TemplateProcess(template, names, enders))
+        return SimpleNamespace(read=process.read, error=process.error, close=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(render, "TemplateProcess", shared)
+        yield
+    for process in made.values():
+        process.close()
 
 
 def user(text):
@@ -154,7 +173,7 @@ WORDS = st.text(st.sampled_from("abz .\n\t<>[]/|é日🎈\U000f0001'\"{}%"), min
 TURNS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=TURNS, system=st.none() | WORDS)
 def test_what_is_learned_reads_as_the_answers(renderers, pairs, system):
     messages = [] if system is None else [Message("system", system)]

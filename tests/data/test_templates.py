@@ -96,11 +96,11 @@ BAD = {
     "a syntax error": ("{% for m in messages %}\n{{ m.content", "line 2"),
     "a block that never ends": ("{% for m in messages %}", "end of template"),
     "a tag of nobody": ("{% import 'os' as os %}{% frobnicate %}", "frobnicate"),
-    "a power of powers": ("{{ 9**(9**9) }}", "more than 2 seconds"),
-    "a power that depends on the talk": ("{{ (messages | length + 7)**(9**9) }}", "more than 2 seconds"),
+    "a power of powers": ("{{ 9**(9**9) }}", "more than 0.5 seconds"),
+    "a power that depends on the talk": ("{{ (messages | length + 7)**(9**9) }}", "more than 0.5 seconds"),
     "loops in loops": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
-        "more than 2 seconds",
+        "more than 0.5 seconds",
     ),
     "a range beyond bounds": ("{% for a in range(10**9) %}{% endfor %}", "OverflowError"),
     "ten billion letters": ("{{ 'a' * 10**10 }}", "1 GiB"),
@@ -125,8 +125,10 @@ BAD = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BAD)
-def test_no_template_harms_the_parent(name):
+def test_no_template_harms_the_parent(name, monkeypatch):
     template, why = BAD[name]
+    if "seconds" in why:
+        monkeypatch.setattr(render, "CPU_SECONDS", 0.5)
     began = time.monotonic()
     with (
         Renderer(chat_tokenizers.ours(), template=template + "{{ '' }}", train_on="all") as renderer,
@@ -178,17 +180,18 @@ def test_the_child_sees_no_secret(monkeypatch):
 
 def test_the_child_ends_with_its_parent(tmp_path):
     code = (
-        "import chat_tokenizers, os\n"
-        "from test_templates import SIMPLE, TALK\n"
+        "import os, pathlib, sys\n"
         "from bloomery.data.chat.render import Renderer\n"
-        "renderer = Renderer(chat_tokenizers.ours(), template=SIMPLE, train_on='all')\n"
-        "renderer.encode(TALK)\n"
+        "from bloomery.data.examples import Message\n"
+        "from bloomery.data.tokenizer.tokenizer import load_tokenizer\n"
+        "renderer = Renderer(load_tokenizer(pathlib.Path(sys.argv[1])), template=sys.argv[2], train_on='all')\n"
+        "renderer.prompt([Message('user', 'hi')])\n"
         "print(next(iter(renderer._processes.values()))._child._process.pid, flush=True)\n"
         "os._exit(0)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60
-    )
+    chat_tokenizers.ours().save(tmp_path)
+    words = [sys.executable, "-c", code, tmp_path, SIMPLE]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     pid = int(done.stdout)
     for _ in range(50):
         stat = Path(f"/proc/{pid}/stat")

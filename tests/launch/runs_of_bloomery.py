@@ -36,8 +36,15 @@ logging: {every: 5 steps}
 """
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
 PATIENCE_SECONDS = 120.0
+PR_SET_PTRACER = 0x59616D61  # linux/prctl.h
 CALLS = "fsync,?rename,?renameat,?renameat2,?unlink,unlinkat,?rmdir,?mkdir,mkdirat,ftruncate"
 STRACE = ("strace", "-f", "-qq", "-o")
+STOPPED = f"""
+import ctypes, os, runpy, signal
+ctypes.CDLL(None).prctl({PR_SET_PTRACER}, ctypes.c_ulong(-1), 0, 0, 0)  # a process that is not its parent may trace it
+os.kill(os.getpid(), signal.SIGSTOP)
+runpy.run_module("bloomery", run_name="__main__", alter_sys=True)
+"""
 ADAPTED = """
 model: {from: base}
 tokenizer: {from: same}
@@ -91,12 +98,11 @@ class Bloomery:
     folder: Path
 
     def start(
-        self, *words: str, stdout: int = subprocess.PIPE, under: Sequence[str] = (),
+        self, *words: str, stdout: int = subprocess.PIPE,
         command: Sequence[str] = (sys.executable, "-m", "bloomery"),
     ) -> "subprocess.Popen[str]":  # fmt: skip
-        popen = subprocess.Popen if under else preloaded.Popen
-        return popen(
-            [*under, *command, *words],
+        return preloaded.Popen(
+            [*command, *words],
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -106,8 +112,8 @@ class Bloomery:
             start_new_session=True,
         )
 
-    def run(self, *words: str, under: Sequence[str] = ()) -> "subprocess.CompletedProcess[str]":
-        with self.start(*words, under=under) as process:
+    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        with self.start(*words) as process:
             out, err = process.communicate(timeout=PATIENCE_SECONDS)
             return subprocess.CompletedProcess(words, process.returncode, out, err)
 
@@ -116,8 +122,15 @@ class Bloomery:
         if why := why_no_strace():
             pytest.skip(why)
         trace = str(self.folder / "strace.txt")
-        under = (*STRACE, trace, "-e", f"trace={CALLS}", "-e", f"inject={fault}")
-        return self.run(*words, under=under)
+        with self.start(*words, command=(sys.executable, "-c", STOPPED)) as process:
+            status = Path(f"/proc/{process.pid}/status")
+            wait_for(lambda: "\nState:\tT" in status.read_text())
+            tracing = (*STRACE, trace, "-e", f"trace={CALLS}", "-e", f"inject={fault}", "-p", str(process.pid))
+            with subprocess.Popen(tracing, stderr=subprocess.DEVNULL) as tracer:
+                wait_for(lambda: "\nTracerPid:\t0" not in status.read_text() or tracer.poll() is not None)
+                process.send_signal(signal.SIGCONT)
+                out, err = process.communicate(timeout=PATIENCE_SECONDS)
+            return subprocess.CompletedProcess(words, process.returncode, out, err)
 
     def injected(self) -> bool:
         """Whether a system call of the last `faulted` failed; one that kills shows in the exit code."""

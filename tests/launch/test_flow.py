@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, losses, wait_for
 
+import preloaded
 from bloomery.monitor.events import Phase, Resumed, RunEnded, Saved, StepDone, Warned
 from bloomery.train.model_folder import newest_valid, saved_steps
 
@@ -183,9 +184,7 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
     limit = 150_000  # above every file but the optimizer's
     code = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
     words = [sys.executable, "-c", code + "runpy.run_module('bloomery', run_name='__main__')", *TRAIN]
-    done = subprocess.run(
-        [*words, "train.max_steps=8"], cwd=bloomery.folder, capture_output=True, text=True, timeout=PATIENCE_SECONDS
-    )
+    done = preloaded.run([*words, "train.max_steps=8"], cwd=bloomery.folder, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 1
     assert "cannot write the checkpoint" in done.stderr
     assert "Traceback" not in done.stderr

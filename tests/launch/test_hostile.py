@@ -60,7 +60,7 @@ def test_a_disk_without_room_for_an_event_ends_the_run_and_resuming_makes_it_who
 
 def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about(bloomery: Bloomery) -> None:
     """The checkpoint that is missing matters; metrics.json, which cannot be written either, does not."""
-    with bloomery.start(*SHORT, "train.max_steps=120", "checkpoint.every=20 steps") as process:
+    with bloomery.start(*SHORT, "train.max_steps=60", "checkpoint.every=10 steps") as process:
         wait_for(bloomery.saw(Saved))
         shutil.move(bloomery.run_dir / "checkpoints", bloomery.folder / "aside")
         (bloomery.run_dir / "checkpoints").write_text("in the way")
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_any_more_is_what_the_last_line_is_about
     assert "Traceback" not in err
     events = bloomery.events()
     assert any(isinstance(event, Warned) and "training continues" in event.reason for event in events)
-    assert [event.step for event in events if isinstance(event, StepDone)][-1] == 120
+    assert [event.step for event in events if isinstance(event, StepDone)][-1] == 60
     assert isinstance(events[-1], RunEnded)
     assert events[-1].error.startswith("cannot write the checkpoint")
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from server_for_tests import LIMITS, Running, running
 
+import preloaded
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
@@ -345,7 +346,7 @@ def fuzzed(draw: random.Random) -> bytes:
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_a_signal_ends_the_command_and_its_answers(folder: Path, number: int) -> None:
     words = [sys.executable, "-m", "bloomery", "serve", str(folder), "--port", "0", "--template", "chatml", "-d", "cpu"]
-    child = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=folder.parent, env=os.environ)
+    child = preloaded.Popen(words, stderr=subprocess.PIPE, text=True, cwd=folder.parent, env=os.environ)
     try:
         seen = []
         for line in child.stderr:

@@ -33,7 +33,7 @@ def test_nothing_is_said_of_a_sound_run(prepared, tmp_path, changes):
 
 
 def test_a_rate_a_hundred_times_too_high(prepared, tmp_path):
-    (sentence,) = said(healthy_plan(prepared, optimizer={"learning_rate": 1.0}), tmp_path / "run")
+    (sentence,) = said(healthy_plan(prepared, optimizer={"learning_rate": 1.0}, train={"steps": 60}), tmp_path / "run")
     assert "the learning rate is too high" in sentence and "times the size of the weights" in sentence
     assert "set optimizer.learning_rate=0.01 (now 1)" in sentence
 
@@ -65,7 +65,7 @@ def test_everything_masked(prepared, tmp_path, monkeypatch):
 
 def test_shuffled_tokens(prepared, tmp_path, monkeypatch):
     through_the_loader(monkeypatch, shuffled_tokens)
-    (sentence,) = said(healthy_plan(prepared), tmp_path / "run")
+    (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
     assert "look shuffled" in sentence and "token entropy 3.20" in sentence
 
 

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from faulty_runs import ONE_PIECE
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors, crossed
 
@@ -120,20 +121,20 @@ def test_early_stopping_ends_a_run_that_no_longer_improves(prepared, tmp_path):
 
 
 class Clock:
-    """Seconds by what a run tells: a tenth for a step, two for an evaluation; `slower` times as many."""
+    """Seconds by what a run tells: a tenth for a step, one and a half for an evaluation; `slower` times as many."""
 
     def __init__(self, slower: float = 1.0) -> None:
         self.now, self.slower = 0.0, slower
 
     def hears(self, event) -> None:
         if isinstance(event, StepDone | EvalDone):
-            self.now += (0.1 if isinstance(event, StepDone) else 2.0) * self.slower
+            self.now += (0.1 if isinstance(event, StepDone) else 1.5) * self.slower
 
 
 @pytest.fixture(scope="session")
 def timed(prepared):
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": None, "seconds": 20.0}, checkpoint={"every_steps": 1000},
+        prepared, config=CONFIG, train={"steps": None, "seconds": 15.0, **ONE_PIECE}, checkpoint={"every_steps": 1000},
         optimizer={"schedule": "linear"},
     )  # fmt: skip
     lengths = {"warmup": Duration(10, "percent"), "checkpoint": Duration(10, "percent")}
@@ -144,35 +145,35 @@ def test_a_wall_time_length_ends_in_time_and_no_rate_jumps(timed, tmp_path):
     clock = Clock()
     run = Run(timed, tmp_path / "run", clock=clock)
     assert run.outcome == "done"
-    assert clock.now == pytest.approx(20, rel=0.05)
+    assert clock.now == pytest.approx(15, rel=0.05)
     lengths = run.of(Phase)
     assert {event.name for event in lengths} == {"length"}
     assert lengths[0].step == 10
-    assert run.steps_done() == lengths[-1].total == pytest.approx(160, abs=4)  # two evaluations take 40
+    assert run.steps_done() == lengths[-1].total == pytest.approx(120, abs=3)  # two evaluations take 30
     stored = read_plan(tmp_path / "run" / "plan.json")
     assert (stored.train.steps, stored.total_tokens) == (run.steps_done(), run.steps_done() * 128)
     rates = [event.learning_rate / 0.01 for event in run.of(StepDone)]
     assert max(abs(b - a) for a, b in itertools.pairwise(rates)) < 0.1
     assert max(rates) > 0.95 and rates[-1] < 0.02
     looked = [event.step for event in run.of(EvalDone)]
-    assert looked == [pytest.approx(100, abs=10), run.steps_done()], "half of what the first estimate makes a half"
+    assert looked == [pytest.approx(75, abs=7), run.steps_done()], "half of what the first estimate makes a half"
 
 
 def test_a_killed_wall_time_run_repeats_its_losses_on_a_busier_machine(timed, tmp_path):
     """The kill falls between two checkpoints and within a block of the schedule."""
-    first = Run(timed, tmp_path / "run", clock=Clock(), stop_after=70)
+    first = Run(timed, tmp_path / "run", clock=Clock(), stop_after=52)
     before = first.losses()
     steps = saved_steps(tmp_path / "run" / "checkpoints")
-    assert steps[-1] == 70, "a stop saves; a kill would not have"
+    assert steps[-1] == 52, "a stop saves; a kill would not have"
     saved = first.checkpoint(steps[-2])
     stored = read_plan(tmp_path / "run" / "plan.json")
     again = Run(stored, tmp_path / "run", clock=Clock(slower=3.0), resume_from=saved)
     repeated = [step for step in again.losses() if step in before]
-    assert repeated == list(range(steps[-2] + 1, 71))
+    assert repeated == list(range(steps[-2] + 1, 53))
     assert [again.losses()[step] for step in repeated] == [before[step] for step in repeated]
     rates = {event.step: event.learning_rate for run in (first, again) for event in run.of(StepDone)}
     assert max(abs(rates[step + 1] - rates[step]) for step in list(rates)[:-1]) < 0.001
-    assert again.steps_done() < 130, "a machine that got slower takes fewer steps"
+    assert again.steps_done() < 97, "a machine that got slower takes fewer steps"
 
 
 def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
