@@ -35,7 +35,8 @@ TALKING = ("bloomery.simulate.run", "bloomery.bench.child", "bloomery.bench.atte
            "bloomery.hardware.probe_worker", "bloomery.data.prepare.workers")  # fmt: skip
 CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", "paper_rank_worker", "ranks", *TALKING)
 MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker",
-           "bloomery.simulate.step", "bloomery.runs.generate", "bloomery.export.layouts", "bloomery.bench.rig")  # fmt: skip
+           "bloomery.simulate.step", "bloomery.runs.generate", "bloomery.export.layouts",
+           "bloomery.bench.rig")  # fmt: skip
 # Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.
 EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_",
          "CUDA_", "HIP_", "ROC", "HSA_", "NCCL_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")  # fmt: skip
