@@ -57,9 +57,9 @@ def page() -> str:
         lines += [f"## {package or 'bloomery'}\n\n{what[0].upper()}{what[1:]}.\n", "| file | what it is |\n|---|---|"]
         found = (SOURCE / package).rglob("*") if package else SOURCE.glob("*")
         for path in sorted(found, key=lambda path: (path.parent != SOURCE / package, path)):
-            if path.suffix in (".py", ".toml", ".css") and sentence(path):
+            if path.suffix in (".py", ".toml", ".css") and (said := sentence(path)):
                 name = path.relative_to(SOURCE).as_posix()
-                lines.append(f"| [{name}](../../src/bloomery/{name}) | {sentence(path).replace('|', chr(92) + '|')} |")
+                lines.append(f"| [{name}](../../src/bloomery/{name}) | {said.replace('|', chr(92) + '|')} |")
         lines.append("")
     return "\n".join(lines)
 

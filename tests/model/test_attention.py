@@ -16,6 +16,7 @@ PACKED = documents_of([5, 200, 60, -35], [300])
 ON_CPU = [name for name, facts in BACKENDS.items() if "cpu" in facts.devices and name != "math"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("packed", [False, True])

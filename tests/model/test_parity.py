@@ -100,6 +100,7 @@ def test_autocast_stays_near_float32(tmp_path: Path) -> None:
     assert load_decoder(tmp_path, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2"])
 def test_blocks_compile_whole(case: str, tmp_path: Path) -> None:
     """No graph break inside a block, forward and backward."""

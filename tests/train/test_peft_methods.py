@@ -59,6 +59,7 @@ def test_a_resumed_method_equals_the_undisturbed_one_bitwise(prepared, base, tmp
     resumed_bitwise(plan, tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_peft_opens_what_a_method_saved_and_merged_is_the_same(prepared, base, tmp_path, name):
     faster = {"learning_rate": 0.02}  # so that AdaLoRA, which prunes four of six ranks meanwhile, moves the logits
