@@ -55,7 +55,8 @@ def main() -> None:
         exact = reference[1][0](ids)
         wanted = reference[1][1](ids, exact)
         found["done"].append({name: compared(ids, exact, wanted, *side) for name, side in sides})
-        asked.result.write_text(json.dumps(found, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(each) for each in found["done"])
+        asked.result.write_text(f'{json.dumps(head)[:-1]}, "done": [\n{lines}\n]}}\n')
         if (at + 1) % 10 == 0 or at + 1 == len(prompts):
             print(f"{asked.model}, {at + 1} prompts, {asked.tokens} tokens each, against transformers in float32")
             for name, _ in sides:
@@ -95,9 +96,9 @@ def compared(ids: list[int], exact: list[int], wanted: Tensor, new: Callable, sc
     return {
         "before": next((at for at, (a, b) in enumerate(zip(text, exact, strict=True)) if a != b), len(exact)),
         "likeliest": int((logprobs.argmax(-1) == wanted.argmax(-1)).sum()),
-        "kl": float((wanted.exp() * (wanted - logprobs)).sum()),
-        "nll": float(-logprobs.gather(1, torch.tensor(exact)[:, None]).sum()),
-        "exact_nll": float(-wanted.gather(1, torch.tensor(exact)[:, None]).sum()),
+        "kl": round(float((wanted.exp() * (wanted - logprobs)).sum()), 9),
+        "nll": round(float(-logprobs.gather(1, torch.tensor(exact)[:, None]).sum()), 6),
+        "exact_nll": round(float(-wanted.gather(1, torch.tensor(exact)[:, None]).sum()), 6),
     }
 
 

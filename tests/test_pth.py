@@ -1,5 +1,6 @@
 """Folders as Meta publishes Llama, against Meta's own forward pass; and pickles that harm."""
 
+import base64
 import json
 import os
 import pickle
@@ -15,7 +16,8 @@ from safetensors.torch import load_file
 
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
-from bloomery.export.pth import import_meta
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.export.pth import import_meta, tiktoken_of
 from bloomery.model.io.weights import load_decoder
 from models_for_tests import make_tokenizer
 
@@ -179,6 +181,54 @@ def test_the_locked_process_can_do_nothing_else(tmp_path):
     assert done.stdout == "True []\n", done.stdout + done.stderr
 
 
+RANKED = [bytes([each]) for each in range(256)] + [
+    b"th", b"he", b"the", b" t", b" the", b"in", b"ing", b"aa", b"aaaa", b"aaa", "é".encode(), "東".encode()[:2],
+    "東".encode(),
+]
+
+
+def tiktoken(word: bytes) -> list[int]:
+    """tiktoken's algorithm: the neighbors that join to the token of the lowest rank, the first of equal ones."""
+    parts, ranks = [word[at : at + 1] for at in range(len(word))], {token: n for n, token in enumerate(RANKED)}
+    while len(parts) > 1 and word not in ranks:
+        joined = [ranks.get(parts[at] + parts[at + 1], len(ranks)) for at in range(len(parts) - 1)]
+        if min(joined) == len(ranks):
+            break
+        at = joined.index(min(joined))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [ranks[word]] if word in ranks else [ranks[part] for part in parts]
+
+
+def test_llama_3_has_its_tokens_as_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_pth.VOCAB", len(RANKED) + 256)
+    folder = published(tmp_path / "meta", use_scaled_rope=True, rope_theta=500000.0)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(RANKED)]
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    tokenizer = load_tokenizer(import_meta(folder, tmp_path / "out", trusted=True).folder)
+    words = ["the", " the", " then", "aaaaaaa", "aaa", "inging", " thing", "é", "東東", "a"]
+    assert tokenizer.encode("".join(words[:3])) == [each for word in words[:3] for each in tiktoken(word.encode())]
+    assert [tokenizer.encode(word) for word in words] == [tiktoken(word.encode()) for word in words]
+    names = {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|finetune_right_pad_id|>": 4, "<|eom_id|>": 8,
+             "<|eot_id|>": 9, "<|python_tag|>": 10, "<|reserved_special_token_247|>": 255}  # fmt: skip
+    assert {name: tokenizer.id_of(name) - len(RANKED) for name in names} == names
+    ids = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert ids["eos_token_id"] == [len(RANKED) + each for each in (1, 8, 9)] and tokenizer.prefix == [len(RANKED)]
+    earlier = tiktoken_of(folder / "tokenizer.model", later=False)
+    assert earlier.id_of("<|eot_id|>") == len(RANKED) + 9 and earlier.vocab_size == len(RANKED) + 256
+    monkeypatch.setattr("test_pth.VOCAB", len(RANKED) + 200)
+    with pytest.raises(UserError, match="the model 469"):
+        import_meta(few(folder, tmp_path / "few"), tmp_path / "none", trusted=True)
+
+
+def few(folder: Path, to: Path) -> Path:
+    made = published(to, use_scaled_rope=True)
+    (made / "tokenizer.json").unlink()
+    shutil.copy(folder / "tokenizer.model", made / "tokenizer.model")
+    return made
+
+
 @pytest.mark.parametrize("what", ["params", "tokenizer", "tiktoken", "shape", "files", "none"])
 def test_what_does_not_fit_is_named(tmp_path, what):
     folder, problem = published(tmp_path / "meta"), ""
@@ -190,7 +240,7 @@ def test_what_does_not_fit_is_named(tmp_path, what):
         problem = "tokenizer.model is missing"
         if what == "tiktoken":
             (folder / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
-            problem = "no SentencePiece file"
+            problem = "ranks 0, 1, 2"
     elif what == "shape":
         (folder / "params.json").write_text(json.dumps(PARAMS | {"dim": 64}))
         problem = "params.json makes it"

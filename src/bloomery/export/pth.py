@@ -4,6 +4,7 @@ The .pth files are pickles, opened by a child process that can do nothing else (
 shapes, which are checked here, and then the bytes of one tensor at a time.
 """
 
+import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,13 @@ from torch import Tensor
 
 from bloomery.core.child import Child, Message, Silence
 from bloomery.core.errors import UserError
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.core.files import read_input
+from bloomery.core.units import MIB
+from bloomery.data.tokenizer.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer
+from bloomery.export.gguf_format import CONTROL, NORMAL
+from bloomery.export.gguf_import import tokenizer_of
 from bloomery.export.layouts import DTYPES, Exported, draft_of, exported
+from bloomery.export.verify import SPELLED
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.families import config_from_hf
@@ -34,6 +40,13 @@ NAMES = {
 }  # fmt: skip
 BY_COLUMNS = ("attention.wo", "feed_forward.w2")  # of these each file holds columns, of norms all; of the rest rows
 KINDS = ("float32", "bfloat16", "float16")
+TOKENS_FILE, LONGEST = 32 * MIB, 1024  # bytes of Llama 3's tokenizer.model, ten times its size, and of a token
+_NAMES = ("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1")
+_FIRST = (*_NAMES, "reserved_special_token_2", "reserved_special_token_3", "start_header_id", "end_header_id",
+          "reserved_special_token_4", "eot_id", *(f"reserved_special_token_{n}" for n in range(5, 251)))  # fmt: skip
+_LATER = (*_NAMES, "finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id", "eom_id",
+          "eot_id", "python_tag", *(f"reserved_special_token_{n}" for n in range(3, 248)))  # fmt: skip
+SPECIAL = {False: [f"<|{name}|>" for name in _FIRST], True: [f"<|{name}|>" for name in _LATER]}  # 3, and since 3.1
 Listing = dict[str, tuple[str, Shape]]
 
 
@@ -57,17 +70,17 @@ def import_meta(folder: Path, out: Path, *, trusted: bool = False, dtype: str | 
         raise UserError(f"{PARAMS} is missing", where=str(folder), fix="put it next to the .pth files")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise UserError("tokenizer.model is missing", where=str(folder), fix="put it next to the .pth files")
-    if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").open("rb").read(1) != b"\n":
-        raise UserError(
-            "tokenizer.model is no SentencePiece file: Llama 3 has its tokens as text in it", where=str(folder),
-            fix="put the tokenizer.json and tokenizer_config.json of the Hugging Face version next to it",
-        )  # fmt: skip
-    tokenizer = load_tokenizer(folder)
+    as_text = not (folder / "tokenizer.json").is_file() and (folder / MODEL_FILE).open("rb").read(1) != b"\n"
+    later = params.get("use_scaled_rope") is True
+    tokenizer = tiktoken_of(folder / MODEL_FILE, later=later) if as_text else load_tokenizer(folder)
     job = {"paths": [str(path.resolve()) for path in files]}
     package = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}  # all of the environment
     with Child(WORKER, job, environment=package) as child:
         listings, locked = _listings(child, child.next(SECONDS), files)
         config = _config(params, listings, folder, tokenizer.bos_id, tokenizer.eos_id)
+        if tokenizer.vocab_size > config.vocab_size:
+            problem = f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model {config.vocab_size:,}"
+            raise UserError(problem, where=str(folder), fix=AGAIN)
         joined = {name: _joined(name, shape, listings, folder) for name, shape in parameter_shapes(config).items()}
         kept = dtype or listings[0]["tok_embeddings.weight"][0]
 
@@ -85,13 +98,49 @@ def import_meta(folder: Path, out: Path, *, trusted: bool = False, dtype: str | 
         with draft_of(out) as draft:
             write_model_piecewise(produce, config, DTYPES[kept], draft)
             tokenizer.save(draft)
-            ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+            ends = [tokenizer.eos_id, *filter(None, map(tokenizer.id_of, ("<|eom_id|>", "<|eot_id|>")))]
+            ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends if len(ends) > 1 else ends[0],
+                   "pad_token_id": tokenizer.pad_id}  # fmt: skip
             write_json(draft / "generation_config.json", {key: each for key, each in ids.items() if each is not None})
     walls = "files, network and environment" if locked else "environment; this kernel has no filter for the rest"
     about = f"context {config.max_positions:,}, RoPE theta {config.rope_theta:g}"
     proofs = [f"{len(files)} pickle files, opened in a process without {walls}",
               f"{len(joined)} parameters as {kept}, {about}"]  # fmt: skip
     return exported(out, proofs)
+
+
+def tiktoken_of(path: Path, *, later: bool) -> Tokenizer:
+    """Of Llama 3's tokenizer.model: a line for each token, its bytes in base64 and its rank. `later`: since 3.1.
+
+    tiktoken joins the two neighbors whose joined bytes rank first, whatever they are made of: every way in which two
+    tokens make a third is a merge, in the order of the third. Raises UserError.
+    """
+    fix = f"{AGAIN}, or put the tokenizer.json and tokenizer_config.json of the Hugging Face version next to it"
+    try:
+        lines = read_input(path, TOKENS_FILE).split(b"\n")
+        pairs = [line.split(b" ") for line in lines if line]
+        tokens = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        problem = "tokenizer.model is neither a SentencePiece model nor lines of tokens and ranks"
+        raise UserError(problem, where=str(path), fix=fix) from error
+    whole = list(tokens.values()) == list(range(len(pairs)))
+    if not whole or any(bytes([each]) not in tokens for each in range(256)) or max(map(len, tokens)) > LONGEST:
+        raise UserError("its tokens do not have the ranks 0, 1, 2 and so on", where=str(path), fix=fix)
+    ordered = ["".join(SPELLED[each] for each in token) for token in tokens]
+    merges = list[tuple[int, int]]()
+    for token in tokens:
+        halves = ((token[:at], token[at:]) for at in range(1, len(token)))
+        merges += sorted((tokens[left], tokens[right]) for left, right in halves if left in tokens and right in tokens)
+    special = SPECIAL[later]
+    facts: dict[str, Any] = {
+        "model": "gpt2", "pre": "llama-bpe", "tokens": [*ordered, *special],
+        "token_type": [NORMAL] * len(ordered) + [CONTROL] * len(special),
+        "merges": [f"{ordered[left]} {ordered[right]}" for left, right in merges],
+        "bos_token_id": len(ordered), "eos_token_id": len(ordered) + 1, "add_bos_token": True,
+    }  # fmt: skip
+    if later:
+        facts["padding_token_id"] = len(ordered) + special.index("<|finetune_right_pad_id|>")
+    return tokenizer_of({f"tokenizer.ggml.{key}": each for key, each in facts.items()}, path)
 
 
 def _listings(child: Child, answer: Message | Silence, files: Sequence[Path]) -> tuple[list[Listing], bool]:
