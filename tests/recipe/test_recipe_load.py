@@ -10,6 +10,7 @@ from bloomery.core.units import Duration
 from bloomery.recipe.aliases import all_keys
 from bloomery.recipe.load import dump_recipe, json_schema, load_recipe, packaged
 from bloomery.recipe.schema import Recipe
+from bloomery.recipe.yaml import read_yaml
 
 SMALL = "model: {preset: go-coder-tiny}\ndata: {path: corpus}\n"
 
@@ -384,3 +385,11 @@ def test_another_path_forgets_how_the_files_of_the_first_are_read():
     assert (data.glob, data.format, data.columns) == (None, "auto", {})
     data = load_recipe("llama2-7b-lora-qa", ["data.format=alpaca", "data.path=mine"]).recipe.data
     assert (data.glob, data.format) == (None, "alpaca")
+
+
+def test_a_text_that_is_read_again_is_not_the_one_that_somebody_changed():
+    first, second = (read_yaml("a: {b: [1]}", source="a.yaml", folder=Path()) for _ in range(2))
+    first.data["a"]["b"].append(2)
+    first.origins.clear()
+    third = read_yaml("a: {b: [1]}", source="a.yaml", folder=Path())
+    assert second == third and third.data == {"a": {"b": [1]}}

@@ -1,9 +1,11 @@
 """YAML 1.2 as plain values with their file and line. Tags, duplicate keys and oversized files are refused."""
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError, YAMLStreamError
@@ -17,6 +19,7 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+from ruamel.yaml.parser import Parser
 
 KeyPath = tuple[str | int, ...]
 
@@ -81,12 +84,19 @@ def read_yaml(text: str, *, source: str, folder: Path) -> Document:
     >>> read_yaml("rate: 1e-4", source="a.yaml", folder=Path()).data
     {'rate': 0.0001}
     """
+    found = _document(text, source, folder)
+    return Document(deepcopy(found.data), dict(found.origins), list(found.mistakes))
+
+
+@lru_cache(maxsize=256)  # points of a sweep, and recipes with one parent, read the same texts again
+def _document(text: str, source: str, folder: Path) -> Document:
     reader = _Reader(source, folder)
     try:
         if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise _TooMuch(f"is larger than {MAX_BYTES // 1_000_000} MB; a recipe is a page of text")
-        _check_events(text)
-        node = _parser().compose(text)
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Parser = _BoundedParser
+        node = yaml.compose(text)
         data = None if node is None else reader.value(node, ())
     except (YAMLError, YAMLStreamError, _TooMuch) as error:
         line, problem, fix = _explain(error, text)
@@ -95,26 +105,27 @@ def read_yaml(text: str, *, source: str, folder: Path) -> Document:
     return Document(data, reader.origins, reader.mistakes)
 
 
-def _parser() -> YAML:
-    return YAML(typ="safe", pure=True)
+@final
+class _BoundedParser(Parser):
+    """Counts the events that the composer takes, which recurses as deep as the file nests. Raises _TooMuch."""
 
+    levels = aliases = scalars = 0
 
-def _check_events(text: str) -> None:
-    """Bound the depth by the flat list of events first: the composer recurses as deep as the file nests."""
-    depth = aliases = scalars = 0
-    for event in _parser().parse(text):
-        scalars += isinstance(event, ScalarEvent)
-        if scalars > 2 * MAX_VALUES:  # a key and its value each
+    def get_event(self) -> Any:
+        event = super().get_event()
+        self.scalars += isinstance(event, ScalarEvent)
+        if self.scalars > 2 * MAX_VALUES:  # a key and its value each
             raise _TooMuch(f"holds more than {MAX_VALUES:,} values", "a recipe is a page of text; is it a data file?")
-        depth += isinstance(event, MappingStartEvent | SequenceStartEvent)
-        depth -= isinstance(event, MappingEndEvent | SequenceEndEvent)
-        aliases += isinstance(event, AliasEvent)
-        if depth > MAX_DEPTH:
+        self.levels += isinstance(event, MappingStartEvent | SequenceStartEvent)
+        self.levels -= isinstance(event, MappingEndEvent | SequenceEndEvent)
+        self.aliases += isinstance(event, AliasEvent)
+        if self.levels > MAX_DEPTH:
             raise _TooMuch(f"is nested more than {MAX_DEPTH} levels deep")
-        if aliases > MAX_ALIASES:
+        if self.aliases > MAX_ALIASES:
             raise _TooMuch(f"uses more than {MAX_ALIASES} aliases (*name)")
         if isinstance(event, DocumentStartEvent) and event.version not in (None, (1, 2)):
             raise _TooMuch("asks for another YAML version; recipes are YAML 1.2", "remove the %YAML line")
+        return event
 
 
 def _explain(error: Exception, text: str) -> tuple[int, str, str]:
