@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import preloaded
 from bloomery.bench import measuring
 from bloomery.cli import cli
 from bloomery.core.errors import UserError
@@ -110,7 +111,7 @@ def test_a_giver_is_a_name(here, contributor):
 
 
 def test_ctrl_c_leaves_nothing_behind(here):
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
@@ -123,7 +124,7 @@ def test_ctrl_c_leaves_nothing_behind(here):
 
 
 def test_a_child_does_not_outlive_a_killed_bench(here):
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip

@@ -2,12 +2,15 @@
 
 import html
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-from bloomery.cli import cli
+import preloaded
+from bloomery.cli import cli, demo
 from bloomery.cli import demo_chat as demo_chat
 from bloomery.cli.demo import free_folders
 from bloomery.cli.demo_chat import is_function
@@ -57,6 +60,9 @@ def test_a_finished_first_demo_is_found_and_a_killed_one_is_not(tmp_path, monkey
 def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     """Two trainings in processes of their own, so it takes longer than others."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen}))
+    monkeypatch.setattr(demo_chat, "NUM_PROMPTS", 4)
+    monkeypatch.setattr(demo_chat, "MAX_TOKENS", 40)
     run = make_run(tmp_path / "runs/demo", 1)
     with EventLog(run / "events.jsonl") as emit:
         emit(RunEnded(step=1, status="done"))

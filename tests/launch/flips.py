@@ -10,6 +10,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from unittest import mock
@@ -75,10 +76,13 @@ def in_process(stage, folder, *, words, environment, inherited, requests, on_eve
     return StageResult(stage, code, None, ())
 
 
+machine_here = cache(local.detect)
+
+
 @contextmanager
 def here(folder: Path) -> Iterator[StringIO]:
     """Children are this process, the machine is detected once, and blocks are small enough for tiny files."""
-    machine = local.detect()
+    machine = machine_here()
     with (
         chdir(folder), redirect_stdout(StringIO()), redirect_stderr(StringIO()) as told,
         mock.patch.object(local, "run_stage", in_process), mock.patch.object(local, "detect", lambda: machine),

@@ -21,7 +21,7 @@ WIDE = tiny_config(vocab_size=512, hidden_size=64, intermediate_size=128, head_d
 LORA = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
 IA3 = {"method": "ia3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
 ADALORA = {"method": "adalora", "init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 5}
-STEPS, FEW, GRADIENTS = 20, 4, "gradients.safetensors"
+STEPS, SOME, FEW, GRADIENTS = 20, 8, 4, "gradients.safetensors"
 HALF = 1e-3
 # By feature: (kind of data, changes of the plan, tolerance of the losses); a feature may have several. States in int8
 # or bfloat16, and Muon's iteration in bfloat16, turn a last bit of a gradient into a last bit of half precision.
@@ -68,15 +68,15 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     "model.load_with=transformers": [("text", {"foreign": "phi"}, 1e-5)],
 }  # fmt: skip
 REFUSED = {one.name for one in FEATURES if all(one.reason(axis) for axis in AXES)}
-# `make test` takes twenty steps for these and a few for all others, `make soak` twenty for all.
-TWENTY = ("objective pretrain", "objective sft", "objective dpo, ipo, simpo, orpo", "adapter lora", "optimizer adamw")
+# `make test` takes eight steps for these and four for all others, `make soak` twenty for all.
+LONGER = ("objective pretrain", "objective sft", "objective dpo, ipo, simpo, orpo", "adapter lora", "optimizer adamw")
 CELLS = [
     pytest.param(feature, axis, world, steps, *case, id=f"{feature.name}-{world} {axis}-{steps} steps-{number}",
                  marks=[] if feature.name != "train.compile" and (world, steps, number) == (*quick, 0)
                  else [pytest.mark.soak])
     for feature in FEATURES for axis in AXES if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
-    for quick in [(2, STEPS if feature.name in TWENTY else FEW)]
+    for quick in [(2, SOME if feature.name in LONGER else FEW)]
     for world, steps in sorted({(2, STEPS), (4, STEPS), quick})
 ]  # fmt: skip
 

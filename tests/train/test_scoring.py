@@ -66,14 +66,14 @@ def test_groups_do_not_matter(decoder, monkeypatch):
     np.testing.assert_allclose(list(score_documents(decoder, documents)), whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", range(2, 60))
 @pytest.mark.parametrize("context", [2, 3, 8, 9])
-def test_every_token_but_the_first_is_scored_once_with_half_a_context_before_it(length, context):
-    pieces = list(windows(length, context))
-    scored = [index for piece in pieces for index in range(piece.scored, piece.end)]
-    assert scored == list(range(1, length))
-    assert all(piece.end - piece.start <= context for piece in pieces)
-    assert all(piece.scored - piece.start >= context // 2 for piece in pieces[1:])
+def test_every_token_but_the_first_is_scored_once_with_half_a_context_before_it(context):
+    for length in range(2, 60):
+        pieces = list(windows(length, context))
+        scored = [index for piece in pieces for index in range(piece.scored, piece.end)]
+        assert scored == list(range(1, length))
+        assert all(piece.end - piece.start <= context for piece in pieces), length
+        assert all(piece.scored - piece.start >= context // 2 for piece in pieces[1:]), length
 
 
 def test_a_text_within_the_context_is_one_window():
