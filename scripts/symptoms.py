@@ -28,7 +28,9 @@ compares the output of a run that crashed with the same table, and prints cause 
 
 Each message is from the thread named after it, and is shortened. `python scripts/symptoms.py` writes this page
 from `src/bloomery/hardware/doctor/symptoms.toml`: to add a symptom, add a table there.
+Where no other command is named, `bloomery doctor --probe` verifies a fix.
 """
+PROBE = "bloomery doctor --probe"
 
 
 def sections() -> dict[str, list[Symptom]]:
@@ -62,7 +64,8 @@ def _symptom(symptom: Symptom) -> Iterator[str]:
     yield f"{LEVELS[symptom.level]}: {symptom.cause}."
     yield from ("```", *(filled(step, None).removeprefix("# ") for step in symptom.fix), "```")
     cites = ", ".join(dict.fromkeys(_linked(cite) for cite in (*symptom.cites, symptom.log_from)))
-    yield f"Verify: `{symptom.verify}`. Sources: {cites}. (`{symptom.id}`)"
+    verify = "" if symptom.verify == PROBE else f"Verify: `{symptom.verify}`. "
+    yield f"{verify}Sources: {cites}. (`{symptom.id}`)"
 
 
 def _linked(cite: str) -> str:
