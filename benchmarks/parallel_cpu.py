@@ -5,7 +5,7 @@
 Both sides train copies of one model on the same micro-batches with fused AdamW and clipping, in the same processes,
 one step each in turn, A B and B A. Bare: `all_reduce` of the counts, of gradients in 25 MiB buckets and of the loss
 for copies; FSDP2 per block, `clip_grad_norm_` and AdamW over DTensors for shards. Bloomery: `train_step` and what the
-loop exchanges around it; it sums gradients where they lie, all at once, and its shards' units are matrices. One device
+loop exchanges around it; it sums gradients where they lie, all at once, and its shards reuse one buffer. One device
 takes the same path without a process group. Each rank has one thread, and malloc as in a run. Memory is the peak of
 resident memory of fresh processes that train one sequence at a time: activations are not divided (those of
 four sequences add 0.2 GiB to copies and shards alike).

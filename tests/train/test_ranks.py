@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ from runs_of_the_loop import RECIPE, assert_same_tensors
 from safetensors.torch import load_file
 
 from bloomery.data.prepare.prepare import prepare
-from bloomery.model.counting import parameter_shapes
 from bloomery.monitor.events import EventLog
 from bloomery.plan.store import write_plan
-from bloomery.plan.types import LayoutPlan, ParallelPlan
+from bloomery.plan.types import LayoutPlan, ParallelPlan, RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.report.page import compared
 from bloomery.report.record import read_record
-from ranks import fields, losses, on_ranks, ranks, train, train_here
+from ranks import fields, losses, on_ranks, ranks, train
 
 MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
 EIGHT = {"8 copies": (8, 1), "8 shards": (1, 8), "2 x 4": (2, 4)}
@@ -88,42 +86,22 @@ def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(prepared, tmp_pat
     assert losses(two) == pytest.approx(losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3)
 
 
-def gathered_and_returned(plan_json: str, folder: str) -> tuple[list[int], float]:
-    """On every rank: the sizes of all gathers of a run; the MiB given back when 64 tensors of 1 MiB are freed."""
-    import torch.distributed as dist
-
+def mib_given_back(plan_json: str) -> float:
+    """On every rank: what the process no longer holds once 64 tensors of 1 MiB are freed between small ones."""
+    from bloomery.parallel.mesh import join
     from bloomery.train.process import resident_gib
 
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather, sizes = getattr(dist, name), []
-
-    def counting(output: torch.Tensor, *arguments, **settings):
-        sizes.append(output.numel())
-        return gather(output, *arguments, **settings)
-
-    setattr(dist, name, counting)
-    try:
-        train_here(plan_json, folder, None, 1)
-    finally:
-        setattr(dist, name, gather)
+    join(RunPlan.model_validate_json(plan_json).train)
     torch.ones(2**22)  # freed at once: from here on malloc would keep what is smaller
     freed, kept = zip(*[(torch.ones(2**18), torch.ones(2**8)) for _ in range(64)], strict=True)
     before = resident_gib()
     del freed
-    return sizes, 1024 * (before - resident_gib()) * bool(kept)
+    return 1024 * (before - resident_gib()) * bool(kept)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_a_shard_holds_one_matrix_whole_and_gives_back_what_it_frees(prepared, tmp_path, checkpointing) -> None:
-    config = tiny_config(vocab_size=300, num_layers=2)
-    plan = on_ranks(plan_of(prepared, config=config, train={"activation_checkpointing": checkpointing}), shard=2)
-    of_block = {name: shape for name, shape in parameter_shapes(config).items() if ".layers.0." in name}
-    matrices = {name: prod(shape) for name, shape in of_block.items() if len(shape) == 2}
-    whole = {sum(matrices.values())} if checkpointing == "full" else set(matrices.values())  # recomputed block by block
-    rest = config.vocab_size * config.hidden_size + config.hidden_size  # embeddings, which are the head, and last norm
-    for sizes, returned in ranks(2).call(gathered_and_returned, plan.model_dump_json(), str(tmp_path)):
-        assert set(sizes) == whole | {rest}
-        assert returned > 60
+def test_a_shard_gives_back_what_fsdp_frees(prepared) -> None:
+    plan = on_ranks(plan_of(prepared), shard=2)
+    assert min(ranks(2).call(mib_given_back, plan.model_dump_json())) > 60
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # int8 blocks of 256 lie on one rank each

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from bloomery.model.adapters.targets import shares_head
-from bloomery.model.decoder import Block, Decoder
+from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import full, is_split
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.plan.types import TrainPlan
@@ -30,7 +30,7 @@ from bloomery.plan.types import TrainPlan
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ranks meet; without it, MASTER_ADDR
 BUCKET_NUMBERS = 25 * 2**20 // 4  # float32 numbers of one all-reduce; DistributedDataParallel's bucket
 ALONE_NUMBERS = {"cpu": 2**18}  # larger float32 gradients are summed where they are: two copies cost more than a call
-SHARED_BYTES = 2**24  # of a matrix that is gathered or reduced on a CPU; larger ones do not keep their buffer
+SHARED_BYTES = 2**24  # of what a CPU gathers or sums at once; larger buffers are not kept
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65536  # of mallopt(3); larger tensors of a shard are mappings of their own
 TEXT_BYTES = 1024
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a backstop: the deadline of the worker ends a hang much earlier
@@ -365,8 +365,8 @@ class _Timed:
 class _OnHost:
     """FSDP2's collectives on a CPU, where they are over when the call returns.
 
-    Units are gathered and reduced in turn, so that small ones share one buffer: fresh memory costs a page fault every
-    4 KiB. Large buffers are freed at once; FSDP2 keeps them a unit longer, for devices that still read them.
+    Layers are gathered and reduced in turn, so that small ones share one buffer: fresh memory costs a page fault every
+    4 KiB. Large inputs are freed at once; FSDP2 keeps them a layer longer, for devices that still read them.
     """
 
     def __init__(self) -> None:
@@ -381,7 +381,7 @@ class _OnHost:
         return self._shared[:count].view(dtype)
 
     def reducing_room(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the gradients of a unit, then for this rank's rows of the sums, which are kept."""
+        """FSDP2 asks for room for the gradients of a layer, then for this rank's rows of the sums, which are kept."""
         self._reducing = not self._reducing
         if self._reducing:
             return self.room(size, dtype=dtype, device=device)
@@ -403,22 +403,14 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
     norm in their own; norms of blocks are whole on every rank, and their gradients are summed like those of copies.
     The residual stream keeps the dtype of the embeddings. Gradients are summed in float32. A model with frozen weights
     has these in the dtype of matmuls already, and its adapters are gathered as they are. `clock` counts collectives.
-
-    On a CPU nothing is gathered ahead, and each matrix is a unit of its own: a rank holds one whole, not a block. Not
-    where a block is compiled, whose graph would end at each unit, or recomputed, which would gather a third time.
     """
     trains_all = all(parameter.requires_grad for parameter in model.parameters())
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if trains_all else None
     own = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     matrices = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
     on_host = _OnHost() if clock is not None and plan.device == "cpu" else None
-    single = on_host is not None and not plan.compile and plan.activation_checkpointing == "none"
     last = model.model.layers[-1]  # backward begins with it: it stays gathered
     for block in model.model.layers:
-        if single and isinstance(block, Block):  # whose matrices are read in their own forward alone
-            for module in block.modules():
-                if isinstance(module, nn.Linear) and any(True for _ in module.parameters()):
-                    fully_shard(module, mesh=mesh, mp_policy=matrices)
         norms = {weight for module in block.modules() if isinstance(module, RMSNorm | LayerNorm)
                  for weight in module.parameters()}  # fmt: skip
         fully_shard(block, mesh=mesh, mp_policy=matrices, ignored_params=norms, reshard_after_forward=block is not last)
@@ -442,7 +434,7 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
         timed: tuple[Any, Any] = _Timed(clock, gather), _Timed(clock, scatter)
         if on_host is not None:
             timed = _Timed(clock, gather, on_host.room), _Timed(clock, on_host.scatter, on_host.reducing_room)
-            module.set_modules_to_backward_prefetch([module])  # nothing overlaps: a unit ahead would cost memory
+            module.set_modules_to_backward_prefetch([module])  # nothing overlaps: a layer ahead would cost memory
         module.set_custom_all_gather(timed[0])
         module.set_custom_reduce_scatter(timed[1])
         if mesh.ndim > 1:
