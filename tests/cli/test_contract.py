@@ -61,6 +61,10 @@ FLAGS = {
         "--repetition-penalty", "--seed", "-d", "--devices", "--quantize", "--prompt-lookup", "--draft",
     },
     "import": {"--out", "--type", "--unsafe-pickle"},
+    "convert": {
+        "--to", "--dtype", "--max-length", "-t", "--template", "--enable-checkpoint", "--add-tokens", "--step",
+        "--verify", "--no-verify", "--unsafe-pickle", "-d", "--devices",
+    },
     "merge": {
         "--method", "--weights", "--base", "--density", "--out", "--type", "--verify", "--no-verify", "-d", "--devices",
     },
