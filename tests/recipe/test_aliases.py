@@ -11,7 +11,7 @@ from ruamel import yaml
 from bloomery.cli import cli, main
 from bloomery.core.errors import UserError
 from bloomery.recipe import aliases
-from bloomery.recipe.importing import import_recipe
+from bloomery.recipe.aliases import import_recipe
 from bloomery.recipe.load import load_recipe, load_text
 from bloomery.recipe.schema import Recipe
 

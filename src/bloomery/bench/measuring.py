@@ -14,9 +14,9 @@ from bloomery.hardware.calibration import calibrations
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import SHORT, supports
-from bloomery.plan.estimate.calibrated import compile_gain
+from bloomery.plan.estimate.speed import compile_gain
 from bloomery.plan.resolve import child_environment, local_plan
-from bloomery.plan.rules.objective import setting
+from bloomery.plan.rules.choices import setting
 from bloomery.plan.rules.unsupported import refuse_several_devices
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe

@@ -14,7 +14,7 @@ from bloomery.hardware.calibration import Calibration, Point, device_of
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.counting import parameter_count
-from bloomery.plan.rules.objective import setting
+from bloomery.plan.rules.choices import setting
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 
 ANONYMOUS = "anonymous"

@@ -106,7 +106,9 @@ def show_plan(
         print_json(document(report, machine) | ({"simulated": simulation.document()} if simulation else {}))
         return 0 if plan.fits and (simulation is None or simulation.fits) else 1
     from bloomery.cli import COMMANDS
-    from bloomery.plan.gather import absent, left_aside, unfetched, weightless
+    from bloomery.hub import cached_model, is_hub_id, local_model
+    from bloomery.model.io.stored import is_bare
+    from bloomery.plan.gather import absent, left_aside, models_of
     from bloomery.plan.page import page
 
     hidden = {"train"} if gpu is not None else set[str]()  # that GPU is not in this machine
@@ -116,8 +118,11 @@ def show_plan(
     words += (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
     commands, lines = [name for name in COMMANDS if name not in hidden], simulation.lines() if simulation else []
     echo_page(page(report, machine, source=source or loaded.name, commands=commands, devices=words, simulated=lines))
-    notes = [f"{name} is not downloaded: shape from a table; `train` downloads it" for name in unfetched(loaded.recipe)]
-    notes += [f"no weights in {model}: `bloomery train` would fail" for model in weightless(loaded.recipe)]
+    notes, models = [], models_of(loaded.recipe)
+    for name in (name for name in models if cached_model(name) is None):
+        notes.append(f"{name} is not downloaded: shape from a table; `train` downloads it")
+    for name in (name for name in models if not is_hub_id(name) and is_bare(local_model(name))):
+        notes.append(f"no weights in {name}: `bloomery train` would fail")
     notes += left_aside(loaded.recipe)
     for place in absent(loaded.recipe) if gpu is None and plan.dataset is None else ():
         then = "`train` downloads it" if place.startswith("hub:") else "`bloomery train` would fail"

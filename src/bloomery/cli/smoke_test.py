@@ -73,19 +73,9 @@ class SmokeTest:
         return self.of(Saved)[0]
 
     @property
-    def prepare_seconds(self) -> float:
-        """Until the first step could start: dataset, plan, weights."""
-        return self.of(RunStarted)[0].time - self.began
-
-    @property
     def step_seconds(self) -> float:
         steps = self.of(StepDone)
         return statistics.median(step.step_seconds for step in (steps[1:] or steps))
-
-    @property
-    def resume_seconds(self) -> float:
-        """From the kill to the first repeated step."""
-        return next(event.time for event in self.of(StepDone) if event.time > self.killed) - self.killed
 
     @property
     def sample_seconds(self) -> float | None:
@@ -312,7 +302,7 @@ def report_event(result: SmokeTest, event: Event, status: Status) -> None:
         case Phase():
             status.update(literal(progress_text(event)))
         case RunStarted():
-            report("ready", "dataset prepared; model and optimizer built", result.prepare_seconds)
+            report("ready", "dataset prepared; model and optimizer built", event.time - result.began)
         case StepDone(step=1):
             tokens = f"{train.tokens_per_step:,} tokens: {train.accumulation} x {train.micro_batch_size} sequences"
             report("first step", f"{tokens}, with compilation and allocation", event.step_seconds)
@@ -336,7 +326,8 @@ def _report_resume(result: SmokeTest, folder: Path) -> None:
     report("kill", f"kill -9 of the training process after step {steps[-1]}")
     repeated = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     same = "bitwise identical" if result.exact else "equal up to rounding"
-    report("resume", f"from step {result.saved.step}; losses of repeated {repeated} {same}", result.resume_seconds)
+    took = next(step.time for step in result.of(StepDone) if step.time > result.killed) - result.killed
+    report("resume", f"from step {result.saved.step}; losses of repeated {repeated} {same}", took)
 
 
 def _export(folder: Path) -> None:

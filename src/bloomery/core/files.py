@@ -65,9 +65,7 @@ def read_whole(path: Path, most: int = LARGEST) -> bytes:
         content = file.read(most + 1)
     if len(content) > most:
         raise UserError(
-            f"{path.name} is larger than {most:,} bytes",
-            where=str(path),
-            fix="delete it, or restore the original file",
+            f"{path.name} is larger than {most:,} bytes", where=str(path), fix="delete it, or restore the original file"
         )
     return content
 

@@ -123,7 +123,8 @@ def model_card(
     origin = base if base is not None or training is None else training.recipe.model.from_
     relation = "adapter" if base is not None else "merge" if merge else "finetune"
     origins = [model for model, _ in merge.models] if merge else [origin] if origin else []
-    paths = [] if training is None else _data_paths(training.recipe)
+    data = None if training is None else training.recipe.data
+    paths = [] if data is None else [data.path] if data.path is not None else [each.path for each in data.sources]
     stated: dict[str, Any] = {
         "license": license_, "base_model": [model for model in origins if is_hub_id(model)],
         "datasets": [path.removeprefix(PREFIX) for path in paths if path.startswith(PREFIX) or is_hub_id(path)],
@@ -159,10 +160,6 @@ def model_card(
 def public(model: str) -> str:
     """The id on the Hub, or the last part of a path: a whole path could identify the author."""
     return Path(model).name if model.startswith(("/", ".", "~")) else model
-
-
-def _data_paths(recipe: Recipe) -> list[str]:
-    return [recipe.data.path] if recipe.data.path is not None else [source.path for source in recipe.data.sources]
 
 
 def _recipe_text(recipe: Recipe) -> str:

@@ -17,16 +17,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.card import Merge, public
-from bloomery.export.layouts import (
-    DTYPES,
-    Exported,
-    draft_of,
-    exported,
-    opens_elsewhere,
-    pieces_of,
-    probed,
-    write_rest,
-)
+from bloomery.export.layouts import DTYPES, Exported, draft_of, exported, opens_elsewhere, pieces_of, probed, write_rest
 from bloomery.model.adapters.base_model import Base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes

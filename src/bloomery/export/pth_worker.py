@@ -68,7 +68,9 @@ def main() -> None:
     with loading():
         import torch
     torch.set_num_threads(1)
-    torch.load(BytesIO(_warm(torch)), weights_only=True)  # imports what it needs while files can be opened
+    small = BytesIO()
+    torch.save({"a": torch.zeros(1, dtype=torch.bfloat16)}, small)
+    torch.load(BytesIO(small.getvalue()), weights_only=True)  # imports what it needs while files can be opened
     files = [Path(path).open("rb") for path in job["paths"]]  # noqa: SIM115  # they stay open to the end
     largest = sum(os.fstat(file.fileno()).st_size for file in files)
     locked = lock_down(_in_use() + largest + largest // 4 + MARGIN)
@@ -89,12 +91,6 @@ def main() -> None:
     for asked in requests(job):
         tensor = states[asked["file"]][asked["name"]].detach().contiguous()
         reply(job, {}, memoryview(tensor.flatten().view(torch.uint8).numpy()))
-
-
-def _warm(torch: Any) -> bytes:
-    buffer = BytesIO()
-    torch.save({"a": torch.zeros(1, dtype=torch.bfloat16)}, buffer)
-    return buffer.getvalue()
 
 
 def _in_use() -> int:

@@ -23,15 +23,7 @@ from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import ChatTemplate, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.export.gguf_format import (
-    CONTROL,
-    PRE_TOKENIZERS,
-    UNKNOWN,
-    USER_DEFINED,
-    composes,
-    gguf_library,
-    splits,
-)
+from bloomery.export.gguf_format import CONTROL, PRE_TOKENIZERS, UNKNOWN, USER_DEFINED, composes, gguf_library, splits
 from bloomery.export.gguf_import import fill_from_file
 from bloomery.export.layouts import load_whole
 from bloomery.model.adapters.lora import adapters_disabled

@@ -538,9 +538,5 @@ def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
         one.model_copy(update={"gtt_bytes": host.memory_bytes}) if one.integrated and not one.usable_bytes else one
         for one in (*amd, *nvidia_accelerators(root, start=len(amd)))
     )
-    machine = Machine(
-        accelerators=devices,
-        host=host,
-        software=read_software(root),
-    )
+    machine = Machine(accelerators=devices, host=host, software=read_software(root))
     return with_cached_probes(machine) if root == Path("/") else machine

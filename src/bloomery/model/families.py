@@ -57,8 +57,8 @@ class Fields:
             raise self.refuse(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
-    def optional_number(self, key: str, *, high: float = 1e12) -> float | None:
-        return None if self.get(key) is None else self.number(key, low=1e-12, high=high)
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key, low=1e-12, high=1e12)
 
     def flag(self, key: str) -> bool:
         value = self.get(key)

@@ -16,14 +16,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
 from bloomery.monitor.events import Event, Recovered, Resumed, RunEnded, RunStarted, Sampled, Saved, StepDone, as_shown
 from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
-from bloomery.monitor.words import (
-    device_lines,
-    eval_text,
-    eval_title,
-    format_joules,
-    incident_text,
-    short_device_lines,
-)
+from bloomery.monitor.words import device_lines, eval_text, format_joules, incident_text, short_device_lines
 
 Point = tuple[float, float]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row
@@ -280,7 +273,10 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
     pairs = [
         ("loss", loss if summary.smoothed is None else f"{loss}, smoothed {summary.smoothed:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
-        (eval_title(latest), f"{eval_text(latest)} at step {latest.step:,}") if latest else ("val loss", "none yet"),
+        (
+            "val loss" if latest is None or latest.bits_per_byte is None else "val bpb",
+            "none yet" if latest is None else f"{eval_text(latest)} at step {latest.step:,}",
+        ),
         ("best", "" if best is None or best == latest else f"{eval_text(best)} at step {best.step:,}"),
         ("tokens", in_millions(summary.tokens)),
         ("memory", f"{last.memory_gib:.2f}{limit} GiB"),

@@ -66,10 +66,6 @@ def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None
     return f"step {event.step:,}{whole}{loss} · {event.tokens_per_second:,.0f} tokens/s"
 
 
-def eval_title(evaluation: EvalDone) -> str:
-    return "val loss" if evaluation.bits_per_byte is None else "val bpb"
-
-
 def eval_text(evaluation: EvalDone, digits: int = 3) -> str:
     """Bits per byte where they are known, else the loss and the accuracy."""
     if evaluation.bits_per_byte is not None:

@@ -191,16 +191,6 @@ def models_of(recipe: Recipe) -> list[str]:
     return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distill) else start
 
 
-def unfetched(recipe: Recipe) -> list[str]:
-    """Models that are only in the table, not on this disk."""
-    return [name for name in models_of(recipe) if hub.cached_model(name) is None]
-
-
-def weightless(recipe: Recipe) -> list[str]:
-    """Local folders with a config and no weights, from which a run cannot start."""
-    return [name for name in models_of(recipe) if not hub.is_hub_id(name) and is_bare(hub.local_model(name))]
-
-
 def fetch_text(recipe: Recipe) -> None:
     """The datasets of `hub:ORG/NAME`, or the part that a glob names. Raises UserError."""
     data = recipe.data

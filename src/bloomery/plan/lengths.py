@@ -35,7 +35,8 @@ def in_epochs(plan: RunPlan) -> str:
     if epochs is None:
         return ""
     number = f"{epochs:,.0f}" if epochs >= 100 else f"{float(f'{epochs:.2g}'):g}"
-    return f"{'about ' if plan.epochs_about else ''}{number} {'epoch' if number == '1' else 'epochs'}"
+    uncounted = plan.train.seconds is not None or (plan.dataset is not None and plan.dataset.spread > 0)
+    return f"{'about ' if uncounted else ''}{number} {'epoch' if number == '1' else 'epochs'}"
 
 
 def too_many_epochs(plan: RunPlan) -> str | None:

@@ -54,12 +54,7 @@ _INSIDE: tuple[tuple[str, str, float, str], ...] = (
     (r"NVLink2 300", "NVLink 2", 115, "77% of 150 GB/s per direction"),
     (r"7x xGMI", "xGMI, all to all", 310, "69% of seven links of 64 GB/s"),
     (r"GCD-GCD", "Infinity Fabric", 80, "rings over links of 50 GB/s; 200 between the two dies of a GPU"),
-    (
-        r"xGMI bridge|3 IF links|IF bridge",
-        "PCIe 4",
-        20,
-        "a bridge joins at most four GPUs; not counted",
-    ),
+    (r"xGMI bridge|3 IF links|IF bridge", "PCIe 4", 20, "a bridge joins at most four GPUs; not counted"),
     (r"NVLink3 bridge", "PCIe 4", 20, "a bridge joins pairs; not counted"),
     (r"xGMI", "xGMI", 150, "assumed from MI300X with fewer links"),
     (r"no P2P", "PCIe through the host", 10, "no peer-to-peer copies between GeForce GPUs"),

@@ -505,20 +505,16 @@ def devices() -> Iterator[Accelerator]:
             yield Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
 
 
-def _origin(results: list[GpuPlan]) -> str:
-    speeds = [gpu.plan.step_seconds for gpu in results if gpu.plan and gpu.plan.step_seconds]
-    measured = sum(speed.origin == "measured" for speed in speeds)
-    return f"Estimated, {measured} from measurements" if measured else "Estimated"
-
-
 def gpus_page(results: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
     """The table that compares GPUs."""
     count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
     many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
     fitting = [gpu for gpu in results if gpu.fits]
+    speeds = [gpu.plan.step_seconds for gpu in results if gpu.plan and gpu.plan.step_seconds]
+    measured = sum(speed.origin == "measured" for speed in speeds)
+    origin = f"Estimated, {measured} from measurements" if measured else "Estimated"
     lines = [
-        f"{loaded.name}{count}: fits {len(fitting)} of {len(results)} GPUs. {_origin(results)}, fastest first;"
-        " nothing was run.",
+        f"{loaded.name}{count}: fits {len(fitting)} of {len(results)} GPUs. {origin}, fastest first; nothing was run.",
         "",
         HEAD,
         *(_line(gpu) for gpu in results),

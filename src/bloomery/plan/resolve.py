@@ -21,17 +21,19 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer, dequantizer
 from bloomery.plan import batch, lengths, mesh
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.calibrated import StepEstimator, compile_gain
 from bloomery.plan.estimate.memory import keeps_scores, kept_layers, quadratic_bytes
+from bloomery.plan.estimate.speed import StepEstimator, compile_gain
 from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
 from bloomery.plan.gather import Facts, fetch, gather
-from bloomery.plan.rules import objective, unsupported
+from bloomery.plan.rules import unsupported
 from bloomery.plan.rules.choices import (
     ASKED,
     arithmetic_choices,
     choose_attention,
     choose_compile,
     choose_deterministic,
+    extra_forwards,
+    objective_choices,
     optimizer_memory_choices,
     transformers_choices,
 )
@@ -243,7 +245,7 @@ def shape_of(
         expandable=any("expandable_segments:True" in value for value in environment.values()),
         offloading=asked.train.offload_activations,
         teacher=teacher,
-        extra_forwards=objective.extra_forwards(asked),
+        extra_forwards=extra_forwards(asked),
         loss_share=1.0 if dataset is None else dataset.loss_share,
     )
 
@@ -305,7 +307,7 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         *unsupported.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
         *unsupported.adapter_choices(recipe, facts.model, known=facts.known_vocabulary, added=facts.new_tokens),
-        *objective.objective_choices(recipe, facts.dataset, facts.teacher),
+        *objective_choices(recipe, facts.dataset, facts.teacher),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
         *optimizer_memory_choices(recipe, accelerator=device, precision=step.precision.value),
     )

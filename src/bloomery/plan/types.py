@@ -332,7 +332,7 @@ class RunPlan(PlanPart):
 
     @property
     def epochs(self) -> float | None:
-        """Epochs of the run; an estimate where `epochs_about`. None where unknown."""
+        """Epochs of the run; an estimate where dataset or steps are not counted yet. None where unknown."""
         asked = None if self.lengths is None else self.lengths.train
         if self.dataset is None or not self.dataset.sequences_per_epoch:
             return asked.amount if asked is not None and asked.unit == "epochs" else None
@@ -341,11 +341,6 @@ class RunPlan(PlanPart):
             steps = max(self.train.seconds / self.step_seconds.value, self.train.min_steps or 1)
         sequences = self.train.tokens_per_step // self.data.sequence_length
         return None if steps is None else steps * sequences / self.dataset.sequences_per_epoch
-
-    @property
-    def epochs_about(self) -> bool:
-        """Whether the dataset is not counted yet, or the steps are not."""
-        return self.train.seconds is not None or (self.dataset is not None and self.dataset.spread > 0)
 
 
 class Suggestion(PlanPart):

@@ -84,11 +84,7 @@ def runner_of(folder: RunFolder) -> Runner:
 
 
 def _idle(folder: RunFolder) -> UserError:
-    return UserError(
-        "no process is training this run",
-        where=str(folder.path),
-        fix=f"bloomery resume {folder.name}",
-    )
+    return UserError("no process is training this run", where=str(folder.path), fix=f"bloomery resume {folder.name}")
 
 
 def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:

@@ -304,9 +304,9 @@ def is_run(folder: Path) -> bool:
     return (folder / "recipe.yaml").is_file()
 
 
-def all_runs(root: Path | None = None) -> list[Path]:
-    """The run folders in `root` (default `runs/`), newest last."""
-    root = Path("runs") if root is None else root
+def all_runs() -> list[Path]:
+    """The run folders in `runs/`, newest last."""
+    root = Path("runs")
     found = [folder for folder in root.iterdir() if is_run(folder)] if root.is_dir() else []
     return sorted(found, key=lambda folder: ((folder / "recipe.yaml").stat().st_mtime, folder.name))
 

@@ -377,7 +377,8 @@ class Shape:
             if isinstance(event, Piece):
                 pieces[index].append(event)
                 continue
-            _refuse_failed(event)
+            if event.problem:
+                raise _failed(event)
             ends[index] = event
         choices = []
         for index, parts in enumerate(pieces):
@@ -452,11 +453,6 @@ def _usage(prompt_tokens: int, new: int) -> Json:
 def _failed(end: End) -> Refused:
     status = {"timeout": 408, "closed": 503}.get(end.reason, 500)
     return Refused(status, end.problem, code=end.reason)
-
-
-def _refuse_failed(end: End) -> None:
-    if end.problem:
-        raise _failed(end)
 
 
 def _refusal(_: Request, error: Exception) -> Response:

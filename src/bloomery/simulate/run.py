@@ -58,11 +58,7 @@ class Simulated:
 
 
 def simulate(
-    plan: RunPlan,
-    machine: Machine,
-    *,
-    seconds: float = SECONDS,
-    progress: Callable[[str], None] = lambda _text: None,
+    plan: RunPlan, machine: Machine, *, seconds: float = SECONDS, progress: Callable[[str], None] = lambda _text: None
 ) -> Simulated:
     """Runs two steps of the plan's own code on fake tensors for its device, which need not be here; the second's peak.
 

@@ -338,10 +338,7 @@ class _Graphs:
         return forward
 
     def _trace(self, names: list[str], *, turns: bool) -> Callable[..., Tensor]:
-        from functorch.compile import (  # type: ignore[import-untyped]  # part of torch
-            aot_function,
-            min_cut_rematerialization_partition,
-        )
+        from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]  # part of torch
         from torch._inductor.decomposition import select_decomp_table
 
         def whole(parameters: list[Tensor], tables: list[Tensor], seen: list[Tensor], x_BTD: Tensor) -> Any:

@@ -25,7 +25,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.lengths import in_epochs
-from bloomery.plan.rules.objective import reference_of
+from bloomery.plan.rules.choices import reference_of
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter

@@ -65,10 +65,7 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tens
     isolated = model.model.backend != "sdpa"
     with precision_context(precision, batch.tokens.device.type):
         output: Tensor = model(
-            batch.tokens,
-            positions_BT=batch.positions,
-            documents_BT=batch.documents if isolated else None,
-            head=head,
+            batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents if isolated else None, head=head
         )
     return output
 

@@ -102,11 +102,7 @@ def shrink(context: RunContext, full: AllocationFailed) -> Action:
             free, total = torch.cuda.mem_get_info()
             others = total - free - torch.cuda.memory_reserved()
             whole += other_processes(gpu_processes(), others=others, total=total)
-        raise OutOfMemory(
-            f"{problem}, {whole}",
-            where=f"train.micro_batch_size={size}{listed}",
-            fix=_fix(plan),
-        )
+        raise OutOfMemory(f"{problem}, {whole}", where=f"train.micro_batch_size={size}{listed}", fix=_fix(plan))
     replan(context, fallback.plan)
     action = fallback.action
     if updating:

@@ -30,6 +30,8 @@ _ROLES = {
     "unk_token": ("<unk>", "[UNK]"),
 }
 Json = dict[str, Any]
+# An entry of added_tokens that matches its exact text anywhere.
+EXACT: Json = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def read_json(path: Path) -> Json:
@@ -120,12 +122,6 @@ def _matches_nothing(pattern: object) -> float:
         return float(re.fullmatch(expression, "") is not None)
     except (re.error, RecursionError, OverflowError):
         return 1.0
-
-
-def added_token(token: str, index: int) -> Json:
-    """An entry of added_tokens that matches its exact text anywhere."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {"id": index, "content": token, **flags}
 
 
 def roles(description: Json, config: Json) -> dict[str, str | None]:
@@ -430,7 +426,7 @@ class Tokenizer:
                 "tokens cannot be added to a SentencePiece .model", where="tokenizer.additional_special_tokens",
                 fix="save it as tokenizer.json with transformers, and set tokenizer.from to that",
             )  # fmt: skip
-        entries = [added_token(token, self.vocab_size + n) for n, token in enumerate(new)]
+        entries: list[Json] = [{"id": self.vocab_size + n, "content": token, **EXACT} for n, token in enumerate(new)]
         description = self._backend.description
         description = {**description, "added_tokens": [*(description.get("added_tokens") or []), *entries]}
         config = dict(self._config)

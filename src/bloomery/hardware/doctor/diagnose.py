@@ -393,12 +393,7 @@ def used_by_others(machine: Machine) -> Iterator[Finding]:
     if used >= USED_BYTES and used >= USED_SHARE * total:
         command = "nvidia-smi" if device.vendor == "nvidia" else f"fuser -v /dev/kfd {device.node}".rstrip()
         yield from_table(
-            "gpu-memory-used",
-            used=used / GIB,
-            total=total / GIB,
-            index=device.index,
-            name=device.name,
-            command=command,
+            "gpu-memory-used", used=used / GIB, total=total / GIB, index=device.index, name=device.name, command=command
         )
 
 

@@ -58,13 +58,7 @@ def findings() -> dict[str, Finding]:
 
 
 def from_table(
-    id: str,
-    *,
-    level: Level | None = None,
-    fix: Sequence[str] = (),
-    verify: str = "",
-    run: str = "",
-    **fields: Any,
+    id: str, *, level: Level | None = None, fix: Sequence[str] = (), verify: str = "", run: str = "", **fields: Any
 ) -> Finding:
     """The finding of the table with its {fields} filled in; `level`, `fix` and `verify` replace those of the table."""
     row = findings()[id]

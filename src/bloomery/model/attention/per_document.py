@@ -69,13 +69,7 @@ def _task(kind: type[Task], length: int, number: int, seed: Tensor | None, optio
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: list[int],
-    seed: Tensor | None,
-    options: Options,
-    kind: type[Task] = Task,
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], seed: Tensor | None, options: Options, kind: type[Task] = Task
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of documents of these lengths, row after row; `kind` is blockwise attention's."""
     outs, totals = [], []

@@ -410,11 +410,6 @@ class MeshSplit:
         """Ranks with different sequences."""
         return self.replicate * self.shard
 
-    @property
-    def communicators(self) -> int:
-        """Process groups, each with a context of the collective library."""
-        return (self.pipeline > 1) + (self.replicate > 1) + (self.shard > 1)
-
 
 ONE_DEVICE = MeshSplit()
 
@@ -429,8 +424,9 @@ def mesh_memory(
     else:
         parts = _sharded(step, split) if split.shard > 1 else estimate_memory(step, limit=limit).parts
     found = dict(parts)
-    contexts = 0 if vendor == "cpu" else split.communicators  # of the collective library, outside PyTorch's allocator
-    found["collectives"] = FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (contexts - 1) if contexts else 0.0
+    # Each process group has a context of the collective library, outside PyTorch's allocator.
+    groups = 0 if vendor == "cpu" else (split.pipeline > 1) + (split.replicate > 1) + (split.shard > 1)
+    found["collectives"] = FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (groups - 1) if groups else 0.0
     if split.replicate > 1 and split.shard == 1:
         found["gradient buckets"] = float(2 * BUCKET)
     whole = sum(found.values())

@@ -99,10 +99,6 @@ class Int8Moment:
     slot: str
     signed: bool
 
-    @property
-    def _levels(self) -> int:
-        return 127 if self.signed else 255
-
     def fresh(self, parameter: Tensor) -> State:
         blocks, device = -(-parameter.numel() // BLOCK), parameter.device
         dtype = torch.int8 if self.signed else torch.uint8
@@ -115,7 +111,7 @@ class Int8Moment:
 
     def decoded(self, raw: list[Tensor]) -> Tensor:
         levels, scales = raw
-        shares = levels.to(torch.float32).div_(self._levels)
+        shares = levels.to(torch.float32).div_(127 if self.signed else 255)
         square = shares.square()
         fourth = shares.mul_(shares.abs()).mul_(square) if self.signed else square.square_()
         return fourth.mul_(scales[:, None]).view(-1)
