@@ -22,7 +22,7 @@ ALLOWED = {
     "scripts/mine_functions.py": ["eval"],
     "src/bloomery/export/pth_worker.py": ["torch.load", "torch.save", "torch.load"],
     "src/bloomery/model/adapters/peft_settings.py": ["exec", "compile", "eval"],
-    "src/bloomery/runs/ranks/launchers.py": ["listening.bind"],
+    "src/bloomery/runs/launchers.py": ["listening.bind"],
     "src/bloomery/serve/app.py": ["import asyncio"],
     "src/bloomery/serve/run.py": ["import asyncio", "listener.bind"],
 }

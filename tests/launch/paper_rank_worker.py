@@ -14,8 +14,8 @@ from pathlib import Path
 
 from bloomery.monitor.events import EventLog, Phase, StepDone
 from bloomery.runs.folder import RunFolder
-from bloomery.runs.ranks.deadline import Deadline
 from bloomery.runs.supervisor import STACKS
+from bloomery.runs.worker import Deadline
 
 INSIDE = "def all_reduce(worker):\n    worker()\n"  # with the file name of torch, as in a stack
 

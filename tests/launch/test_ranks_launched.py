@@ -24,8 +24,8 @@ from bloomery.plan.store import read_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
 from bloomery.runs.folder import RunFolder, locked
+from bloomery.runs.launchers import Board, current_launch, new_folder
 from bloomery.runs.lifecycle import _follow, start
-from bloomery.runs.ranks.launchers import Board, current_launch, new_folder
 from bloomery.runs.signals import StopRequests
 from bloomery.runs.supervisor import failure, run_stage, training_place
 from ranks import train as train_on_ranks
@@ -231,7 +231,7 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
 
 
 def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("bloomery.runs.ranks.launchers.FIRST_WORD_SECONDS", 0.5)
+    monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 0.5)
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     Board(folder, launched(0, restart=0)).begin(resumed=False)

@@ -73,8 +73,8 @@ def command(
              bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
     from bloomery.cli.crash import traceback_file
+    from bloomery.runs.launchers import new_folder
     from bloomery.runs.lifecycle import start
-    from bloomery.runs.ranks.launchers import new_folder
 
     given = keys_of(flags)
     for flag, override in given.items():

@@ -37,7 +37,7 @@ from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, devices_of_ranks, same_devices
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
 from bloomery.runs.folder import RunFolder, host_name, locked, new_run
-from bloomery.runs.ranks.launchers import Board, Launch, began_by, current_launch, new_folder
+from bloomery.runs.launchers import Board, Launch, began_by, current_launch, new_folder
 from bloomery.runs.resume_plan import (
     UP_TO_ROUNDING,
     FallbackAfter,

@@ -25,7 +25,7 @@ from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Event, Phase, follow
 from bloomery.runs.folder import RunFolder, host_name
-from bloomery.runs.ranks.launchers import Board, rank_variables
+from bloomery.runs.launchers import Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
 from bloomery.train.run import name_of
 
