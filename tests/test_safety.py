@@ -21,10 +21,10 @@ KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 ALLOWED = {
     "scripts/mine_functions.py": ["eval"],
     "src/bloomery/export/pth_worker.py": ["torch.load", "torch.save", "torch.load"],
-    "src/bloomery/model/adapters/peft_settings.py": ["exec", "compile", "eval"],
+    "src/bloomery/model/adapters/settings.py": ["exec", "compile", "eval"],
     "src/bloomery/runs/launchers.py": ["listening.bind"],
     "src/bloomery/serve/app.py": ["import asyncio"],
-    "src/bloomery/serve/run.py": ["import asyncio", "listener.bind"],
+    "src/bloomery/serve/engine.py": ["import asyncio", "listener.bind"],
 }
 METHODS = {"listen", "bind", "serve_forever"}
 

@@ -5,8 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.bench.measuring import Bench, BenchResult, Largest
-from bloomery.bench.page import closing, largest_lines, line, noise_line, verdict, verdict_lines
+from bloomery.bench.measuring import (
+    Bench,
+    BenchResult,
+    Largest,
+    closing,
+    largest_lines,
+    line,
+    noise_line,
+    verdict,
+    verdict_lines,
+)
 from bloomery.hardware.detect import detect
 from bloomery.plan.types import Estimate
 

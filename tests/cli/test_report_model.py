@@ -18,7 +18,7 @@ from bloomery.cli.report import command as report_command
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
-from bloomery.model.adapters.targets import adaptation
+from bloomery.model.adapters.settings import adaptation
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Lora
 from models_for_tests import make_model

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, wait_for
 
+from bloomery.cli.runs import runner_of, save_run, stop_run
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDone, Warned
-from bloomery.runs.control import runner_of, save_run, stop_run
 from bloomery.runs.folder import RunFolder, holder_of, host_name, start_mark
 from bloomery.train.model_folder import NOT_SAVED, damage, saved_steps
 

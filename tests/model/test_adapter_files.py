@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.lora import adapt, adapted, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
-from bloomery.model.adapters.targets import adaptation
+from bloomery.model.adapters.settings import adaptation
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Values
 from bloomery.model.io.weights import load_decoder, read_model

@@ -7,9 +7,8 @@ import pytest
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, EventLog, from_json, to_json
-from bloomery.monitor.sinks import CommandSink, LogFile, write_metrics
+from bloomery.monitor.sinks import CommandSink, LogFile, TrackerSink, write_metrics
 from bloomery.monitor.summary import device_figures, summary_of
-from bloomery.monitor.trackers import TrackerSink
 from bloomery.monitor.words import device_lines
 
 

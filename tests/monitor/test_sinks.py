@@ -11,8 +11,7 @@ from runs_for_tests import made_up_run, step_done
 
 from bloomery.core.text import HIDDEN, redact_secrets
 from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
-from bloomery.monitor.sinks import CommandSink, LogFile, open_sinks, write_metrics
-from bloomery.monitor.trackers import TRACKERS, Tracker, TrackerSink
+from bloomery.monitor.sinks import TRACKERS, CommandSink, LogFile, Tracker, TrackerSink, open_sinks, write_metrics
 from bloomery.recipe.schema import IF_INSTALLED
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
@@ -95,7 +94,7 @@ def test_tensorboard_does_not_import_torch(tmp_path):
     import subprocess
 
     code = (
-        "import sys; from pathlib import Path; from bloomery.monitor.trackers import TRACKERS, TrackerSink;"
+        "import sys; from pathlib import Path; from bloomery.monitor.sinks import TRACKERS, TrackerSink;"
         "TrackerSink('tensorboard', Path(sys.argv[1]), sys.exit).close(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 0

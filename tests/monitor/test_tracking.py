@@ -9,9 +9,9 @@ import pytest
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.core.errors import UserError
-from bloomery.monitor import trackers as tracking
+from bloomery.monitor import sinks as tracking
 from bloomery.monitor.events import Resumed, RunEnded
-from bloomery.monitor.trackers import TrackerSink, _wandb_mode, require
+from bloomery.monitor.sinks import TrackerSink, _wandb_mode, require
 
 CANARY = "hf_abcdefghijklmnopqrstuvwxyz012345"
 RECORD = """

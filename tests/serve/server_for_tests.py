@@ -14,8 +14,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.io.weights import load_decoder
 from bloomery.serve.app import Server
-from bloomery.serve.engine import Engine, Limits, Served
-from bloomery.serve.run import serve_loaded
+from bloomery.serve.engine import Engine, Limits, Served, serve_loaded
 
 LIMITS = Limits(slots=4, context=120, new_tokens=100, queue=200, seconds=60, body_bytes=20_000)
 

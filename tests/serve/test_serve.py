@@ -26,12 +26,12 @@ from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.lora import adapt, adapted
 from bloomery.model.adapters.peft_files import write_adapter
-from bloomery.model.adapters.targets import adaptation
+from bloomery.model.adapters.settings import adaptation
 from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Lora
 from bloomery.runs.generate import continued, generate
-from bloomery.serve.run import token_for
+from bloomery.serve.engine import token_for
 from models_for_tests import make_model
 
 HOT = {"temperature": 1.3, "top_p": 0.9}

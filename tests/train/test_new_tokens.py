@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import find_tokenizer, load_tokenizer
-from bloomery.model.adapters.targets import refuse_untrained_rows
+from bloomery.model.adapters.settings import refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import build_config

@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM
 from autograd_for_tests import kept_bytes
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Cursor, Loader
-from bloomery.model.adapters import peft_settings as peft_names
+from bloomery.model.adapters import settings as peft_names
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
-from bloomery.model.adapters.peft_settings import NATIVE, NATIVE_ONLY, PROMPTS, config_class
-from bloomery.model.adapters.targets import linear_modules
+from bloomery.model.adapters.settings import NATIVE, NATIVE_ONLY, PROMPTS, config_class, linear_modules
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.plan.estimate.memory import activation_bytes

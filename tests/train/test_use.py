@@ -20,7 +20,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.layouts import merged_state
 from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
-from bloomery.model.adapters.targets import adaptation
+from bloomery.model.adapters.settings import adaptation
 from bloomery.model.config import ModelConfig
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantized_weights, write_model
 from bloomery.monitor.events import EvalDone

@@ -48,8 +48,15 @@ def command(
 
     Example: bloomery bench go-coder-tiny --sweep train.compile=true,false
     """
-    from bloomery.bench.measuring import Bench, points
-    from bloomery.bench.page import author_name, closing, make_measurement_file, noise_line, verdict_lines
+    from bloomery.bench.measuring import (
+        Bench,
+        author_name,
+        closing,
+        make_measurement_file,
+        noise_line,
+        points,
+        verdict_lines,
+    )
     from bloomery.hardware.calibration import store, write_calibration
     from bloomery.hardware.detect import detect
 
@@ -92,8 +99,15 @@ class Table:
         self, bench: "Bench", plan: "RunPlan", asked: list[tuple[str, ...]] | None
     ) -> tuple["Largest | None", list["BenchResult"], list["BenchResult"]]:
         """The largest micro-batch with its trials (none when micro-batch sizes are swept), and the sweep."""
-        from bloomery.bench.measuring import search, sequences_per_step, usual_points
-        from bloomery.bench.page import heading, largest_lines, line, opening
+        from bloomery.bench.measuring import (
+            heading,
+            largest_lines,
+            line,
+            opening,
+            search,
+            sequences_per_step,
+            usual_points,
+        )
         from bloomery.hardware.calibration import device_of
 
         device = device_of(bench.machine)
@@ -130,7 +144,7 @@ class Table:
 
     def _points(self, bench: "Bench", wanted: list[tuple[str, ...]]) -> list["BenchResult"]:
         """The first, and those that start within the time limit."""
-        from bloomery.bench.page import line
+        from bloomery.bench.measuring import line
 
         rows: list[BenchResult] = []
         for at, words in enumerate(wanted):
@@ -166,7 +180,7 @@ def seconds_of(limit: str | None) -> float:
 
 def document(largest: "Largest | None", trials: list["BenchResult"], rows: list["BenchResult"]) -> dict[str, Any]:
     """The JSON of `bench --json`; `verdict` is about the planned settings, the first of `points`."""
-    from bloomery.bench.page import verdict
+    from bloomery.bench.measuring import verdict
 
     return {
         "largest_micro_batch": largest,
@@ -177,7 +191,7 @@ def document(largest: "Largest | None", trials: list["BenchResult"], rows: list[
 
 
 def _row(row: "BenchResult") -> dict[str, Any]:
-    from bloomery.bench.page import planned_rate
+    from bloomery.bench.measuring import planned_rate
 
     plan = row.plan
     return {

@@ -59,8 +59,7 @@ def command(
         raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
     folders = {name: model_path(path) for name, path in pairs.items()}
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.serve.engine import Limits
-    from bloomery.serve.run import load_served, serve, token_for
+    from bloomery.serve.engine import Limits, load_served, serve, token_for
 
     token = token_for(host, os.environ)
     limits = Limits(slots=slots, context=context, new_tokens=new_tokens, queue=queue, seconds=seconds,

@@ -118,8 +118,7 @@ def torchrun(arguments: Sequence[str], words: Sequence[str]) -> list[str]:
 
 def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     """Before a long run on a CPU: measure once whether torch.compile is faster for this model."""
-    from bloomery.bench.measuring import compile_trial
-    from bloomery.bench.page import make_measurement_file
+    from bloomery.bench.measuring import compile_trial, make_measurement_file
     from bloomery.hardware.calibration import store
 
     printed = False

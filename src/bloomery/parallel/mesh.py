@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from bloomery.model.adapters.targets import shares_head
+from bloomery.model.adapters.settings import shares_head
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import full, is_split
 from bloomery.model.norms import LayerNorm, RMSNorm

@@ -25,8 +25,7 @@ from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
-from bloomery.monitor.sinks import LogFile, write_metrics
-from bloomery.monitor.trackers import require
+from bloomery.monitor.sinks import LogFile, require, write_metrics
 from bloomery.plan.advise import advise, energy_kwh
 from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted

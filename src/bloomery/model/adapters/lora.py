@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bloomery.model.adapters.targets import Adaptation, Pair, adaptation
+from bloomery.model.adapters.settings import Adaptation, Pair, adaptation
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import put, stream
 from bloomery.model.io.quantized import QuantizedWeight

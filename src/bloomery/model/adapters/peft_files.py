@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.base_model import AGAIN, CONFIG, TENSORS, read_settings, right_base
 from bloomery.model.adapters.lora import LoraLinear
-from bloomery.model.adapters.targets import (
+from bloomery.model.adapters.settings import (
     EMBEDDING,
     HEAD,
     VALUES,

@@ -15,7 +15,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.base_model import read_settings, right_base
 from bloomery.model.adapters.peft_files import adapter_tensors
-from bloomery.model.adapters.peft_settings import (
+from bloomery.model.adapters.settings import (
     constructed,
     method_settings,
     named,

@@ -8,8 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.peft_settings import named, targets_of
-from bloomery.model.adapters.targets import ALL_LINEAR, adaptation
+from bloomery.model.adapters.settings import ALL_LINEAR, adaptation, named, targets_of
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 from bloomery.model.limits import CPU_PIECE, GPU_PIECE, INT8_BLOCK, INT8_SMALLEST, MUON_STACK, storage_bytes

@@ -10,8 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.hardware.profile import Profile
-from bloomery.model.adapters.peft_settings import method_settings, named
-from bloomery.model.adapters.targets import refuse_untrained_rows
+from bloomery.model.adapters.settings import method_settings, named, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.limits import Dequantizer, storage_bytes
