@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from bloomery.hardware.specs import arch_spec
 
+from bloomery.hardware.specs import arch_spec
 from bloomery.model.attention.support import BACKENDS, choose, supports
 from bloomery.recipe.schema import AttentionBackend
 
