@@ -136,7 +136,7 @@ def import_command(file: Path, out: Path, dtype: str | None, unsafe_pickle: bool
 )  # fmt: skip
 @click.option("--max-length", metavar="N", type=click.IntRange(1), help="Context length in the config, in tokens.")
 @click.option("-t", "--template", metavar="TEMPLATE", help="Chat template to store: a file, chatml, llama3 and so on.")
-@click.option("--enable-checkpoint", is_flag=True, help="Store that training recomputes activations, for transformers.")
+@click.option("--enable-checkpoint", is_flag=True, help="Turn on gradient checkpointing in config.json.")
 @click.option("--add-tokens", multiple=True, metavar="TOKEN", help="Add a special token; can be repeated.")
 @click.option("--unsafe-pickle", is_flag=True, help="Open .pth files, which can run code, in a locked process.")
 @step_option
