@@ -13,8 +13,9 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
+from bloomery.data.tokenizer.sentencepiece import MADE_BY, MODEL_FILE
 from bloomery.data.tokenizer.templates import BUILTIN, KEY, find_template
-from bloomery.data.tokenizer.tokenizer import MADE_BY, MODEL_FILE, JsonBackend, Tokenizer, load_tokenizer, roles
+from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer, load_tokenizer, roles
 from bloomery.export.gguf import export_gguf
 from bloomery.export.gguf_import import import_gguf
 from bloomery.export.layouts import (
@@ -101,7 +102,7 @@ def convert(
 
 @contextmanager
 def _between(out: Path) -> Iterator[Path]:
-    """A new folder on the disk of `out` for what lies between two formats; it is deleted at the end."""
+    """A new folder on the disk of `out` for an intermediate model; it is deleted at the end."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError("the output exists; nothing was overwritten", where=str(out), fix="choose another name")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +176,7 @@ def _config(config: ModelConfig, changes: Changes, tokens: int) -> ModelConfig:
     changed = grown(config, tokens)
     if changes.context is None or changes.context == config.max_positions:
         return changed
-    if config.positions == "learned" or config.transformers_backend is not None:
+    if config.positions != "rotary" or config.transformers_backend is not None:
         problem = f"the context of this model is fixed: {config.max_positions:,} tokens"
         raise UserError(problem, where="--max-length", fix="leave out --max-length", code=2)
     return checked(replace(changed, max_positions=changes.context), where="--max-length")

@@ -18,7 +18,8 @@ from bloomery.core.child import Child, Message, Silence
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.core.units import MIB
-from bloomery.data.tokenizer.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer
+from bloomery.data.tokenizer.sentencepiece import MODEL_FILE
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.gguf_format import CONTROL, NORMAL
 from bloomery.export.gguf_import import tokenizer_of
 from bloomery.export.layouts import DTYPES, Exported, draft_of, exported
