@@ -31,10 +31,11 @@ def test_no_error_begins_with_a_verb_that_has_no_subject():
             if not isinstance(function, ast.FunctionDef):
                 continue
             values: dict[str, list[ast.expr]] = {}
-            for node in ast.walk(function):
+            nodes = list(ast.walk(function))
+            for node in nodes:
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                     values.setdefault(node.targets[0].id, []).append(node.value)
-            for node in ast.walk(function):
+            for node in nodes:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError":
                     calls += 1
                     texts = beginnings(node.args[0], values) if node.args else ()

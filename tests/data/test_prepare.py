@@ -16,6 +16,7 @@ import pytest
 from small_text import sentences
 from test_example_documents import write_rows
 
+import preloaded
 from bloomery.core.errors import UserError
 from bloomery.data.prepare.pipeline import Limits
 from bloomery.data.prepare.prepare import finished, locked, prepare, prepared_folder
@@ -87,7 +88,7 @@ prepare(LoadedRecipe(recipe, "small"), Path(sys.argv[2]), limits=limits)
 
 def kill_after(seconds: float, recipe: Path, folder: Path) -> int:
     """Runs `prepare` in a process, kills it so long after it has begun, and returns its exit code."""
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(recipe), str(folder)], stdout=subprocess.PIPE) as process:
+    with preloaded.Popen([sys.executable, "-c", CHILD, str(recipe), str(folder)], stdout=subprocess.PIPE) as process:
         assert process.stdout and process.stdout.readline() == b"started\n"
         try:
             return process.wait(seconds)
@@ -102,6 +103,7 @@ def killed_runs(count: int, tmp_path: Path, recipe_of) -> None:
     loaded = recipe_of(path=str(text), validation="5%", num_proc=2)
     recipe = tmp_path / "recipe.json"
     recipe.write_text(loaded.recipe.model_dump_json(by_alias=True))
+    preloaded.server()  # which takes longer to start than any of these runs
     started = time.monotonic()
     assert kill_after(120, recipe, tmp_path / "whole") == 0
     whole, chance = time.monotonic() - started, random.Random(count)
