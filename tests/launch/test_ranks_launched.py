@@ -315,16 +315,13 @@ def assert_as_undisturbed(bloomery: Bloomery) -> None:
         assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_killed_ranks_leave_no_trace(bloomery, one_thread, all_of_them) -> None:
-    """A kill and a stop; in `make soak` four kills: of one rank, of the other, of both."""
+def test_killed_ranks_leave_no_trace(bloomery, one_thread) -> None:
+    """Four kills and a stop: of one rank, of the other, of both."""
     assert "rank 1 of training process killed from outside" in struck(bloomery, signal.SIGKILL, rank=1, step=2)
-    if all_of_them:
-        assert "rank 0 of training process killed from outside" in struck(bloomery, signal.SIGKILL, rank=0, step=5)
+    assert "rank 0 of training process killed from outside" in struck(bloomery, signal.SIGKILL, rank=0, step=5)
     assert struck(bloomery, signal.SIGTERM, rank=1, step=7) == "75"
-    if all_of_them:
-        assert "killed from outside" in struck(bloomery, signal.SIGKILL, rank=None, step=10)
-        assert "rank 1" in struck(bloomery, signal.SIGSEGV, rank=1, step=12)
+    assert "killed from outside" in struck(bloomery, signal.SIGKILL, rank=None, step=10)
+    assert "rank 1" in struck(bloomery, signal.SIGSEGV, rank=1, step=12)
     done = bloomery.run(*bloomery.go_on)
     assert done.returncode == 0, done.stderr
     assert_as_undisturbed(bloomery)
