@@ -20,7 +20,7 @@ KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 # `bloomery import --unsafe-pickle` reads Meta's .pth files in a locked process (tests/test_pth.py attacks it).
 ALLOWED = {
     "scripts/mine_functions.py": ["eval"],
-    "src/bloomery/export/pth_worker.py": ["torch.load", "torch.save", "torch.load"],
+    "src/bloomery/export/pth_worker.py": ["torch.save", "torch.load", "torch.load"],
     "src/bloomery/model/adapters/settings.py": ["exec", "compile", "eval"],
     "src/bloomery/runs/launchers.py": ["listening.bind"],
     "src/bloomery/serve/app.py": ["import asyncio"],
