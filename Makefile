@@ -1,6 +1,6 @@
 # Everything runs in .venv, which `make setup` makes once. PYTHON=python3.12 or TORCH=2.9.1 choose another.
 PYTHON ?= python3
-JOBS ?= 2
+JOBS ?= 3   # on two cores: the third works while the others wait for a child
 PY := .venv/bin/python
 
 .PHONY: setup demo test check docs soak bench clean clean-venv

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.core.child import Child, output_of
+from bloomery.core.child import Child, kill_group, output_of
 
 HERE = Path(__file__).parent
 
@@ -74,6 +74,7 @@ def test_a_child_dies_with_its_parent():
     )
     parent = subprocess.run([sys.executable, "-c", code, str(HERE)], capture_output=True, text=True, check=False)
     assert gone(int(parent.stdout))
+    kill_group(int(parent.stdout))  # what the child had started
 
 
 def test_the_answer_of_a_command():
