@@ -28,6 +28,7 @@ def run(line: str, folder: Path, environment: dict[str, str]) -> str:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)  # every command of the page, on a real model
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="not installed: llama-cpp-python")
 def test_the_whole_way(tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
