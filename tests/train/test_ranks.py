@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from bloomery.data.prepare.prepare import prepare
 from bloomery.monitor.events import EventLog
+from bloomery.parallel.mesh import join
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import LayoutPlan, ParallelPlan, RunPlan
 from bloomery.recipe.load import load_recipe
@@ -86,9 +87,29 @@ def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(prepared, tmp_pat
     assert losses(two) == pytest.approx(losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3)
 
 
+def summed(plan_json: str) -> list[list[float]]:
+    """Sums over two ranks: of a large gradient that one has transposed, of one that the other lacks, of small ones."""
+    plan = RunPlan.model_validate_json(plan_json)
+    mesh = join(plan.train)
+    sizes = [(1024, 512), (512, 1024), (3,), (5,)]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1.0 + mesh.rank)
+    if mesh.rank == 0:
+        parameters[0].grad = torch.ones(512, 1024).T
+    else:
+        parameters[1].grad = parameters[3].grad = None
+    mesh.sum_gradients(parameters)
+    return [sorted({float(value) for value in parameter.grad.unique()}) for parameter in parameters]
+
+
+def test_gradients_of_any_size_and_layout_are_summed_alike_on_every_rank(prepared) -> None:
+    plan = on_ranks(plan_of(prepared), replicate=2)
+    assert ranks(2).call(summed, plan.model_dump_json()) == [[[3.0], [1.0], [3.0], [1.0]]] * 2
+
+
 def mib_given_back(plan_json: str) -> float:
     """On every rank: what the process no longer holds once 64 tensors of 1 MiB are freed between small ones."""
-    from bloomery.parallel.mesh import join
     from bloomery.train.process import resident_gib
 
     join(RunPlan.model_validate_json(plan_json).train)

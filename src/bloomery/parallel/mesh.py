@@ -203,7 +203,10 @@ class Mesh:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.numel() >= ALONE_NUMBERS.get(self.device, BUCKET_NUMBERS) and _is_flat(parameter.grad):
+            # By what is equal on every rank: the layout of a gradient may differ, where one of them had none.
+            large = parameter.numel() >= ALONE_NUMBERS.get(self.device, BUCKET_NUMBERS)
+            if large and parameter.dtype == torch.float32:
+                parameter.grad = parameter.grad.contiguous()
                 under_way.append(dist.all_reduce(parameter.grad, async_op=True))  # one travels while another is added
                 continue
             bucket.append(parameter.grad)
@@ -439,10 +442,6 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
         module.set_custom_reduce_scatter(timed[1])
         if mesh.ndim > 1:
             module.set_all_reduce_hook(lambda reduced: clock.after("replicate", reduced.device.type))
-
-
-def _is_flat(gradient: Tensor) -> bool:
-    return gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
 def _sum_bucket(gradients: list[Tensor]) -> None:
