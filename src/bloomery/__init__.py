@@ -11,6 +11,7 @@ import bloomery.train  # noqa: F401 (as above: imported for the names on this pa
 from bloomery.api import (
     Run,
     compare,
+    convert,
     evaluate,
     evaluate_harness,
     evaluate_task,
@@ -27,6 +28,7 @@ __all__ = [
     "Run",
     "__version__",
     "compare",
+    "convert",
     "evaluate",
     "evaluate_harness",
     "evaluate_task",

@@ -313,8 +313,10 @@ def return_freed_memory() -> None:
 
     Fresh memory costs a page fault every 4 KiB, a quarter of a step: not for copies. The variable overrides it.
     """
+    if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
     library = ctypes.CDLL(None)
-    if sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(library, "mallopt"):
+    if hasattr(library, "mallopt"):  # musl has none
         library.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
