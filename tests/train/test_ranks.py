@@ -87,6 +87,23 @@ def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(prepared, tmp_pat
     assert losses(two) == pytest.approx(losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3)
 
 
+def mib_given_back(plan_json: str) -> float:
+    """On every rank: what the process no longer holds once 64 tensors of 1 MiB are freed between small ones."""
+    from bloomery.train.process import resident_gib
+
+    join(RunPlan.model_validate_json(plan_json).train)
+    torch.ones(2**22)  # freed at once: from here on malloc would keep what is smaller
+    freed, kept = zip(*[(torch.ones(2**18), torch.ones(2**8)) for _ in range(64)], strict=True)
+    before = resident_gib()
+    del freed
+    return 1024 * (before - resident_gib()) * bool(kept)
+
+
+def test_a_shard_gives_back_what_fsdp_frees(prepared) -> None:
+    plan = on_ranks(plan_of(prepared), shard=2)
+    assert min(ranks(2).call(mib_given_back, plan.model_dump_json())) > 60
+
+
 def summed(plan_json: str) -> list[list[float]]:
     """Sums over two ranks: of a large gradient that one has transposed, of one that the other lacks, of small ones."""
     plan = RunPlan.model_validate_json(plan_json)
@@ -106,23 +123,6 @@ def summed(plan_json: str) -> list[list[float]]:
 def test_gradients_of_any_size_and_layout_are_summed_alike_on_every_rank(prepared) -> None:
     plan = on_ranks(plan_of(prepared), replicate=2)
     assert ranks(2).call(summed, plan.model_dump_json()) == [[[3.0], [1.0], [3.0], [1.0]]] * 2
-
-
-def mib_given_back(plan_json: str) -> float:
-    """On every rank: what the process no longer holds once 64 tensors of 1 MiB are freed between small ones."""
-    from bloomery.train.process import resident_gib
-
-    join(RunPlan.model_validate_json(plan_json).train)
-    torch.ones(2**22)  # freed at once: from here on malloc would keep what is smaller
-    freed, kept = zip(*[(torch.ones(2**18), torch.ones(2**8)) for _ in range(64)], strict=True)
-    before = resident_gib()
-    del freed
-    return 1024 * (before - resident_gib()) * bool(kept)
-
-
-def test_a_shard_gives_back_what_fsdp_frees(prepared) -> None:
-    plan = on_ranks(plan_of(prepared), shard=2)
-    assert min(ranks(2).call(mib_given_back, plan.model_dump_json())) > 60
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # int8 blocks of 256 lie on one rank each
