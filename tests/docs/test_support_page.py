@@ -1,6 +1,7 @@
 """The support matrix is current, and its reasons are those that a plan gives."""
 
 import sys
+from typing import get_args
 
 import pytest
 from words_of_docs import ROOT
@@ -12,6 +13,7 @@ import support_page
 from bloomery.core.errors import UserError
 from bloomery.plan.rules.support import AXES, FEATURES, refuse_unsupported
 from bloomery.recipe.load import load_recipe
+from bloomery.recipe.schema import OBJECTIVES, OptimizerKind
 
 
 def rows() -> dict[str, list[str]]:
@@ -47,3 +49,19 @@ def test_a_cell_says_what_a_plan_says(feature) -> None:
         with pytest.raises(UserError, match="not supported over 2 devices") as refused:
             refuse_unsupported(recipe, **sizes)
         assert f"{feature}: {cell}" in refused.value.problem
+
+
+CHOICES = {
+    "optimizer": [(f"optimizer.kind={kind}",) for kind in get_args(OptimizerKind)],
+    "objective": [
+        (f"objective={{kind: {spec.kind}{', teacher: gpt2' * (spec.extra_forwards > 0)}}}",)
+        for spec in OBJECTIVES.values() if not spec.rollouts
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "edits"), [(name, edits) for name, all_ in CHOICES.items() for edits in all_])
+def test_every_optimizer_and_objective_has_one_row(name, edits) -> None:
+    """One without a row would train over several devices untested."""
+    recipe = load_recipe("llama2-7b-lora-qa-tiny", [*edits]).recipe
+    assert len([one for one in FEATURES if one.name.startswith(f"{name} ") and one.used(recipe)]) == 1

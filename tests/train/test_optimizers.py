@@ -1,4 +1,5 @@
 import copy
+from typing import get_args
 
 import pytest
 import torch
@@ -6,13 +7,14 @@ from torch import nn
 
 from bloomery.core.errors import UserError
 from bloomery.plan.types import OptimizerPlan
+from bloomery.recipe.schema import OptimizerKind
 from bloomery.train.optim.build import Muon, build_optimizer, orthogonalize, stacks
 
 PLAN = OptimizerPlan(
     kind="adamw", learning_rate=0.01, muon_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
     weight_decay=0.1, fused=False, schedule="cosine", min_lr_ratio=0.0, warmup_steps=0, decay_steps=0,
 )  # fmt: skip
-KINDS = ["adamw", "muon", "adafactor"]
+KINDS = get_args(OptimizerKind)
 
 
 class Toy(nn.Module):

@@ -9,7 +9,7 @@ from bloomery.core.units import Duration
 from bloomery.data.shards import Texts
 from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer
-from bloomery.recipe.schema import Adapter, NoAdapter, Objective, Pretrain, Quantize, Wsd
+from bloomery.recipe.schema import Adapter, NoAdapter, Objective, OptimizerKind, Pretrain, Quantize, Wsd
 
 Origin = Literal["table", "probe", "measured"]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -120,7 +120,7 @@ class DataPlan(PlanPart):
 
 
 class OptimizerPlan(PlanPart):
-    kind: Literal["adamw", "muon", "adafactor"]
+    kind: OptimizerKind
     learning_rate: NotNegative
     muon_learning_rate: NotNegative
     momentum: float

@@ -92,6 +92,7 @@ Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo2", "phi3", "gpt2",
 ]  # fmt: skip
+OptimizerKind = Literal["adamw", "muon", "adafactor"]  # facts: OPTIMIZERS of plan/estimate/states.py
 AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
 
 
@@ -405,9 +406,7 @@ class Wsd(Section):
 
 
 class OptimizerSection(Section):
-    kind: Literal["adamw", "muon", "adafactor"] = key(
-        "adamw", "muon updates the matrices of the layers, AdamW the rest."
-    )
+    kind: OptimizerKind = key("adamw", "muon updates the matrices of the layers, AdamW the rest.")
     learning_rate: PositiveFloat = key(5e-4, "Peak learning rate.")
     muon_learning_rate: PositiveFloat | None = key(
         None, "muon: learning rate of the matrices; unset: learning_rate.", 0.02
