@@ -17,6 +17,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.seals import stamped, unstamped
 from bloomery.monitor.events import Saved, Warned
+from bloomery.plan.store import begin
 from bloomery.train import checkpoint, model_folder
 from bloomery.train.checkpoint import Saver, newest_valid, read_part, read_state
 
@@ -148,6 +149,38 @@ def test_a_good_checkpoint_is_not_written_twice(tmp_path: Path) -> None:
     before = (tmp_path / "step-00000001").stat().st_ino
     save(tmp_path, 1)
     assert (tmp_path / "step-00000001").stat().st_ino == before
+
+
+def test_a_checkpoint_saved_again_follows_the_one_before_it(tmp_path: Path) -> None:
+    """As after a stop during its evaluation: the resumed run saves the same step with the result."""
+    begin(tmp_path, {"plan.json": "{}"})
+    folder = tmp_path / "checkpoints"
+    save(folder, 10, 20)
+    saver = Saver(folder, 3, False)
+    saver.follow(newest(folder)[0])
+    saver.save(20, parts(20), {"consumed": 160, "evaluated": True})
+    saver.save(30, parts(30), {"consumed": 240})
+    saver.wait()
+    for path in map(folder.joinpath, ("step-00000010", "step-00000020", "step-00000030")):
+        model_folder.refuse_other_run(path)
+    assert model_folder.before_of(folder / "step-00000020")[0] == 10
+    shutil.rmtree(folder / "step-00000030")
+    assert newest(folder) == (folder / "step-00000020", [])
+
+
+def test_a_kill_while_the_old_checkpoint_of_a_step_is_deleted_leaves_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt(path)
+
+    save(tmp_path, 10, keep=1)
+    monkeypatch.setattr(model_folder, "remove", killed)
+    saver = Saver(tmp_path, 1, False)
+    with pytest.raises(KeyboardInterrupt):
+        saver.save(10, parts(10), {"consumed": 80, "evaluated": True})
+    found, told = newest(tmp_path)
+    assert found is not None and read_state(found)["evaluated"] and told == []
 
 
 def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:

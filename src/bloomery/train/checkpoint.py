@@ -29,10 +29,12 @@ from bloomery.plan.store import RunIdentity, read_identity
 from bloomery.train.model_folder import (
     NOT_SAVED,
     Lineage,
+    before_of,
     best_step,
     damage,
     newest_valid,
     note_best,
+    put_in_place,
     remove_folder,
     saved_steps,
     seal,
@@ -121,8 +123,10 @@ class Saver:
         writer = None if self._writer is None else self._writer()
         with suppress(UserError):  # damaged during the run: keep the last one; `bloomery resume` reports it
             self._head = read_identity(self.folder.parent)
-        head = self._head
-        lineage = Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), self._before)
+        head, before = self._head, self._before
+        if before is not None and before[0] == step:  # saved again: it follows what the one that it replaces followed
+            before = before_of(step_folder(self.folder, step))
+        lineage = Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), before)
         staged = _Staged(step, copied, writer, state, best, lineage)
         if not self.async_save:
             self._run(staged)
@@ -211,9 +215,7 @@ class Saver:
             draft = self.folder / f".tmp-{staged.step}-{threading.get_native_id()}"
             try:
                 self._write(staged, draft)
-                if target.exists():  # damaged, or from before a rewind
-                    remove_folder(target)
-                draft.rename(target)
+                put_in_place(draft, target)  # of a damaged one, or one from before a rewind
             finally:
                 if draft.exists():
                     shutil.rmtree(draft)

@@ -98,6 +98,15 @@ def seal_of(folder: Path) -> str | None:
         return None
 
 
+def before_of(folder: Path) -> tuple[int, str] | None:
+    """Step and seal of the checkpoint before this one; None for the first, and where its manifest cannot be read."""
+    try:
+        before = unstamped(folder / MANIFEST)["before"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+    return None if before is None else (int(before[0]), str(before[1]))
+
+
 def _file_damage(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         found = path.stat()
@@ -172,9 +181,22 @@ def best_step(checkpoints: Path) -> int | None:
 
 def remove_folder(folder: Path) -> None:
     """Delete a sealed folder, renamed first: a kill never leaves a damaged checkpoint. Of a symlink, only the link."""
+    remove(_aside(folder))
+
+
+def put_in_place(draft: Path, folder: Path) -> None:
+    """Rename a sealed draft to `folder`, whose old content is deleted after that, which may take long."""
+    old = _aside(folder) if folder.exists() else None
+    draft.rename(folder)
+    if old is not None:
+        flush_to_disk(folder.parent)
+        remove(old)
+
+
+def _aside(folder: Path) -> Path:
     doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}-gone")
     folder.rename(doomed)
-    remove(doomed)
+    return doomed
 
 
 def clear_drafts(checkpoints: Path) -> None:
