@@ -8,6 +8,7 @@ import transformers
 from tiny_models import saved_reference, tokens
 from torch.testing import assert_close
 
+from bloomery.core.errors import UserError
 from bloomery.model.cache import Cache
 from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, next_distribution, penalized, sample_tokens
 from bloomery.model.io.weights import load_decoder
@@ -198,3 +199,33 @@ def test_a_nucleus_wider_than_the_likeliest_tokens_is_sorted_whole() -> None:
     expected = warped[0].softmax(-1)
     assert int((expected > 0).sum()) > 1024
     assert_close(next_distribution(logits, Sampling(temperature=1.0, top_p=0.9)), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_bans_that_leave_no_token_of_a_grammar_do_not_count() -> None:
+    allowed = torch.full((8,), float("-inf"))
+    allowed[3] = 1.0
+    sampling = Sampling(temperature=0.0, no_repeat_ngram_size=1, min_new_tokens=5, stop_ids=(3,))
+    assert int(penalized(allowed, [3], [3], sampling).argmax()) == 3
+    allowed[4] = 0.0
+    assert int(penalized(allowed, [3], [3], sampling).argmax()) == 4
+
+
+def test_a_grammar_that_gives_up_ends_its_text_alone(tmp_path: Path) -> None:
+    class GivesUp:
+        def masked(self, logits: torch.Tensor) -> torch.Tensor:
+            raise UserError(f"no token of {len(logits)}")
+
+        def take(self, token: int) -> None:
+            raise AssertionError(token)
+
+    saved_reference("llama3-gqa-tied", tmp_path)
+    decoder = load_decoder(tmp_path)
+    alone = list(sample_tokens(decoder, [5, 6, 7], GREEDY))
+    batch = Batch(Past(decoder, 2, 60))
+    good, bad = batch.add([5, 6, 7], GREEDY), batch.add([5, 8], GREEDY, constraint=GivesUp())
+    ends = {}
+    while batch.texts:
+        ends |= {drawn.text: drawn.ended for drawn in batch.step() if drawn.ended is not None}
+    assert good.new == alone and isinstance(ends[bad], UserError)
+    with pytest.raises(UserError):
+        list(sample_tokens(decoder, [5, 8], GREEDY, constraint=GivesUp()))

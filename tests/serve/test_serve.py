@@ -111,6 +111,26 @@ class TestOpenAI:
         assert cut.choices[0].text == free.text[: free.text.index(stop)]
         assert cut.choices[0].finish_reason == "stop"
 
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_grammar_whose_tokens_are_all_banned_ends_no_other_request(
+        self, client: openai.OpenAI, server: Running, temperature: float
+    ) -> None:
+        pytest.importorskip("llguidance")
+        schema = {"type": "object", "properties": {"ok": {"enum": ["aaaaaaaaaaaaaaaa"]}}, "required": ["ok"],
+                  "additionalProperties": False}  # fmt: skip
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        asked = {"model": "tiny", "prompt": "Once", "max_tokens": 90, "seed": 3}
+        alone, texts = client.completions.create(**asked).choices[0].text, list[str]()
+        other = threading.Thread(target=lambda: texts.append(client.completions.create(**asked).choices[0].text))
+        other.start()
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90, "temperature": temperature,
+                "response_format": form, "no_repeat_ngram_size": 1}  # fmt: skip
+        status, answer = post(server, "/v1/chat/completions", body)
+        other.join()
+        assert status == 200
+        assert json.loads(answer["choices"][0]["message"]["content"]) == {"ok": "a" * 16}
+        assert texts == [alone]
+
     def test_json_follows_the_schema(self, client: openai.OpenAI, server: Running) -> None:
         pytest.importorskip("llguidance")
         schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],

@@ -91,7 +91,8 @@ def penalized(logits: Tensor, prompt: Sequence[int], new: Sequence[int], samplin
         begun = whole[len(whole) - size + 1 :]
         starts = range(len(whole) - size + 1)
         banned += [whole[at + size - 1] for at in starts if whole[at : at + size - 1] == begun]
-    return logits.index_fill(0, torch.tensor(banned), float("-inf")) if banned else logits
+    left = logits.index_fill(0, torch.tensor(banned), float("-inf")) if banned else logits
+    return left if not banned or left.max() > float("-inf") else logits  # a grammar may allow banned tokens alone
 
 
 def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -244,14 +245,15 @@ class Text:
 @final
 @dataclass(frozen=True)
 class Drawn:
-    """A token of a text. `ended`: after it, or instead of it (`token` is then None); NotFinite where logits are not.
+    """A token of a text. `ended`: after it, or instead of it (`token` is then None); an error where its logits are not
+    finite (NotFinite), or its grammar gave up.
 
     `logprob`: of the token before temperature and filters, with those of the `top` likeliest; None unless asked for.
     """
 
     text: Text
     token: int | None
-    ended: Literal["stop", "length"] | NotFinite | None = None
+    ended: Literal["stop", "length"] | UserError | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
@@ -389,7 +391,7 @@ class Batch:
                 self.past.drop(self.texts.index(text), len(guess) - right)
         for each in found:
             if each.ended is not None:
-                if isinstance(each.ended, NotFinite):
+                if isinstance(each.ended, UserError):
                     self.past.forget(self.texts.index(each.text))
                 self.remove(each.text)
         return found
@@ -397,7 +399,10 @@ class Batch:
     def _next(self, text: Text, logits: Tensor) -> Drawn:
         if not bool(logits.isfinite().all()):
             return Drawn(text, None, NotFinite())
-        allowed = logits if text.constraint is None else text.constraint.masked(logits)
+        try:
+            allowed = logits if text.constraint is None else text.constraint.masked(logits)
+        except UserError as error:  # of this text alone
+            return Drawn(text, None, error)
         token = draw(allowed, text.prompt, text.new, text.sampling, text.random)
         token = token if self.agree is None else int(self.agree(token))
         if token in text.sampling.stop_ids:
@@ -434,7 +439,7 @@ def sample_tokens(
         for drawn in batch.step():
             if drawn.token is not None:
                 yield drawn.token
-            if isinstance(drawn.ended, NotFinite):
+            if isinstance(drawn.ended, UserError):
                 raise drawn.ended
 
 

@@ -27,7 +27,6 @@ from bloomery.model.decoding import (
     Constraint,
     DraftModel,
     Drawn,
-    NotFinite,
     Past,
     PromptLookup,
     Sampling,
@@ -241,7 +240,7 @@ class Writer:
                 text = batch.add(ids, sampling, constraint=None if self.constrain is None else self.constrain())
                 open_[text] = number, [], TextStream(self.tokenizer, ids), Stops(self.stop)
             for drawn in self.speed.timed(batch.step):
-                if isinstance(drawn.ended, NotFinite):
+                if isinstance(drawn.ended, UserError):
                     raise drawn.ended
                 if drawn.text not in open_:
                     continue  # a stop text came before

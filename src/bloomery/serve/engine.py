@@ -28,7 +28,7 @@ from bloomery.model.adapters.many import Adapters
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, Constraint, Drawn, NotFinite, Past, Sampling, Text, known_ids
+from bloomery.model.decoding import Batch, Constraint, Drawn, Past, Sampling, Text, known_ids
 from bloomery.runs.generate import JsonGrammars, Stops, TextStream
 from bloomery.train.model_folder import find_model, model_folder
 from bloomery.train.use import Use, load_used
@@ -273,7 +273,7 @@ class Engine:
                     job.model.batch.remove(text)
         problem = ""
         if drawn.ended is not None and ended is None:
-            if isinstance(drawn.ended, NotFinite):
+            if isinstance(drawn.ended, UserError):
                 ended, problem = "error", drawn.ended.problem
             else:
                 ended = drawn.ended

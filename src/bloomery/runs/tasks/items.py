@@ -374,7 +374,7 @@ def complete(
                 opened[text] = _Open(number, TextStream(tokenizer, request.ids), Stops(request.stops))
             for drawn in batch.step():
                 one = opened[drawn.text]
-                if isinstance(drawn.ended, NotFinite):
+                if isinstance(drawn.ended, UserError):
                     raise drawn.ended
                 if drawn.token is not None:
                     one.text += one.stops.push(one.stream.push(drawn.token))
