@@ -4,8 +4,9 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
-from bloomery.cli.train import keys_of
+from bloomery.cli.train import conclude, keys_of
 from bloomery.core.errors import UserError
+from bloomery.runs.lifecycle import EndedRun
 
 KEYS = {
     ("--max-steps", "7"): "--max-steps -> train.max_steps=7",
@@ -49,3 +50,11 @@ def test_words_for_a_launcher_are_shown_as_a_command():
     )
     assert told.exception is None or isinstance(told.exception, SystemExit)
     assert "-m torch.distributed.run --nproc-per-node" in told.output
+
+
+@pytest.mark.parametrize(("saved", "told"), [([], "starts over"), (["step-00000003"], "checkpoint saved")])
+def test_a_stopped_run_claims_no_checkpoint_that_it_lacks(saved, told, tmp_path, capsys):
+    for name in saved:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert conclude(EndedRun(tmp_path, 75)) == 75
+    assert told in capsys.readouterr().err

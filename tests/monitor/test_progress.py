@@ -338,3 +338,8 @@ def test_several_devices_are_counted_with_their_axes() -> None:
 
     assert devices_of(started()) == "MI300X"
     assert devices_of(started(world_size=8, mesh={"replicate": 2, "shard": 4})) == "8 x MI300X (replicate 2, shard 4)"
+
+
+def test_a_run_that_starts_over_forgets_its_earlier_losses():
+    summary = summary_of([step_done(1, 9.0), step_done(2, 3.0), Resumed(step=0, path="", time=9.0), step_done(1, 9.0)])
+    assert abs(summary.smoothed - 9.0) < 1e-12 and list(summary.losses) == [9.0]

@@ -168,7 +168,11 @@ def conclude(run: "EndedRun") -> int:
     if run.rank:
         return run.code
     if run.code != 0:
+        from bloomery.train.model_folder import saved_steps
+
         state = "checkpoint saved" if run.code == 75 else "interrupted without a new checkpoint"
+        if not saved_steps(run.folder / "checkpoints"):
+            state = "before the first checkpoint: a resumed run starts over"
         echo(f"stopped    {state}\nnext       bloomery resume {run.name}", err=True)
         return run.code
     from bloomery.plan.store import read_plan

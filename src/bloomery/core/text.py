@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -88,30 +89,34 @@ def broken(command: str, width: int) -> list[str]:
     return lines
 
 
-def fitted(lines: Iterable[str], width: int) -> list[str]:
-    """Lines of a page for a narrower terminal: the last column of a long line is wrapped below itself.
+def fitted(lines: Iterable[str], width: int, *, page: int = 100) -> list[str]:
+    """Lines of a page of `page` columns for a narrower terminal: the last column of a long line is wrapped below.
 
-    A remark at the right margin moves to the left; a command is broken by backslashes.
+    A remark at the right margin moves to the left; a command is broken by backslashes, its remark goes below.
     """
     found: list[str] = []
-    rest, column = "", 0  # of the line before
+    rest, column, before = "", 0, 0  # of the line before, with its length
     for line in lines:
-        if rest and 0 < column == len(line) - len(line.lstrip()) and column > width // 4:  # the same paragraph
+        word, indent, length = line.lstrip().partition(" ")[0], len(line) - len(line.lstrip()), len(line)
+        # The same paragraph: it starts below, or two columns further, because its first word found no room above.
+        if rest and column and indent in (column, column + 2) and before + 1 + len(word) > page:
             line = " " * column + rest + " " + line.lstrip()
         elif rest:
             found.append(" " * column + rest)
-        rest = ""
+        rest, before = "", length
         gaps = [gap for gap in re.finditer(" {2,}", line) if gap.end() < len(line)]
         over = len(line) - width
         if over > 0 and gaps and gaps[-1].end() > width * 2 // 3 and len(gaps[-1][0]) >= over + 2:
             line = line[: gaps[-1].start()] + line[gaps[-1].start() + over :]
         column = max((gap.end() for gap in gaps if gap.end() <= width * 2 // 3), default=0)
         if len(line) > width and line[column:].startswith("bloomery "):
-            first, *more = broken(line[column:], width - column)
+            command, *remark = re.split(" {3,}", line[column:], maxsplit=1)
+            first, *more = broken(command, width - column)
+            more += [f"    {part}" for text in remark for part in textwrap.wrap(text, width - column - 4)]
             found += [line[:column] + first, *(" " * column + each for each in more)]
             continue
         while len(line) > width and (at := line.rfind(" ", column + 1, width + 1)) > column:
-            line, rest = line[:at], line[at + 1 :]
+            line, rest = line[:at], line[at + 1 :].lstrip()
             if len(rest) > width - column:
                 found.append(line.rstrip())
                 line, rest = " " * column + rest, ""

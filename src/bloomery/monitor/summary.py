@@ -216,6 +216,9 @@ class RunSummary:
                         self.announced = self.steps
             case Resumed():
                 self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
+                if not event.step:  # it starts over: no earlier loss belongs to it
+                    self._mean, self._weight, self.smoothed = 0.0, 0.0, None
+                    self.losses.clear()
                 self.evaluations = {step: e for step, e in self.evaluations.items() if step <= event.step}
                 self.recent.clear()
             case Recovered():

@@ -94,7 +94,7 @@ def joined(facts: Sequence[str]) -> list[str]:
         if lines and len(lines[-1]) + len(fact) + 3 <= WIDTH - LABEL:
             lines[-1] += f" · {fact}"
         else:
-            lines += textwrap.wrap(fact, WIDTH - LABEL, subsequent_indent="  ")
+            lines += textwrap.wrap(fact, WIDTH - LABEL, subsequent_indent="  ", break_on_hyphens=False)
     return lines
 
 
