@@ -162,19 +162,24 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if wait_flags & os.WNOHANG and not select.select([self._ending], [], [], 0)[0]:
             return 0, 0
         told = self._ending.recv(64)
+        if not told:
+            raise ChildProcessError("the process that forks has ended")
         self._ending.close()
-        assert told, "the process that forks has ended"
         return self.pid, int(told)
 
-    def _internal_poll(self, *defaults: Any, **values: Any) -> int | None:
+    def _internal_poll(self, _deadstate: int | None = None, *defaults: Any, **values: Any) -> int | None:
         if self._ending is None:
-            return super()._internal_poll(*defaults, **values)
+            return super()._internal_poll(_deadstate, *defaults, **values)
         if self.returncode is None and self._waitpid_lock.acquire(False):
             try:
                 if self.returncode is None:
                     number, status = self._try_wait(os.WNOHANG)
                     if number == self.pid:
                         self._handle_exitstatus(status)
+            except ChildProcessError:  # as when the tests have ended and nobody waits: `__del__` gives a state
+                if _deadstate is None:
+                    raise
+                self.returncode = _deadstate
             finally:
                 self._waitpid_lock.release()
         return self.returncode

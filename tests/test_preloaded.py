@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,16 @@ def test_its_session_folder_and_words_are_its_own_and_its_ending_is_told(tmp_pat
             assert not [path for path in (about / "fd").iterdir() if "socket" in str(path.readlink())]
             process.send_signal(signal.SIGKILL)
             assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_state_is_made_up_only_where_nobody_waits_and_the_process_that_forks_has_ended(tmp_path):
+    with preloaded.Popen([sys.executable, "-c", ""], cwd=tmp_path, env=dict(os.environ)) as process:
+        told = process._ending
+        process._ending, theirs = socket.socketpair()
+        theirs.close()
+        with pytest.raises(ChildProcessError):
+            process.poll()
+        assert process._internal_poll(_deadstate=sys.maxsize) == sys.maxsize  # as `__del__` asks
+        process._ending.close()
+        process._ending, process.returncode = told, None
+        assert process.wait(60) == 0
