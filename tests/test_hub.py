@@ -220,6 +220,9 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
     assert hub.data_place("some/where.jsonl").name == "where.jsonl"
     assert not hub.is_hub_id(str(tmp_path)) and hub.is_hub_id("Qwen/Qwen2.5-0.5B") and not hub.is_hub_id("a/../b")
     assert hub.is_hub_id("a/b@refs/pr/1") and not hub.is_hub_id("a/b@/etc/x"), "a path would lead out of the cache"
+    for name in ("models/meta-llama--Llama-2-7b-hf", "a/b.git", "a-/b", "a/b.", "a/-b"):  # huggingface_hub raises
+        assert not hub.is_hub_id(name), name
+    assert hub.is_hub_id("a/b-1.0_x@feature--2") and hub.is_hub_id("a/b") and hub.is_hub_id("ab/c.d@v1.git")
 
 
 def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path):

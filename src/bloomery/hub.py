@@ -20,7 +20,8 @@ from bloomery.core.units import format_bytes
 
 Kind = Literal["model", "dataset"]
 Part = Literal["model", "config", "tokenizer", "dataset"]  # config: of a model whose weights are needed later
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}(@\w[\w./-]{0,199})?")
+# huggingface_hub allows no "--", no ".git" at the end, and no "-" or "." at the end of a part.
+_ID = re.compile(r"(?!.*\.\.|[^@]*(--|\.git(@|$)))[A-Za-z0-9]([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?(@\w[\w./-]{0,199})?")
 
 
 @final
@@ -48,7 +49,7 @@ class Named:
 
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form of an id, `ORG/NAME` or `ORG/NAME@REVISION`, and no local path has that name."""
-    return _ID.fullmatch(name) is not None and ".." not in name and not Path(name).exists()
+    return _ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def parse(name: str, kind: Kind) -> Named:
@@ -56,7 +57,7 @@ def parse(name: str, kind: Kind) -> Named:
     if name.startswith("runs/"):
         fix = "train it first (runs/demo: `bloomery demo`), or name another model"
         raise UserError("no such run, or no model in this folder of it", where=name, fix=fix)
-    if not _ID.fullmatch(name) or ".." in name:
+    if not _ID.fullmatch(name):
         if name and expanded(name).exists():
             problem = "this is a local path: there is nothing to download"
             raise UserError(problem, where=name, fix="use the path itself as the model or dataset")

@@ -19,7 +19,7 @@ from bloomery.recipe.load import load_recipe
 
 GUIDES = {
     "go-coder-guide.md": (59, "go-coder-125m"),
-    "worldmodel-rocm-spec.md": (64, "go-coder-125m"),
+    "worldmodel-rocm-spec.md": (64, "qwen2.5-3b-lora"),
     "frontier-workbook.md": (23, "go-coder-125m"),
     "rocm-overview.md": (20, "llama2-7b-lora-qa"),
     "forgather-examples.md": (36, "llama2-7b-full-24gb"),

@@ -1,5 +1,6 @@
 """What a page tells people to type, and whether the command line and the recipe's schema know it."""
 
+import itertools
 import os
 import re
 import shlex
@@ -11,6 +12,7 @@ import click
 from pydantic import BaseModel
 
 from bloomery.cli import cli
+from bloomery.hardware.specs import find_gpu
 from bloomery.recipe.load import load_recipe, packaged
 from bloomery.recipe.schema import Recipe
 
@@ -61,7 +63,7 @@ def words_of(command: str) -> list[str]:
 
 
 def check_command(words: list[str]) -> None:
-    """Verb, flags and recipe keys exist; where the recipe is a packaged one, the values load, too."""
+    """Verb, flags, GPUs and recipe keys exist; where the recipe is a packaged one, the values load, too."""
     command: click.Command = cli
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         verb, words = words[0], words[1:]
@@ -75,6 +77,9 @@ def check_command(words: list[str]) -> None:
     overrides = [word for word in words if OVERRIDE.match(word)]
     for word in overrides:
         check_key(word.partition("=")[0])
+    for name in (word for option, word in itertools.pairwise(words) if option == "--gpu"):
+        if name not in ("all", "NAME"):
+            find_gpu(name)
     if words and words[0] in packaged() and command.name in ("plan", "train", "prepare"):
         load_recipe(words[0], [word for word in overrides if not word.endswith("=")])
 

@@ -198,7 +198,10 @@ def test_a_step_in_backward_is_of_one_device():
     assert planned(loaded, gpu_machine("RTX 4090"), gpus=1).train.tokens_per_step == 8192
     with pytest.raises(UserError, match=r"optimizer\.fused_backward") as refused:
         planned(loaded, gpu_machine("RTX 4090"), gpus=2)
-    assert "optimizer.fused_backward=false" in refused.value.fix
+    edits = refused.value.fix.removeprefix("set ").split()
+    assert "optimizer.fused_backward=false" in edits
+    followed = planned(load_recipe("llama2-7b-full-24gb", edits), gpu_machine("RTX 4090"), gpus=2)
+    assert (followed.train.replicate, followed.train.shard) == (1, 2)
 
 
 def test_a_micro_batch_of_the_recipe_is_cut_to_the_sequences_of_a_device():

@@ -226,3 +226,24 @@ def test_import_prints_or_writes(tmp_path, monkeypatch):
     assert out.read_text() == printed.stdout
     with pytest.raises(UserError, match="nothing was overwritten"):
         cli.main(["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)], standalone_mode=False)
+
+
+OF_THE_GUIDES = """
+output_dir overwrite_output_dir per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size
+learning_rate lr_scheduler_type warmup_steps weight_decay num_train_epochs max_steps fp16 bf16 fp16_opt_level
+logging_steps eval_steps save_steps save_total_limit adam_beta1 adam_beta2 adam_epsilon max_grad_norm
+dataloader_num_workers dataloader_pin_memory report_to dataloader_prefetch_factor load_best_model_at_end
+evaluation_strategy logging_dir optim gradient_checkpointing resume_from_checkpoint torch_dtype attn_implementation
+use_4bit use_8bit batch_size max_sequence_length lora_rank lora_alpha target_modules vocab_size n_positions n_embd
+n_layer n_head n_inner activation_function resid_pdrop embd_pdrop attn_pdrop layer_norm_epsilon initializer_range
+bos_token_id eos_token_id pad_token_id mixed_precision distributed_type num_processes gpu_ids compute_environment
+mlm padding truncation model_max_length dataset_config dataset_proj models_dir model_name safe_load log_peak_memory
+chat_template train_epochs n_microbatches num_stages
+"""
+
+
+def test_every_key_of_the_pages_that_users_come_from_is_answered():
+    """docs/guides: the settings in the five documents."""
+    answers = {name: aliases.look_up((name,), 0.1, {}) for name in OF_THE_GUIDES.split()}
+    assert [name for name, answer in answers.items() if answer is None or answer.guess] == []
+    assert answers["resid_pdrop"].edits == ("model.dropout=0.1",)

@@ -107,10 +107,6 @@ def overrides_argument(function: F) -> F:
 def _overrides(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
     del parameter
     for word in value:
-        if word.startswith("-") and context.info_name == "train":  # after `--`: others are options
-            problem = f"launcher arguments are not supported yet: {word}"
-            fix = "remove -- and the rest; `bloomery plan RECIPE --gpus 2` plans for several GPUs"
-            raise UserError(problem, where=f"`{context.command_path}`", fix=fix, code=2)
         if "=" not in word:
             fix = f"write section.key=value, such as train.epochs=2; see `{context.command_path} --help`"
             raise UserError(f"not an override: {word!r}", where=f"`{context.command_path}`", fix=fix, code=2)

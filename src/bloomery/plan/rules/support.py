@@ -68,7 +68,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("optimizer.paged, offload", lambda r: r.optimizer.paged or r.optimizer.offload),
     Feature(
         "optimizer.fused_backward", lambda r: r.optimizer.fused_backward, replicate=ONE_GRADIENT, shard=ONE_GRADIENT,
-        fix="optimizer.fused_backward=false parallel.shard=auto: shards save more memory",
+        fix="optimizer.fused_backward=false",
     ),
     Feature(
         "train.offload_activations", lambda r: r.train.offload_activations,
@@ -92,10 +92,14 @@ def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
     for axis, other, size in sizes:
         found = refusals(recipe, axis) if size > 1 else []
         if found:
-            free = not refusals(recipe, other)
-            edits = [one.fix for one in FEATURES if one.fix and one.reason(axis) and one.used(recipe)]
-            fix = f"set parallel.{axis}=1 and parallel.{other}={size}" if free else "train on one device"
-            fix = f"set {edits[0]}" if edits and not free else fix
+            ways = {way: [one for one in FEATURES if one.reason(way) and one.used(recipe)] for way in AXES}
+            fix = "train on one device"
+            for way in sorted(AXES, key=lambda each: (len(ways[each]) > 0, each == "replicate")):  # shards save memory
+                if all(one.fix for one in ways[way]):
+                    words = [one.fix for one in ways[way]]
+                    words += [f"parallel.{axis}=1", f"parallel.{other}={size}"] if way != axis else []
+                    fix = f"set {' '.join(words)}"
+                    break
             problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
             raise UserError(problem, where=f"parallel.{axis}", fix=fix, code=2)
 
