@@ -20,12 +20,13 @@ from runs_of_bloomery import Bloomery, losses, wait_for, write_workshop
 
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Recovered, Resumed, StepDone, read_events
-from bloomery.plan.store import read_plan
+from bloomery.plan.store import read_plan, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
-from bloomery.runs.folder import RunFolder, locked
+from bloomery.runs.folder import RunFolder, locked, new_run
 from bloomery.runs.launchers import Board, current_launch, new_folder
 from bloomery.runs.lifecycle import _follow, start
+from bloomery.runs.resume_plan import refuse_other_recipe
 from bloomery.runs.signals import StopRequests
 from bloomery.runs.supervisor import failure, run_stage, training_place
 from ranks import train as train_on_ranks
@@ -76,6 +77,21 @@ def test_a_restart_is_another_start_of_the_same_job_and_ranks_agree_on_both() ->
     assert first and other and again
     assert (first.job, first.start) == (other.job, other.start)
     assert first.job == again.job and first.start != again.start
+
+
+def test_a_job_name_that_is_used_again_does_not_continue_a_run_of_another_recipe(tmp_path, monkeypatch) -> None:
+    for name, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    write_workshop(tmp_path)
+    recipe = next(tmp_path.glob("*.yaml"))
+    with new_run(load_recipe(recipe), tmp_path / "run") as (folder, _):
+        write_sealed(folder.path, {"plan.json": "{}"})
+        board = Board(folder, current_launch())
+        board.begin(resumed=False)
+    with pytest.raises(UserError, match=r"torchrun-job7 has another recipe: train.seed is \d+ there, and 77 now"):
+        start(load_recipe(recipe, ["train.seed=77"]), run_dir=folder.path)
+    longer = load_recipe(recipe, ["train.max_steps=77", "eval.every=5"]).recipe  # what a resumed run may change
+    refuse_other_recipe(folder, load_recipe(folder.recipe).recipe, longer, job="torchrun-job7")
 
 
 def test_the_run_folder_has_the_name_of_the_job(monkeypatch) -> None:

@@ -44,6 +44,7 @@ from bloomery.runs.resume_plan import (
     moved,
     next_fallback,
     prolonged,
+    refuse_other_recipe,
     refuse_overrides,
     store_fallback,
     take_fallback,
@@ -192,7 +193,8 @@ def start(
     path = new_folder(loaded.name) if run_dir is None else run_dir
     if launch is not None and launch.rank:
         return _follow(launch, path, devices)
-    if launch is not None and began_by(RunFolder(expanded(path).absolute()), launch):
+    if launch is not None and began_by(begun := RunFolder(expanded(path).absolute()), launch):
+        refuse_other_recipe(begun, load_recipe(begun.recipe).recipe, loaded.recipe, job=launch.job)
         return resume(path, devices=devices, recover=recover, quiet=quiet, watch=watch)
     fetch(loaded.recipe, weights=True)
     # Before anything is prepared or created: errors that `bloomery plan` reports, and missing data.

@@ -3,7 +3,7 @@
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -15,7 +15,7 @@ from bloomery.plan.fallback import Fallback, blockwise, plainer, roomier, steadi
 from bloomery.plan.store import read_sealed, write_sealed
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.aliases import known_keys, look_up
-from bloomery.recipe.schema import LENGTHS
+from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.runs.folder import RunFolder
 from bloomery.runs.supervisor import StageResult
 from bloomery.runs.worker import DIVERGED, FAILED, OUT_OF_MEMORY, UNSOUND
@@ -51,7 +51,7 @@ def refuse_overrides(words: Sequence[str]) -> None:
     """Raises UserError (code 2) for the first override that a resumed run does not accept."""
     for word in words:
         key, _, value = word.partition("=")
-        if not any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED):
+        if not _may_change(key):
             path = tuple(key.split("."))
             if path not in known_keys():
                 alias = look_up(path, value, {})
@@ -64,6 +64,33 @@ def refuse_overrides(words: Sequence[str]) -> None:
                 "and parallel.*, or start a new run with `bloomery train`",
                 code=2,
             )
+
+
+def _may_change(key: str) -> bool:
+    return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED)
+
+
+def refuse_other_recipe(folder: RunFolder, stored: Recipe, given: Recipe, *, job: str) -> None:
+    """Raises UserError (code 2) where a `job` that began the run is started again with another recipe."""
+
+    def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+        if isinstance(value, dict) and value:
+            for key, inner in value.items():
+                yield from leaves(inner, f"{path}.{key}" if path else str(key))
+        else:
+            yield path, value
+
+    old, new = (dict(leaves(recipe.model_dump(mode="json", by_alias=True))) for recipe in (stored, given))
+    changed = [key for key in new | old if new.get(key) != old.get(key) and not _may_change(key)]
+    if changed:
+        key = changed[0]
+        raise UserError(
+            f"the run of {job} has another recipe: {key} is {old.get(key)} there, and {new.get(key)} now",
+            where=str(folder.path),
+            fix="name a new run: --run-dir DIR, or torchrun --rdzv-id NAME; "
+            f"`bloomery resume {folder.name}` continues the old one",
+            code=2,
+        )
 
 
 def differences(before: Machine, now: Machine) -> list[str]:
