@@ -1,6 +1,7 @@
 """Two and four ranks train as one does, and take over each other's checkpoints. Oracle: one rank."""
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from bloomery.plan.types import LayoutPlan, ParallelPlan, RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.report.page import compared
 from bloomery.report.record import read_record
-from ranks import fields, losses, on_ranks, ranks, train
+from ranks import Ranks, fields, losses, on_ranks, ranks, train
 
 MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
 EIGHT = {"8 copies": (8, 1), "8 shards": (1, 8), "2 x 4": (2, 4)}
@@ -27,7 +28,7 @@ STEPS, HALF = 4, 2
 
 
 def plan_of(prepared: Path, **sections):
-    config = sections.pop("config", None) or tiny_config(vocab_size=300, num_layers=3)
+    config = sections.pop("config", None) or tiny_config(vocab_size=300)
     train = {"micro_batch_size": 2, "accumulation": 2, "tokens_per_step": 128, "steps": STEPS} | sections.pop(
         "train", {}
     )
@@ -100,8 +101,10 @@ def mib_given_back(plan_json: str) -> float:
 
 
 def test_a_shard_gives_back_what_fsdp_frees(prepared) -> None:
+    """In processes of its own: what others freed there, malloc may hold, and fill instead of asking the system."""
     plan = on_ranks(plan_of(prepared), shard=2)
-    assert min(ranks(2).call(mib_given_back, plan.model_dump_json())) > 60
+    with closing(Ranks(2)) as fresh:
+        assert min(fresh.call(mib_given_back, plan.model_dump_json())) > 60
 
 
 def summed(plan_json: str) -> list[list[float]]:
@@ -181,7 +184,7 @@ def test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits(prepared, tmp_p
     assert_same_tensors(tensors(tmp_path / "halves", STEPS), tensors(tmp_path / "whole", STEPS))
 
 
-RESHARDS = [("1", "2c"), ("1", "2s"), ("2c", "1"), ("2s", "1"), ("2s", "4s"), ("4s", "2s"), ("4c", "2s"), ("2s", "4c"),
+RESHARDS = [("1", "2s"), ("1", "2c"), ("2c", "1"), ("4s", "2s"), ("2s", "1"), ("2s", "4s"), ("2s", "4c"), ("4c", "2s"),
             ("1", "4s")]  # fmt: skip
 
 
@@ -202,7 +205,7 @@ def stopped(prepared, tmp_path_factory) -> Callable[[str], Path]:
     return run
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "after"), RESHARDS, ids="-".join)
 def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, trained, tmp_path, before, after) -> None:
     plan, checkpoint = plan_of(prepared), checkpoint_of(stopped(before))
