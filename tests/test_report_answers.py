@@ -10,15 +10,23 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Sft
+from bloomery.report import validation_text
 from bloomery.report.charts import part
 from bloomery.report.validation_text import compare_models
 from bloomery.train.evaluation.answers import answer, shown, validation_prompts
 from models_for_tests import make_config, make_model, save_model
 
+TOKENS = 24
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }}\n{% else %}{{ m.content }}{{ eos_token }}"
     "{% endif %}{% endfor %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Answers of two dozen tokens; a report has longer ones."""
+    monkeypatch.setattr(validation_text, "MAX_TOKENS", TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,7 @@ def test_both_models_answer_the_same_questions(made):
     assert len(told) == 4 and all(one.prompt.startswith("return") and "def f" in one.reference for one in told)
     questions = validation_prompts(plan.data.prepared, 64)
     first = min(questions, key=lambda question: len(question.prompt))
-    said = answer(load_decoder(plan.model.source), tokenizer, first, max_new_tokens=160)
+    said = answer(load_decoder(plan.model.source), tokenizer, first, max_new_tokens=TOKENS)
     assert told[0].before == shown(tokenizer, said.ids) + ("" if said.ended else " …")
     assert any(one.before != one.after for one in told)
 

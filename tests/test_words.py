@@ -51,8 +51,10 @@ def test_every_budget_is_that_of_a_package():
     assert set(BUDGET) <= {words.package_of(path.relative_to(HOME).as_posix()) for path in files}
 
 
-def test_comments_and_strings_are_those_of_the_tokenizer():
-    for path in (HOME / "src").rglob("*.py"):
+@pytest.mark.sampled(4)  # a tokenizer in Python takes seconds for all of them
+@pytest.mark.parametrize("package", sorted(path.name for path in (HOME / "src/bloomery").iterdir() if path.is_dir()))
+def test_comments_and_strings_are_those_of_the_tokenizer(package):
+    for path in (HOME / "src/bloomery" / package).rglob("*.py"):
         source = path.read_text(encoding="utf-8")
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         expected = [t.string for t in tokens if t.type in (tokenize.COMMENT, tokenize.STRING)]

@@ -93,6 +93,7 @@ def reference(messages, template, kind="bytes", tools=None):
 MARKED = ["llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "gemma3", "phi3", "lfm2_v2", "deepseekv3"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_tokens_and_flags_are_those_of_transformers_where_the_template_has_markers(name, kind):
@@ -119,6 +120,7 @@ UNMARKED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNMARKED)
 def test_without_markers_the_same_is_learned_as_with_those_that_trl_put_in(name):
     """But for white space behind the end token, and headers that some of TRL's markers take in."""

@@ -1,10 +1,12 @@
 """The Dockerfiles, read as Docker reads them: no engine runs here, so what can be checked in the text is checked."""
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -211,11 +213,46 @@ def execute(file: str, image: Path, **arguments: str) -> tuple[str, dict[str, st
     return done.stdout, environment
 
 
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """An environment as set-up makes it over the PyTorch of this interpreter, which is an environment, too."""
+    monkeypatch.syspath_prepend(ROOT / "src")
+    spec = importlib.util.spec_from_file_location("set_up_script", ROOT / "scripts/setup.py")
+    monkeypatch.setitem(sys.modules, "set_up_script", module := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    names = {"VENV": ".venv", "PYTHON": ".venv/bin/python", "STAMP": ".venv/s", "LOG": ".venv/l", "PIN": ".venv/pin"}
+    for name, path in names.items():
+        monkeypatch.setattr(module, name, tmp_path / path)
+    monkeypatch.setattr(module, "_torch", lambda: module.Torch("this interpreter's PyTorch stays; the rest"))
+    watched = module._watched
+    # Without a pip of its own, whose installation takes longer than all else.
+    monkeypatch.setattr(module, "_watched", lambda words, *rest: watched([*words, "--without-pip"], *rest))
+    monkeypatch.setattr(module, "_pip", lambda words, line: None)
+    with module._line(lambda: "making") as line:
+        module._make_environment(line)
+        module._install_torch(line)
+    return module
+
+
+def test_the_interpreters_torch_is_seen_pinned_and_kept_by_later_installs(made, tmp_path):
+    version = metadata.version("torch")
+    assert f"torch=={version}" in made.PIN.read_text().splitlines()
+    index = tmp_path / "index"
+    wheel(index, "xformers", "0.0.35", requires="torch>=99")
+    wheel(index, "torch", "99.0", module="raise ImportError('the wheel of PyPI')")
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "HOME": str(tmp_path)}
+    asked = [made.PYTHON, "-m", "pip", "install", "--dry-run", "xformers"]
+    refused = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert f"torch=={version}" in refused.stdout + refused.stderr
+
+
 def later(image: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     python = image / "bloomery/.venv/bin/python"
     return subprocess.run([python, *words], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.soak
 def test_the_interpreters_rocm_torch_survives_set_up_and_later_installs(image):
     """As in rocm/pytorch, whose python3 is an environment of its own with torch in it."""
     wheel(image / "theirs", "torch", "2.10.0+rocm7.2.4", module=TORCH)

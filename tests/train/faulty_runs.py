@@ -23,7 +23,7 @@ Change = Callable[[Batch], Batch]
 def healthy_plan(prepared: Path, **sections):
     """The tiny model on the tiny corpus: two hundred steps of 128 tokens."""
     plain = {"eval": {"every_steps": 1000}, "checkpoint": {"every_steps": 1000}, "logging": {"every_steps": 10}}
-    given = {"config": tiny_config(vocab_size=300)} | plain | sections
+    given = {"config": tiny_config(vocab_size=300, num_layers=1)} | plain | sections
     return tiny_plan(prepared, **given | {"train": {"steps": STEPS, **ONE_PIECE} | sections.get("train", {})})
 
 

@@ -20,7 +20,7 @@ from runs_of_the_loop import crossed
 from bloomery.plan.explained import diagnosis_facts
 from bloomery.recipe.schema import Preference
 
-LLAMA = tiny_config(vocab_size=300, family="llama", qk_norm="none")
+LLAMA = tiny_config(vocab_size=300, num_layers=1, family="llama", qk_norm="none")
 WAYS = {"loader": through_the_loader, "objective": through_the_objective}
 
 
@@ -78,7 +78,7 @@ def test_tokens_shuffled_under_their_labels(prepared, tmp_path, monkeypatch):
 def test_frozen_weights(prepared, tmp_path, monkeypatch):
     frozen_blocks(monkeypatch)
     (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
-    assert "62% of the parameters do not change: no gradient reaches them" in sentence and "model.layers." in sentence
+    assert "45% of the parameters do not change: no gradient reaches them" in sentence and "model.layers." in sentence
 
 
 def test_weights_that_the_optimizer_forgot(prepared, tmp_path, monkeypatch):

@@ -21,8 +21,9 @@ needs_kept = pytest.mark.skipif(not SAVED_TENSORS_READABLE, reason="PyTorch 2.9 
 
 @pytest.fixture
 def plan(prepared):
-    sections = {"train": {"steps": 6}, "eval": {"every_steps": 99}, "checkpoint": {"every_steps": 99}}
-    return tiny_plan(prepared, config=CONFIG, **sections)
+    # Its time is that of what is recorded: few steps, of one micro-batch.
+    train, never = {"steps": 4, "micro_batch_size": 4, "accumulation": 1}, {"every_steps": 99}
+    return tiny_plan(prepared, config=CONFIG, train=train, eval=never, checkpoint=never)
 
 
 def traced(plan, first: int, last: int):
@@ -31,40 +32,40 @@ def traced(plan, first: int, last: int):
 
 def test_recorded_steps_leave_a_trace_and_a_list_and_change_no_bit(plan, tmp_path):
     plain = Run(plan, tmp_path / "plain")
-    seen = Run(traced(plan, 3, 4), tmp_path / "seen")
+    seen = Run(traced(plan, 2, 3), tmp_path / "seen")
     assert seen.losses() == plain.losses()
-    assert_same_tensors(seen.tensors(6), plain.tensors(6))
+    assert_same_tensors(seen.tensors(4), plain.tensors(4))
     folder = seen.folder / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "step-00000003.memory.txt", "step-00000003.operators.txt", "step-00000003.trace.json.gz",
+        "step-00000002.memory.txt", "step-00000002.operators.txt", "step-00000002.trace.json.gz",
     ]  # fmt: skip
-    trace = json.loads(gzip.decompress((folder / "step-00000003.trace.json.gz").read_bytes()))
+    trace = json.loads(gzip.decompress((folder / "step-00000002.trace.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
     per_step = plan.train.accumulation * CONFIG.num_layers
     assert names.count("aten::scaled_dot_product_attention") == 2 * per_step
     assert "[memory]" in names
-    assert "aten::mm" in (folder / "step-00000003.operators.txt").read_text()
+    assert "aten::mm" in (folder / "step-00000002.operators.txt").read_text()
     phases = [(event.step, event.done, event.total) for event in seen.of(Phase) if event.name == "profile"]
-    assert phases == [(2, 0, 2), (4, 2, 2)]
+    assert phases == [(1, 0, 2), (3, 2, 2)]
 
 
 def test_checkpointed_blocks_are_not_computed_for_the_list(plan, tmp_path):
     """Asking autograd for a tensor that is to be computed again computes it, and all of its block is in memory."""
     plan = plan.model_copy(update={"train": plan.train.model_copy(update={"activation_checkpointing": "full"})})
     plain = Run(plan, tmp_path / "plain")
-    seen = Run(traced(plan, 3, 4), tmp_path / "seen")
+    seen = Run(traced(plan, 3, 3), tmp_path / "seen")
     assert seen.losses() == plain.losses()
     assert seen.of(Warned) == plain.of(Warned) == []
     text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
     assert not [line for line in text.splitlines() if KEPT in line and f" x {CONFIG.intermediate_size} f" in line]
-    assert_same_tensors(seen.tensors(6), plain.tensors(6))
+    assert_same_tensors(seen.tensors(4), plain.tensors(4))
 
 
 def test_memory_is_told_by_what_it_is_for(plan, tmp_path):
     seen = Run(traced(plan, 3, 3), tmp_path)
     text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
     assert text.startswith("step 3, between forward and backward of its first micro-batch")
-    weights = sum(tensor.nbytes for name, tensor in seen.tensors(6).items() if name.startswith("model/"))
+    weights = sum(tensor.nbytes for name, tensor in seen.tensors(4).items() if name.startswith("model/"))
     line = next(line for line in text.splitlines() if line.startswith("weights "))
     assert f"{weights / 1024:.1f} KiB" in line
     assert any(line.startswith("optimizer ") for line in text.splitlines())
@@ -106,7 +107,7 @@ def test_a_compilers_fake_tensors_are_passed_over(plan):
 def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
     plan = plan.model_copy(
         update={
-            "train": plan.train.model_copy(update={"micro_batch_size": 4, "accumulation": 1, "steps": 2}),
+            "train": plan.train.model_copy(update={"steps": 2}),
             "eval": plan.eval.model_copy(update={"micro_batch_size": 4}),
         }
     )
@@ -149,7 +150,7 @@ def test_a_recording_that_cannot_be_written_is_a_warning(plan, tmp_path):
 
 
 def test_a_stop_in_the_middle_writes_what_was_seen(plan, tmp_path):
-    run = Run(traced(plan, 2, 6), tmp_path, stop_after=3)
+    run = Run(traced(plan, 2, 4), tmp_path, stop_after=2)
     assert run.outcome == "stopped"
     assert (tmp_path / "profile/step-00000002.trace.json.gz").is_file()
 

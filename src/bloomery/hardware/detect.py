@@ -468,7 +468,7 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
     # torch.compile uses $CXX, else g++; another compiler works if CXX names it.
     compilers = (os.environ.get("CXX"), "g++", "c++", "clang++")
     runs = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    total, free = _memory(root)
+    total, free = memory_bytes(root)
     return Host(
         system=platform.system(),
         cpu_name=cpu[1].strip() if cpu else platform.processor() or platform.machine(),
@@ -512,7 +512,7 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount) and folder.is_dir())
 
 
-def _memory(root: Path) -> tuple[int, int]:
+def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """(total, free) bytes of the machine, or of the smallest control group around this process."""
     lines = re.findall(r"^(\w+):\s+(\d{1,20}) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
     kib = {key: int(value) * 1024 for key, value in lines}

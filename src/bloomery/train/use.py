@@ -9,7 +9,7 @@ from torch import nn
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
-from bloomery.hardware.detect import detect
+from bloomery.hardware.detect import memory_bytes
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
@@ -63,7 +63,11 @@ class Use:
     def free_bytes(self) -> int:
         if self.device == "cuda":
             return torch.cuda.mem_get_info()[0]
-        return (self.machine or detect()).host.memory_free_bytes
+        return self.host_free_bytes
+
+    @property
+    def host_free_bytes(self) -> int:
+        return self.machine.host.memory_free_bytes if self.machine else memory_bytes()[1]
 
 
 def load_used(
@@ -164,6 +168,6 @@ def _smaller(decoder: Decoder, quantize: Quantize, use: Use, needed: int, free: 
         saved = sum(weight.nbytes - storage_bytes(tuple(weight.shape), base, True) for weight in inside)
         if inside and needed - saved <= free:
             return f"pass --quantize {base}, which needs {format_bytes(needed - saved)}"
-    if use.device == "cuda" and needed <= (use.machine or detect()).host.memory_free_bytes:
+    if use.device == "cuda" and needed <= use.host_free_bytes:
         return "end other processes on this GPU, or pass --devices cpu"
     return "end other processes, or use a smaller model"

@@ -7,6 +7,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -83,13 +84,14 @@ STORAGE: Mapping[str, Storage] = MappingProxyType({
 })  # fmt: skip
 
 
-def places(config: ModelConfig) -> dict[str, TensorLocation]:
+@cache  # planning an adapter asks for the same model hundreds of times
+def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
     """By the name of our parameter, in the order of `parameter_shapes`."""
     if config.transformers_backend is not None:
-        return {
+        return MappingProxyType({
             ours: TensorLocation(theirs, rows=shape[0], of=shape[0])
             for ours, theirs, shape in config.transformers_backend.parameters
-        }
+        })  # fmt: skip
     storage, shapes = STORAGE.get(config.family, PLAIN), parameter_shapes(config)
 
     def renamed(path: str) -> str:
@@ -110,7 +112,7 @@ def places(config: ModelConfig) -> dict[str, TensorLocation]:
         target = ".".join(filter(None, (renamed(layer), renamed(stored), kind)))
         transposed = storage.transposed and layer != "" and len(shape) == 2
         found[name] = TensorLocation(target, transposed, sum(rows[: together.index(module)]), shape[0], sum(rows))
-    return found
+    return MappingProxyType(found)
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -1,6 +1,8 @@
 """Trainable and frozen parameters, and the bytes of weights, gradients and optimizer states."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -250,17 +252,24 @@ class TrainedModel:
         factor = self.mode.adapter_bytes * (2 if self.mode.pissa else 1)
         return float(numbers(self.adapter) * factor + 4 * magnitudes)
 
+    @cached_property
+    def _alike(self) -> Counter[tuple[str, Shape, bool]]:
+        """How many parameters differ in their layer alone, by name, shape and whether they are an adapter's."""
+        return Counter(
+            (re.sub(r"\.\d+\.", ".0.", name), shape, name in self.adapter) for name, shape in self.learning.items()
+        )
+
     def optimizer_bytes(self, kind: str, precision: str) -> float:
         """Optimizer states, on the device or in CPU memory.
 
         States of bfloat16 weights are bfloat16; those of small parameters are float32 with int8.
         """
         spec, states, total = OPTIMIZERS[kind], self.mode.states, 0.0
-        for name, shape in self.learning.items():
-            size, each = math.prod(shape), self.mode.adapter_bytes if name in self.adapter else weight_of(precision)
+        for (name, shape, added), count in self._alike.items():
+            size, each = math.prod(shape), self.mode.adapter_bytes if added else weight_of(precision)
             half = states == "bfloat16" or (states == "float32" and each == 2)
             one = INT8_STATE if states == "int8" and size >= INT8_SMALLEST else 2 if half else 4
-            total += spec.state_values(name, shape) * (4 if spec.float32_states else one)
+            total += count * spec.state_values(name, shape) * (4 if spec.float32_states else one)
         return total
 
     def state_parts(self, kind: str, precision: str) -> dict[str, float]:
