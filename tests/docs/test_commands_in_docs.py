@@ -1,11 +1,13 @@
 """Whatever the pages and messages tell people to type can be typed; every verb has a page."""
 
 import re
+from functools import cache
+from pathlib import Path
 
-import pytest
 from words_of_docs import ROOT, check_command, check_key, commands_in, quoted, words_of
 
 from bloomery.cli import COMMANDS, cli
+from bloomery.core.errors import UserError
 from bloomery.recipe.schema import Recipe
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -14,20 +16,23 @@ SECTIONS = "|".join(Recipe.model_fields)
 FILES = {path.name for path in (ROOT / "src").rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_commands_on_a_page_exist(page) -> None:
-    for command in sorted(set(commands_in(page.read_text()))):
-        check_command(words_of(command))
+def test_the_commands_on_a_page_exist() -> None:
+    pages = {command: page for page in PAGES for command in commands_in(page.read_text())}
+    for command, page in pages.items():
+        try:
+            check_command(words_of(command))
+        except (AssertionError, UserError) as fault:
+            fault.add_note(f"{page}: {command}")
+            raise
 
 
 def test_pages_have_commands() -> None:
     assert len({command for page in PAGES for command in commands_in(page.read_text())}) > 300
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_recipe_key_on_a_page_exists(page) -> None:
-    keys = [text for text in quoted(page.read_text()) if re.fullmatch(rf"(?:{SECTIONS})(?:\.[a-z_]+)+=?", text)]
-    for key in keys:
+def test_a_recipe_key_on_a_page_exists() -> None:
+    texts = {text for page in PAGES for text in quoted(page.read_text())}
+    for key in sorted(text for text in texts if re.fullmatch(rf"(?:{SECTIONS})(?:\.[a-z_]+)+=?", text)):
         if key not in FILES and not key.endswith((".json", ".safetensors", ".py", ".sh")):  # train.py is no key
             check_key(key.rstrip("="))
 
@@ -40,27 +45,28 @@ def test_every_verb_has_a_page() -> None:
         assert (ROOT / "docs" / link).is_file(), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page) -> None:
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
-        assert (page.parent / link).exists(), link
-    for path in re.findall(r"`((?:tests|src|scripts|benchmarks)/[\w./-]+)`", page.read_text()):
-        assert (ROOT / path).exists(), path
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page}: {link}"
+        for path in re.findall(r"`((?:tests|src|scripts|benchmarks)/[\w./-]+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page}: {path}"
 
 
-def anchors_of(page: str) -> set[str]:
+@cache
+def anchors_of(page: Path) -> set[str]:
     """The anchors of a page's headings, as Python-Markdown's toc makes them."""
-    text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_to_headings_lead_somewhere(page) -> None:
-    for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
-        target = page.parent / link if link else page
-        assert target.suffix != ".md" or anchor in anchors_of(target.read_text()), f"{link}#{anchor}"
+def test_links_to_headings_lead_somewhere() -> None:
+    for page in PAGES:
+        for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+            target = (page.parent / link if link else page).resolve()
+            assert target.suffix != ".md" or anchor in anchors_of(target), f"{page}: {link}#{anchor}"
 
 
 def test_messages_name_verbs_that_exist() -> None:

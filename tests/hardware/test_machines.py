@@ -1,8 +1,7 @@
 """The recorded and constructed machines under tests/machines: they load, survive JSON and agree with the tables."""
 
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Machine, read_machine
@@ -12,7 +11,10 @@ from bloomery.hardware.specs import arch_spec, find_gpu, gpu_spec
 FOLDER = Path(__file__).parent.parent / "machines"
 FILES = sorted(FOLDER.glob("*.json"))
 
-machines = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+@cache
+def machines() -> dict[str, Machine]:
+    return {path.stem: read_machine(path) for path in FILES}
 
 
 def test_every_kind_of_machine_is_there():
@@ -21,53 +23,52 @@ def test_every_kind_of_machine_is_there():
     assert seen >= {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx1031", "gfx1100", "gfx1151", "gfx1200", "sm_90"}
 
 
-@machines
-def test_a_machine_loads_and_survives_json(path):
-    machine = read_machine(path)
-    assert Machine.model_validate_json(machine.model_dump_json()) == machine
-    written = machine.model_dump_json(indent=1, exclude_defaults=True) + "\n"
-    assert path.read_text() == written  # a key that the type does not have would be dropped in silence
+def test_a_machine_loads_and_survives_json():
+    for path in FILES:
+        machine = read_machine(path)
+        assert Machine.model_validate_json(machine.model_dump_json()) == machine, path
+        written = machine.model_dump_json(indent=1, exclude_defaults=True) + "\n"
+        assert path.read_text() == written, path  # a key that the type does not have would be dropped in silence
 
 
-@machines
-def test_a_machine_says_where_it_comes_from(path):
-    assert read_machine(path).origin.startswith(("constructed from ", "recorded on "))
+def test_a_machine_says_where_it_comes_from():
+    for name, machine in machines().items():
+        assert machine.origin.startswith(("constructed from ", "recorded on ")), name
 
 
-@machines
-def test_devices_agree_with_the_table(path):
-    for device in read_machine(path).accelerators:
-        assert arch_spec(device.arch) is not None
-        spec = gpu_spec(device)
-        if spec is not None and spec.memory_gib:  # the driver keeps a little of the nominal memory
-            nominal = min(spec.memory_gib, key=lambda gib: abs(gib * GIB - device.memory_bytes))
-            assert 0.97 * nominal * GIB < device.memory_bytes <= nominal * GIB
-        if device.vendor == "amd":
-            assert device.compute_units > 0
-            assert device.device_id > 0
-            assert device.node
+def test_devices_agree_with_the_table():
+    for name, machine in machines().items():
+        for device in machine.accelerators:
+            assert arch_spec(device.arch) is not None, name
+            spec = gpu_spec(device)
+            if spec is not None and spec.memory_gib:  # the driver keeps a little of the nominal memory
+                nominal = min(spec.memory_gib, key=lambda gib: abs(gib * GIB - device.memory_bytes))
+                assert 0.97 * nominal * GIB < device.memory_bytes <= nominal * GIB, name
+            if device.vendor == "amd":
+                assert device.compute_units > 0, name
+                assert device.device_id > 0, name
+                assert device.node, name
 
 
-@machines
-def test_the_build_agrees_with_the_version(path):
-    software = read_machine(path).software
-    local = (software.torch or "").partition("+")[2]
-    wanted = "rocm" if local.startswith("rocm") else "cuda" if local.startswith("cu1") else "cpu"
-    assert software.build == wanted
-    assert bool(software.hip) == (wanted == "rocm")
-    assert bool(software.cuda) == (wanted == "cuda")
+def test_the_build_agrees_with_the_version():
+    for name, machine in machines().items():
+        software = machine.software
+        local = (software.torch or "").partition("+")[2]
+        wanted = "rocm" if local.startswith("rocm") else "cuda" if local.startswith("cu1") else "cpu"
+        assert software.build == wanted, name
+        assert bool(software.hip) == (wanted == "rocm"), name
+        assert bool(software.cuda) == (wanted == "cuda"), name
 
 
-@machines
-def test_what_the_kernel_shows_fits_together(path):
-    machine = read_machine(path)
-    cards = {device.pci_address for device in machine.accelerators if device.vendor == "amd"}
-    assert cards <= {display.address for display in machine.host.displays}
-    if cards:
-        assert machine.host.driver.amdgpu
-        assert machine.host.access.kfd != "absent"
-    indices = [device.index for device in machine.accelerators]
-    assert indices == list(range(len(indices)))
+def test_what_the_kernel_shows_fits_together():
+    for name, machine in machines().items():
+        cards = {device.pci_address for device in machine.accelerators if device.vendor == "amd"}
+        assert cards <= {display.address for display in machine.host.displays}, name
+        if cards:
+            assert machine.host.driver.amdgpu, name
+            assert machine.host.access.kfd != "absent", name
+        indices = [device.index for device in machine.accelerators]
+        assert indices == list(range(len(indices))), name
 
 
 def test_a_named_gpu_gets_the_build_that_the_doctor_would_install_here():
