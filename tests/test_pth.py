@@ -155,8 +155,13 @@ def test_a_hostile_pickle_does_nothing(tmp_path, kind):
 
 
 PROBE = """
-import errno, os, socket, subprocess, sys
+import ctypes, errno, os, signal, socket, subprocess, sys
 from bloomery.export.pth_worker import lock_down
+libc, about = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(128)
+about[8:12] = b"\\xff\\xff\\xff\\xff"  # si_code: SI_QUEUE
+def queued():
+    if libc.syscall({"x86_64": 129, "aarch64": 138}[os.uname().machine], os.getppid(), 0, about):
+        raise OSError(ctypes.get_errno(), "")
 locked = lock_down(2**34)
 def refused(call):
     try:
@@ -168,6 +173,11 @@ calls = {
     "read": lambda: open("/etc/hostname"), "write": lambda: open(sys.argv[1], "w"), "fork": os.fork,
     "exec": lambda: os.execv("/bin/true", ["true"]), "socket": socket.socket, "kill": lambda: os.kill(os.getppid(), 0),
     "system": lambda: subprocess.run(["true"]), "delete": lambda: os.unlink(sys.argv[1]),
+    "truncate": lambda: os.truncate(sys.argv[2], 0), "link": lambda: os.link(sys.argv[2], sys.argv[1]),
+    "symlink": lambda: os.symlink(sys.argv[2], sys.argv[1]), "pipe": lambda: os.mkfifo(sys.argv[1]),
+    "rmdir": lambda: os.rmdir(sys.argv[3]), "times": lambda: os.utime(sys.argv[2], (0, 0)), "signal": queued,
+    "owner": lambda: os.chown(sys.argv[2], os.getuid(), os.getgid()), "pidfd": lambda: os.pidfd_open(os.getppid()),
+    "attribute": lambda: os.setxattr(sys.argv[2], "user.a", b"b"),
 }
 print(locked, sorted(name for name, call in calls.items() if not refused(call)))
 """
@@ -177,8 +187,12 @@ def test_the_locked_process_can_do_nothing_else(tmp_path):
     import subprocess
     import sys
 
-    done = subprocess.run([sys.executable, "-c", PROBE, str(tmp_path / "x")], capture_output=True, text=True)
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    places = [str(tmp_path / name) for name in ("x", "file", "folder")]
+    done = subprocess.run([sys.executable, "-c", PROBE, *places], capture_output=True, text=True)
     assert done.stdout == "True []\n", done.stdout + done.stderr
+    assert (tmp_path / "file").read_text() == "kept" and (tmp_path / "folder").is_dir()
 
 
 RANKED = [bytes([each]) for each in range(256)] + [

@@ -23,15 +23,25 @@ ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 1  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERR
 # What the kernel refuses, by architecture: its audit number, and the numbers (asm/unistd.h) of open, openat, openat2,
 # creat, socket, connect, bind, sendto, sendmsg, clone, fork, vfork, clone3, execve, execveat, kill, tkill, tgkill,
 # ptrace, process_vm_readv, process_vm_writev, unlink, unlinkat, rename, renameat, renameat2, mkdir, mkdirat, chmod,
-# fchmodat, io_uring_setup, memfd_create, mount and bpf, where it has them.
+# fchmodat, io_uring_setup, memfd_create, mount and bpf, where it has them; then those of truncate, rmdir, link, linkat,
+# symlink, symlinkat, mknod, mknodat, chown, lchown, fchownat, utime, utimes, futimesat, utimensat, setxattr, lsetxattr,
+# removexattr, lremovexattr, fchmodat2; rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, pidfd_getfd, pidfd_send_signal,
+# prlimit64; open_by_handle_at, mq_open, mq_unlink, add_key, request_key, keyctl; unshare, setns, umount2, chroot,
+# open_tree, move_mount, fsopen, mount_setattr and perf_event_open.
 REFUSED = {
     "x86_64": (0xC000003E, (
         2, 257, 437, 85, 41, 42, 49, 44, 46, 56, 57, 58, 435, 59, 322, 62, 200, 234, 101, 310, 311, 87, 263, 82, 264,
         316, 83, 258, 90, 268, 425, 319, 165, 321,
+        76, 84, 86, 265, 88, 266, 133, 259, 92, 94, 260, 132, 235, 261, 280, 188, 189, 197, 198, 452,
+        129, 297, 434, 438, 424, 302, 304, 240, 241, 248, 249, 250,
+        272, 308, 166, 161, 428, 429, 430, 442, 298,
     )),
     "aarch64": (0xC00000B7, (
         56, 437, 198, 203, 200, 206, 211, 220, 435, 221, 281, 129, 130, 131, 117, 270, 271, 35, 38, 276, 34, 53, 425,
         279, 40, 280,
+        45, 37, 36, 33, 54, 88, 5, 6, 14, 15, 452,
+        138, 240, 434, 438, 424, 261, 265, 180, 181, 217, 218, 219,
+        97, 268, 39, 51, 428, 429, 430, 442, 241,
     )),
 }  # fmt: skip
 
