@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from command_line import assert_clear, here, write_workshop
 
 from bloomery.cli import cli
-from bloomery.cli.crash import _sentence
+from bloomery.cli.common import _sentence
 from bloomery.hardware.detect import detect
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.folder import find_run

@@ -7,7 +7,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from bloomery.cli import cli
-from bloomery.cli.completion import SHELLS
+from bloomery.cli.common import SHELLS
 
 
 def completed(words: list[str], start: str) -> list[str]:

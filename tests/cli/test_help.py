@@ -129,7 +129,7 @@ def test_debug_shows_the_traceback(monkeypatch):
 
 CRASH = """
 import sys, bloomery.cli as c
-from bloomery.cli.crash import traceback_file
+from bloomery.cli.common import traceback_file
 from pathlib import Path
 def command(*words, **options):
     {before}

@@ -18,8 +18,8 @@ from bloomery.data.prepare.prepare import finished, identity, prepare
 from bloomery.data.shards import Split, open_split, read_manifest
 from bloomery.data.sources.documents import ReadStats, read_documents
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.plan.choices import objective_choices
 from bloomery.plan.gather import counted, guessed
-from bloomery.plan.rules.choices import objective_choices
 from bloomery.recipe.load import LoadedRecipe
 
 TOKENIZER = {"train": {"vocab_size": 300, "special_tokens": ["<|im_start|>", "<|im_end|>"]}}

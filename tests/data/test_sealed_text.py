@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from structured import write_structured
 
-from bloomery.core import seals
+from bloomery.core import files
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Cursor, Loader
 from bloomery.data.prepare.prepare import prepare
@@ -16,7 +16,7 @@ from bloomery.data.shards import Manifest, open_split, read_manifest, write_mani
 @pytest.fixture
 def sealed(corpus, tmp_path, recipe_of, monkeypatch):
     """A prepared folder of many blocks, and its recipe."""
-    monkeypatch.setattr(seals, "BLOCK", 256)
+    monkeypatch.setattr(files, "BLOCK", 256)
     loaded = recipe_of(path=str(corpus), validation="20%")
     prepare(loaded, tmp_path / "p")
     return tmp_path / "p", loaded
@@ -79,8 +79,8 @@ def test_zeroed_text_is_refused_by_the_first_row_of_it_and_by_no_other(sealed):
 def test_a_block_is_hashed_once(sealed, monkeypatch):
     folder, _ = sealed
     split, hashed = open_split(folder, "train"), []
-    digest = seals.digest_of
-    monkeypatch.setattr(seals, "digest_of", lambda content: hashed.append(1) or digest(content))
+    digest = files.digest_of
+    monkeypatch.setattr(files, "digest_of", lambda content: hashed.append(1) or digest(content))
     for _ in range(3):
         for start in range(0, len(split.tokens), 16):
             split.tokens[start : start + 16]
@@ -115,14 +115,14 @@ def test_what_stands_beside_the_tokens_is_sealed_too(tmp_path, name):
 
 
 def test_digests_of_blocks_by_threads_are_those_of_the_file_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(seals, "BLOCK", 2**12)
-    monkeypatch.setattr(seals, "_TASK", 2**14)
+    monkeypatch.setattr(files, "BLOCK", 2**12)
+    monkeypatch.setattr(files, "_TASK", 2**14)
     content = np.random.default_rng(0).integers(0, 256, 2**20 + 17, np.uint8).tobytes()
     (tmp_path / "f").write_bytes(content)
     done = []
-    found = seals.digests_of_file(tmp_path / "f", done.append)
-    blocks = [content[at : at + seals.BLOCK] for at in range(0, len(content), seals.BLOCK)]
-    assert found == tuple(map(seals.digest_of, blocks))
+    found = files.digests_of_file(tmp_path / "f", done.append)
+    blocks = [content[at : at + files.BLOCK] for at in range(0, len(content), files.BLOCK)]
+    assert found == tuple(map(files.digest_of, blocks))
     assert sum(done) == len(content)
 
 

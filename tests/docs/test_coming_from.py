@@ -14,7 +14,7 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.rules.unsupported import refuse_recipe, refuse_several_devices
+from bloomery.plan.unsupported import refuse_recipe, refuse_several_devices
 from bloomery.recipe.load import load_recipe
 
 GUIDES = {

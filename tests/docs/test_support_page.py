@@ -11,7 +11,7 @@ sys.path.append(str(ROOT / "scripts"))
 import support_page
 
 from bloomery.core.errors import UserError
-from bloomery.plan.rules.support import AXES, FEATURES, refuse_unsupported
+from bloomery.plan.unsupported import AXES, FEATURES, refuse_unsupported
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import OBJECTIVES, OptimizerKind
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from bloomery.core import seals
+from bloomery.core import files as sealed_files
 from bloomery.core.errors import UserError
 from bloomery.export.layouts import export, export_adapter
 from bloomery.monitor.events import EventLog, StepDone, Warned, last_per_step, read_events
@@ -86,7 +86,7 @@ def here(folder: Path) -> Iterator[StringIO]:
     with (
         chdir(folder), redirect_stdout(StringIO()), redirect_stderr(StringIO()) as told,
         mock.patch.object(local, "run_stage", in_process), mock.patch.object(local, "detect", lambda: machine),
-        mock.patch.object(seals, "BLOCK", 512),
+        mock.patch.object(sealed_files, "BLOCK", 512),
     ):  # fmt: skip
         yield told
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from flips import RUN, World, files_of, here, outcome, put_back
 
-from bloomery.core import seals
 from bloomery.core.errors import UserError
+from bloomery.core.files import digest_of, unstamped
 from bloomery.monitor.events import Warned, read_events
 from bloomery.plan.store import RUN_FILE, begin, read_identity, read_plan, read_sealed, write_sealed
 from bloomery.recipe.load import load_recipe
@@ -140,7 +140,7 @@ def seal_again(folder: Path) -> None:
 def test_checkpoints_name_their_run_its_plan_and_the_one_before(middle):
     local.resume(RUN, quiet=True)
     head = read_identity(middle)
-    third, fourth = (seals.unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4))
+    third, fourth = (unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4))
     assert third["run"] == fourth["run"] == head.run
     assert third["plan"] == fourth["plan"] == head.plans[-1]
     assert fourth["before"] == [3, third["sha256"]]
@@ -152,15 +152,15 @@ def test_overrides_write_a_new_plan_and_the_chain_holds_both(middle):
     local.resume(RUN, quiet=True, overrides=["train.max_steps=5", "eval.every=1 steps"])
     head = read_identity(middle)
     assert len(head.plans) == 2
-    assert seals.digest_of((middle / "plan.json").read_bytes()) == head.plans[-1]
-    assert seals.unstamped(step_folder(middle / "checkpoints", 5) / "MANIFEST.json")["plan"] == head.plans[-1]
+    assert digest_of((middle / "plan.json").read_bytes()) == head.plans[-1]
+    assert unstamped(step_folder(middle / "checkpoints", 5) / "MANIFEST.json")["plan"] == head.plans[-1]
     local.resume(RUN, quiet=True, overrides=["train.max_steps=6"])
 
 
 def test_going_back_starts_another_chain(middle):
     local.resume(RUN, quiet=True)
     local.resume(RUN, quiet=True, step=3)
-    third, fourth = (seals.unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4))
+    third, fourth = (unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4))
     assert fourth["before"] == [3, third["sha256"]]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
-from bloomery.core.seals import stamped
+from bloomery.core.files import stamped
 from bloomery.plan.store import FORMAT, read_identity
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import folder as run_folder

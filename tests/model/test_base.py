@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.base_model import Base, base_of, digest
+from bloomery.model.adapters.settings import Base, base_of, digest
 
 TENSORS = {name: torch.randn(64, 64, generator=torch.Generator().manual_seed(n)) for n, name in enumerate("abc")}
 

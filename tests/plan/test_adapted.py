@@ -12,7 +12,7 @@ from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.families import config_to_hf
 from bloomery.model.presets import build_config, known_config
 from bloomery.plan.estimate.states import TrainedModel, counted_as
-from bloomery.plan.rules.unsupported import adapter_choices, refuse_method_misfits, refuse_misfits, refuse_new_rows
+from bloomery.plan.unsupported import adapter_choices, refuse_method_misfits, refuse_misfits, refuse_new_rows
 from bloomery.recipe.schema import Model, Peft, Recipe, TokenizerSection, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)

@@ -8,9 +8,9 @@ from plan_help import gpu_machine, planned, reported
 from bloomery.core.units import GIB
 from bloomery.hardware.calibration import Point
 from bloomery.model.presets import published_config
+from bloomery.plan.choices import setting
 from bloomery.plan.estimate.speed import product_flops, recompute, useful_flops
 from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel, TrainingMode
-from bloomery.plan.rules.choices import setting
 from bloomery.recipe.load import load_recipe
 
 LLAMA = published_config("meta-llama/Llama-2-7b-hf")

@@ -11,18 +11,21 @@ from click.testing import CliRunner
 
 from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
-from bloomery.runs.tasks import functions
-from bloomery.runs.tasks.functions import (
+from bloomery.runs.tasks import items
+from bloomery.runs.tasks.items import (
     PACKAGED,
+    Item,
     Limits,
+    Settings,
+    Task,
     program_of,
+    read_task,
     refuse_settings,
     refuse_without_sandbox,
     run_program,
     scores_of,
     solve,
 )
-from bloomery.runs.tasks.items import Item, Settings, Task, read_task
 from bloomery.runs.tasks.statistics import pass_at_k
 
 HOME = Path(__file__).parents[2]
@@ -114,7 +117,7 @@ def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, m
     path = tmp_path / "two.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     written = ["    return 2 * x", "    return 1 / 0", "    return x * 2", *["    return x"] * 3]
-    monkeypatch.setattr(functions, "complete", lambda *_, **__: written)
+    monkeypatch.setattr(items, "complete", lambda *_, **__: written)
     words = [str(model), "--task", str(path), "--samples", "3", "--run-code", "-d", "cpu", "--json"]
     found = CliRunner().invoke(command, words)
     assert found.exit_code == 0, found.output

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import write_durably
-from bloomery.core.seals import stamped, unstamped
+from bloomery.core.files import stamped, unstamped, write_durably
 from bloomery.monitor.events import Saved, Warned
 from bloomery.plan.store import begin
 from bloomery.train import checkpoint, model_folder

@@ -6,9 +6,9 @@ from plans_for_tests import tiny_config
 from test_lean_adamw import PLAN, Some, same, train
 
 from bloomery.model.io.weights import fresh_decoder
-from bloomery.parallel import offload as copies
-from bloomery.parallel.apply import checkpoint_block
-from bloomery.parallel.offload import offload_activations
+from bloomery.parallel import apply
+from bloomery.parallel.apply import Lane, checkpoint_block, offload_activations
+from bloomery.train.optim import adamw
 from bloomery.train.optim import common as optim_pieces
 from bloomery.train.optim.adamw import StatePlacement
 from bloomery.train.optim.build import build_optimizer
@@ -51,8 +51,9 @@ def streams(monkeypatch):
         return made[-1]
 
     WORK.seen.clear()
-    monkeypatch.setattr(copies, "apart", lambda device: True)
-    monkeypatch.setattr(copies, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
+    for place in (apply, adamw):
+        monkeypatch.setattr(place, "apart", lambda device: True)
+        monkeypatch.setattr(place, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
     monkeypatch.setattr(torch.cuda, "Stream", fresh)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: WORK)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
@@ -69,7 +70,7 @@ def test_states_that_visit_are_states_that_stayed(streams, monkeypatch, states, 
     train(visited, away, range(4))
     assert len(streams) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "apart", lambda device: False)
+        patch.setattr(adamw, "apart", lambda device: False)
         here = build_optimizer(stayed, plan.model_copy(update={"offload": True}))
         train(stayed, here, range(4))
     assert same(stayed, visited)
@@ -111,7 +112,7 @@ def test_activations_that_leave_are_those_that_stay(streams, mode):
 
 
 def test_of_what_leaves_little_is_under_way(streams):
-    lane = copies.Lane()
+    lane = Lane()
     for number in range(9):
         lane.out([torch.zeros(1)], lambda: None, under_way=4)
         assert WORK.seen.get("side 0", 0) == max(0, number + 1 - 4)

@@ -13,7 +13,7 @@ from bloomery.data.loader import Cursor
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, StepHealth, from_json, to_json
-from bloomery.plan.rules.choices import reference_of
+from bloomery.plan.choices import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
 from bloomery.train import context
 from bloomery.train import objectives as objectives

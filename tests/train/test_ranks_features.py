@@ -11,7 +11,7 @@ from structured_runs import write_answers
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import read_config
-from bloomery.plan.rules.support import AXES, FEATURES
+from bloomery.plan.unsupported import AXES, FEATURES
 from bloomery.recipe.schema import Distill, Kto, Lora, Peft, Preference, Quantize, Reward, Sft, SimPo
 from foreign_models import saved_model
 from ranks import fields, losses, on_ranks, ranks, seconds_of, train_here

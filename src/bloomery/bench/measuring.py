@@ -24,11 +24,11 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.model.attention.support import SHORT, supports
 from bloomery.model.counting import parameter_count
+from bloomery.plan.choices import setting
 from bloomery.plan.estimate.speed import compile_gain
 from bloomery.plan.resolve import child_environment, local_plan
-from bloomery.plan.rules.choices import setting
-from bloomery.plan.rules.unsupported import refuse_several_devices
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
+from bloomery.plan.unsupported import refuse_several_devices
 from bloomery.recipe.load import load_recipe
 
 CHILD = "bloomery.bench.child"

@@ -20,7 +20,7 @@ STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C with
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("bloomery.cli.demo:command", "Train a small model, kill and resume it, evaluate it."),
     "doctor": ("bloomery.cli.doctor:command", "Check this machine and suggest fixes."),
-    "recipes": ("bloomery.cli.recipes:command", "List, show, copy and import recipes."),
+    "recipes": ("bloomery.cli.plan:recipes_command", "List, show, copy and import recipes."),
     "tokenizer": ("bloomery.cli.prepare:tokenizer_command", "Train a tokenizer, or print the tokens of a text."),
     "prepare": ("bloomery.cli.prepare:command", "Tokenize a dataset; show the loss mask."),
     "plan": ("bloomery.cli.plan:command", "Estimate GPU memory, time and disk before a run."),
@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("bloomery.cli.eval:command", "Evaluate: loss, perplexity, tasks; compare two models."),
     "generate": ("bloomery.cli.generate:command", "Generate text from prompts."),
     "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),
-    "serve": ("bloomery.cli.serve:command", "Serve models over HTTP, as OpenAI does, with a page."),
+    "serve": ("bloomery.cli.generate:serve_command", "Serve models over HTTP, as OpenAI does, with a page."),
     "export": ("bloomery.cli.models:command", "Export a model or LoRA adapter; merge; write GGUF."),
     "import": ("bloomery.cli.models:import_command", "Convert GGUF or .pth to Hugging Face format."),
     "convert": ("bloomery.cli.models:convert_command", "Convert a model, its context, template and tokens."),
@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "push": ("bloomery.cli.models:push_command", "Upload an exported model to the Hub."),
     "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),
-    "completion": ("bloomery.cli.completion:command", "Print shell completion for bash, zsh or fish."),
+    "completion": ("bloomery.cli.common:completion_command", "Print shell completion for bash, zsh or fish."),
 }
 
 
@@ -180,6 +180,6 @@ def _command_path(arguments: Sequence[str]) -> str:
 
 def _explain_crash(kind: type[BaseException], error: BaseException, trace: object) -> None:
     del trace
-    from bloomery.cli.crash import explain
+    from bloomery.cli.common import explain
 
     explain(kind, error)

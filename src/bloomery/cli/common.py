@@ -1,4 +1,4 @@
-"""Shared by the commands: arguments for recipes and devices, printing of text and JSON"""
+"""Shared by the commands: arguments, completion by the shell, printing of text and JSON, internal errors"""
 
 import json
 import math
@@ -7,16 +7,22 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
+from click.shell_completion import CompletionItem, get_completion_class
 
-from bloomery.core.errors import UserError
-from bloomery.core.text import expanded, fitted, harmless
+from bloomery.core.errors import UserError, of_the_system
+from bloomery.core.files import open_regular, state_folder
+from bloomery.core.text import expanded, fitted, harmless, redact_secrets
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -31,7 +37,6 @@ def _complete(kind: str) -> Callable[[click.Context, click.Parameter, str], list
     """Shell completion of recipes, runs or keys, imported when the shell asks."""
 
     def complete(_context: click.Context, _parameter: click.Parameter, start: str) -> list[Any]:
-        from bloomery.cli.completion import candidates
 
         return candidates(kind, start)
 
@@ -246,3 +251,92 @@ def plain(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return str(value) if isinstance(value, Path) else value
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion_command(shell: str) -> None:
+    """Print the script that completes commands, recipes, runs and recipe keys.
+
+    \b
+    Example: bloomery completion bash >> ~/.bashrc
+             bloomery completion fish > ~/.config/fish/completions/bloomery.fish
+    """
+    from bloomery.cli import cli
+
+    made = get_completion_class(shell)
+    assert made is not None, "click completes all of SHELLS"
+    echo(made(cli, {}, "bloomery", "_BLOOMERY_COMPLETE").source())
+
+
+def candidates(kind: str, start: str) -> list[CompletionItem]:
+    """Of recipes: packaged ones and YAML files; of runs: `last` and the folders below runs/; of keys: `train.epochs=`.
+
+    A path where no recipe or run fits.
+    """
+    match kind:
+        case "recipes":
+            from bloomery.recipe.load import packaged
+
+            files = [str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern)]
+            names = [*packaged(), *files]
+        case "runs":
+            names = ["last", *sorted(path.name for path in Path("runs").glob("*") if path.is_dir())]
+        case _:
+            from bloomery.recipe.aliases import all_keys
+
+            names = [".".join(path) + "=" for path in all_keys()]
+    found = [CompletionItem(name) for name in names if name.startswith(start)]
+    return found or ([] if kind == "keys" else [CompletionItem(start, type="file")])
+
+
+# Set by a command with a run folder: the traceback goes to the run's log.txt.
+traceback_file: ContextVar[Path | None] = ContextVar("traceback_file", default=None)
+
+
+def explain(kind: type[BaseException], error: BaseException) -> None:
+    """Print the error of an uncaught exception; its traceback goes to a file."""
+    if issubclass(kind, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        return
+    kept = _keep("".join(traceback.format_exception(kind, error, error.__traceback__)))
+    click.echo(harmless(redact_secrets(str(_sentence(error, kept)))), err=True)
+
+
+def _sentence(error: BaseException, kept: Path | None) -> UserError:
+    known = of_the_system(error) if isinstance(error, OSError) else None
+    if known is not None:
+        return known
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        from bloomery.hardware.detect import detect
+        from bloomery.hardware.doctor.software import torch_missing
+
+        return torch_missing(detect())
+    if isinstance(error, MemoryError):
+        fix = "close other programs, or use smaller sizes"
+        return UserError("out of host memory (RAM)", where=str(error), fix=fix)
+    message = (str(error).strip().splitlines() or [""])[0][:200]
+    problem = f"internal error: {type(error).__name__}" + (f": {message}" if message else "")
+    where = f"traceback in {kept}" if kept else ""
+    return UserError(problem, where=where, fix="report this bug; --debug prints the traceback")
+
+
+def _keep(text: str) -> Path | None:
+    """Append the traceback to the run's log, else to a separate file; None when neither can be written."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    state = state_folder() / "errors.txt"
+    text = redact_secrets(text)  # users attach these files to bug reports
+    for place in (traceback_file.get(), state, Path(tempfile.gettempdir()) / f"bloomery-errors-{os.getpid()}.txt"):
+        if place is None:
+            continue
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
+                file.write(f"{stamp}\n{text}\n")
+        except (OSError, UserError):
+            continue
+        return place
+    return None

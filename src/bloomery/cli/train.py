@@ -72,7 +72,7 @@ def command(
     Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go"
              bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
     """
-    from bloomery.cli.crash import traceback_file
+    from bloomery.cli.common import traceback_file
     from bloomery.runs.launchers import new_folder
     from bloomery.runs.lifecycle import start
 
@@ -198,7 +198,7 @@ def resume_command(run: str, overrides: tuple[str, ...], step: int | None, devic
 
     Example: bloomery resume last train.epochs=4
     """
-    from bloomery.cli.crash import traceback_file
+    from bloomery.cli.common import traceback_file
     from bloomery.runs.lifecycle import resume
 
     folder = find_run(run)

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bloomery.core import seals
+from bloomery.core import files
 from bloomery.core.errors import UserError
-from bloomery.core.files import flush_to_disk, write_durably
-from bloomery.core.seals import Blocks, digests_of_file, stamped, unstamped
+from bloomery.core.files import Blocks, digests_of_file, flush_to_disk, stamped, unstamped, write_durably
 from bloomery.data.packing import Layout, PackedSequence, PackedSequences
 from bloomery.data.shards import SplitName, open_split, read_manifest
 
@@ -98,7 +97,7 @@ class Reference:
         never computed, and for a damaged one.
         """
         places = np.maximum(stored, 0)
-        self._blocks.check_blocks(np.unique(4 * places // seals.BLOCK).tolist())
+        self._blocks.check_blocks(np.unique(4 * places // files.BLOCK).tolist())
         values: Values = np.where(loss_mask > 0, self._values[places], np.float32(0))
         if not np.isfinite(values).all():
             problem = "file has no value for a loss token: data.packing or data.sequence_length were others"

@@ -11,8 +11,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import write_durably
-from bloomery.core.seals import (
+from bloomery.core.files import (
     Blocks,
     added_to,
     changed,
@@ -22,6 +21,7 @@ from bloomery.core.seals import (
     stamp_of,
     stamped,
     unstamped,
+    write_durably,
 )
 
 FORMAT = 3
@@ -40,7 +40,7 @@ class ManifestRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 class FileRecord(ManifestRecord):
-    """`blocks`: the digest of each `seals.BLOCK` of it."""
+    """`blocks`: the digest of each `files.BLOCK` of it."""
 
     name: str
     bytes: int

@@ -45,8 +45,8 @@ from bloomery.export.gguf_format import (
     vocabulary,
 )
 from bloomery.export.layouts import Exported, draft_of, merged_pieces, merged_state
-from bloomery.model.adapters.base_model import base_of, read_settings
 from bloomery.model.adapters.peft_files import PREFIX, adapter_tensors, read_adaptation
+from bloomery.model.adapters.settings import base_of, read_settings
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.safetensors import TensorReader

@@ -23,7 +23,10 @@ from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export import DTYPES as WORDS
 from bloomery.export.card import Merge, write_card
-from bloomery.model.adapters.base_model import (
+from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter
+from bloomery.model.adapters.peft_files import read_adaptation, read_trained
+from bloomery.model.adapters.peft_methods import has_method, merge_methods
+from bloomery.model.adapters.settings import (
     CONFIG,
     TENSORS,
     base_of,
@@ -31,9 +34,6 @@ from bloomery.model.adapters.base_model import (
     read_settings,
     refuse_other_base,
 )
-from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter
-from bloomery.model.adapters.peft_files import read_adaptation, read_trained
-from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder

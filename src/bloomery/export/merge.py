@@ -18,7 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.card import Merge, public
 from bloomery.export.layouts import DTYPES, Exported, draft_of, exported, opens_elsewhere, pieces_of, probed, write_rest
-from bloomery.model.adapters.base_model import Base
+from bloomery.model.adapters.settings import Base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.io.stored import find_tensors

@@ -22,7 +22,7 @@ from bloomery.export.layouts import (
     probed,
     write_rest,
 )
-from bloomery.model.adapters.base_model import is_adapter_folder
+from bloomery.model.adapters.settings import is_adapter_folder
 from bloomery.model.io.stored import find_tensors, read_object
 from bloomery.model.io.weights import VOCABULARY, load_decoder, write_json, write_model_piecewise
 from bloomery.recipe.schema import Source

@@ -18,13 +18,13 @@ from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig
 from bloomery.plan import mesh
 from bloomery.plan.batch import SMALL_CHUNK, Measure
+from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.memory import MeshSplit
 from bloomery.plan.estimate.speed import StepEstimator
 from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
 from bloomery.plan.gather import Facts
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.resolve import resolve, shape_of
-from bloomery.plan.rules.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.types import DatasetFacts, Estimate, MaxLength, PlanReport, RunPlan, Suggestion, Verdict
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Claims, Lora, Recipe

@@ -8,8 +8,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
+from bloomery.plan.choices import ASKED
 from bloomery.plan.estimate.states import StepShape
-from bloomery.plan.rules.choices import ASKED
 from bloomery.plan.types import MemoryEstimate
 from bloomery.recipe.schema import Train
 

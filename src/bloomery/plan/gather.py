@@ -41,8 +41,8 @@ from bloomery.model.families import architecture_of
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
 from bloomery.model.presets import build_config, known_config, published_config, read_config, stated_config
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_misfits, refuse_other_words, refuse_recipe
 from bloomery.plan.types import DatasetFacts
+from bloomery.plan.unsupported import refuse_few_positions, refuse_misfits, refuse_other_words, refuse_recipe
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Distill, Model, Recipe, Source
 

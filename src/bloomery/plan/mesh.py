@@ -13,8 +13,8 @@ from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import MeshSplit, gathered_layers, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape
-from bloomery.plan.rules.support import refusals, refuse_split_blocks, refuse_unsupported
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
+from bloomery.plan.unsupported import refusals, refuse_split_blocks, refuse_unsupported
 from bloomery.recipe.schema import Parallel, Recipe, Train
 
 HIDDEN = (0.50, 0.85, 1.0)  # of what could run behind computing: low, typical, high

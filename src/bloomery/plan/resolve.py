@@ -19,14 +19,8 @@ from bloomery.hardware.profile import Profile, local_caches, with_gpu
 from bloomery.hardware.specs import find_gpu
 from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer, dequantizer
-from bloomery.plan import batch, lengths, mesh
-from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.memory import keeps_scores, kept_layers, quadratic_bytes
-from bloomery.plan.estimate.speed import StepEstimator, compile_gain
-from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
-from bloomery.plan.gather import Facts, fetch, gather
-from bloomery.plan.rules import unsupported
-from bloomery.plan.rules.choices import (
+from bloomery.plan import batch, lengths, mesh, unsupported
+from bloomery.plan.choices import (
     ASKED,
     arithmetic_choices,
     choose_attention,
@@ -37,7 +31,11 @@ from bloomery.plan.rules.choices import (
     optimizer_memory_choices,
     transformers_choices,
 )
-from bloomery.plan.rules.unsupported import refuse_mesh
+from bloomery.plan.estimate import speed
+from bloomery.plan.estimate.memory import keeps_scores, kept_layers, quadratic_bytes
+from bloomery.plan.estimate.speed import StepEstimator, compile_gain
+from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
+from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.types import (
     CheckpointPlan,
     DataPlan,
@@ -54,6 +52,7 @@ from bloomery.plan.types import (
     SamplePlan,
     TrainPlan,
 )
+from bloomery.plan.unsupported import refuse_mesh
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import IF_INSTALLED, Command, Recipe, Wsd
 

@@ -12,8 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
-from bloomery.core.files import read_whole, write_durably
-from bloomery.core.seals import digest_of, stamped, unstamped
+from bloomery.core.files import digest_of, read_whole, stamped, unstamped, write_durably
 from bloomery.plan.types import RunPlan
 
 RUN_FILE = "run.json"

@@ -11,8 +11,8 @@ from bloomery.core import __version__
 from bloomery.core.units import counted, format_bytes, format_count
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.adapters.base_model import TENSORS, Base, read_settings, refuse_other_base
 from bloomery.model.adapters.peft_files import read_adaptation
+from bloomery.model.adapters.settings import TENSORS, Base, read_settings, refuse_other_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families import architecture_of

@@ -6,7 +6,7 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Machine, mask_of, only, visible_devices
 from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.profile import choose_device
-from bloomery.plan.rules.support import refusals
+from bloomery.plan.unsupported import refusals
 from bloomery.recipe.schema import Recipe
 
 

@@ -29,9 +29,9 @@ from bloomery.monitor.sinks import LogFile, require, write_metrics
 from bloomery.plan.advise import advise, energy_kwh
 from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted
-from bloomery.plan.rules.unsupported import refuse_pipeline
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
 from bloomery.plan.types import RunPlan
+from bloomery.plan.unsupported import refuse_pipeline
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, devices_of_ranks, same_devices
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember

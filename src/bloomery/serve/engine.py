@@ -23,8 +23,8 @@ from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.model.adapters.base_model import refuse_other_base
 from bloomery.model.adapters.many import Adapters
+from bloomery.model.adapters.settings import refuse_other_base
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder

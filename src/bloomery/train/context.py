@@ -17,15 +17,15 @@ from bloomery.data.loader import Batch, Loader, Prefetcher
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.hub import local_model
-from bloomery.model.adapters.base_model import digest
 from bloomery.model.adapters.lora import is_adapter
+from bloomery.model.adapters.settings import digest
 from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
 from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
-from bloomery.plan.rules.choices import reference_of
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Distill, NoAdapter

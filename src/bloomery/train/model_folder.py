@@ -15,9 +15,8 @@ from stat import S_ISREG
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import flush_to_disk, remove, write_durably
-from bloomery.core.seals import added_to, stamped, unstamped
-from bloomery.model.adapters.base_model import base_folder, is_adapter_folder
+from bloomery.core.files import added_to, flush_to_disk, remove, stamped, unstamped, write_durably
+from bloomery.model.adapters.settings import base_folder, is_adapter_folder
 from bloomery.plan.store import read_identity, read_plan
 from bloomery.recipe.schema import Quantize
 

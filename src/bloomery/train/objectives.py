@@ -27,9 +27,9 @@ from bloomery.model.io.weights import load_decoder
 from bloomery.model.presets import read_config
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import ALONE, Mesh
-from bloomery.plan.rules.choices import reference_of
-from bloomery.plan.rules.unsupported import refuse_few_positions, refuse_other_words
+from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
+from bloomery.plan.unsupported import refuse_few_positions, refuse_other_words
 from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, SimPo
 from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
 from bloomery.train.losses import (

@@ -9,11 +9,10 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Cursor
-from bloomery.model.adapters.base_model import Base, base_of, digest
 from bloomery.model.adapters.lora import adapt, init_adapters, note_base, trained_state
 from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
-from bloomery.model.adapters.settings import Adaptation, adaptation
+from bloomery.model.adapters.settings import Adaptation, Base, adaptation, base_of, digest
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import init_weights, quantize_model, read_model, write_model
 from bloomery.parallel.apply import apply

@@ -12,7 +12,7 @@ from bloomery.core.units import format_bytes
 from bloomery.hardware.detect import memory_bytes
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
+from bloomery.model.adapters.settings import is_adapter_folder, read_settings
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.model.limits import PIECE_BYTES, Dequantizer, dequantizer, storage_bytes

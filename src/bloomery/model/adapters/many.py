@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.base_model import is_adapter_folder, read_settings
 from bloomery.model.adapters.lora import LoraLinear, adapt_as
 from bloomery.model.adapters.peft_files import read_adaptation, read_trained
+from bloomery.model.adapters.settings import is_adapter_folder, read_settings
 from bloomery.model.decoder import Decoder
 
 ALONE = "serve it alone: bloomery serve BASE+ADAPTER"

@@ -21,15 +21,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.base_model import AGAIN, CONFIG, TENSORS, read_settings, right_base
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.adapters.settings import (
+    AGAIN,
+    CONFIG,
     EMBEDDING,
     HEAD,
+    TENSORS,
     VALUES,
     Adaptation,
     Pair,
     linear_modules,
+    read_settings,
+    right_base,
     shares_head,
     stored_modules,
 )

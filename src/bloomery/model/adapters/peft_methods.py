@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.base_model import read_settings, right_base
 from bloomery.model.adapters.peft_files import adapter_tensors
 from bloomery.model.adapters.settings import (
     constructed,
     method_settings,
     named,
+    read_settings,
     refuse_stored_otherwise,
+    right_base,
     unknown_key,
 )
 from bloomery.model.config import ModelConfig

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bloomery.model.adapters.base_model import base_folder, is_adapter_folder, read_settings, refuse_other_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter, note_base
 from bloomery.model.adapters.peft_files import read_adaptation, read_trained
 from bloomery.model.adapters.peft_methods import open_method
+from bloomery.model.adapters.settings import base_folder, is_adapter_folder, read_settings, refuse_other_base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder

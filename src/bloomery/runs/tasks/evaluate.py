@@ -19,9 +19,19 @@ from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EventLog, TaskDone
 from bloomery.plan.store import read_plan
 from bloomery.runs.evaluate import load_found, notes_of, texts_of
-from bloomery.runs.tasks.functions import PACKAGED, STDLIB, refuse_settings, refuse_without_sandbox, solve
 from bloomery.runs.tasks.harness import HarnessSettings, refuse_without_harness, run_harness
-from bloomery.runs.tasks.items import Settings, TaskScores, ask, compiled, read_task
+from bloomery.runs.tasks.items import (
+    PACKAGED,
+    STDLIB,
+    Settings,
+    TaskScores,
+    ask,
+    compiled,
+    read_task,
+    refuse_settings,
+    refuse_without_sandbox,
+    solve,
+)
 from bloomery.runs.tasks.statistics import Difference, Estimate, Scores, compare
 from bloomery.train.evaluation.scoring import score_documents
 from bloomery.train.model_folder import ModelFiles, find_model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.model.limits import INT8_BLOCK as BLOCK
 from bloomery.model.limits import INT8_SMALLEST as SMALL
-from bloomery.parallel import offload as copies
+from bloomery.parallel.apply import Lane, apart, pinned_like, wait_for
 from bloomery.train.optim.common import (
     Gate,
     Rounding,
@@ -152,14 +152,14 @@ class StatePlacement:
     """
 
     def __init__(self, *, away: bool) -> None:
-        self._away, self._lane = away, copies.Lane()
+        self._away, self._lane = away, Lane()
 
     def _apart(self, device: torch.device) -> bool:
-        return self._away and copies.apart(device)
+        return self._away and apart(device)
 
     def place(self, fresh: Tensor) -> Tensor:
         """A new state, or one from a checkpoint, in its place."""
-        return copies.pinned_like(fresh).copy_(fresh) if self._apart(fresh.device) else fresh
+        return pinned_like(fresh).copy_(fresh) if self._apart(fresh.device) else fresh
 
     def visits(self, pieces: Sequence[Pieces], device: torch.device) -> Iterator[list[list[Tensor]]]:
         """The states of each chunk in turn, on the device, spans concatenated."""
@@ -171,7 +171,7 @@ class StatePlacement:
             brought, here = ahead
             if number + 1 < len(pieces):
                 ahead = self._bring(pieces[number + 1], device)
-            copies.wait_for(here, device)
+            wait_for(here, device)
             yield brought
 
     def _bring(self, piece: Pieces, device: torch.device) -> tuple[list[list[Tensor]], torch.cuda.Event]:

@@ -16,8 +16,8 @@ from bloomery.model.io.parameters import local, part_of
 from bloomery.model.limits import INT8_BLOCK, MUON_STACK
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.estimate.states import OPTIMIZERS
-from bloomery.plan.rules.support import refuse_split_blocks
 from bloomery.plan.types import OptimizerPlan
+from bloomery.plan.unsupported import refuse_split_blocks
 from bloomery.train.optim.adafactor import Adafactor
 from bloomery.train.optim.adamw import ChunkedAdamW, StatePlacement
 from bloomery.train.optim.common import Gate, Rounding, Shards, exact_norm
