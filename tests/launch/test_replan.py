@@ -97,6 +97,22 @@ def test_moving_to_an_equal_machine_changes_nothing(plan) -> None:
     assert moved(plan(CPU), plan(CPU)) == (plan(CPU), [])
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_machine_trains_the_same_batch(plan, fused: bool) -> None:
+    """A fused backward has one micro-batch to a step: left to the machine, a smaller one would be another batch."""
+    stored, smaller = plan(CPU), plan(CPU)
+    length, sequences = stored.data.sequence_length, stored.train.sequences_per_step
+    stored, smaller = (
+        each.model_copy(update={"optimizer": each.optimizer.model_copy(update={"fused_backward": fused})})
+        for each in (stored, smaller)
+    )
+    one = {"micro_batch_size": 1, "accumulation": 1, "tokens_per_step": length}
+    assert sequences > 1
+    now, _ = moved(stored, smaller.model_copy(update={"train": smaller.train.model_copy(update=one)}))
+    assert now.train.sequences_per_step * length == now.train.tokens_per_step == stored.train.tokens_per_step
+    assert now.train.accumulation == (1 if fused else sequences)
+
+
 def test_what_only_feeds_the_device_keeps_the_bits(plan) -> None:
     fresh = plan(CPU, "data.prefetch=7")
     now, told = moved(plan(CPU), fresh)

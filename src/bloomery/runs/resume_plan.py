@@ -112,7 +112,7 @@ def _devices(machine: Machine) -> str:
 
 def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
     """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
-    sections: dict[str, BaseModel] = {}
+    fresh, sections = _of_the_same_batch(fresh, stored), dict[str, BaseModel]()
     changes: list[str] = []
     reasons = {decision.key: decision.reason for decision in fresh.choices}
     reasons["model.attention"] = reasons["train.attention"]  # the recipe's key for it
@@ -131,6 +131,24 @@ def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
         changes.append(UP_TO_ROUNDING)
     facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "choices", "parallel")}
     return stored.model_copy(update=sections | facts), changes
+
+
+def _of_the_same_batch(fresh: RunPlan, stored: RunPlan) -> RunPlan:
+    """`fresh` with micro-batches that make the tokens per step of `stored`: a batch is part of the training.
+
+    With a fused backward, a batch that the recipe leaves open is what the machine can hold. Raises UserError.
+    """
+    tokens, train = stored.train.tokens_per_step, fresh.train
+    if train.tokens_per_step == tokens:
+        return fresh
+    each, left = divmod(tokens // stored.data.sequence_length, train.ranks)
+    if left:
+        problem = f"a step of {tokens:,} tokens cannot be divided by {train.ranks} devices"
+        raise UserError(problem, where="--devices", fix="use as many devices as before", code=2)
+    sizes = (each,) if stored.optimizer.fused_backward else range(min(train.micro_batch_size, each), 0, -1)
+    size = next(size for size in sizes if each % size == 0)
+    same = {"tokens_per_step": tokens, "micro_batch_size": size, "accumulation": each // size}
+    return fresh.model_copy(update={"train": train.model_copy(update=same)})
 
 
 def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:
