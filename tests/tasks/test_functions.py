@@ -126,6 +126,15 @@ def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, m
     assert values == {"pass@1": pytest.approx(2 / 3 / 2), "pass@3": 0.5} and shown["kind"] == "functions"
 
 
+def test_a_prompt_begins_with_bos_unless_asked_not_to(loaded, sandbox, monkeypatch):
+    decoder, tokenizer = loaded
+    asked, task = list[list[int]](), Task("t", "functions", (replace(ITEM, prompt="def f(x):", asked=""),))
+    monkeypatch.setattr(items, "complete", lambda _d, _t, all_, **_: [asked.append(all_[0].ids) or ""])
+    for bos in (True, False):
+        solve(decoder, tokenizer, task, Settings(run_code=True, bos=bos, max_new_tokens=5))
+    assert tokenizer.prefix and asked[0] == [*tokenizer.prefix, *asked[1]]
+
+
 def test_the_models_own_text_is_run(loaded, tmp_path, sandbox):
     decoder, tokenizer = loaded
     item = replace(ITEM, prompt="def f(x):", asked="def f(x):")

@@ -10,7 +10,8 @@ from bloomery.core.errors import UserError
 from bloomery.data.loader import Cursor, Loader
 from bloomery.monitor.events import Recovered, StepDone, Warned
 from bloomery.plan import fallback as safer
-from bloomery.train import context, state
+from bloomery.train import context, recover, state
+from bloomery.train.loop import run
 from bloomery.train.losses import LossParts
 from bloomery.train.objectives import Objective, pretraining
 from bloomery.train.run import Diverged
@@ -63,6 +64,15 @@ def test_many_bad_steps_in_a_row_rewind_past_their_data(plan, poison, tmp_path):
     assert run.outcome == "done"
     assert [event.step for event in run.of(StepDone)] == [*range(1, 9), *range(4, 11)]
     assert all(tensor.isfinite().all() for tensor in run.tensors(10).values())
+
+
+def test_a_rewind_has_the_time_of_a_save(plan, poison, tmp_path, monkeypatch):
+    """It waits for the last save, and checks and reads a checkpoint: minutes, where a step has seconds."""
+    poison(5, 6, 7, 8)
+    order, found = list[str](), recover.newest_valid
+    monkeypatch.setattr(recover, "newest_valid", lambda *a, **k: order.append("rewinds") or found(*a, **k))
+    run(plan, run_dir=tmp_path, emit=lambda _: None, stop=lambda: False, before_save=lambda: order.append("extended"))
+    assert order[:4] == ["extended", "extended", "rewinds", "extended"]  # saves, the rewind between them
 
 
 def test_a_rewind_without_a_checkpoint_starts_the_weights_over(plan, poison, tmp_path):

@@ -210,7 +210,7 @@ def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> li
     expected, _ = probed(files.weights, use, base=files.base, where=files.weights)
     logits, config = probed(draft, use, where=draft)
     error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
-    if error > TOLERANCES[kept] * scale:
+    if not error <= TOLERANCES[kept] * scale:
         problem = f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
         raise UserError(problem, where=str(draft), fix="use --type float32")
     source = "the source" if files.base is None else "base and adapter"
@@ -294,7 +294,7 @@ def opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: P
         with torch.no_grad():
             theirs = model.eval()(tokens).logits
     error = float((theirs - logits).abs().max())
-    if error > TOLERANCE * max(1.0, float(logits.abs().max())):
+    if not error <= TOLERANCE * max(1.0, float(logits.abs().max())):
         problem = f"the logits in {name} differ by {error:.2g}"
         raise UserError(problem, where=str(draft), fix="add --no-verify to export without this check; report this bug")
     return [f"loaded in {name} {program.__version__}: logits equal within {error:.1e}"]

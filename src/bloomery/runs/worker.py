@@ -62,7 +62,7 @@ class Deadline:
         self._set(max(self._least, wanted if self._least == LEAST_SECONDS or not self._seconds else 0.0))
 
     def extend(self) -> None:
-        """A save may follow."""
+        """A save or a rewind may follow."""
         self._set(max(self._save, self._least))
 
     def note(self, event: Event) -> None:

@@ -87,7 +87,7 @@ class RunContext:
     saving_due: bool = False
     stop: Callable[[], bool] = lambda: False  # whether you asked the run to stop
     stragglers: Stragglers = field(default_factory=Stragglers)
-    before_save: Callable[[], None] = lambda: None  # called before each save
+    before_save: Callable[[], None] = lambda: None  # called before each save or rewind
     timer: Timer = field(default_factory=lambda: Timer(time.perf_counter()))
 
     @property

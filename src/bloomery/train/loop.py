@@ -38,7 +38,7 @@ def run(
 
     `save_asked`: returns True to save after this step; called after each. `resume_from`: a valid checkpoint; the run
     then equals the uninterrupted one. `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` and
-    `save_asked` answer alike on all of them. `before_save`: called before each save, which may take minutes.
+    `save_asked` answer alike on all of them. `before_save`: called before each save or rewind, which may take minutes.
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
     cannot be written.
     """

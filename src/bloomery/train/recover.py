@@ -183,6 +183,7 @@ def rewind(context: RunContext) -> None:
 
 def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
     """Restore the newest valid checkpoint or the initial weights; with `policy` the count of non-finite steps too."""
+    context.before_save()  # to write the last checkpoint, to check and to read one takes minutes, too
     context.saver.drain()
     folder = agreed_checkpoint(
         context.mesh, context.saver.folder, lambda problem: context.emit(Warned(step=context.step, reason=problem))

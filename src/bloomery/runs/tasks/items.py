@@ -506,7 +506,8 @@ def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings
             prompts = [asker.turns([Message("user", _ASKED.format(item.prompt.strip()))]) for item in items]
             stops: tuple[str, ...] = asker.stops
         else:
-            prompts = [tokenizer.prefix + tokenizer.encode(item.prompt.rstrip()) for item in items]
+            prefix = tokenizer.prefix if settings.bos else []
+            prompts = [prefix + tokenizer.encode(item.prompt.rstrip()) for item in items]
             stops = (*settings.stop, *_ENDS)
         prompts, notes = fitted_prompts(decoder, prompts, new_tokens)
         settings_of = [
