@@ -24,7 +24,7 @@ How the axes work: [How sharding works](../explanation/how-sharding-works.md).
 How to use them: [Train on several GPUs](../how-to/several-gpus.md).
 """
 END = """
-## Axes that are not built yet
+## Not supported yet
 
 | key | instead |
 |---|---|

@@ -16,7 +16,11 @@ from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
 from bloomery.plan.unsupported import refuse_recipe, refuse_several_devices
 from bloomery.recipe.load import load_recipe
+from bloomery.runs import lifecycle
 
+UNSUPPORTED = (
+    "parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2", "objective.kind=ppo", "objective.kind=grpo",
+)  # fmt: skip
 GUIDES = {
     "go-coder-guide.md": (59, "go-coder-125m"),
     "worldmodel-rocm-spec.md": (64, "qwen2.5-3b-lora"),
@@ -81,6 +85,24 @@ def check(text: str, recipe: str) -> None:
         check_key(text)
     else:
         assert re.match(r"(make \w+|--?\w+|[a-z_.]+)$", text), f"{text!r} is neither a command, a recipe key nor a test"
+
+
+@pytest.mark.parametrize("edits", UNSUPPORTED)
+def test_what_no_page_claims_is_refused_before_a_download(edits, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(lifecycle, "fetch", None)
+    with pytest.raises(UserError, match="not supported in this version") as refused:
+        lifecycle.start(load_recipe("qwen2.5-1.5b-lora", [edits]), run_dir=tmp_path / "run")
+    alternative = "objective.kind=dpo" if edits.startswith("objective") else "parallel.shard"
+    assert edits in refused.value.problem and alternative in refused.value.fix
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/llms.txt", "docs/reference/glossary.md"])
+def test_pages_that_list_what_is_not_supported_list_all_of_it(page) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8").lower()
+    said = ("not supported yet", "pipelines, tensor", "ppo, grpo")
+    passages = [part for part in re.split(r"\n[\n|]", text) if any(words in part for words in said)]
+    for name in ("pipeline", "tensor", "context", "ppo", "grpo"):
+        assert any(name in part for part in passages), name
 
 
 def test_precisions_that_the_page_names_are_the_ones_chosen() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import socket
@@ -527,3 +528,37 @@ def test_the_same_recipe_under_another_launcher(bloomery, one_thread, monkeypatc
     (bloomery.folder / "runs/one").symlink_to(run)
     assert ranks_of(run) == []
     assert_as_undisturbed(bloomery)
+
+
+@pytest.mark.soak
+def test_the_job_script_of_the_page_saves_requeues_itself_and_resumes(bloomery, one_thread, request) -> None:
+    if why := why_not("srun"):
+        pytest.skip(why)
+    request.getfixturevalue("slurm")
+    page = (Path(__file__).parents[2] / "docs/how-to/amd-frontier.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^#!/bin/bash\n.*?(?=^```)", page, re.DOTALL | re.MULTILINE)
+    header, command, rest = script.partition("srun bloomery train frontier.yaml\n")
+    assert command and "--signal=TERM@" in header and "--requeue" in header
+    told = bloomery.folder / "job.log"
+    (bloomery.folder / "job.sh").write_text(
+        f"#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=1 --requeue --open-mode=append --output={told}\n"
+        f"srun {PYTHON} -m bloomery train tiny.yaml train.max_steps=200\n{rest}"
+    )
+
+    def slurm(*words: str) -> str:
+        done = subprocess.run(words, cwd=bloomery.folder, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    job = slurm("sbatch", "--parsable", "job.sh")
+    (bloomery.folder / "runs").mkdir(exist_ok=True)
+    (bloomery.folder / "runs/one").symlink_to(bloomery.folder / f"runs/tiny-slurm-{job}.0")
+    wait_for(bloomery.saw(StepDone, 4))
+    slurm("scancel", "--signal=TERM", job)  # what --signal does: the steps get it, the batch shell does not
+    wait_for(lambda: slurm("squeue", "--noheader", "--format=%T", "--job", job) == "PENDING")
+    stopped = max(event.step for event in bloomery.events() if isinstance(event, StepDone))
+    assert 4 <= stopped < 200
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes before it starts a job again
+    wait_for(bloomery.saw(StepDone, 200))
+    wait_for(lambda: slurm("squeue", "--noheader", "--format=%T", "--job", job) in ("", "COMPLETED"))
+    assert [event.step for event in bloomery.events() if isinstance(event, Resumed)] == [stopped]
+    assert "srun: rank 0 of 2, 1 on this host" in told.read_text()

@@ -130,7 +130,7 @@ def refuse_recipe(recipe: Recipe) -> None:
 
 def refuse_several_devices(recipe: Recipe) -> None:
     """Raises UserError where the recipe sets more than one device, for a measurement of one."""
-    _refuse_keys(_keys_of_mesh(recipe, "replicate", "shard", "pipeline"))
+    _refuse_keys(_keys_of_mesh(recipe, "replicate", "shard", "pipeline"), one_device=True)
 
 
 def refuse_pipeline(recipe: Recipe) -> None:
@@ -143,11 +143,15 @@ def _keys_of_mesh(recipe: Recipe, *keys: str) -> list[str]:
     return [f"parallel.{key}={value}" for key, value in asked.items() if value not in (1, "auto")]
 
 
-def _refuse_keys(keys: list[str]) -> None:
+def _refuse_keys(keys: list[str], *, one_device: bool = False) -> None:
     """One UserError for all unsupported keys."""
     if keys:
         problem = f"not supported in this version of Bloomery: {', '.join(keys)}"
         fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
+        if keys[0].startswith("objective."):
+            fix += ", or set objective.kind=dpo, which trains on preferences"
+        elif not one_device:
+            fix += "; parallel.shard divides a model over devices"
         raise UserError(problem, where="recipe", fix=fix, code=2)
 
 

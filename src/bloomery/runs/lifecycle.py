@@ -31,7 +31,7 @@ from bloomery.plan.gather import counted, fetch, gather, left_aside
 from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
 from bloomery.plan.types import RunPlan
-from bloomery.plan.unsupported import refuse_pipeline
+from bloomery.plan.unsupported import refuse_pipeline, refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, devices_of_ranks, same_devices
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
@@ -196,6 +196,8 @@ def start(
     if launch is not None and began_by(begun := RunFolder(expanded(path).absolute()), launch):
         refuse_other_recipe(begun, load_recipe(begun.recipe).recipe, loaded.recipe, job=launch.job)
         return resume(path, devices=devices, recover=recover, quiet=quiet, watch=watch)
+    refuse_recipe(loaded.recipe)
+    refuse_pipeline(loaded.recipe)
     fetch(loaded.recipe, weights=True)
     # Before anything is prepared or created: errors that `bloomery plan` reports, and missing data.
     machine, count, hosts = training_devices(loaded, devices)
@@ -204,7 +206,6 @@ def start(
         raise torch_missing(machine)
     if finished(loaded, data) is None:
         streams(loaded.recipe)  # raises for missing files
-    refuse_pipeline(loaded.recipe)
     plan = resolve(loaded, gather(loaded, machine, prepared=data), gpus=count, nodes=hosts)
     if planned is not None:
         planned(plan, machine)
