@@ -20,7 +20,7 @@ import yaml
 
 import preloaded
 from bloomery import cli
-from bloomery.monitor.events import EvalDone, Event, StepDone, last_per_step, read_events
+from bloomery.monitor.events import EvalDone, Event, StepDone, Tail, last_per_step, read_events
 from models_for_tests import make_model
 
 RECIPE = """
@@ -170,7 +170,14 @@ class Bloomery:
         return list(read_events(self.run_dir / "events.jsonl"))
 
     def saw(self, kind: type[Event], step: int = 0) -> Callable[[], bool]:
-        return lambda: any(isinstance(event, kind) and event.step >= step for event in self.events())
+        """Asked again it reads what is new: a test that waits asks two hundred times a second."""
+        tail, seen = Tail(self.run_dir / "events.jsonl"), []
+
+        def moment() -> bool:
+            seen.extend(event for event in tail.read() if isinstance(event, kind) and event.step >= step)
+            return bool(seen)
+
+        return moment
 
 
 def wait_for(moment: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import util
 from pathlib import Path
 from typing import Any, Literal, final
@@ -307,26 +308,41 @@ def _short(path: Path) -> str:
 
 def _packages() -> Iterator[Package]:
     """Installed distributions related to torch, the first of each name on the import path."""
-    names = set()
+    found: dict[str, Package | None] = {}
     for entry in dict.fromkeys(sys.path):
-        for folder in sorted(Path(entry or ".").glob("*.dist-info")):
-            stem, _, version = folder.name.removesuffix(".dist-info").partition("-")  # flash_attn-2.8.3.dist-info
-            name = re.sub(r"[-_.]+", "-", stem).lower()
-            if name in names:
-                continue
-            names.add(name)
-            found = REQUIRES_TORCH.findall(text_of(folder / "METADATA"))  # "torch>=2.8", and the extra that it is of
-            wanted = next((requirement for requirement, marker in found if "extra" not in marker), "")
-            requirement = re.sub(r"[()\s]", "", wanted)
-            record = folder / "RECORD"  # written by the installer; other files can keep the time of a cache
-            if requirement or COMPANIONS.fullmatch(name):
-                yield Package(
-                    name=name,
-                    version=version,
-                    installed=(record if record.exists() else folder).stat().st_mtime,
-                    requested=(folder / "REQUESTED").exists(),
-                    requires_torch=requirement,
-                )
+        folder = Path(entry or ".")
+        try:
+            state = folder.stat()
+        except OSError:  # not there
+            continue
+        found = _installed_in(folder, (state.st_dev, state.st_ino, state.st_mtime_ns)) | found
+    yield from filter(None, found.values())
+
+
+@lru_cache(maxsize=64)  # a run detects its machine several times, and reading all metadata takes longest
+def _installed_in(path: Path, _state: tuple[int, int, int]) -> dict[str, Package | None]:
+    """All distributions of a folder by name, None for those unrelated to torch. An installation changes its state."""
+    packages: dict[str, Package | None] = {}
+    for folder in sorted(path.glob("*.dist-info")):
+        stem, _, version = folder.name.removesuffix(".dist-info").partition("-")  # flash_attn-2.8.3.dist-info
+        name = re.sub(r"[-_.]+", "-", stem).lower()
+        if name in packages:
+            continue
+        metadata = text_of(folder / "METADATA")
+        found = REQUIRES_TORCH.findall(metadata) if "torch" in metadata else ()  # "torch>=2.8", and its extra
+        wanted = next((requirement for requirement, marker in found if "extra" not in marker), "")
+        requirement = re.sub(r"[()\s]", "", wanted)
+        record = folder / "RECORD"  # written by the installer; other files can keep the time of a cache
+        packages[name] = None
+        if requirement or COMPANIONS.fullmatch(name):
+            packages[name] = Package(
+                name=name,
+                version=version,
+                installed=(record if record.exists() else folder).stat().st_mtime,
+                requested=(folder / "REQUESTED").exists(),
+                requires_torch=requirement,
+            )
+    return packages
 
 
 def _settings(root: Path) -> Iterator[Setting]:

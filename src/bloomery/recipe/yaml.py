@@ -2,7 +2,7 @@
 
 import math
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
@@ -84,13 +84,15 @@ def read_yaml(text: str, *, source: str, folder: Path) -> Document:
     >>> read_yaml("rate: 1e-4", source="a.yaml", folder=Path()).data
     {'rate': 0.0001}
     """
-    found = _document(text, source, folder)
-    return Document(deepcopy(found.data), dict(found.origins), list(found.mistakes))
+    found = _document(text, source)
+    origins = {path: replace(origin, folder=folder) for path, origin in found.origins.items()}
+    return Document(deepcopy(found.data), origins, list(found.mistakes))
 
 
 @lru_cache(maxsize=256)  # points of a sweep, and recipes with one parent, read the same texts again
-def _document(text: str, source: str, folder: Path) -> Document:
-    reader = _Reader(source, folder)
+def _document(text: str, source: str) -> Document:
+    """With the origins of a file in this folder."""
+    reader = _Reader(source)
     try:
         if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
             raise _TooMuch(f"is larger than {MAX_BYTES // 1_000_000} MB; a recipe is a page of text")
@@ -145,8 +147,8 @@ def _explain(error: Exception, text: str) -> tuple[int, str, str]:
 class _Reader:
     """Walks the node graph once; collects origins and mistakes."""
 
-    def __init__(self, source: str, folder: Path) -> None:
-        self.source, self.folder = source, folder
+    def __init__(self, source: str) -> None:
+        self.source = source
         self.origins: dict[KeyPath, Origin] = {}
         self.mistakes: list[Mistake] = []
         self.values = 0
@@ -156,7 +158,7 @@ class _Reader:
         if self.values > 2 * MAX_VALUES or len(path) > MAX_DEPTH:
             raise _TooMuch("grows without end when its aliases (*name) are written out")
         place = self._place(node)
-        self.origins.setdefault(path, Origin(place, self.folder))
+        self.origins.setdefault(path, Origin(place, Path()))
         if isinstance(node, MappingNode) and str(node.tag) == _CORE + "map":
             return self._mapping(node, path)
         if isinstance(node, SequenceNode) and str(node.tag) == _CORE + "seq":
@@ -180,7 +182,7 @@ class _Reader:
                 self._wrong((*path, key), self._place(key_node), problem, "remove one of the two")
             else:
                 first[key] = line
-                self.origins[*path, key] = Origin(self._place(key_node), self.folder)
+                self.origins[*path, key] = Origin(self._place(key_node), Path())
                 found[key] = self.value(value_node, (*path, key))
         return found
 

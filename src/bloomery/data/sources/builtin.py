@@ -133,11 +133,7 @@ _LEFT_OUT = {"encodings", "pydoc_data", "test", "tests", "idle_test", "site-pack
 def stdlib_files() -> list[SourceFile]:
     """The standard library's .py files, sorted. Raises UserError for an interpreter without them (a frozen one)."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
-        found += [Path(folder, name) for name in files if name.endswith(".py")]
-    names = sorted(path.relative_to(root).as_posix() for path in found)
+    names = _names_below(root)
     if not names:
         raise UserError(
             "this Python has no source files of its standard library",
@@ -145,6 +141,15 @@ def stdlib_files() -> list[SourceFile]:
             fix="set data.path to your own dataset",
         )
     return [SourceFile(root / name, name, "code") for name in names]
+
+
+@functools.cache  # a plan lists them twice
+def _names_below(root: Path) -> tuple[str, ...]:
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return tuple(sorted(path.relative_to(root).as_posix() for path in found))
 
 
 def identity() -> str:
