@@ -42,7 +42,24 @@ def test_a_variable_that_a_library_reads_when_it_starts_is_a_start_from_nothing(
     assert (process._ending, code) == (None, 0)
 
 
+THREADS = """
+import torch
+torch.manual_seed(0)
+layer = torch.nn.Linear(300, 300)
+layer(torch.randn(200, 300)).square().mean().backward()
+print(torch.get_num_threads(), layer.weight.grad.sum().item().hex())
+"""
+
+
 def test_a_forked_process_computes_with_the_threads_of_its_variables(tmp_path):
+    told = [ended(popen, [sys.executable, "-c", THREADS], tmp_path, OMP_NUM_THREADS="2")
+            for popen in (subprocess.Popen, preloaded.Popen)]  # fmt: skip
+    assert told[0][1:] == told[1][1:] and told[0][2].split()[0] == "2"
+    assert told[1][0]._ending is not None, "it was not forked"
+
+
+@pytest.mark.soak
+def test_a_forked_run_takes_the_steps_of_one_from_nothing(tmp_path):
     (tmp_path / "tiny.yaml").write_text(
         "extends: demo\ndata: {path: text, glob: '*.txt'}\nmodel: {hidden_size: 16, num_layers: 1}\n"
         "tokenizer: {train: {kind: bpe, vocab_size: 300}}\nsample: {prompts: []}\n"

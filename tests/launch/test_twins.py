@@ -56,8 +56,8 @@ def test_a_twin_learns_small_pairs(tmp_path):
     says = lambda ending: " ".join(draw.choices(["we", "saw", "a", "tree", "there"], k=12)) + ending  # noqa: E731
     rows = [{"prompt": says(""), "chosen": says(" yes"), "rejected": says(" no")} for _ in range(200)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("data.builtin=null", "data.path=pairs.jsonl", "tokenizer.train.vocab_size=300",
-             "train.max_steps=8")  # fmt: skip
+    words = ("data.builtin=null", "data.path=pairs.jsonl", "tokenizer.train.vocab_size=300", "train.max_steps=8",
+             "train.tokens_per_step=1024", "train.micro_batch_size=1")  # fmt: skip
     done = Bloomery(tmp_path).run("train", "qwen2.5-1.5b-reward-lora-tiny", "--run-dir", "run", *words)
     assert done.returncode == 0, done.stderr
     exams = [event.loss for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, EvalDone)]

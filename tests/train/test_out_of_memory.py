@@ -203,7 +203,7 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
 @pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(prepared, tmp_path, rows):
     sections = {
-        "train": {"steps": None, "seconds": 3.0, "min_steps": 12, "micro_batch_size": 2, "accumulation": 2},
+        "train": {"steps": None, "seconds": 1.5, "min_steps": 12, "micro_batch_size": 2, "accumulation": 2},
         "eval": {"every_steps": 10_000, "micro_batch_size": 8}, "sample": {"prompts": ("def f",)},
         "checkpoint": {"every_steps": 10_000},
     }
