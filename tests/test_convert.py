@@ -105,7 +105,7 @@ def test_without_changes_the_bytes_of_tensors_stay(model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "where"),
     [(["--dtype", "q8_0"], "--dtype"), (["-t", "no-such-template"], "--template"),
-     (["--to", "gguf", "-t", "no-such-template"], "--template")],
+     (["--to", "gguf", "-t", "no-such-template"], "--template"), (["--add-tokens", ""], "--add-tokens")],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_and_leaves_nothing(model, tmp_path, words, where):
     with pytest.raises(UserError) as found:

@@ -143,6 +143,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(again, UserError) and again.code == 1
 
 
+@pytest.mark.parametrize(("layout", "kind", "fix"), [
+    ("gguf", "int8", "hf or merged"), ("ollama", "int4", "hf or merged"), ("hf", "q8_0", "gguf"),
+])  # fmt: skip
+def test_a_type_of_another_format_is_refused(tmp_path: Path, layout: str, kind: str, fix: str) -> None:
+    words = ["export", "any", "--to", layout, "--type", kind, "--out", str(tmp_path / "out.gguf")]
+    refused = CliRunner().invoke(cli, words).exception
+    assert isinstance(refused, UserError) and refused.where == "--type" and refused.fix.endswith(f"--to {fix}")
+
+
 def test_a_folder_for_vllm_is_bfloat16_and_readable(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
     done = hf.export_vllm(find_model(source), tmp_path / "out")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from bloomery.core.errors import UserError
-from bloomery.export import DTYPES, INTEGERS
+from bloomery.export import DTYPES, GGUF_TYPES, INTEGERS, K_TYPES
 
 if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
@@ -249,10 +249,13 @@ def export(
     usual = "q8_0" if layout == "ollama" else "f16"
     kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype or usual, dtype or usual)  # of GGUF
     floats, whole = {"merged": DTYPES, "hf": DTYPES}, {"merged": INTEGERS, "hf": INTEGERS, "vllm": INTEGERS}
-    allowed = None if layout.startswith(("gguf", "ollama")) else (*floats.get(layout, ()), *whole.get(layout, ()))
-    if dtype is not None and allowed is not None and dtype not in allowed:
+    allowed = (*floats.get(layout, ()), *whole.get(layout, ()))
+    if layout.startswith(("gguf", "ollama")):
+        allowed = (*DTYPES, *GGUF_TYPES, *K_TYPES)
+    if dtype is not None and dtype not in allowed:
         problem = f"--to {layout} does not convert weights" + (f" to {dtype}" if allowed else "")
-        raise UserError(problem, where="--type", fix="remove --type, or use --to hf, merged or gguf", code=2)
+        other = "gguf" if dtype in (*GGUF_TYPES, *K_TYPES) else "hf or merged"
+        raise UserError(problem, where="--type", fix=f"remove --type, or use --to {other}", code=2)
     folder, use = _located(model, device, None)
     from bloomery.export import layouts
     from bloomery.export.merge import export_several, is_several

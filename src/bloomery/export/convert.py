@@ -159,6 +159,8 @@ def change(
 
 def _tokenizer(before: Tokenizer, changes: Changes) -> Tokenizer:
     """As a tokenizer.json, which new tokens need."""
+    if "" in changes.tokens:
+        raise UserError("a token without a text", where="--add-tokens", fix="write its text", code=2)
     settings = {key: each for key, each in before.config.items() if key != MADE_BY}
     if changes.context is not None:
         settings[LENGTH] = changes.context
