@@ -152,6 +152,13 @@ def test_a_type_of_another_format_is_refused(tmp_path: Path, layout: str, kind: 
     assert isinstance(refused, UserError) and refused.where == "--type" and refused.fix.endswith(f"--to {fix}")
 
 
+def test_generation_settings_that_are_no_object_are_named(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text("[]")
+    with pytest.raises(UserError, match="holds no object"):
+        export(folder, tmp_path / "out", verify=False)
+
+
 def test_a_folder_for_vllm_is_bfloat16_and_readable(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
     done = hf.export_vllm(find_model(source), tmp_path / "out")

@@ -189,8 +189,9 @@ def test_not_a_number_is_found(models, tmp_path):
     weights = stored(broken)
     weights["model.norm.weight"][0] = math.nan
     save_file(weights, broken / "model.safetensors")
-    with pytest.raises(UserError, match="not finite"):
-        merge([*found(models, "a"), find_model(broken)], tmp_path / "out")
+    with pytest.raises(UserError, match=r"norm\.weight .* not finite") as caught:
+        merge([*found(models, "a"), find_model(broken)], tmp_path / "out", verify=False)
+    assert caught.value.where == str(broken)
     assert not (tmp_path / "out").exists()
 
 
@@ -217,3 +218,9 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path):
         export(source, tmp_path / "out", dtype="float16")
     with full_pieces(source, torch.bfloat16) as (piece, _):
         assert piece("model.norm.weight").isfinite().all()
+
+
+def test_a_merge_that_float16_cannot_hold_is_refused(models, tmp_path):
+    with pytest.raises(UserError, match="65,504"):
+        merge(found(models, "a", "b"), tmp_path / "out", method="task-arithmetic", base=find_model(models["base"]),
+              weights=[1.0, 1e9], dtype="float16", verify=False)  # fmt: skip

@@ -4,7 +4,6 @@ import copy
 import glob
 import importlib
 import importlib.util
-import json
 import os
 import shutil
 import warnings
@@ -39,7 +38,7 @@ from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
 from bloomery.model.io.safetensors import TensorReader
-from bloomery.model.io.stored import find_tensors
+from bloomery.model.io.stored import find_tensors, read_object
 from bloomery.model.io.weights import StoredModel, load_decoder, write_json, write_model, write_model_piecewise
 from bloomery.model.presets import read_config
 from bloomery.train.model_folder import ModelFiles
@@ -225,12 +224,7 @@ def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]
     """The model's own generation settings, else its special token ids."""
     raw_config = source / "generation_config.json"
     if raw_config.is_file():
-        try:
-            settings: dict[str, object] = json.loads(raw_config.read_text(encoding="utf-8"))
-        except ValueError as error:
-            problem = f"generation_config.json is not JSON: {error}"
-            raise UserError(problem, where=str(raw_config), fix="correct or delete that file") from error
-        return settings
+        return read_object(raw_config, fix="correct or delete that file")
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
 
@@ -316,6 +310,14 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
+def within(held: Tensor, name: str, *, where: Path) -> Tensor:
+    """The tensor. Raises UserError where it is float16 and holds a weight that float16 cannot."""
+    if held.dtype == torch.float16 and not bool(held.isfinite().all()):
+        problem = f"{name} holds a weight above 65,504, the largest of float16"
+        raise UserError(problem, where=str(where), fix="use --type bfloat16")
+    return held
+
+
 @contextmanager
 def full_pieces(folder: Path, dtype: torch.dtype) -> Iterator[tuple[Piece, ModelConfig]]:
     """The parameters of a model folder by our names, one at a time. Raises UserError as `load_decoder` does, and for a
@@ -329,10 +331,7 @@ def full_pieces(folder: Path, dtype: torch.dtype) -> Iterator[tuple[Piece, Model
         def piece(name: str) -> Tensor:
             held = torch.empty(shapes[name], dtype=dtype)
             stored.fill(name, held)
-            if dtype == torch.float16 and not bool(held.isfinite().all()):
-                problem = f"{name} holds a weight above 65,504, the largest of float16"
-                raise UserError(problem, where=str(folder), fix="use --type bfloat16")
-            return held
+            return within(held, name, where=folder)
 
         yield piece, config
 
@@ -374,7 +373,7 @@ def merged_pieces(
                 module.weight = nn.Parameter(whole)
                 whole = module.merged_weight()
                 module.weight = parameter
-            return whole.to(dtype)
+            return within(whole.to(dtype), name, where=folder)
 
         yield piece, config
 

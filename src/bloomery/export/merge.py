@@ -17,7 +17,17 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.card import Merge, public
-from bloomery.export.layouts import DTYPES, Exported, draft_of, exported, opens_elsewhere, pieces_of, probed, write_rest
+from bloomery.export.layouts import (
+    DTYPES,
+    Exported,
+    draft_of,
+    exported,
+    opens_elsewhere,
+    pieces_of,
+    probed,
+    within,
+    write_rest,
+)
 from bloomery.model.adapters.settings import Base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
@@ -118,8 +128,12 @@ def merge(
         @torch.no_grad()
         def produce(name: str) -> Tensor:
             parts = [piece(name) for piece, _ in opened]
+            for files, part in zip(every, parts, strict=True):
+                if not bool(part.isfinite().all()):
+                    problem = f"{name} has numbers that are not finite: the model is damaged or has diverged"
+                    raise UserError(problem, where=str(files.weights), fix="merge another checkpoint or copy of it")
             below = parts.pop() if base is not None else None
-            return combine(method, parts, below, weights, density).to(kept)
+            return within(combine(method, parts, below, weights, density).to(kept), name, where=out)
 
         with draft_of(out) as draft:
             write_model_piecewise(produce, config, kept, draft)

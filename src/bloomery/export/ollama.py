@@ -18,6 +18,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export.card import license_of
 from bloomery.export.gguf import export_gguf
 from bloomery.export.layouts import Exported, draft_of
+from bloomery.model.io.stored import read_object
 from bloomery.model.presets import read_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
@@ -156,7 +157,7 @@ def modelfile(file: str, files: ModelFiles, tokenizer: Tokenizer) -> tuple[str, 
     source = files.weights if files.base is None else files.base
     lines.append(f"PARAMETER num_ctx {min(MOST_CONTEXT, read_config(source).max_positions)}")
     settings = source / "generation_config.json"
-    stated = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    stated = read_object(settings, fix="correct or delete that file") if settings.is_file() else {}
     for theirs, ours in SETTINGS.items():
         if isinstance(value := stated.get(theirs), int | float) and not isinstance(value, bool):
             lines.append(f"PARAMETER {ours} {value:g}")
