@@ -192,6 +192,25 @@ IMPORTED = {
         },
         {"use_badam", "badam_mode", "swanlab_project", "lora_rank", "template"},
     ),
+    "trl_sft.yaml": (
+        "TRL",
+        {
+            "model.from_": "Qwen/Qwen2.5-0.5B", "data.path": "hub:trl-lib/Capybara", "objective.kind": "sft",
+            "adapter.kind": "lora", "adapter.rank": 32, "adapter.alpha": 16.0, "adapter.dropout": 0.05,
+            "adapter.target_modules": ["q_proj", "v_proj"], "data.packing": True, "data.sequence_length": 1024,
+            "train.batch_size": 16, "train.micro_batch_size": 2, "optimizer.schedule": "linear",
+            "train.activation_checkpointing": "full", "optimizer.learning_rate": 2e-4,
+        },
+        {"eos_token", "output_dir", "dataset_config"},
+    ),
+    "trl_dpo.yaml": (
+        "TRL",
+        {
+            "objective.kind": "dpo", "objective.beta": 0.2, "adapter.kind": "none", "optimizer.learning_rate": 1e-6,
+            "train.micro_batch_size": 8, "train.batch_size": 8, "train.epochs": 3.0, "data.sequence_length": 512,
+        },
+        {"lora_r"},
+    ),
 }  # fmt: skip
 
 
@@ -213,7 +232,7 @@ def test_files_of_other_programs_become_recipes(name, tmp_path):
 def test_what_is_no_training_file_is_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(BASE)
-    with pytest.raises(UserError, match="not a file of Axolotl or LLaMA-Factory") as caught:
+    with pytest.raises(UserError, match="not a file of Axolotl, LLaMA-Factory or TRL") as caught:
         import_recipe(path)
     assert caught.value.code == 2
 

@@ -321,7 +321,7 @@ def copy(name: str, path: Path | None) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--out", metavar="PATH", type=NewPath(), help="Write the recipe to PATH, not to stdout.")
 def import_(file: Path, out: Path | None) -> None:
-    """Convert an Axolotl or LLaMA-Factory YAML to a recipe.
+    """Convert an Axolotl, LLaMA-Factory or TRL YAML to a recipe.
 
     Every key of FILE is mapped to a recipe key, or listed in a comment with the reason and an alternative.
 

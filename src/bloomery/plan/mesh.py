@@ -293,7 +293,9 @@ def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
             reason = (
                 "the fastest that fits" if candidate is best else f"simpler, within {NEARLY - 1:.0%} of the fastest"
             )
-            return candidate, reason + (f"; {', '.join(dict.fromkeys(others))} do not fit" if others else "")
+            names = list(dict.fromkeys(others))
+            do_not_fit = f"; {', '.join(names)} {'does' if len(names) == 1 else 'do'} not fit" if names else ""
+            return candidate, reason + do_not_fit
     raise AssertionError("the best layout is a candidate")
 
 

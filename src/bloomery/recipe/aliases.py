@@ -1,7 +1,7 @@
 """Keys and values of other programs and of version 1 of the recipe, and what to write instead (table: aliases.toml).
 
-`bloomery recipes import` turns a YAML file of Axolotl or LLaMA-Factory into a recipe: every key is mapped or listed
-with a reason.
+`bloomery recipes import` turns a YAML file of Axolotl, LLaMA-Factory or TRL into a recipe: every key is mapped or
+listed with a reason.
 """
 
 import json
@@ -401,6 +401,7 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
 _SIGNS = {  # keys that only this program has
     "Axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "num_epochs", "val_set_size"},
     "LLaMA-Factory": {"model_name_or_path", "stage", "finetuning_type", "cutoff_len", "template", "dataset"},
+    "TRL": {"model_name_or_path", "dataset_name", "use_peft", "max_length", "dataset_text_field"},
 }
 _DEFAULTS = {  # where they differ from those of a recipe
     "Axolotl": ("data.packing=false", "data.validation=0%", "optimizer.weight_decay=0", "optimizer.betas=[0.9, 0.999]",
@@ -408,6 +409,9 @@ _DEFAULTS = {  # where they differ from those of a recipe
     "LLaMA-Factory": ("data.packing=false", "data.validation=0%", "optimizer.learning_rate=5e-05",
                       "optimizer.weight_decay=0", "optimizer.betas=[0.9, 0.999]", "optimizer.schedule=linear",
                       "optimizer.warmup=0 steps", "train.epochs=3"),
+    "TRL": ("data.packing=false", "data.validation=0%", "data.sequence_length=1024", "optimizer.weight_decay=0",
+            "optimizer.betas=[0.9, 0.999]", "optimizer.schedule=linear", "optimizer.warmup=0 steps", "train.epochs=3",
+            "train.micro_batch_size=8", "train.activation_checkpointing=full"),
 }  # fmt: skip
 _LENGTHS = ("train.max_steps", "train.max_tokens", "train.max_time", "train.epochs")  # the first that is set wins
 
@@ -443,8 +447,9 @@ def import_recipe(path: Path) -> tuple[str, str]:
     counts = {program: len(signs & data.keys()) for program, signs in _SIGNS.items()}
     program = max(counts, key=lambda name: counts[name])
     if counts[program] < 2:
-        fix = "give a training file of Axolotl (base_model, datasets) or of LLaMA-Factory (model_name_or_path, dataset)"
-        raise UserError(f"not a file of Axolotl or LLaMA-Factory: {path.name}", where=str(path), fix=fix, code=2)
+        fix = "give a training file of Axolotl (base_model, datasets), LLaMA-Factory (model_name_or_path, dataset) or "
+        fix += "TRL (model_name_or_path, dataset_name)"
+        raise UserError(f"not a file of Axolotl, LLaMA-Factory or TRL: {path.name}", where=str(path), fix=fix, code=2)
     draft = _Draft()
     for alias in _aliases(data, (), program, draft.empty):
         draft.add(alias)
@@ -471,6 +476,8 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     lengths = [key for key in _LENGTHS if key in values]
     for key in lengths[1:]:
         draft.left[values.pop(key)[1]] = f"{lengths[0]} sets the length"
+    if program == "TRL":
+        _complete_trl(values)
     if any(key.startswith("adapter.") for key in values) and values.get("adapter.kind", ("none",))[0] == "none":
         if "adapter.kind" in values:  # full fine-tuning with settings for LoRA left in the file
             for key in [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]:
@@ -499,6 +506,19 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     kinds = [f"{key}={value}" for key, (value, _) in values.items() if key.endswith(".kind")]
     for key in [key for key in values if not accepted(f"{key}={values[key][0]}", *kinds)]:
         draft.left[values.pop(key)[1]] = f"{key} does not fit {values['objective.kind'][0]}"
+
+
+def _complete_trl(values: dict[str, tuple[str, str]]) -> None:
+    """What the commands and the model arguments of TRL set: its file names neither `sft` nor `dpo` (TRL 1.16)."""
+    if "objective.beta" in values:
+        values.setdefault("objective.kind", ("dpo", "beta is given; kto and orpo have one, too"))
+    kind = values.setdefault("objective.kind", ("sft", "of `trl sft`; set dpo, kto or reward for another command"))[0]
+    rate = {"sft": "2e-05", "reward": "0.0001"}.get(kind, "1e-06")
+    values.setdefault("optimizer.learning_rate", (rate, f"the default of TRL for {kind}"))
+    if values.setdefault("adapter.kind", ("none", "the default of TRL: use_peft is not set"))[0] == "lora":
+        for edit in ("rank=16", "alpha=32", "dropout=0.05", "target_modules=[q_proj, v_proj]"):
+            key, _, value = edit.partition("=")
+            values.setdefault(f"adapter.{key}", (value, "the default of TRL and PEFT"))
 
 
 def _text(draft: _Draft, source: str, program: str) -> str:
