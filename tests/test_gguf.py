@@ -256,7 +256,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.6, 0.999])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("share", [0.01, 0.0, 0.6, 0.999])
 @pytest.mark.parametrize("what", ["gguf", "gguf-adapter", *(pytest.param(what, marks=pytest.mark.soak)
                                                             for what in ("ollama", "import"))])  # fmt: skip
 def test_a_disk_that_fills_at_any_byte_leaves_nothing(what: str, share: float, tmp_path: Path) -> None:

@@ -138,12 +138,11 @@ def test_a_download_into_a_folder_holds_files_and_no_links(server, tmp_path):
 
 
 def test_a_data_set_is_a_folder_of_its_data_files(server, tmp_path):
-    client = Client(tmp_path, server.url)
-    folder, _ = client("fetch_dataset", "hub:org/rows")
+    calls = [("fetch_dataset", "hub:org/rows"), ("data_place", "hub:org/rows"), ("data_place", "hub:org/other")]
+    (_, folder), *places = each_told(Client(tmp_path, server.url), calls)
     files = [path.relative_to(folder) for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert sorted(map(str, files)) == ["data/test-0.parquet", "data/train-0.parquet"]
-    assert client("data_place", "hub:org/rows") == (folder, "")
-    assert client("data_place", "hub:org/other") == ("hub:org/other", "")
+    assert [place for _, place in places] == [folder, "hub:org/other"]
 
 
 def test_the_token_is_that_of_the_environment_and_never_the_one_that_lies_about(server, tmp_path):
@@ -183,13 +182,18 @@ for name, word in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def told(server, tmp_path_factory):
-    """Problem and remedy of each call of REFUSED; one process, as the library takes a second to import."""
+    """Problem and remedy of each call of REFUSED."""
     home = tmp_path_factory.mktemp("refused")
-    calls = json.dumps([words for words, _, _ in REFUSED])
-    environment = Client(home, server.url).environment
-    done = subprocess.run([sys.executable, "-c", EACH, calls], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    found = each_told(Client(home, server.url), [words for words, _, _ in REFUSED])
     assert not list(home.rglob("out.json"))
+    return found
+
+
+def each_told(client, calls):
+    """One process for all calls, as the library takes a second to import."""
+    words = [sys.executable, "-c", EACH, json.dumps(calls)]
+    done = subprocess.run(words, env=client.environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -306,7 +310,8 @@ from pathlib import Path
 from bloomery import hub
 from bloomery.core.errors import UserError
 try:
-    print(hub.push(Path(sys.argv[1]), sys.argv[2], public="public" in sys.argv))
+    for word in sys.argv[2:]:
+        print(hub.push(Path(sys.argv[1]), word.removesuffix("=public"), public=word.endswith("=public")))
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(1)
@@ -323,10 +328,9 @@ def pushed(client, *words):
 def test_a_push_creates_a_private_repository_and_uploads_every_file(to_push, tmp_path):
     folder, files = to_push
     with fake_hub({}) as server:
-        for repo, words in (("me/mine", ()), ("me/open", ("public",))):
-            done = pushed(Client(tmp_path / "home", server.url, HF_TOKEN="hf_writer"), folder, repo, *words)
-            assert done.returncode == 0, done.stderr
-            assert server.pushed[repo] == files
+        done = pushed(Client(tmp_path / "home", server.url, HF_TOKEN="hf_writer"), folder, "me/mine", "me/open=public")
+        assert done.returncode == 0, done.stderr
+        assert server.pushed == {"me/mine": files, "me/open": files}
         assert server.created == {"me/mine": "private", "me/open": "public"}
 
 

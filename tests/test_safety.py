@@ -52,10 +52,9 @@ def faults(tree: ast.AST) -> Iterator[str]:
                     yield f"{called}({keyword.arg}=...)"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_no_pickle_no_shell_no_port(path: Path) -> None:
-    allowed = ALLOWED.get(path.relative_to(ROOT).as_posix(), [])
-    assert list(faults(ast.parse(path.read_text(encoding="utf-8")))) == allowed
+def test_no_pickle_no_shell_no_port() -> None:
+    found = {path.relative_to(ROOT).as_posix(): list(faults(ast.parse(path.read_bytes()))) for path in FILES}
+    assert {name: faults for name, faults in found.items() if faults} == ALLOWED
 
 
 def test_the_test_sees_what_it_looks_for() -> None:

@@ -48,6 +48,7 @@ def trained_by_peft(case, folder, **settings):
     return wrapped.eval()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "kind"), [
     *(("llama2", kind) for kind in KINDS), ("llama3-gqa-tied", "dora"), ("gpt2", "lora"), ("gpt2", "dora"),
     ("phi3", "rslora"), ("qwen2", "dora"), ("gemma2", "lora"),
@@ -61,6 +62,7 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
         assert (ours(tokens()) - tiny_reference(case)(tokens()).logits).abs().max() > 0.1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("case", "settings"), [
     ("llama2", {}), ("llama2", {"kind": "dora", "use_rslora": True, "alpha": 5.0}), ("llama2", {"init": "pissa"}),
     ("llama2", {"modules_to_save": ["embed_tokens", "lm_head", "norms", "k_proj"], "target_modules": ["q_proj"]}),

@@ -8,23 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans_for_tests import tiny_plan
 from torch import Tensor
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from bloomery.data.loader import Batch
+from bloomery.model.heads import LabelScores
+from bloomery.model.io.weights import load_decoder
+from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
+from bloomery.train.losses import LossParts, means
+from bloomery.train.objectives import build_objective
+from bloomery.train.step import compute_loss
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when one of these is imported
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
-import tokenizers  # noqa: E402
-from plans_for_tests import tiny_plan  # noqa: E402
-from tokenizers import models, pre_tokenizers  # noqa: E402
-
-from bloomery.data.loader import Batch  # noqa: E402
-from bloomery.model.heads import LabelScores  # noqa: E402
-from bloomery.model.io.weights import load_decoder  # noqa: E402
-from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo  # noqa: E402
-from bloomery.train.losses import LossParts, means  # noqa: E402
-from bloomery.train.objectives import build_objective  # noqa: E402
-from bloomery.train.step import compute_loss  # noqa: E402
+tokenizers = pytest.importorskip("tokenizers")
 
 PAIRS = [
     {"prompt": "w1 w2", "chosen": " w3 w4 w5", "rejected": " w6"},
@@ -45,8 +44,8 @@ SIZES = {
 
 def tokenizer():
     vocab = {f"w{i}": i for i in range(60)} | {"<pad>": 60, "<eos>": 61, "<unk>": 62}
-    plain = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special)
 

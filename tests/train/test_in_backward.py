@@ -18,7 +18,7 @@ KINDS = [
     {"kind": "adamw", "state_dtype": "int8"},
     {"kind": "adamw", "state_dtype": "bfloat16", "offload": True},
 ]
-MODES = ["none", "selective", "full", "every-2"]
+MODES = ["full", "none", "selective", "every-2"]
 CONFIGS = {"tied": tiny_config(), "untied": tiny_config(tie_embeddings=False, attention_bias=True)}
 
 
@@ -54,6 +54,7 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
     assert inside.optimizer.scalars() == after.optimizer.scalars()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, config):

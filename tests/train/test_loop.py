@@ -69,7 +69,7 @@ def test_an_evaluation_leaves_no_trace(plan, undisturbed, tmp_path):
 @pytest.mark.parametrize(("precision", "kind"), crossed(
     {name: name for name in ("float32", "bfloat16", "bfloat16-pure", "float16")},
     {name: name for name in ("adamw", "muon", "adafactor")},
-    quick="float32-adamw bfloat16-adamw bfloat16-pure-muon float16-adafactor",
+    quick="float32-adamw bfloat16-pure-muon float16-adafactor",
 ))  # fmt: skip
 def test_a_resumed_run_equals_the_undisturbed_one_bitwise(prepared, tmp_path, kind, precision):
     train = {"steps": 6, "precision": precision}

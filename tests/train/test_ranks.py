@@ -60,8 +60,8 @@ def trained(prepared, tmp_path_factory) -> Callable[..., tuple[list[Any], Path]]
 
 @pytest.mark.parametrize(
     ("replicate", "shard"),
-    [*(pytest.param(*mesh, id=name) for name, mesh in MESHES.items()),
-     *(pytest.param(*mesh, id=name, marks=pytest.mark.soak) for name, mesh in EIGHT.items())],
+    [*(pytest.param(*mesh, id=name) for name, mesh in MESHES.items() if name != "4 copies"),
+     *(pytest.param(*(MESHES | EIGHT)[name], id=name, marks=pytest.mark.soak) for name in ("4 copies", *EIGHT))],
 )  # fmt: skip
 def test_losses_and_weights_are_those_of_one_rank(trained, replicate, shard) -> None:
     accumulation = 4 if replicate * shard == 8 else 2

@@ -148,6 +148,7 @@ def test_loss_scale_follows_torchs_grad_scaler():
         assert ours.value == theirs.get_scale(), step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["full", "selective", "every-2"])
 @pytest.mark.parametrize("attention", ["mask", "per_document", "blockwise"])
 def test_activation_checkpointing_changes_no_bit(mode, attention):
