@@ -372,6 +372,15 @@ def test_what_must_not_be_public_is_not_pushed(to_push, name, content, problem):
         hub.push(folder, "me/mine", dry_run=True)
 
 
+def test_a_checkpoint_is_not_pushed(to_push):
+    folder, _ = to_push
+    for name in ("state.json", "MANIFEST.json", "optimizer.safetensors"):
+        (folder / name).write_text("{}")
+    with pytest.raises(UserError, match="checkpoint of a run") as caught:
+        hub.push(folder, "me/mine", dry_run=True)
+    assert "bloomery export" in caught.value.fix
+
+
 def test_a_run_is_not_pushed(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="not an export"):

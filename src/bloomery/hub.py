@@ -441,6 +441,10 @@ def _to_push(folder: Path) -> dict[str, int]:
         problem = "not an export: no config.json, adapter_config.json or .gguf file is here"
         fix = "`bloomery export MODEL --to hf --out DIR` writes one"
         raise UserError(problem, where=str(folder), fix=fix)
+    if (folder / "state.json").is_file() and (folder / "MANIFEST.json").is_file():
+        problem = "this is the checkpoint of a run: it holds what training needs to resume, such as the optimizer"
+        fix = "`bloomery export RUN --to hf --out DIR` (of a LoRA: --to adapter) writes the model alone"
+        raise UserError(problem, where=str(folder), fix=fix)
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
