@@ -87,6 +87,18 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_every_file_is_on_the_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch) -> None:
+    flushed: list[str] = []
+
+    def flush(path: Path) -> None:
+        assert path == tmp_path or not (tmp_path / "out").exists()
+        flushed.append(path.name)
+
+    monkeypatch.setattr(hf, "flush_to_disk", flush)
+    done = export(make_model(tmp_path / "model"), tmp_path / "out", verify=False)
+    assert {path.name for path in done.folder.iterdir()} < set(flushed) and flushed[-1] == tmp_path.name
+
+
 def test_the_draft_of_an_export_that_was_killed_goes_with_the_next(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
     for name in (".tmp-out-4194999", ".tmp-other-4194999"):

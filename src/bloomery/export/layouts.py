@@ -186,7 +186,8 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
                 remove(left)
         (draft if kind == "folder" else out.parent).mkdir(parents=True, exist_ok=kind == "file")
         yield draft
-        flush_to_disk(draft)
+        for path in (*(draft.rglob("*") if kind == "folder" else ()), draft):
+            flush_to_disk(path)  # before the name: after a power loss, what has it is whole
         draft.replace(out)
         flush_to_disk(out.parent)
     except OSError as error:
