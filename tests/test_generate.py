@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.decoding import Past, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
-from bloomery.runs.generate import Stops, TextStream, generate, load_model
+from bloomery.runs.generate import JsonGrammars, Stops, TextStream, generate, load_model
 from bloomery.train.model_folder import model_folder
 from models_for_tests import TEXT, make_model, make_run, make_tokenizer
 
@@ -179,6 +179,10 @@ class TestCommandLine:
         path.write_text('{"type": "bogus"}')
         done = CliRunner().invoke(cli, words)
         assert isinstance(done.exception, UserError) and "bogus" in done.exception.problem
+        grammars = JsonGrammars(load_tokenizer(folder), load_decoder(folder).config.vocab_size, [0])
+        for endless_or_half in ({"$ref": "#"}, {"const": "\ud800"}):
+            with pytest.raises(UserError, match="not supported"):
+                grammars.start(endless_or_half)
 
     @pytest.mark.parametrize(
         "words",

@@ -175,10 +175,16 @@ class JsonGrammars:
 
         # Free white space is where small models never end.
         form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
-        matcher = LLMatcher(self._tokens, grammar, log_level=0)
-        if matcher.is_error():
-            problem = f"JSON schema not supported: {matcher.get_error().splitlines()[0][:200]}"
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
+            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # some schemas fail at the first token
+            wrong = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:  # half a character
+            wrong = str(error)
+        if wrong:
+            problem = f"JSON schema not supported: {wrong.splitlines()[0][:200]}"
             raise UserError(problem, where="the JSON schema", fix="see https://json-schema.org/learn", code=2)
         return JsonText(matcher, self.vocab_size)
 
