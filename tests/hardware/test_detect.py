@@ -1,5 +1,6 @@
 """Detection reads constructed trees in the kernel's own format, and this machine without importing torch."""
 
+import os
 import subprocess
 import sys
 import time
@@ -209,3 +210,16 @@ def test_a_recorded_machine_of_a_newer_version_loads():
     machine = detect()
     newer = machine.model_dump() | {"surprise": 1}
     assert Machine.model_validate(newer) == machine
+
+
+def test_what_is_installed_meanwhile_is_seen(root, monkeypatch):
+    """What a folder of packages holds is kept until something is installed there."""
+    monkeypatch.setattr(sys, "path", [str(root / "site"), str(root / "nowhere")])
+
+    def installed(name: str, at: int) -> list[str]:
+        write(root / f"site/{name}-1.dist-info/METADATA", "")
+        os.utime(root / "site", (at, at))  # the clock of the file system may be slower than this test
+        return [package.name for package in detect(root=root).software.packages]
+
+    assert installed("torch", 1_700_000_000) == ["torch"]
+    assert installed("triton", 1_700_000_001) == ["torch", "triton"]
