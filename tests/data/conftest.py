@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from small_text import sentences
 
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
+
+# For its first text Hypothesis makes a table of all characters, which on busy cores takes longer than it allows itself.
+settings.register_profile("busy", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.fixture

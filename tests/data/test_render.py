@@ -175,7 +175,10 @@ WORDS = st.text(st.sampled_from("abz .\n\t<>[]/|é日🎈\U000f0001'\"{}%"), min
 TURNS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHARED, BUSY = HealthCheck.function_scoped_fixture, HealthCheck.too_slow
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[SHARED, BUSY])
 @given(pairs=TURNS, system=st.none() | WORDS)
 def test_what_is_learned_reads_as_the_answers(renderers, pairs, system):
     messages = [] if system is None else [Message("system", system)]
