@@ -78,6 +78,13 @@ def test_one_of_every_card(recipe, cards):
         assert max(map(len, lines)) <= 100, device.name
 
 
+def test_hundreds_of_gib_stay_within_the_width():
+    where = with_gpu(machine(), next(device for device in EVERY if device.name == "H200 SXM"))
+    lines = page(reported(load_recipe("llama2-70b-lora-8gpu"), where), where, source="x", commands=["train"])
+    assert any("139.7 of 129.7 GiB: too much" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("device", CARDS[::8], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
 def test_several_of_a_card_in_several_nodes(device):

@@ -28,6 +28,7 @@ from bloomery.recipe.load import LoadedRecipe
 WIDTH = 100
 LABEL = 10
 BAR = 16  # cells of the longest bar
+REMARK = WIDTH - LABEL - 15 - 4 - 2 - (BAR + 2)  # columns next to a part of the memory
 REASON = 24  # the column of a setting's reason
 EDIT = 40  # columns of a suggestion
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
@@ -203,6 +204,8 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     total += f" of {memory.limit / large:,.{1 if large == GIB else 0}f} {above}: "
     total += "fits" if memory.fits else "too much"
     limit = [f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,", f"{profile.memory_share.reason})"]
+    if len(limit[0]) > REMARK:  # hundreds of GiB
+        limit[0] = limit[0].replace("limit: ", "")
     if profile.accelerator is None:
         limit = [total, "(limit: the memory that is free now)"]
     until = ", as measured" if memory.origin == "measured" else " until one step is measured"
