@@ -55,6 +55,15 @@ def test_autocast_decides_the_dtype(backend: str) -> None:
     assert q.grad.dtype == torch.float32
 
 
+def test_one_graph_serves_every_length() -> None:
+    """A length that torch has made a symbol, as it does at the second one that a compiled function sees."""
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    options = {"window": None, "softcap": None, "scale": 0.4, "dropout": 0.0}
+    for length in (6, 9):
+        qkv = inputs(length)
+        assert_close(compiled(*qkv, layout_of(None, backend="sdpa"), backend="sdpa", **options), run("math", qkv))
+
+
 def test_documents_do_not_see_each_other_by_hand() -> None:
     q, k, v = inputs(12, batch=1)
     documents = documents_of([5, 7])

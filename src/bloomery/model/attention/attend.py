@@ -148,8 +148,10 @@ def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout
     queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
     whole = layout.mask_B1TS is None and options.window is None
     seen = None if whole and queries in (1, keys) else _seen(q_BHTE, k_BKSE, layout, options.window)
+    # A branch: compiled for every length, the comparison is a symbol, which the flag may not be.
+    causal = True if whole and queries == keys and queries > 1 else False  # noqa: SIM210 - bool() keeps the symbol
     return F.scaled_dot_product_attention(
-        q_BHTE, k_BKSE, v_BKSE, seen, options.dropout, whole and queries == keys and queries > 1,
+        q_BHTE, k_BKSE, v_BKSE, seen, options.dropout, causal,
         scale=options.scale, enable_gqa=q_BHTE.shape[1] != k_BKSE.shape[1],
     )  # fmt: skip
 
