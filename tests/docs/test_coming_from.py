@@ -130,3 +130,29 @@ def test_the_plan_of_the_frontier_workbook_is_the_one_on_its_page(tmp_path):
     assert days["low"] < 65 < days["high"] and f"{days['value']:.1f} days" in page
     assert f"{plan['memory']['total']['value']:.1f} of" in page
     assert [claim["verdict"] for claim in plan["claims"]] == ["ok", "ok"]
+
+
+FIGURES = [
+    ("worldmodel-rocm-spec.md", 'qwen2.5-3b-lora --gpu "MI50 32GB"', "23.6"),
+    ("go-coder-guide.md", 'go-coder-125m --gpu "RX 6700 XT"', "3.19 10 610,352 20"),
+    ("rocm-overview.md", "llama2-7b-lora-qa --gpu MI300X", "16.8 6.74 0.25%"),
+    ("rocm-overview.md", "llama2-7b-lora-qa adapter.kind=none --gpu MI300X", "50.2 25.1"),
+    ("rocm-overview.md", "llama2-70b-lora-8gpu --gpu MI300X", "163.6 176.6"),
+    ("forgather-examples.md", 'llama2-7b-full-24gb --gpu "RX 7900 XTX"', "12.6 19.0 22.1"),
+    ("forgather-examples.md", 'llama2-7b-lora --gpu "RTX 4090" --gpus 2', "7,100 5,300 3,000"),
+    (
+        "forgather-examples.md", "llama2-7b-full-24gb optimizer.fused_backward=false"
+        ' optimizer.stochastic_rounding=false --gpu "RTX 4090" --gpus 2', "3,500 3,200",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "words", "figures"), FIGURES, ids=[words for _, words, _ in FIGURES])
+def test_figures_of_a_guide_are_those_of_the_plan(page, words, figures) -> None:
+    text = (ROOT / "docs/guides" / page).read_text(encoding="utf-8")
+    assert f"`bloomery plan {words}`" in text
+    told = CliRunner().invoke(cli, ["plan", *shlex.split(words)])
+    assert told.exit_code == 0, told.output
+    for figure in figures.split():
+        found = re.compile(rf"(?<![\d.,]){re.escape(figure)}(?!\d|[.,]\d)")
+        assert found.search(text) and found.search(told.output), figure
