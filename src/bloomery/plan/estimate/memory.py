@@ -8,6 +8,7 @@ pipeline stages, and collectives.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
 from bloomery.core.units import GIB, MIB
@@ -22,7 +23,7 @@ from bloomery.model.limits import (
     GPU_SCORES,
     PIECE_BYTES,
 )
-from bloomery.plan.estimate.states import StepShape, TrainedModel, is_wide, numbers
+from bloomery.plan.estimate.states import StepShape, TrainedModel, TrainingMode, is_wide, numbers
 from bloomery.plan.types import MemoryEstimate, Origin
 
 TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
@@ -502,10 +503,18 @@ def kinds_of_stages(stages: int) -> list[int]:
     return sorted({0, 1, stages - 1})
 
 
+@lru_cache(maxsize=64)  # a plan asks for the same stages thousands of times, and their sums are kept with them
+def _stage_models(
+    config: ModelConfig, mode: TrainingMode, stages: int, index: int
+) -> tuple[TrainedModel, TrainedModel]:
+    """The layers of a stage as if it had both ends, and with the ends that it has."""
+    layers = TrainedModel(stage_config(config, stages), mode)
+    return layers, replace(layers, stage=(index, stages))
+
+
 def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
     """A stage of 1F1B: its layers, and the activations of its micro-batches in flight."""
-    layers = TrainedModel(stage_config(step.config, stages), step.mode)  # as if it had both ends
-    held = replace(layers, stage=(index, stages))
+    layers, held = _stage_models(step.config, step.mode, stages, index)
     whole = held.learning_bytes(step.precision)
     micro_batches = stages + 1 if micro_batches is None else micro_batches
     peak = max(
