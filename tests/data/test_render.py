@@ -300,6 +300,7 @@ def test_texts_are_cut_as_trl_cuts_them(kind, prompt_answer):
             assert sequence.loss_mask == [index >= start for index in range(len(whole))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MARKED)
 def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_whatever_the_format(name):
     template = (TRL / f"{name}_training.jinja").read_text()

@@ -60,8 +60,9 @@ def trained(prepared, tmp_path_factory) -> Callable[..., tuple[list[Any], Path]]
 
 @pytest.mark.parametrize(
     ("replicate", "shard"),
-    [*(pytest.param(*mesh, id=name) for name, mesh in MESHES.items() if name != "4 copies"),
-     *(pytest.param(*(MESHES | EIGHT)[name], id=name, marks=pytest.mark.soak) for name in ("4 copies", *EIGHT))],
+    # Those of four shards are read by two, and train on as one rank did, in a test below.
+    [pytest.param(*mesh, id=name, marks=[pytest.mark.soak] if max(mesh) > 2 else [])
+     for name, mesh in (MESHES | EIGHT).items()],
 )  # fmt: skip
 def test_losses_and_weights_are_those_of_one_rank(trained, replicate, shard) -> None:
     accumulation = 4 if replicate * shard == 8 else 2
