@@ -53,6 +53,15 @@ def test_recipes_alone_lists_them():
     assert alone.code == 0 and alone.out == listed.out and "go-coder-125m" in alone.out
 
 
+def test_a_gpu_without_quotes_is_shown_with_them(workshop):
+    assert_clear(here("plan", "demo", "--gpu", "RTX", "4070"), code=2, mentions=["not an override", '--gpu "RTX 4070"'])
+
+
+def test_a_plan_without_its_dataset_suggests_no_training(workshop):
+    planned = here("plan", "go-coder-tiny", "data.path=nowhere")
+    assert "bloomery train go-coder-tiny" not in planned.out and "data.path does not exist" in planned.err
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))

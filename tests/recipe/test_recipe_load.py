@@ -119,6 +119,7 @@ def test_a_key_of_another_section_is_found(write):
         ("model: {family: lama}", "did you mean llama?"),
         ("adapter: {kind: lorra}", "did you mean lora?"),
         ("adapter: {rank: 3}", "adapter.kind: must be none, lora, dora or peft"),
+        ("adapter: {target_modules: [q_proj]}", "adapter.kind=lora"),
         ("eval: 3", "must be keys with values, not 3"),
         ("logging: {trackers: [tensorbord]}", "did you mean tensorboard?"),
         ("claims: {tokens: 7 to 5 B}", "write the smaller value first"),

@@ -114,6 +114,8 @@ def _overrides(context: click.Context, parameter: click.Parameter, value: Sequen
     for word in value:
         if "=" not in word:
             fix = f"write section.key=value, such as train.epochs=2; see `{context.command_path} --help`"
+            if gpus := context.params.get("gpu"):  # --gpu RTX 4070
+                fix = f'quote a name with spaces: --gpu "{gpus[-1]} {word}"'
             raise UserError(f"not an override: {word!r}", where=f"`{context.command_path}`", fix=fix, code=2)
     return tuple(value)
 

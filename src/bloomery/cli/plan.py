@@ -127,6 +127,9 @@ def show_plan(
     hidden = {"train"} if gpu is not None else set[str]()  # that GPU is not in this machine
     if (source or "").startswith("--model "):  # bench requires a recipe, and this one has no name
         hidden |= {"bench"}
+    missing = absent(loaded.recipe) if gpu is None and plan.dataset is None else ()
+    if any(not place.startswith("hub:") for place in missing):
+        hidden |= {"train"}
     words = "" if gpu is None else f' --gpu "{gpu}"'
     words += (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
     commands, lines = [name for name in COMMANDS if name not in hidden], simulation.lines() if simulation else []
@@ -137,8 +140,8 @@ def show_plan(
     for name in (name for name in models if not is_hub_id(name) and is_bare(local_model(name))):
         notes.append(f"no weights in {name}: `bloomery train` would fail")
     notes += left_aside(loaded.recipe)
-    for place in absent(loaded.recipe) if gpu is None and plan.dataset is None else ():
-        then = "`train` downloads it" if place.startswith("hub:") else "`bloomery train` would fail"
+    for place in missing:
+        then = "`train` downloads it" if place.startswith("hub:") else "set data.path to your dataset before `train`"
         notes.append(f"data.path does not exist: {place}; {then}")
     for note in notes:
         echo(f"note: {note}", err=True)

@@ -23,7 +23,7 @@ class BadRow(UserError):
     none ("is missing") is the innermost part of its place.
     """
 
-    def __init__(self, where: str, reason: str, fix: str = "correct it, or set data.on_error to skip") -> None:
+    def __init__(self, where: str, reason: str, fix: str = "correct it, or set data.on_error=skip") -> None:
         subject = Path(where.rpartition(", ")[2]).name + " " if reason.startswith(_PREDICATES) else ""
         super().__init__(subject + reason, where=where, fix=fix)
         self.reason = reason
@@ -137,7 +137,7 @@ def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, resp
     for index, message in enumerate(messages):
         place = f"{where}[{start + index}]"
         if not message.content.strip() and not message.calls and not message.thinking and message.role != "tool":
-            fix = "remove it or fill it, or set data.on_error to skip"
+            fix = "remove it or fill it, or set data.on_error=skip"
             raise BadRow(place, f"is an empty turn of the {message.role}", fix)
         if message.role == "system" and index:
             again = any(earlier.role == "system" for earlier in messages[:index])
@@ -158,8 +158,8 @@ def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, resp
     if not responses:
         return
     if not any(message.role == "assistant" for message in messages):
-        fix = "add an assistant turn, or set data.on_error to skip"
+        fix = "add an assistant turn, or set data.on_error=skip"
         raise BadRow(where, "has no assistant turn to train on", fix)
     if messages[-1].role != "assistant":
-        fix = "add the response or remove the turn, or set data.on_error to skip"
+        fix = "add the response or remove the turn, or set data.on_error=skip"
         raise BadRow(where, f"ends with a turn of the {messages[-1].role}, without a response", fix)

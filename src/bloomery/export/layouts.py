@@ -214,7 +214,8 @@ def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> li
         problem = f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
         raise UserError(problem, where=str(draft), fix="use --type float32")
     source = "the source" if files.base is None else "base and adapter"
-    return [f"logits equal those of {source} within {error:.1e}", *opens_elsewhere(draft, logits, config)]
+    rounded = "" if kept == torch.float32 else f" of {scale:.2g}, as {str(kept).removeprefix('torch.')} rounds"
+    return [f"logits equal those of {source} within {error:.1e}{rounded}", *opens_elsewhere(draft, logits, config)]
 
 
 def exported(out: Path, proofs: list[str]) -> Exported:

@@ -404,8 +404,8 @@ def next_lines(report: PlanReport, source: str, commands: list[str], devices: st
     if plan.parallel is None and "train" in commands:
         yield f"bloomery train {source}"
     if plan.parallel is None and "bench" in commands and not _measured(plan):
-        device = "CPU" if plan.train.device == "cpu" else "GPU"
-        yield _remarked(f"bloomery bench {source}", f"measure this {device}; ranges become figures")
+        device = "this CPU" if plan.train.device == "cpu" else "this GPU" if not devices else "it where that GPU is"
+        yield _remarked(f"bloomery bench {source}", f"measure {device}; ranges become figures")
     if claimed := _wrong_tokens(report):
         yield f"bloomery plan {source} train.max_tokens={claimed.replace(' ', '')}{devices}"
 

@@ -169,11 +169,13 @@ def _kind(path: KeyPath, value: Any, origins: Mapping[KeyPath, Origin]) -> list[
     known = {name for model in models for name in fields(model)}
     found = [m for key in given if key not in known for m in _unknown((*path, key), given[key], given, origins)]
     kind_key = (*path, "kind")
-    if "kind" not in given and any(f"`{'.'.join(map(str, kind_key))}=" in mistake.fix for mistake in found):
+    kind = ".".join(map(str, kind_key))
+    if "kind" not in given and any(f"`{kind}=" in mistake.fix for mistake in found):
         return found
     alias = look_up_value(kind_key, given.get("kind"))
     fitting = [model for model in models if given.keys() & known <= fields(model).keys()]
-    only = f"add `kind: {get_args(fields(fitting[0])['kind'])[0]}`" if len(fitting) == 1 else ""
+    name = get_args(fields(fitting[0])["kind"])[0] if len(fitting) == 1 else ""
+    only = f"add `{kind}={name}`" if name else ""
     fix = str(alias) if alias else only if "kind" not in given else _nearest(given["kind"], kinds)
     return [Mistake(kind_key, place_of(path, origins), f"must be {_listed(kinds)}", fix), *found]
 

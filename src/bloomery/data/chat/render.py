@@ -25,7 +25,7 @@ TrainOn = Literal["assistant", "all", "last"]
 BATCH = 256  # conversations per message to the child
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")  # markup that templates use as one token
-_FIX = "remove the row, set data.on_error to skip, or set data.chat.template to another"
+_FIX = "remove the row, set data.on_error=skip, or set data.chat.template to another"
 _UNCLEAR = "add {% generation %} and {% endgeneration %} to the template, or set data.chat.template to another"
 _TRIAL = (Message("user", "a"), Message("assistant", "b"))
 CPU_SECONDS = 2.0  # for one conversation

@@ -57,7 +57,7 @@ def refuse_size(size: int, where: str) -> None:
     if size > MAX_CONVERSATION:
         raise BadRow(
             where, f"is a conversation of {format_bytes(size)}; the limit is {format_bytes(MAX_CONVERSATION)}",
-            "cut it into several conversations, or set data.on_error to skip",
+            "cut it into several conversations, or set data.on_error=skip",
         )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _content(value: object, where: str) -> str:
         if isinstance(part, dict):
             if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
                 problem = f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
-                raise BadRow(place, problem, "leave such conversations out, or set data.on_error to skip")
+                raise BadRow(place, problem, "leave such conversations out, or set data.on_error=skip")
             part = part["text"]
         texts.append(text_of(part, place))
     return "".join(texts)
@@ -143,7 +143,7 @@ _USUAL: dict[str, tuple[str, ...]] = {
     "input": ("input", "context", "passage"),
     "system": ("system", "system_prompt"),
 }  # fmt: skip
-_PAIR_FIX = "remove the pair, or set data.on_error to skip"
+_PAIR_FIX = "remove the pair, or set data.on_error=skip"
 
 
 @dataclass(frozen=True)

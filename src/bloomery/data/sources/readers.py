@@ -86,14 +86,14 @@ def decode(data: bytes, where: str) -> str:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise BadRow(where, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
     if b"\0" in data[:MIB]:
-        fix = "leave it out with data.glob, or set data.on_error to skip"
+        fix = "leave it out with data.glob, or set data.on_error=skip"
         raise BadRow(where, "is binary, not text: it has NUL bytes", fix)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         problem = f"is not UTF-8: byte 0x{data[error.start]:02x} in line {line}"
-        fix = "convert it (iconv -f LATIN1 -t UTF-8), or set data.on_error to skip"
+        fix = "convert it (iconv -f LATIN1 -t UTF-8), or set data.on_error=skip"
         raise BadRow(where, problem, fix) from error
 
 
@@ -297,7 +297,7 @@ def _row(batch: Any, index: int, where: str) -> Any:
         return batch.slice(index, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
         problem = f"holds text that is not UTF-8: byte 0x{error.object[error.start]:02x}"
-        return BadRow(where, problem, "write the column again as UTF-8, or set data.on_error to skip")
+        return BadRow(where, problem, "write the column again as UTF-8, or set data.on_error=skip")
 
 
 def column_types(path: Path, format: str) -> dict[str, str]:
