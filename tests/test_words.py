@@ -15,6 +15,7 @@ sys.modules["words"] = words
 spec.loader.exec_module(words)
 ENTRIES, BUDGET, _ = words.load_table()
 IDS = [entry.write for entry in ENTRIES]
+PARTS = sorted(path for path in (HOME / "src/bloomery").iterdir() if path.name != "__pycache__")
 
 
 def found(entry, example):
@@ -52,9 +53,9 @@ def test_every_budget_is_that_of_a_package():
 
 
 @pytest.mark.sampled(4)  # a tokenizer in Python takes seconds for all of them
-@pytest.mark.parametrize("package", sorted(path.name for path in (HOME / "src/bloomery").iterdir() if path.is_dir()))
-def test_comments_and_strings_are_those_of_the_tokenizer(package):
-    for path in (HOME / "src/bloomery" / package).rglob("*.py"):
+@pytest.mark.parametrize("entry", PARTS, ids=lambda path: path.name)
+def test_comments_and_strings_are_those_of_the_tokenizer(entry):
+    for path in entry.rglob("*.py") if entry.is_dir() else [entry]:
         source = path.read_text(encoding="utf-8")
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         expected = [t.string for t in tokens if t.type in (tokenize.COMMENT, tokenize.STRING)]
