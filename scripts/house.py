@@ -3,7 +3,8 @@
     python scripts/house.py [FOLDER]
 
 A code line is neither blank nor comment nor docstring. The length of a function is that of its `def` to its end.
-Exit code 1 when a package, the spine, the number of files, of modules in a folder or a function is over its budget.
+Exit code 1 when a package, the spine, the number of files, of modules in a folder or a function is over its budget,
+or the median function shorter than the least.
 """
 
 import ast
@@ -72,6 +73,8 @@ def main() -> int:
     row("files", files.total(), budgets["files"])
     row("function, median", median, budgets["function_median"])
     row("function, 9 of 10", ninth, budgets["function_ninth_decile"])
+    if median < (least := budgets["function_median_least"]):
+        over.append(f"function, median: {median:,.0f} is below {least}: put short ones into their one caller")
     over += [
         f"{folder} has {n} modules, more than 14" for folder, n in modules.items() if n > 14 and folder.name != "cli"
     ]

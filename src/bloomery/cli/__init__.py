@@ -55,6 +55,7 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the module of that command, and of no other."""
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _, attribute = COMMANDS[cmd_name][0].partition(":")

@@ -254,6 +254,7 @@ class Terminal:
         _note(f"(system prompt: {self.session.system})" if self.session.system else "(no system prompt)")
 
     def _set(self, rest: str) -> None:
+        """`/set NAME VALUE` changes a setting; that and `/set` alone show all of them."""
         if rest:
             name, value = setting(rest)
             changed: dict[str, Any] = {name: value}

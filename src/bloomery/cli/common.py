@@ -110,6 +110,7 @@ def overrides_argument(function: F) -> F:
 
 
 def _overrides(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+    """Exits with code 2 at a word without "=", before any file is read."""
     del parameter
     for word in value:
         if "=" not in word:
@@ -164,6 +165,7 @@ class NewPath(click.Path):
         super().__init__(path_type=Path, file_okay=file_okay)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """`~` is expanded. Raises UserError for an empty path and for an unknown user."""
         path = expanded(Path(os.fsdecode(super().convert(value, param, ctx))))
         if not str(value) or str(path).startswith("~"):
             problem = f"no such user: {path.parts[0][1:]!r}" if str(value) else "the path is empty"

@@ -204,6 +204,7 @@ def brief_document(plan: "RunPlan") -> dict[str, Any]:
 
 
 def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
+    """In GiB: the parts, the peak with the ends of its interval, and the limit."""
     ends = {"value": memory.total / GIB, "low": memory.low / GIB, "high": memory.high / GIB, "from": memory.origin}
     return {
         "parts": {name: value / GIB for name, value in memory.parts.items()},

@@ -183,6 +183,7 @@ class Child:
         return None
 
     def _send_some(self) -> None:
+        """Send what the socket takes now; the rest waits for the next call."""
         try:
             self._unsent = self._unsent[self._talk.send(self._unsent) :]
         except BlockingIOError:

@@ -12,6 +12,7 @@ class UserError(Exception):
         self.problem, self.where, self.fix, self.code = problem, where, fix, code
 
     def __str__(self) -> str:
+        """As the terminal shows it: `error:`, `where:` and `fix:`, without those that are empty."""
         parts = [f"error: {_own_lines(self.problem)}"]
         if self.where:
             parts.append(f"where: {_own_lines(self.where)}")

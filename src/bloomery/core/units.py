@@ -87,6 +87,10 @@ def parse_duration(text: str | float) -> Duration:
 
 
 def whole_steps(amount: float, text: str | float) -> Duration:
+    """A length in steps. `text`: what the user wrote.
+
+    Raises ValueError with the whole numbers next to a fraction of a step.
+    """
     if math.isfinite(amount) and abs(amount - round(amount)) > 1e-6:  # 0.0011M steps are 1100, despite rounding
         below = math.floor(amount)
         meant = f"{below} or {below + 1} steps" if below else "1 step"

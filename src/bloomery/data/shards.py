@@ -401,6 +401,7 @@ class SplitWriter:
         self.progress.bytes += text_bytes
 
     def _append(self, what: str, values: Array) -> None:
+        """Into as many shards as the values reach; each is full before the next one begins."""
         values, done = np.ascontiguousarray(values, dtype=self._sharded[what]), 0
         while done < len(values):
             shard, offset = divmod(self._tokens + done, self._shard_tokens)

@@ -178,7 +178,10 @@ class Piece:
     shift: float = 0.0
 
     def apply(self, whole: Tensor, *, undo: bool = False) -> Tensor:
-        """Our rows in the order of the file, shifted; `undo`: the reverse."""
+        """Our rows in the order of the file, shifted; `undo`: the reverse.
+
+        The two numbers that are rotated together stand half a head apart in ours, side by side in the file's.
+        """
         if self.heads:
             half = whole.shape[0] // self.heads // 2
             order = (self.heads, half, 2) if undo else (self.heads, 2, half)

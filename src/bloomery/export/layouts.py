@@ -331,6 +331,7 @@ def full_pieces(folder: Path, dtype: torch.dtype) -> Iterator[tuple[Piece, Model
 
         @torch.no_grad()
         def piece(name: str) -> Tensor:
+            """Raises UserError for a weight that float16 cannot hold."""
             held = torch.empty(shapes[name], dtype=dtype)
             stored.fill(name, held)
             return within(held, name, where=folder)

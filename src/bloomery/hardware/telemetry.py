@@ -238,6 +238,7 @@ class CpuSensors:
         return (joules - before[0]) / (now - before[1])
 
     def _temperature(self) -> float | None:
+        """Degrees Celsius: the hottest sensor of the first known CPU driver; None without one."""
         for sensors in sorted((self._root / "sys/class/hwmon").glob("hwmon*")):
             if text_of(sensors / "name").strip() in ("k10temp", "zenpower", "coretemp", "cpu_thermal"):
                 values = [_number(path, 1e3) for path in sorted(sensors.glob("temp*_input"))]
@@ -246,6 +247,7 @@ class CpuSensors:
         return None
 
     def _memory(self) -> tuple[float | None, float | None]:
+        """GiB in use, without caches that the kernel can drop, and in total."""
         text = text_of(self._root / "proc/meminfo")
         kib = {key: float(value) for key, value in re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.M)}
         if len(kib) < 2:

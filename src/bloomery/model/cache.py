@@ -41,7 +41,10 @@ class LayerCache:
         return self.kept < self.cache.capacity
 
     def memory(self, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values; made in the dtype and on the device of `like` where they are not yet."""
+        """All keys and values, both [slots, heads, kept, width].
+
+        Made in the dtype and on the device of `like` where they are not yet.
+        """
         if self.keys is None or self.values is None:
             # Zeros: masked keys still are multiplied, and memory may hold NaN.
             shape = self.cache.slots, heads, self.kept, width

@@ -89,6 +89,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D]: with a gate as in arXiv:2002.05202, without one a plain two-layer MLP."""
         if self.gate_proj is None:
             inner_BTF = self.activate(self.up_proj(x_BTD))
         else:

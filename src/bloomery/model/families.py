@@ -288,6 +288,7 @@ def _rotating(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
+    """A scale of head_dim ** -0.5 is the default, and so None; soft caps may be absent."""
     scalar = fields.number("query_pre_attn_scalar", low=1e-6)
     caps = {
         "attention_softcap": fields.optional_number("attn_logit_softcapping"),

@@ -149,6 +149,7 @@ def _first_loss(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
 
 
 def _fell_little(history: RunHistory, facts: PlanFacts) -> bool:
+    """Less than FALLEN of the way from the first loss to the entropy of tokens, or to 2/3 of it."""
     if not facts.falls or history.begin is None or history.loss is None or len(history.losses) < ENOUGH:
         return False
     # the loss of token frequencies alone
@@ -289,6 +290,7 @@ def _rounded(value: float) -> str:
 
 
 def _data(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
+    """From the recent steps: the share of their time that waits for batches."""
     waits = [step.data_wait_seconds for step in history.recent]
     share = sum(waits) / max(1e-9, sum(step.step_seconds for step in history.recent))
     if share > DATA:

@@ -385,6 +385,7 @@ class Tail:
             yield from self._events([last])
 
     def _events(self, lines: Iterable[bytes]) -> Iterator[Event]:
+        """In order; damaged, too long and unknown lines are counted and left out."""
         for line in filter(None, lines):
             event = from_json(line.decode("utf-8", errors="replace")) if len(line) <= LONGEST_LINE else None
             self.read_lines += 1

@@ -360,6 +360,7 @@ class Schedule:
         self._sampled: dict[int, float] = {}
 
     def accepts(self, event: Event) -> bool:
+        """Of sensors one reading per device in _SAMPLE_SECONDS, of steps those on the schedule."""
         if not isinstance(event, DeviceStats):
             return on_schedule(event, self._every)
         due = event.time - self._sampled.get(event.device, -math.inf) >= _SAMPLE_SECONDS

@@ -178,9 +178,9 @@ class _Away(saved_tensors_hooks):
         self._lane = Lane()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Kept:
-        if not self._goes(tensor):
+        storage = tensor.untyped_storage() if type(tensor) is Tensor and tensor.layout == torch.strided else None
+        if storage is None or tensor.nbytes < self._threshold or storage.data_ptr() in self._weights:
             return tensor
-        storage = tensor.untyped_storage()
         place = storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
         key = (*place, tensor.dtype, tensor._version)
         known = self._known.get(key)
@@ -190,10 +190,6 @@ class _Away(saved_tensors_hooks):
         self._known[key] = weakref.ref(storage), kept
         self._kept.append(weakref.ref(kept))
         return kept
-
-    def _goes(self, tensor: Tensor) -> bool:
-        plain = type(tensor) is Tensor and tensor.layout == torch.strided
-        return plain and tensor.nbytes >= self._threshold and tensor.untyped_storage().data_ptr() not in self._weights
 
     def _unpack(self, packed: Tensor | _Kept) -> Tensor:
         if isinstance(packed, Tensor):

@@ -136,6 +136,7 @@ class Mesh:
         return [numbers.tolist() for numbers in found]
 
     def _reduced(self, numbers: Iterable[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        """Over all ranks, in float64 on the CPU."""
         found = torch.tensor(list(numbers), dtype=torch.float64)
         if self.world > 1:
             with self.clock.around():
@@ -378,7 +379,10 @@ class _OnHost:
         self._shared, self._reducing = torch.empty(0, dtype=torch.uint8), False
 
     def room(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For gathered weights, which FSDP2 copies out before anything else is gathered."""
+        """For gathered weights, which FSDP2 copies out before anything else is gathered.
+
+        Uninitialized [size]: up to SHARED_BYTES in memory that all layers share, above in memory of its own.
+        """
         if (count := size * dtype.itemsize) > SHARED_BYTES:
             return torch.empty(size, dtype=dtype, device=device)
         if count > len(self._shared):
@@ -393,7 +397,10 @@ class _OnHost:
         return torch.empty(size, dtype=dtype, device=device)
 
     def scatter(self, output: Tensor, source: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """gloo's reduce-scatter sums a copy of its input; this one the input itself."""
+        """gloo's reduce-scatter sums a copy of its input; this one the input itself.
+
+        `source` is overwritten; memory of its own is freed, shared memory stays.
+        """
         assert not self._reducing, "the rows of the sums have memory of their own"
         dist.all_reduce(source, op=op, group=group)
         output.copy_(source.chunk(group.size())[group.rank()])

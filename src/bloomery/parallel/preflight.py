@@ -175,6 +175,7 @@ def _versions(facts: Sequence[Mapping[str, Any]]) -> UserError | None:
 
 
 def _readable(facts: Sequence[Mapping[str, Any]]) -> UserError | None:
+    """Names the ranks that cannot read the prepared dataset; None when all can."""
     blind = [rank for rank, fact in enumerate(facts) if fact["unreadable"]]
     if not blind:
         return None

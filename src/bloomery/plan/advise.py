@@ -170,6 +170,7 @@ def _speed(claimed: ClaimedRange, plan: RunPlan) -> KnownRange | str:
     planned = f"{two_digits(rate.low)} to {two_digits(rate.high)} tokens/s"
 
     def otherwise(verdict: str) -> str:
+        """The answer to a claim that the plan does not confirm: to a wrong speed the time of the whole run."""
         if verdict != "wrong":
             return f"outside {planned}"
         if plan.total_tokens is None:
@@ -295,6 +296,7 @@ def _longest(step: StepShape, measure: Measure) -> MaxLength:
     """At micro-batch 1, logits in chunks; 0 where not even `STEP` tokens fit."""
 
     def fits(length: int, checkpointing: str) -> bool:
+        """In micro-batches of one sequence, whose vocabulary is scored in small chunks."""
         config = step.config
         if config.positions == "learned" and length > config.max_positions:  # they grow with the sequence
             config = replace(config, max_positions=length)

@@ -168,6 +168,7 @@ def choose_compile(
 
 
 def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
+    """Always on a CPU, which has no other kernels; on a GPU when the recipe asks for it."""
     if profile.accelerator is None:
         return Choice(True, "CPU kernels are bitwise deterministic")
     slower = "deterministic kernels are slower"

@@ -58,17 +58,6 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
         method_settings(recipe.adapter, config, steps=steps)
 
 
-def refuse_quantized_misfits(recipe: Recipe) -> None:
-    """Raises UserError where quantized weights would have to be trainable."""
-    if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
-        raise UserError(
-            f"{recipe.quantize.kind} weights are not trainable, and the recipe has no adapter",
-            where=f"quantize.kind={recipe.quantize.kind}",
-            fix="set adapter.kind=lora, or quantize.kind=none to train every weight",
-            code=2,
-        )
-
-
 def quantized_choices(recipe: Recipe, reader: Choice[Dequantizer]) -> Iterator[tuple[str, Choice[str]]]:
     """By key: bits per weight, and the implementation that reads them."""
     base, double = recipe.quantize.kind, recipe.quantize.double_quant
@@ -125,7 +114,13 @@ def refuse_recipe(recipe: Recipe) -> None:
     _refuse_keys([*keys, *_keys_of_mesh(recipe, "tensor", "context", "pipeline_microbatches")])
     refuse_optimizer_memory_misfits(recipe)
     refuse_method_misfits(recipe)
-    refuse_quantized_misfits(recipe)
+    if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
+        raise UserError(
+            f"{recipe.quantize.kind} weights are not trainable, and the recipe has no adapter",
+            where=f"quantize.kind={recipe.quantize.kind}",
+            fix="set adapter.kind=lora, or quantize.kind=none to train every weight",
+            code=2,
+        )
 
 
 def refuse_several_devices(recipe: Recipe) -> None:

@@ -297,6 +297,7 @@ FORMATS: dict[str, Callable[[Any], str | None]] = {
 
 
 def _accumulation(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """`train.batch_size` with its value when the micro-batch size is known, and the formula."""
     micro = next((siblings[name] for name in _MICRO_BATCH if isinstance(siblings.get(name), int)), None)
     if micro is None or not isinstance(value, int):
         reason = "sequences per step: micro-batch size x gradient accumulation x devices"

@@ -64,6 +64,7 @@ def refuse_place(path: Path) -> None:
 
 
 def _write(text: str, path: Path) -> Path:
+    """Raises UserError when the disk is full or the path is not writable."""
     try:
         write_durably(path, text.encode("utf-8", errors="replace").decode())
         return path

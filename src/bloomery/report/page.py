@@ -231,6 +231,7 @@ def _devices(record: RunRecord) -> dict[str, Any]:
         return [((when - began) / 60, y) for when, y in samples if y is not None]
 
     def curve(title: str, unit: str, name: str, *, from_zero: bool = False) -> Markup | None:
+        """A line per device; None when no device has that sensor."""
         drawn = []
         for at, device in enumerate(known.all[:_DRAWN]):
             found = points(device.latest.device, lambda sample: getattr(sample, name) if sample.seconds else None)

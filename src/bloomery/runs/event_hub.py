@@ -93,6 +93,7 @@ class EventHub:
         self.hooks = frozenset[str]()  # commands that the user requested; others are shown, not run
 
     def emit(self, event: Event) -> None:
+        """Write and show it. Until the view opens it goes to log.txt alone, and waits."""
         self.ended = self.ended or isinstance(event, RunEnded)
         self._write(event)
         if not self._sinks:

@@ -520,6 +520,7 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
 
 
 def _fall_back(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
+    """The plan with safer settings becomes plan.json, which the next child trains by."""
     write_plan(fallback_after.fallback.plan, flow.folder.plan)
     step = last_step(flow.folder)
     flow.hub.emit(

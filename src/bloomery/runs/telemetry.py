@@ -135,6 +135,7 @@ class Stretch:
     last: SensorReading | None = None
 
     def add(self, reading: SensorReading, seconds: float) -> None:
+        """`seconds`: the time that the reading stands for, its weight in the means."""
         self.seconds += seconds
         self.load += [(reading.utilization, seconds)] if reading.utilization is not None else []
         self.power += [(reading.power, seconds)] if reading.power is not None else []

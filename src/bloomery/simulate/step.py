@@ -311,7 +311,7 @@ def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker) -> None:
     shared: dict[object, _Graphs] = {}
     for block in blocks:
         graphs = shared.setdefault(block.self_attn.window, _Graphs(block, tracker))
-        block.forward = graphs.forward_of(block)  # type: ignore[method-assign]
+        block.forward = graphs.forward_of(block)  # type: ignore[method-assign]  # a seam of nn.Module
 
 
 class _Graphs:
@@ -455,7 +455,7 @@ def simulated_stage(
     with _fake_tensors(plan) as tracker:
         model_and_optimizer = _model_and_optimizer(plan, tracker, place=place, fused=fused)
         if place.index:
-            model_and_optimizer.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]
+            model_and_optimizer.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]  # stands for the stage before
         objective, scale = build_objective(plan, meta_teacher), model_and_optimizer.scale
         factor = 1.0 if scale is None else scale.value
 
@@ -536,7 +536,7 @@ def _model_and_optimizer(
             block.self_attn.backend = flash
         elif attention in FLASH_LIKE | {"mask"}:
             block.self_attn.backend = "math"
-        block.forward = GpuFunctions.around(block.forward)  # type: ignore[method-assign]
+        block.forward = GpuFunctions.around(block.forward)  # type: ignore[method-assign]  # a seam of nn.Module
     if train.compile:
         compile_blocks(blocks, tracker)
     apply(model, train.model_copy(update={"compile": False, "offload_activations": False}))
@@ -560,7 +560,7 @@ def _keep_stage(model: Decoder, place: StagePosition) -> None:
     if place.ahead:
         model.model.norm = nn.Identity()
         delattr(model, "score" if model.config.head == "values" else "lm_head")
-        model.apply_head = lambda hidden_BTD, head: hidden_BTD  # type: ignore[method-assign]  # noqa: ARG005 (seam)
+        model.apply_head = lambda hidden_BTD, head: hidden_BTD  # type: ignore[method-assign]  # noqa: ARG005 (a seam of Decoder)
 
 
 def _fake_mesh(split: MeshSplit) -> DeviceMesh:

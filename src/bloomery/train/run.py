@@ -82,6 +82,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def _gaps(steps: Iterable[int], reached: int) -> tuple[range, ...]:
+    """The runs of steps between 1 and `reached` that are missing."""
     found, before = [], 0
     for step in sorted({step for step in steps if 0 < step <= reached} | {reached + 1}):
         if step > before + 1:

@@ -165,7 +165,10 @@ def fused_step(
 
 
 def summed(total: Tensor, sums: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss and the sums of metrics over all ranks, in one reduction."""
+    """A loss and the sums of metrics over all ranks, in one reduction.
+
+    Metrics come back in their shapes, in the dtype and on the device of the loss.
+    """
     if mesh.world == 1:
         return total, sums
     flat = mesh.summed(torch.cat([total.reshape(1), *(some.reshape(-1).to(total) for some in sums.values())]))

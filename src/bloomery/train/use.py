@@ -108,6 +108,7 @@ def load_used(
         on_load(f"the run used {trained.precision}, which {use.name} lacks: results differ by rounding")
 
     def arrange(decoder: Decoder) -> None:
+        """Freezes, quantizes and casts as training did. Raises UserError where the memory is too small."""
         _freeze(decoder, whole=files.base is None)
         if quantize.kind != "none":
             quantize_model(decoder, quantize, reader=reader)

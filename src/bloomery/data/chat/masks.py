@@ -145,6 +145,7 @@ class RenderedConversation:
     cuts: dict[tuple[str, ...], int]  # where pieces of template between two contents were split before
 
     def __post_init__(self) -> None:
+        """Raises Unclear for a conversation of too many turns."""
         if len(self.turns) > MAX_TURNS:
             raise Unclear(f"the conversation has {len(self.turns):,} turns, and {MAX_TURNS:,} is the limit")
         self.plane = free_plane(self.turns, self.tools)

@@ -370,6 +370,7 @@ def _fits(raw_config: Any, value: object) -> bool:
 
 
 def _described(raw_config: Any) -> str:
+    """The types or literals of an annotation, without None, as an error lists them."""
     origin, inner = typing.get_origin(raw_config), typing.get_args(raw_config)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_described(one) for one in inner if one is not type(None)))

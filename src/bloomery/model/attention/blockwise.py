@@ -307,6 +307,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Opt
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: QueryDocuments, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their shapes."""
     dq, dk, dv = (like_projection(x) for x in (q, k, v))
     for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
         dq[part], dk[part], dv[part] = backward(grad[part], q[part], k[part], v[part], out[part], sums[part], task)

@@ -73,7 +73,10 @@ def quantize_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_scales(codes: Tensor, outer: Tensor) -> Tensor:
-    """Undoes `quantize_scales`."""
+    """Float32 [N]: undoes `quantize_scales`.
+
+    `codes`: uint8 [N]; `outer`: float32, a scale per SCALES_BLOCK codes, then the mean.
+    """
     scales = dynamic_levels(codes.device).index_select(0, codes.int())
     result = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
     _scaled(scales, outer[:-1], result, size=SCALES_BLOCK)

@@ -323,6 +323,10 @@ def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[
 
 
 def fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
+    """In place: rows from `known` on and those of `new` become the mean of the rows before the first of them.
+
+    The mean is float32. A collective where the rows are spread over ranks.
+    """
     rows = sorted({*new, *range(known, len(parameter))})
     if not rows:
         return

@@ -137,6 +137,7 @@ def _bytes(tensors: list[Live], purpose: str) -> int:
 
 
 def _totals(device: str) -> Iterator[str]:
+    """Memory that this process holds by now; on a GPU also its peak."""
     if device == "cuda":
         yield f"allocated   {torch.cuda.memory_allocated() / GIB:.3f} GiB by tensors, including kernel workspaces"
         yield f"reserved    {torch.cuda.memory_reserved() / GIB:.3f} GiB by PyTorch's allocator"
@@ -198,6 +199,7 @@ class Recorder:
             return objective
 
         def loss(output: Tensor, batch: Batch) -> LossParts:
+            """Lists tensors once, where a step holds most: after the first forward."""
             parts = objective.loss(output, batch)
             if not recording.listed:
                 recording.listed = True
@@ -231,6 +233,7 @@ class Recorder:
         self._emit(Phase(step=recording.last, name="profile", done=steps, total=steps))
 
     def _list(self, name: str, moment: str, device: str) -> bool:
+        """Whether the list was written: a failure is a warning, and training continues."""
         try:
             write_memory(self._model_and_optimizer, self._folder / name, moment, device=device)
         except (OSError, RuntimeError, MemoryError) as error:

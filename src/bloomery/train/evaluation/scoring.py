@@ -118,6 +118,7 @@ class _ScoresAt:
     chunk: int
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+        """[2, N]: log-probabilities of the labels, and 1 where a label is the likeliest token."""
         hidden_ND, found = hidden_BTD.flatten(0, 1)[self.places_N], []
         for hidden_CD, labels_C in zip(hidden_ND.split(self.chunk), self.labels_N.split(self.chunk), strict=True):
             scores_CV = capped(widened(output(hidden_CD)), softcap).log_softmax(-1)

@@ -110,6 +110,10 @@ class Int8Moment:
         return [state[self.slot][blocks], state[f"{self.slot}_scale"][blocks]]
 
     def decoded(self, raw: list[Tensor]) -> Tensor:
+        """Float32 [blocks * BLOCK] from levels [blocks, BLOCK] and scales [blocks].
+
+        The fourth power of a level's share of the highest, times the scale; a signed level keeps its sign.
+        """
         levels, scales = raw
         shares = levels.to(torch.float32).div_(127 if self.signed else 255)
         square = shares.square()
@@ -194,6 +198,7 @@ class StatePlacement:
         apart = self._apart(values[0].device)
 
         def copy() -> None:
+            """The parts of a chunk in one call; what is in place already is not copied."""
             for value, parts in zip(values, targets, strict=True):
                 if len(parts) > 1:
                     cut = value.split_with_sizes([len(part) for part in parts])
