@@ -70,9 +70,9 @@ class Story:
 
     def __init__(self, *, to_stderr: bool) -> None:
         self._console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
-        self._width = min(WIDTH, self._console.width) if self._console.is_terminal else WIDTH
+        self.width = min(WIDTH, self._console.width) if self._console.is_terminal else WIDTH
         self._status = self._console.status("starting", spinner="line")
-        self._view = PlainView(RunFacts(every_steps=2**62), self._print, width=self._width)
+        self._view = PlainView(RunFacts(every_steps=2**62), self._print, width=self.width)
         self._steps: int | None = None
 
     def _print(self, line: str) -> None:
@@ -80,14 +80,10 @@ class Story:
 
     def write(self, title: str = "", *lines: str) -> None:
         """The title in the first columns of the first line, the lines in the others, wrapped."""
-        room = self._width - TITLE
+        room = self.width - TITLE
         wrapped = [part for line in lines for part in textwrap.wrap(line, room, break_on_hyphens=False) or [""]]
         for line in titled(title, *wrapped):
             self._print(line)
-
-    def write_timed(self, title: str, line: str, seconds: float) -> None:
-        """With a time at the right margin."""
-        self.write(title, f"{line:<{self._width - TITLE - 8}}{format_seconds(seconds):>8}")
 
     def show(self, event: Event) -> None:
         """A line of the table per evaluation, with the checkpoint of that step; on a terminal the progress, too."""
@@ -117,7 +113,7 @@ class Story:
 
     def begin_table(self, steps: int) -> None:
         """Once the length of the run is known; earlier lines have no ETA."""
-        self._view = PlainView(RunFacts(every_steps=2**62, steps=steps), self._print, width=self._width)
+        self._view = PlainView(RunFacts(every_steps=2**62, steps=steps), self._print, width=self.width)
         self._steps = steps
 
     def end_table(self) -> None:
@@ -253,7 +249,7 @@ def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
                 f"{validation.documents} files ({validation.bytes / 1e6:.2f} MB) are the validation set")  # fmt: skip
     each = size / (train.tokens + validation.tokens)
     bpe = f"byte-level BPE, {manifest.vocab_size:,} tokens, {each:.1f} bytes per token"
-    story.write_timed("tokenizer", bpe, seconds)
+    story.write("tokenizer", f"{bpe:<{story.width - TITLE - 8}}{format_seconds(seconds):>8}")  # at the right margin
 
 
 def _show_plan(story: Story, plan: RunPlan) -> None:

@@ -151,7 +151,10 @@ class Mesh:
         return tensor
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """A CPU tensor of one shape on every rank, of every rank."""
+        """By rank: a CPU tensor of every rank.
+
+        A collective; the tensors are of one shape and dtype on all ranks.
+        """
         if self.world == 1:
             return [tensor]
         found = [torch.empty_like(tensor) for _ in range(self.world)]
