@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import gpu_check
 import gpu_check_parts
 
-from bloomery.model.io.weights import InitialWeights
+from bloomery.train.state import InitialWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 
