@@ -101,6 +101,11 @@ def test_the_config_follows_params_json(tmp_path):
     assert stored["model.embed_tokens.weight"].equal(weights()["tok_embeddings.weight"].bfloat16())
 
 
+def test_the_context_that_params_json_leaves_open_is_that_of_code_llama(tmp_path):
+    done = import_meta(published(tmp_path / "meta", rope_theta=1000000), tmp_path / "out", trusted=True)
+    assert json.loads((done.folder / "config.json").read_text())["max_position_embeddings"] == 16384
+
+
 def test_pickles_are_refused_by_default(tmp_path):
     folder = published(tmp_path / "meta")
     done = CliRunner().invoke(cli, ["import", str(folder), "--out", str(tmp_path / "out")])
@@ -131,7 +136,7 @@ def hostile(kind: str, path: Path, mark: Path) -> None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new:
             for name, content in entries.items():
                 with new.open(name, "w", force_zip64=True) as file:
-                    for _ in range(1 if not name.endswith("data/0") else 2**9):
+                    for _ in range(1 if not name.endswith("data/0") else 2**8):
                         file.write(content)
     elif kind == "claim":  # 2^40 numbers that share one
         torch.save(weights() | {"tok_embeddings.weight": torch.zeros(1).expand(2**40)}, path)

@@ -43,6 +43,7 @@ from types import TracebackType
 from typing import Any, Literal, final
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"  # no other host reaches it
 TAIL_LINES = 200
 LONGEST = 300  # characters of an error message from a child
 DYING_SECONDS = 30.0  # a killed process with much memory ends slowly; one that is stuck in a driver never does

@@ -179,7 +179,9 @@ def _config(
     vocab = rows * len(listings) if columns == params.get("dim") else rows  # split by tokens since Llama 3
     scaled = params.get("use_scaled_rope") is True
     theta = params.get("rope_theta", 10000.0)
-    context = 131072 if scaled else 8192 if theta == 500000.0 else 2048 if params.get("norm_eps") == 1e-6 else 4096
+    earlier = 2048 if params.get("norm_eps") == 1e-6 else 4096  # Llama 1; 2
+    code = 16384 if theta == 1000000.0 else earlier  # Code Llama, arXiv:2308.12950
+    context = 131072 if scaled else 8192 if theta == 500000.0 else code
     raw = {
         "model_type": "llama", "vocab_size": vocab, "hidden_size": params.get("dim"),
         "intermediate_size": listings[0]["layers.0.feed_forward.w1.weight"][1][0] * len(listings),

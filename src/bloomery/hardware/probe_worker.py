@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from bloomery.core.child import Child, accept, reply
+from bloomery.core.child import LOOPBACK_INTERFACE, Child, accept, reply
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ def all_reduce(name: str, job: Mapping[str, Any]) -> Result:
         return {"outcome": "absent", "message": f"torch sees {world} device"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         job_of_rank = {"names": ["rank"], "world": world, "device": job["device"], "meeting": f"{folder}/meet"}
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # loopback only
+        environment = os.environ | dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK_INTERFACE)
         module = "bloomery.hardware.probe_worker"
         ranks = [
             stack.enter_context(Child(module, job_of_rank | {"rank": rank}, environment=environment))

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from bloomery.core.child import LOOPBACK_INTERFACE
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
@@ -304,7 +305,7 @@ def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict
         "MASTER_ADDR": word.address,
         "MASTER_PORT": str(word.port),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # a later attempt would find the keys of an earlier one
-    } | ({"GLOO_SOCKET_IFNAME": "lo"} if loopback else {})
+    } | ({"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if loopback else {})
 
 
 def _free_port() -> int:

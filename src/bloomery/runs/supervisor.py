@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol, final
 
-from bloomery.core.child import kill_group, last_words, signal_name
+from bloomery.core.child import LOOPBACK_INTERFACE, kill_group, last_words, signal_name
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.hardware.doctor.symptoms import Match, match
@@ -363,7 +363,7 @@ def rank_environment(rank: int, ranks: int, meeting: str) -> dict[str, str]:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         RENDEZVOUS: meeting,
-        "GLOO_SOCKET_IFNAME": "lo",  # no other host is involved
+        "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,  # no other host is involved
     }
 
 
