@@ -129,14 +129,14 @@ def hostile(kind: str, path: Path, mark: Path) -> None:
         torch.save({"tok_embeddings.weight": Evil(os.system, f"touch {mark}")}, path)
     elif kind == "eval":
         path.write_bytes(pickle.dumps(Evil(eval, f"open({str(mark)!r}, 'w')"), protocol=2))
-    elif kind == "bomb":  # a gigabyte of zeros in a megabyte
+    elif kind == "bomb":  # two gigabytes of zeros in megabytes
         torch.save({"tok_embeddings.weight": torch.zeros(2**20)}, path)
         with zipfile.ZipFile(path) as old:
             entries = {name: old.read(name) for name in old.namelist()}
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as new:
             for name, content in entries.items():
                 with new.open(name, "w", force_zip64=True) as file:
-                    for _ in range(1 if not name.endswith("data/0") else 2**8):
+                    for _ in range(1 if not name.endswith("data/0") else 2**9):
                         file.write(content)
     elif kind == "claim":  # 2^40 numbers that share one
         torch.save(weights() | {"tok_embeddings.weight": torch.zeros(1).expand(2**40)}, path)
