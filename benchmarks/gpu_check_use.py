@@ -86,7 +86,7 @@ def _amiss(told: list[ModelFiles], found: ModelFiles, error: str) -> list[str]:
         return [f"the measurement failed: {error[-300:]}"]
     own, other, cpu = (json.loads(each["stdout"])["loss"] for each in told[3:6])
     wrong = []
-    if own == other or "figures differ" not in told[4]["stderr"]:
+    if own == other or "results differ" not in told[4]["stderr"]:
         wrong.append(f"--quantize none is not said to differ ({own} and {other})")
     if abs(own - cpu) > 0.02 * cpu:
         wrong.append(f"the processor gives another loss ({own} and {cpu})")
