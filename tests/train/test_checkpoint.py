@@ -336,3 +336,22 @@ def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: 
         assert (read_part(folder, "optimizer")["a"] == read_state(folder)["step"]).all()
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
+
+
+def test_a_kill_between_the_renames_of_a_step_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(draft: Path, target: Path) -> Path:
+        if draft.name.startswith(".tmp-"):
+            raise KeyboardInterrupt(target)
+        return rename(draft, target)
+
+    save(tmp_path, 10, keep=1)
+    rename = Path.rename
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", killed)
+        Saver(tmp_path, 1, False).save(10, parts(10), {"consumed": 80, "evaluated": True})
+    assert newest(tmp_path)[0] is None
+    model_folder.clear_drafts(tmp_path)
+    found, told = newest(tmp_path)
+    assert found == tmp_path / "step-00000010" and "evaluated" not in read_state(found) and told == []

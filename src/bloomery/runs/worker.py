@@ -189,6 +189,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         from bloomery.plan.store import read_plan
         from bloomery.train.length import Timer
         from bloomery.train.loop import run
+        from bloomery.train.model_folder import clear_drafts
         from bloomery.train.process import out_of_memory
         from bloomery.train.recover import agreed_checkpoint
 
@@ -203,6 +204,8 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     if mesh.first and checked is not None:
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
     emit = emit if mesh.first else _no_event
+    if mesh.first:
+        clear_drafts(folder.checkpoints)
     checkpoint = agreed_checkpoint(mesh, folder.checkpoints, lambda reason: emit(Warned(reason=reason)))
     if resumed and checkpoint is None:
         emit(Resumed(path=""))

@@ -34,7 +34,6 @@ from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, check_attention
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
-from bloomery.train.model_folder import clear_drafts
 from bloomery.train.objectives import Objective, ReferenceProgress, build_objective, precompute, reference_file
 from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
 from bloomery.train.state import TrainState, build_state, go_back
@@ -179,8 +178,6 @@ def open_context(
     run = "" if head is None else head.run  # a plan may be trained outside a run folder
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
     loaders = {split: open_loader(plan, split, references.get(split), run, mesh) for split in splits}
-    if mesh.first:
-        clear_drafts(run_dir / "checkpoints")
     context = RunContext(
         plan=plan,
         run_dir=run_dir,

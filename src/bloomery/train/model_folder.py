@@ -7,6 +7,7 @@ bits, truncated and missing files are found by their hash before use.
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -180,28 +181,35 @@ def best_step(checkpoints: Path) -> int | None:
 
 def remove_folder(folder: Path) -> None:
     """Delete a sealed folder, renamed first: a kill never leaves a damaged checkpoint. Of a symlink, only the link."""
-    remove(_aside(folder))
+    remove(_aside(folder, "gone"))
 
 
 def put_in_place(draft: Path, folder: Path) -> None:
-    """Rename a sealed draft to `folder`, whose old content is deleted after that, which may take long."""
-    old = _aside(folder) if folder.exists() else None
+    """Rename a sealed draft to `folder`, whose old content is deleted after that, which may take long.
+
+    A kill between the two renames leaves the old content to `clear_drafts`, which puts it back.
+    """
+    old = _aside(folder, "before") if folder.exists() else None
     draft.rename(folder)
     if old is not None:
         flush_to_disk(folder.parent)
         remove(old)
 
 
-def _aside(folder: Path) -> Path:
-    doomed = folder.with_name(f".tmp-{folder.name}-{os.getpid()}-gone")
-    folder.rename(doomed)
-    return doomed
+def _aside(folder: Path, why: str) -> Path:
+    aside = folder.with_name(f".tmp-{folder.name}-{os.getpid()}-{why}")
+    folder.rename(aside)
+    return aside
 
 
 def clear_drafts(checkpoints: Path) -> None:
-    """Delete the remains of killed saves. The caller holds the run's lock."""
+    """Delete the remains of killed saves, but put a checkpoint back that had no follower yet. Needs the run's lock."""
     for path in checkpoints.glob(".tmp-*"):
-        remove(path)
+        replaced = re.fullmatch(r"\.tmp-(.+)-\d+-before", path.name)
+        if replaced and not (checkpoints / replaced[1]).exists():
+            path.rename(checkpoints / replaced[1])
+        else:
+            remove(path)
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
