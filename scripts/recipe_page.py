@@ -20,7 +20,8 @@ LENGTHS = "2000 steps, 10B tokens, 3 epochs, 20% or 8h"
 PAGE_HEAD = f"""# Recipe reference
 
 Every section and key of a recipe. `bloomery recipes show everything` prints them as one recipe.
-[Recipes](recipes.md) explains how they are read. `python scripts/recipe_page.py` writes this page from the schema.
+[Recipes](recipes.md) explains how they are read.
+<!-- `python scripts/recipe_page.py` writes this page from the schema. -->
 
 - A length or an interval is one of {LENGTHS} (20% is a share of the run; a bare number counts steps).
 - A count takes a suffix: 16384, 1.5M, 10B. A size takes a unit: 12GiB, 500MB.

@@ -26,7 +26,7 @@ from bloomery.recipe.load import json_schema
 from bloomery.recipe.schema import OBJECTIVES
 
 HOME = recipe_page.ROOT / "docs" / "reference"
-NOTE = "`python scripts/reference_pages.py` writes this page from the code."
+NOTE = "<!-- `python scripts/reference_pages.py` writes this page from the code. -->"
 BUILT = [kind for kind, spec in OBJECTIVES.items() if not spec.rollouts]
 
 
@@ -53,9 +53,10 @@ def _command(command: click.Command, path: list[str]) -> Iterator[str]:
         if not isinstance(command, click.Group):
             usage = " ".join(command.get_usage(context).removeprefix("Usage: ").replace("[OPTIONS] ", "").split())
             yield f"```text\n{usage}\n```\n"
-        about, _, example = (command.help or "").replace("\b", "").partition("Example: ")
-        example = "\n".join(map(str.strip, example.strip().split("\n"))).rstrip(".")
-        yield f"{_text(about)}\n" + (f"\n```bash\n{example}\n```\n" if example else "")
+        about, *examples = re.split(r"Example: ", (command.help or "").replace("\b", ""))
+        lines = [line.strip() for example in examples for line in example.strip().split("\n")]
+        shown = re.sub(r"\n(?=--)", " \\\\\n    ", "\n".join(lines)).rstrip(".")  # options of the line above
+        yield f"{_text(about)}\n" + (f"\n```bash\n{shown}\n```\n" if shown else "")
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     if options:
         yield "| option | value | default | effect |\n|---|---|---|---|"
@@ -264,7 +265,7 @@ def objectives_table() -> Iterator[str]:
         section = next(one for one in sections if recipe_page.takes(one, kind))
         keys = {key: part.get("default") for key, part in section["properties"].items() if key != "kind"}
         words = (f"`{key}`" + ("" if value is None else f" {recipe_page.value(value)}") for key, value in keys.items())
-        formats = [*(name for name in FORMATS if kind in takers(name)), *(["text"] if _reads_text(kind) else [])]
+        formats = [*(name for name in FORMATS if kind in takers(name)), *(["text", "tokens"] if _reads_text(kind) else [])]
         unit = {"answer": "response", "token": "loss token", "label": "loss token"}.get(spec.loss_unit, spec.loss_unit)
         reference = "yes" if spec.reference else "teacher" if spec.extra_forwards else "no"
         yield f"| [`{kind}`](#{kind}) | {_names(formats)} | {unit} | {reference} | {', '.join(words)} |"

@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "support-mat
 START = """# Support matrix
 
 What trains on several devices, by the axis of `parallel`.
-`python scripts/support_page.py` writes this page from the code.
+<!-- `python scripts/support_page.py` writes this page from the code. -->
 
 - `tested`: compared with the same training on one device, on CPU processes with gloo. No GPU has run it yet.
 - Other cells are the reason why `bloomery train` and `bloomery plan` refuse it, before any text is read.

@@ -352,7 +352,7 @@ class Distill(ObjectiveSection):
 class Online(ObjectiveSection):
     """The model generates responses, which are then scored."""
 
-    kind: Literal["ppo", "grpo"] = Field(description="Reinforcement learning on generated responses.")
+    kind: Literal["ppo", "grpo"] = Field(description="Not supported yet: reinforcement learning on generated responses.")
 
 
 Objective = Annotated[
@@ -492,11 +492,11 @@ class Train(Section):
 class Parallel(Section):
     replicate: Auto | PositiveInt = key("auto", "Data parallel replicas.")
     shard: Auto | PositiveInt = key("auto", "Devices that shard parameters, gradients and states (FSDP).")
-    tensor: PositiveInt = key(1, "Tensor parallel devices.")
-    context: PositiveInt = key(1, "Context parallel devices.")
-    pipeline: PositiveInt = key(1, "Pipeline stages.")
-    pipeline_schedule: Literal["1f1b"] = key("1f1b", "Order of the micro-batches in the pipeline.")
-    pipeline_microbatches: Auto | PositiveInt = key("auto", "Micro-batches per step in the pipeline.")
+    tensor: PositiveInt = key(1, "Tensor parallel devices. Not supported yet above 1.")
+    context: PositiveInt = key(1, "Context parallel devices. Not supported yet above 1.")
+    pipeline: PositiveInt = key(1, "Pipeline stages. `plan` estimates them; not supported yet in training.")
+    pipeline_schedule: Literal["1f1b"] = key("1f1b", "Order of the micro-batches in the pipeline, for `plan`.")
+    pipeline_microbatches: Auto | PositiveInt = key("auto", "Micro-batches per step in the pipeline, for `plan`.")
 
 
 class Checkpoint(Section):

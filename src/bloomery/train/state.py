@@ -1,4 +1,4 @@
-"""Training state: model, optimizer, RNG states, position in the data and progress, in and out of checkpoints."""
+"""Training state: model, optimizer, position in the data and progress, in and out of checkpoints."""
 
 import math
 from dataclasses import asdict, dataclass
