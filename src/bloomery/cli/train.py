@@ -194,7 +194,7 @@ def conclude(run: "EndedRun") -> int:
 def resume_command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool) -> int:
     """Resume a run from its last checkpoint.
 
-    Only the length, eval.*, sample.*, checkpoint.*, logging.* and parallel.* can be changed.
+    Only the length, eval.*, sample.*, checkpoint.*, logging.*, parallel.replicate and parallel.shard can be changed.
 
     Example: bloomery resume last train.epochs=4
     """
