@@ -265,7 +265,8 @@ def objectives_table() -> Iterator[str]:
         section = next(one for one in sections if recipe_page.takes(one, kind))
         keys = {key: part.get("default") for key, part in section["properties"].items() if key != "kind"}
         words = (f"`{key}`" + ("" if value is None else f" {recipe_page.value(value)}") for key, value in keys.items())
-        formats = [*(name for name in FORMATS if kind in takers(name)), *(["text", "tokens"] if _reads_text(kind) else [])]
+        formats = [name for name in FORMATS if kind in takers(name)]
+        formats += ["text", "tokens"] if _reads_text(kind) else []
         unit = {"answer": "response", "token": "loss token", "label": "loss token"}.get(spec.loss_unit, spec.loss_unit)
         reference = "yes" if spec.reference else "teacher" if spec.extra_forwards else "no"
         yield f"| [`{kind}`](#{kind}) | {_names(formats)} | {unit} | {reference} | {', '.join(words)} |"

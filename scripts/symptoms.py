@@ -27,7 +27,8 @@ On your machine the command names the PyTorch build that fits; this page shows `
 compares the output of a run that crashed with the same table, and prints cause and fix as its last lines.
 
 Each message is from the thread named after it, and is shortened.
-<!-- `python scripts/symptoms.py` writes this page from src/bloomery/hardware/doctor/symptoms.toml: to add a symptom, add a table there. -->
+<!-- `python scripts/symptoms.py` writes this page from src/bloomery/hardware/doctor/symptoms.toml: to add a symptom,
+add a table there. -->
 Where no other command is named, `bloomery doctor --probe` verifies a fix.
 """
 PROBE = "bloomery doctor --probe"

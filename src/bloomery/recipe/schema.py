@@ -352,7 +352,7 @@ class Distill(ObjectiveSection):
 class Online(ObjectiveSection):
     """The model generates responses, which are then scored."""
 
-    kind: Literal["ppo", "grpo"] = Field(description="Not supported yet: reinforcement learning on generated responses.")
+    kind: Literal["ppo", "grpo"] = Field(description="Reinforcement learning; not supported yet.")
 
 
 Objective = Annotated[

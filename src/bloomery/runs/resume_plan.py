@@ -60,8 +60,8 @@ def refuse_overrides(words: Sequence[str]) -> None:
             raise UserError(
                 f"cannot change {key} in a resumed run",
                 where="bloomery resume",
-                fix="change only the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.*, logging.*, "
-                "parallel.replicate and parallel.shard, or start a new run with `bloomery train`",
+                fix="change only the length (train.epochs, train.max_steps), eval.*, sample.*, checkpoint.*, "
+                "logging.*, parallel.replicate and parallel.shard, or start a new run with `bloomery train`",
                 code=2,
             )
 
