@@ -7,8 +7,12 @@ PY := .venv/bin/python
 
 setup:
 	@$(PYTHON) scripts/setup.py
+	@echo "next       source .venv/bin/activate"
+	@echo "           bloomery doctor          check this machine"
+	@echo "           bloomery demo            train a small model here"
 
-demo: setup
+demo:
+	@$(PYTHON) scripts/setup.py
 	@$(PY) -m bloomery demo
 
 test:
