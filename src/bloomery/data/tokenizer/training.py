@@ -134,6 +134,7 @@ def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Prog
                 where="tokenizer.train",
                 fix="if it was out of memory, set tokenizer.train.vocab_size to a smaller number, or use fewer files",
             )  # fmt: skip
+        progress(*_progress_of(child.tail))  # a quick one has printed nothing yet
     if "refused" in message:
         problem, where, fix = message["refused"]
         raise UserError(problem, where=where, fix=fix)
