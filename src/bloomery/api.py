@@ -125,18 +125,22 @@ def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
     return None if on_event is None else lambda event, _requests: on_event(event)
 
 
-def plan(recipe: Recipe, *, gpu: str | None = None, gpus: int = 1, nodes: int = 1, **overrides: Any) -> "PlanReport":
+def plan(
+    recipe: Recipe, *, gpu: str | None = None, gpus: int | None = None, nodes: int = 1, **overrides: Any
+) -> "PlanReport":
     """The plan of a recipe for this machine, or for `gpu`: `.plan` (memory, time, choices), `.claims`, `.suggestions`.
 
-    Nothing is run. `gpus` and `nodes`: how many, also more than `bloomery.train` uses.
+    Nothing is run. `gpus` and `nodes`: how many, also more than `bloomery.train` uses; `gpu="8xMI300X"` is both.
 
         report = bloomery.plan("go-coder-125m", gpu="RX 6700 XT", train={"max_tokens": "10B"})
     """
+    from bloomery.hardware.specs import named_gpus
     from bloomery.plan.advise import advise
     from bloomery.plan.resolve import local_plan
 
+    names, gpus = named_gpus(() if gpu is None else (gpu,), gpus)
     loaded = _loaded(recipe, overrides)
-    return advise(loaded, *local_plan(loaded, gpu=gpu, gpus=gpus, nodes=nodes))
+    return advise(loaded, *local_plan(loaded, gpu=names[0] if names else None, gpus=gpus, nodes=nodes))
 
 
 def evaluate(

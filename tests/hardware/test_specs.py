@@ -5,7 +5,7 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Accelerator
-from bloomery.hardware.specs import arch_spec, cpu_efficiency, find_gpu, gpu_spec, table
+from bloomery.hardware.specs import arch_spec, counted_gpu, cpu_efficiency, find_gpu, gpu_spec, named_gpus, table
 
 
 def device(name: str, arch: str, gib: float) -> Accelerator:
@@ -212,6 +212,51 @@ def test_no_chip_is_described_twice():
 )
 def test_people_are_understood(text, name):
     assert find_gpu(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"),
+    [
+        ("8xMI300X", "Instinct MI300X", 8), ("MI300X x 8", "Instinct MI300X", 8), ("MI300X x8", "Instinct MI300X", 8),
+        ("2x4090", "GeForce RTX 4090", 2), ("4090x2", "GeForce RTX 4090", 2), ("2 x RTX 3090", "GeForce RTX 3090", 2),
+        ("8 * H200", "H200 SXM", 8), ("4x MI50 32GB", "Instinct MI50", 4), ("MI50 32GB x 4", "Instinct MI50", 4),
+        ("RX 6700 XT", "Radeon RX 6700 XT", None), ("RX 6600", "Radeon RX 6600", None),
+        ("4090", "GeForce RTX 4090", None),
+    ],
+)  # fmt: skip
+def test_a_number_of_gpus_is_read_with_their_name(text, name, count):
+    product, counted = counted_gpu(text)
+    assert (find_gpu(product).name, counted) == (name, count)
+
+
+def test_every_name_of_the_table_is_one_gpu():
+    for spec in table().gpu:
+        for name in (spec.name, spec.short_name, *spec.aliases):
+            assert counted_gpu(name) == (name, None)
+
+
+@pytest.mark.parametrize("text", ["0xMI300X", "MI300X x 2000"])
+def test_a_number_of_gpus_is_one_to_1024(text):
+    with pytest.raises(UserError, match="not a number of GPUs per node") as error:
+        counted_gpu(text)
+    assert "8xMI300X" in error.value.fix
+
+
+def test_two_numbers_of_gpus_must_agree():
+    assert named_gpus(["8xMI300X"], None) == (("MI300X",), 8)
+    assert named_gpus(["8xMI300X"], 8) == (("MI300X",), 8)
+    assert named_gpus(["MI300X", "H200"], 4) == (("MI300X", "H200"), 4)
+    assert named_gpus([], None) == ((), 1)
+    for texts, gpus in ((["8xMI300X"], 4), (["8xMI300X", "4xH200"], None)):
+        with pytest.raises(UserError, match="different numbers") as error:
+            named_gpus(texts, gpus)
+        assert "8xMI300X" in error.value.where and error.value.code == 2
+
+
+def test_a_misspelt_name_with_a_number_gets_its_neighbors():
+    with pytest.raises(UserError, match="unknown GPU: 'MI301X'") as error:
+        find_gpu(counted_gpu("8xMI301X")[0])
+    assert "MI300X" in error.value.fix
 
 
 def test_a_name_with_two_sizes_of_memory_is_asked_for():

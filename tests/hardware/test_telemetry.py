@@ -266,7 +266,7 @@ def test_a_sensor_that_never_answers_is_given_up_once_and_the_rest_goes_on(tmp_p
     (cpu,) = reader.read()
     reader.close()
     assert cpu.device == CPU_DEVICE
-    assert len(told) == 1 and "sysfs: timed out after 2 s" in told[0]
+    assert len(told) == 1 and "sensors (sysfs) are no longer read: timed out after 2 s" in told[0]
 
 
 def test_a_reader_that_cannot_start_is_said_once(monkeypatch, told):
@@ -285,7 +285,7 @@ def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatc
     assert reader.read() == []
     assert [reading.device for reading in reader.read()] == [CPU_DEVICE]
     reader.close()
-    assert len(told) == 1 and "amdsmi: its process crashed" in told[0]
+    assert len(told) == 1 and "sensors (amdsmi) are no longer read: the process that reads sensors crashed" in told[0]
 
 
 def test_the_child_knows_no_torch_and_no_pydantic():

@@ -129,6 +129,27 @@ def test_a_run_that_does_not_fit_says_so_first():
     assert headline(plan).startswith("Does not fit: ")
 
 
+def test_a_range_that_ends_above_the_limit_is_said_in_the_headline():
+    """An out-of-memory error halves a micro-batch of several sequences; one sequence is the end of that."""
+    report = reported(load_recipe("go-coder-125m", ["train.micro_batch_size=16"]), gpu_machine("RX 6700 XT"))
+    memory = report.plan.memory
+    assert memory.high < memory.limit and headline(report).startswith("Fits. ")
+    tight = memory.model_copy(update={"limit": (memory.total + memory.high) / 2})
+    several = report.plan.model_copy(update={"memory": tight})
+    one = several.model_copy(update={"train": several.train.model_copy(update={"micro_batch_size": 1})})
+    ends = f"up to {memory.high / 2**30:.1f} of {tight.limit / 2**30:.1f} GiB. About"
+    assert several.fits
+    assert headline(report.model_copy(update={"plan": several})).startswith(f"Fits, barely: {ends}")
+    assert headline(report.model_copy(update={"plan": one})).startswith(f"May not fit: {ends}")
+    small = one.model_copy(update={"memory": tight.model_copy(update={"limit": memory.total - 1})})
+    assert headline(report.model_copy(update={"plan": small})).startswith("Does not fit: ")
+
+
+def test_the_model_line_has_the_context_of_the_model_not_the_sequence_length():
+    plan = planned(load_recipe("qwen2.5-1.5b-lora"), gpu_machine("RTX 4090"))
+    assert plan.data.sequence_length == 4096 and "context 32,768, from" in model_line(plan)
+
+
 def test_a_long_headline_takes_two_lines():
     where = gpu_machine("RX 6600")
     wide = ["model.hidden_size=1280", "model.num_heads=20", "model.num_layers=36"]

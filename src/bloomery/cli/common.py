@@ -115,8 +115,9 @@ def _overrides(context: click.Context, parameter: click.Parameter, value: Sequen
     for word in value:
         if "=" not in word:
             fix = f"write section.key=value, such as train.epochs=2; see `{context.command_path} --help`"
-            if gpus := context.params.get("gpu"):  # --gpu RTX 4070
-                fix = f'quote a name with spaces: --gpu "{gpus[-1]} {word}"'
+            if gpus := context.params.get("gpu"):  # --gpu RTX 4070, or --gpu RTX 4090 x 2
+                rest = " ".join(word for word in value if "=" not in word)
+                fix = f'quote a name with spaces: --gpu "{gpus[-1]} {rest}"'
             raise UserError(f"not an override: {word!r}", where=f"`{context.command_path}`", fix=fix, code=2)
     return tuple(value)
 

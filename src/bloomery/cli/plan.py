@@ -1,11 +1,12 @@
 """`bloomery plan RECIPE`: memory, time and disk of a run, without torch; `bloomery recipes`: the packaged recipes"""
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import click
 
@@ -31,10 +32,32 @@ if TYPE_CHECKING:
     from bloomery.simulate.run import SimulationResult
 
 
-@click.command()
+@final
+class PlanCommand(click.Command):
+    """`--gpu "MI300X" x 8` and `--gpu 4090 x2`, typed as several words, reach the option as one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        joined, words = list[str](), list(args)
+        while words:
+            word = words.pop(0)
+            joined.append(word)
+            if word == "--gpu" and words:
+                joined.append(words.pop(0))
+            elif not word.startswith("--gpu="):
+                continue
+            if words and (times := re.fullmatch(r"[x×*](\d+)", words[0], re.IGNORECASE)):
+                joined[-1] += f" x {times[1]}"
+                del words[0]
+            elif len(words) > 1 and words[0].lower() in ("x", "×", "*") and words[1].isdecimal():
+                joined[-1] += f" x {words[1]}"
+                del words[:2]
+        return super().parse_args(ctx, joined)
+
+
+@click.command(cls=PlanCommand)
 @recipe_or_model
-@click.option("--gpu", metavar="NAME", multiple=True, help="Plan for this GPU: 4090, 'RX 6700 XT', or all.")
-@click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), default=1, help="Plan for N GPUs per node.")
+@click.option("--gpu", metavar="NAME", multiple=True, help="Plan for this GPU: 4090, 'RX 6700 XT', 8xMI300X, all.")
+@click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), help="Plan for N GPUs per node.")
 @click.option("--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="Plan for N nodes.")
 @click.option("--simulate", is_flag=True, help="Simulate a step on meta tensors for its peak memory.")
 @json_option
@@ -44,7 +67,7 @@ def command(
     model: str | None,
     data: str | None,
     gpu: tuple[str, ...],
-    gpus: int,
+    gpus: int | None,
     nodes: int,
     simulate: bool,
     as_json: bool,
@@ -57,8 +80,12 @@ def command(
     Example: bloomery plan go-coder-125m --gpu "RX 6700 XT"
              bloomery plan go-coder-125m --gpu 4090 --gpu "RX 7900 XTX" --gpu T4
              bloomery plan go-coder-125m --gpu all
+             bloomery plan llama3.1-8b-full-8gpu --gpu 8xMI300X
              bloomery plan go-coder-125m --gpu MI300X --simulate
     """
+    from bloomery.hardware.specs import named_gpus
+
+    gpu, gpus = named_gpus(gpu, gpus)
     loaded, source = chosen_recipe(recipe, overrides, model, data)
     if len(gpu) > 1 or "all" in gpu:
         if simulate:

@@ -186,7 +186,7 @@ def _dtype(machine: Machine, device: Accelerator | None, arch: ArchSpec | None, 
     """The dtype of the matmuls: by gpus.toml, unless its probe failed on this machine."""
     if device is None:
         if cpu is not None and cpu.bf16:
-            return Choice("bfloat16", f"this CPU supports bf16 in hardware ({cpu.name})")
+            return Choice("bfloat16", f"this CPU has bf16 instructions: {cpu.name}")
         return Choice("float32", "this CPU has no bf16 instructions, and fp16 is 5 to 9 times slower on any CPU")
     if arch is None:
         listed = Choice("float32", f"{device.arch} is not in gpus.toml: its supported dtypes are unknown")

@@ -1,8 +1,9 @@
 """The table of GPUs and CPUs, gpus.toml. A GPU that is not listed is unknown: its figures are never guessed."""
 
 import re
+import shlex
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from importlib import resources
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from bloomery.hardware.wheels import series
 
 # The share of system memory available to an integrated GPU unless amdgpu.gttsize or ttm.pages_limit are set.
 SHARED_PART = 0.5
+LARGEST_NODE = 1024  # GPUs
 
 
 class TableEntry(BaseModel, frozen=True, extra="forbid"):
@@ -225,6 +227,48 @@ def find_gpu(text: str) -> Accelerator:
         fix = f'pass one of them: --gpu "{specs[0].name}"'
         raise UserError(f"{text!r} matches several GPUs: {names}", where="--gpu", fix=fix, code=2)
     return _installed(specs[0], size, text)
+
+
+def named_gpus(texts: Sequence[str], gpus: int | None) -> tuple[tuple[str, ...], int]:
+    """The names in texts such as 8xMI300X, and the number of GPUs per node that they and `gpus` (--gpus) give.
+
+    Raises UserError (code 2) where two of them differ.
+    """
+    parsed = [(text, *counted_gpu(text)) for text in texts]
+    names = tuple(name for _, name, _ in parsed)
+    counts = {f"--gpu {shlex.quote(text)}": count for text, _, count in parsed if count is not None}
+    if gpus is not None:
+        counts[f"--gpus {gpus}"] = gpus
+    if len(set(counts.values())) > 1:
+        fix = f'give the number once: --gpu "{names[0]}" --gpus {next(iter(counts.values()))}'
+        raise UserError("different numbers of GPUs per node", where=" and ".join(counts), fix=fix, code=2)
+    return names, next(iter(counts.values()), 1)
+
+
+_BEFORE = re.compile(r"\s*(\d+)\s*[x×*]\s*(\S.*)", re.IGNORECASE)  # 8xMI300X
+_BEHIND = re.compile(r"\s*(\S.*\S)\s*[x×*]\s*(\d+)\s*", re.IGNORECASE)  # MI300X x 8
+_SIZE = re.compile(r"[\s,]+\d+\s*(?:gib|gb|g)\s*", re.IGNORECASE)
+
+
+def counted_gpu(text: str) -> tuple[str, int | None]:
+    """A GPU's name and the number in front of it or behind it: "8xMI300X", "MI300X x 8", "2 x RTX 3090".
+
+    None where no number is written. Raises UserError for a number that is 0 or above 1,024; `find_gpu` judges the name.
+    """
+    before, behind = _BEFORE.fullmatch(text), _BEHIND.fullmatch(text)
+    # A name of the table may end like a number of GPUs: RX 6700 is no product R, 6,700 times.
+    if _matching(text):
+        return text, None
+    if behind is not None and _matching(_SIZE.sub("", behind[1])):
+        name, count = behind[1].strip(), int(behind[2])
+    elif before is not None:
+        name, count = before[2].strip(), int(before[1])
+    else:
+        return text, None
+    if not 1 <= count <= LARGEST_NODE:
+        fix = f"give a number from 1 to {LARGEST_NODE:,}: --gpu {shlex.quote(f'8x{name}')}"
+        raise UserError(f"not a number of GPUs per node: {count:,}", where=f"--gpu {text!r}", fix=fix, code=2)
+    return name, count
 
 
 def _matching(text: str) -> list[GpuSpec]:

@@ -420,7 +420,7 @@ class SensorReader:
             if isinstance(answer, dict):
                 return [SensorReading(**values) for values in answer["readings"]]
             timeout = f"timed out after {self._deadline:.0f} s"
-            self._disable("its process crashed" if answer == "ended" else timeout)
+            self._disable("the process that reads sensors crashed" if answer == "ended" else timeout)
         except (OSError, ValueError, TypeError, KeyError) as error:
             self._disable(f"failed ({error})")
         return []
@@ -434,7 +434,7 @@ class SensorReader:
             self._on_problem(f"cannot read sensors: {problem}; training continues without")
             return
         self._without.append(name)
-        self._on_problem(f"reading sensors with {name}: {problem}; not used again, training continues")
+        self._on_problem(f"sensors ({name}) are no longer read: {problem}; training continues without these readings")
 
     def close(self) -> None:
         """Ends the process. One that is stuck in a driver is left running and ends later."""

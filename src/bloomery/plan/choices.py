@@ -243,11 +243,11 @@ def arithmetic_choices(recipe: Recipe, model: TrainedModel, *, precision: str) -
     held, in_full = model.state_parts(recipe.optimizer.kind, precision), decimal(sum(whole.values()))
     rule = f"{sum(size / numbers for size in whole.values()):.0f} bytes ({each}) for each of {format_count(numbers)}"
     if held == whole:
-        yield "model.from", Choice(in_full, f"full training: {rule} parameters")
+        yield "model.from", Choice(f"training state {in_full}", f"full training: {rule} parameters")
         return
     sizes = ", ".join(f"{name} {decimal(size)}" for name, size in held.items())
     reason = f"{sizes}; full training with AdamW: {rule} parameters"
-    yield "model.from", Choice(f"{decimal(sum(held.values()))}, not {in_full}", reason)
+    yield "model.from", Choice(f"training state {decimal(sum(held.values()))}", f"instead of {in_full}: {reason}")
 
 
 Reference = Literal["none", "precomputed", "adapters"]

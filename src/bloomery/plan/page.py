@@ -110,12 +110,25 @@ def headline(report: PlanReport) -> str:
     """Whether the run fits, how long it takes, and the claimed number of tokens where that is wrong."""
     plan, (unit, size) = report.plan, unit_of(report.plan.memory.total)
     needs = f"{plan.memory.total / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
-    text = "Fits." if plan.fits else f"Does not fit: {needs}."
+    most = f"{plan.memory.high / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
+    text = f"{verdict(plan)}: up to {most}." if verdict(plan) != "Fits" else "Fits."
+    text = text if plan.fits else f"Does not fit: {needs}."
     if plan.seconds is not None:
         text += f" {'About' if plan.fits else 'Would take about'} {about(plan.seconds.value)}."
     if plan.total_tokens is not None and (claimed := _wrong_tokens(report)):
         text += f" Trains on {format_count(plan.total_tokens)} tokens, not the claimed {claimed}."
     return text
+
+
+def verdict(plan: RunPlan) -> str:
+    """Whether the upper end of the memory's range fits too, and what `train` can still do where it does not: an
+    out-of-memory error halves the micro-batch, down to one sequence.
+    """
+    if not plan.fits:
+        return "Does not fit"
+    if plan.memory.high <= plan.memory.limit:
+        return "Fits"
+    return "Fits, barely" if plan.train.micro_batch_size > 1 else "May not fit"
 
 
 def _wrong_tokens(report: PlanReport) -> str | None:
@@ -159,7 +172,7 @@ def model_line(plan: RunPlan) -> str:
     count = parameter_count(config)
     size = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
     origin = f", from {plan.model.source}" if plan.model.source else ""
-    return f"{family} architecture, {size} parameters, context {plan.data.sequence_length:,}{origin}"
+    return f"{family} architecture, {size} parameters, context {config.max_positions:,}{origin}"
 
 
 def batch_lines(plan: RunPlan) -> list[str]:
@@ -202,7 +215,7 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     parts = sorted(((names.get(name, name), value) for name, value in memory.parts.items()), key=lambda p: -p[1])
     total = f"{memory.total / size:.{digits}f}" + ("" if above == unit else f" {unit}")
     total += f" of {memory.limit / large:,.{1 if large == GIB else 0}f} {above}: "
-    total += "fits" if memory.fits else "too much"
+    total += verdict(plan).lower() if memory.fits else "too much"
     limit = [f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,", f"{profile.memory_share.reason})"]
     if len(limit[0]) > REMARK:  # hundreds of GiB
         limit[0] = limit[0].replace("limit: ", "")
