@@ -451,6 +451,10 @@ HOSTILE = {
     "wrapping shape": header(1, 0, tensor(shape=(2**63, 2, 2**63, 2)) + bytes(512)),
     "many dimensions": header(1, 0, text("t") + struct.pack("<I", 2**31) + bytes(512)),
     "unknown tensor type": header(1, 0, tensor(kind=999) + bytes(512)),
+    "in two places of one": header(2, 0, tensor("a") + tensor("b") + bytes(512)),
+    "a gap": header(2, 0, tensor("a") + tensor("b", offset=256) + bytes(1024)),
+    "more bytes than tensors": header(1, 0, tensor() + bytes(4096)),
+    "many entries": header(0, 2, (array(0, 2**21 + 1, bytes(2**21 + 1)) * 2).replace(b"k", b"l", 1)),
     "alignment 0": header(1, 1, text("general.alignment") + struct.pack("<II", 4, 0) + tensor() + bytes(512)),
 }  # fmt: skip
 
@@ -464,6 +468,65 @@ def test_a_hostile_header_is_refused_at_once(name: str, tmp_path: Path) -> None:
         import_gguf(path, tmp_path / "out")
     assert time.monotonic() - begin < 2
     assert [each.name for each in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """NaN and infinity as weights, and as the scale of a block."""
+    for kind in ("f16", "q8_0"):
+        _, path, _ = exported("llama2", tmp_path / kind, kind, hidden_size=64, intermediate_size=96)
+        content = bytearray(path.read_bytes())
+        tensors = gguf.GGUFReader(path).tensors
+        place = next(each for each in tensors if each.name == "blk.1.ffn_up.weight")
+        for number in (b"\xff\xff", b"\x00\x7c"):  # NaN and infinity as float16
+            content[place.data_offset : place.data_offset + 2] = number
+            path.write_bytes(content)
+            with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight holds numbers that are not finite"):
+                import_gguf(path, tmp_path / "out")
+            assert not (tmp_path / "out").exists()
+
+
+def test_numbers_beyond_the_range_of_the_type_are_refused(tmp_path: Path) -> None:
+    _, path, _ = exported("llama2", tmp_path, "f32")
+    content = bytearray(path.read_bytes())
+    place = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight")
+    content[place.data_offset : place.data_offset + 4] = struct.pack("<f", 1e6)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="beyond the range of float16"):
+        import_gguf(path, tmp_path / "out", dtype="float16")
+    import_gguf(path, tmp_path / "out")
+
+
+def test_a_header_value_that_changes_the_bytes_read_is_refused(tmp_path: Path) -> None:
+    """Every type and offset of every tensor, each changed to all others: no file reads other bytes than it stores."""
+    _, path, _ = exported("llama2", tmp_path, "f16")
+    content, other = path.read_bytes(), tmp_path / "other.gguf"
+    for one in gguf.GGUFReader(path).tensors:
+        type_at = content.index(text(one.name)) + 8 + len(one.name) + 4 + 8 * len(one.shape)
+        own_type, own_offset = struct.unpack_from("<IQ", content, type_at)
+        changes = [(kind, own_offset) for kind in range(40) if kind != own_type]
+        changes += [(own_type, own_offset + 32 * step) for step in (-4, -1, 1, 64)]
+        changes += [(own_type, 0)] * (own_offset > 0)
+        for kind, offset in changes:
+            changed = bytearray(content)
+            struct.pack_into("<IQ", changed, type_at, kind, offset % 2**64)
+            other.write_bytes(changed)
+            with pytest.raises(UserError):
+                import_gguf(other, tmp_path / "out")
+
+
+def test_pickles_and_folders_are_refused_with_what_to_use(tmp_path: Path) -> None:
+    for name in ("consolidated.00.pth", "pytorch_model.bin"):
+        folder = tmp_path / name.partition(".")[2]
+        folder.mkdir()
+        (folder / name).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+        for path, command in ((folder, "import"), (folder / name, "import"), (folder, "convert")):
+            words = [command, str(path), *(["--out"] if command == "import" else []), str(tmp_path / "out")]
+            raised = CliRunner().invoke(cli, words).exception
+            assert isinstance(raised, UserError), raised
+            assert "pickle" in raised.problem and "safetensors" in raised.fix, raised
+    make_model(tmp_path / "model")
+    raised = CliRunner().invoke(cli, ["import", str(tmp_path / "model"), "--out", str(tmp_path / "out")]).exception
+    assert isinstance(raised, UserError) and "as it is" in raised.fix
 
 
 def fuzzed(rounds: int, tmp_path: Path) -> None:

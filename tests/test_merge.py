@@ -153,6 +153,7 @@ def test_the_command_merges_and_the_card_tells(models, tmp_path):
         ({"weights": [1.0]}, "ab", "1 weights for 2 models"),
         ({"weights": [1.0, -1.0]}, "ab", "not usable as weights"),
         ({"weights": [math.nan, 1.0]}, "ab", "not usable as weights"),
+        ({"weights": [1e308, 1e308]}, "ab", "sum of the weights is too large"),
         ({"density": 0.0}, "ab", "not a share"),
     ],
 )

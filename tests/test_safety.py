@@ -17,10 +17,8 @@ KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 # A port that ranks meet at is found by binding to it on this host; nothing listens there before torch does.
 # `bloomery serve` listens, for it is a server: on 127.0.0.1, elsewhere only with a token (tests/serve).
 # The script that mines functions evaluates arguments that it spells out itself.
-# `bloomery import --unsafe-pickle` reads Meta's .pth files in a locked process (tests/test_pth.py attacks it).
 ALLOWED = {
     "scripts/mine_functions.py": ["eval"],
-    "src/bloomery/export/pth_worker.py": ["torch.save", "torch.load", "torch.load"],
     "src/bloomery/model/adapters/settings.py": ["exec", "compile", "eval"],
     "src/bloomery/runs/launchers.py": ["listening.bind"],
     "src/bloomery/serve/app.py": ["import asyncio"],

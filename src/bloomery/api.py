@@ -304,14 +304,13 @@ def export(
 def convert(
     source: str | Path, out: str | Path, *, layout: Literal["hf", "gguf"] | None = None, dtype: str | None = None,
     max_length: int | None = None, template: str | None = None, add_tokens: Sequence[str] = (),
-    checkpointing: bool = False, unsafe_pickle: bool = False, step: str = "best", verify: bool = True,
-    device: str = "auto",
+    checkpointing: bool = False, step: str = "best", verify: bool = True, device: str = "auto",
 ) -> "Exported":  # fmt: skip
-    """Convert a model, a GGUF file or a folder of Meta's .pth files to Hugging Face format or GGUF, and change it.
+    """Convert a model or a GGUF file to Hugging Face format or GGUF, and change it.
 
     `layout`: None follows the name of `out`. `max_length`: the context. `template`: a chat template's file or name.
     `add_tokens`: special tokens, whose embeddings are the mean of the others. `checkpointing`: transformers recomputes
-    activations in training. `unsafe_pickle`: open .pth files. Raises UserError.
+    activations in training. Raises UserError.
 
         bloomery.convert("llama-2-7b-hf", "llama-2-7b-chat", dtype="bfloat16", template="chatml")
     """
@@ -323,16 +322,14 @@ def convert(
         problem, fix = f"{dtype} is a type of GGUF files", f"use one of {', '.join(DTYPES)}, or --to gguf"
         raise UserError(problem, where="--dtype", fix=fix, code=2)
     folder = Path(source).expanduser()
-    meta = folder.is_dir() and any(folder.glob("consolidated.*.pth"))
     from bloomery.runs.folder import chosen_use, model_path
 
-    path, use = folder if folder.is_file() or meta else model_path(str(source)), chosen_use(device, None)
+    path, use = folder if folder.is_file() else model_path(str(source)), chosen_use(device, None)
     from bloomery.export import convert as converting
 
     changes = converting.Changes(max_length, template, tuple(add_tokens), checkpointing)
     return converting.convert(
-        path, Path(out), gguf=gguf, dtype=dtype, changes=changes, trusted=unsafe_pickle, step=step, verify=verify,
-        use=use,
+        path, Path(out), gguf=gguf, dtype=dtype, changes=changes, step=step, verify=verify, use=use
     )  # fmt: skip
 
 

@@ -60,10 +60,10 @@ FLAGS = {
         "--system", "--template", "--step", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
         "--repetition-penalty", "--seed", "-d", "--devices", "--quantize", "--prompt-lookup", "--draft",
     },
-    "import": {"--out", "--type", "--unsafe-pickle"},
+    "import": {"--out", "--type"},
     "convert": {
         "--to", "--dtype", "--max-length", "-t", "--template", "--enable-checkpoint", "--add-tokens", "--step",
-        "--verify", "--no-verify", "--unsafe-pickle", "-d", "--devices",
+        "--verify", "--no-verify", "-d", "--devices",
     },
     "merge": {
         "--method", "--weights", "--base", "--density", "--out", "--type", "--verify", "--no-verify", "-d", "--devices",

@@ -100,7 +100,7 @@ def test_a_file_that_a_page_names_exists_or_is_written() -> None:
     in_repository = {Path(line).name for line in tracked.splitlines()}
     sources = [path for path in (ROOT / "src").rglob("*.*") if path.suffix in (".py", ".toml", ".jinja")]
     code = "\n".join(path.read_text() for path in sources)
-    endings = "bin|db|gguf|html|ipynb|jsonl?|log|md|model|pth|py|safetensors|sh|svg|toml|txt|ya?ml"
+    endings = "bin|db|gguf|html|ipynb|jsonl?|log|md|model|py|safetensors|sh|svg|toml|txt|ya?ml"
     missing = []
     for page in PAGES:
         text = page.read_text()

@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),
     "serve": ("bloomery.cli.generate:serve_command", "Serve models over HTTP, as OpenAI does, with a page."),
     "export": ("bloomery.cli.models:command", "Export a model or LoRA adapter; merge; write GGUF."),
-    "import": ("bloomery.cli.models:import_command", "Convert GGUF or .pth to Hugging Face format."),
+    "import": ("bloomery.cli.models:import_command", "Convert GGUF to Hugging Face format."),
     "convert": ("bloomery.cli.models:convert_command", "Convert a model, its context, template and tokens."),
     "merge": ("bloomery.cli.models:merge_command", "Merge models into one: linear, SLERP, TIES."),
     "download": ("bloomery.cli.models:download_command", "Download a model or dataset from the Hub."),

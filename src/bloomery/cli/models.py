@@ -101,26 +101,17 @@ def merge_command(
     "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Store weights as [default: as in the file, quantized ones as bfloat16].",
 )  # fmt: skip
-@click.option("--unsafe-pickle", is_flag=True, help="Open .pth files, which can run code, in a locked process.")
-def import_command(file: Path, out: Path, dtype: str | None, unsafe_pickle: bool) -> None:
-    """Convert a GGUF file, or a Llama folder of .pth files, to Hugging Face format.
+def import_command(file: Path, out: Path, dtype: str | None) -> None:
+    """Convert a GGUF file to Hugging Face format.
 
-    A GGUF file is dequantized. A folder as Meta publishes Llama has params.json, consolidated.00.pth and more, and
-    tokenizer.model: the files are joined. Writes a folder with config, tokenizer and chat template to train, chat with
-    and export.
+    The weights are dequantized. Writes a folder with config, tokenizer and chat template to train, chat with and
+    export. Pickles (.pth, .bin) are refused: use the safetensors of the model.
 
     Example: bloomery import model-Q8_0.gguf --out my-model
-
-    Example: bloomery import llama-2-7b --unsafe-pickle --out my-llama
     """
-    if file.is_dir():
-        from bloomery.export.pth import import_meta
+    from bloomery.export.gguf_import import import_gguf
 
-        done = import_meta(file, out, trusted=unsafe_pickle, dtype=dtype)
-    else:
-        from bloomery.export.gguf_import import import_gguf
-
-        done = import_gguf(file, out, dtype=dtype)
+    done = import_gguf(file, out, dtype=dtype)
     for proof in done.proofs:
         echo(f"read       {proof}", err=True)
     echo(f"import     {done.folder} ({format_bytes(done.bytes)})")
@@ -138,20 +129,19 @@ def import_command(file: Path, out: Path, dtype: str | None, unsafe_pickle: bool
 @click.option("-t", "--template", metavar="TEMPLATE", help="Chat template to store: a file, chatml, llama3 and so on.")
 @click.option("--enable-checkpoint", is_flag=True, help="Turn on gradient checkpointing in config.json.")
 @click.option("--add-tokens", multiple=True, metavar="TOKEN", help="Add a special token; can be repeated.")
-@click.option("--unsafe-pickle", is_flag=True, help="Open .pth files, which can run code, in a locked process.")
 @step_option
 @click.option("--verify/--no-verify", default=True, help="Read the result back, compare and run it.")
 @devices_option
 def convert_command(
     source: str, out: Path, layout: Literal["hf", "gguf"] | None, dtype: str | None, max_length: int | None,
-    template: str | None, enable_checkpoint: bool, add_tokens: tuple[str, ...], unsafe_pickle: bool, step: str,
-    verify: bool, devices: str,
+    template: str | None, enable_checkpoint: bool, add_tokens: tuple[str, ...], step: str, verify: bool,
+    devices: str,
 ) -> None:  # fmt: skip
     """Convert a model between Hugging Face format and GGUF, and change it on the way.
 
-    SRC is a MODEL, a GGUF file, or a folder of Meta's .pth files; DST is new: a folder to train (model.from), chat with
-    and export, or a GGUF file. Adapters are merged into their base model. Embeddings of new tokens are the mean of the
-    others. In training, `train.activation_checkpointing` counts, not --enable-checkpoint.
+    SRC is a MODEL or a GGUF file; DST is new: a folder to train (model.from), chat with and export, or a GGUF file.
+    Adapters are merged into their base model. Embeddings of new tokens are the mean of the others. In training,
+    `train.activation_checkpointing` counts, not --enable-checkpoint.
 
     Example: bloomery convert llama-2-7b-hf llama-2-7b-chat --dtype bfloat16 --max-length 4096 -t chatml
     --add-tokens "<|im_start|>" --add-tokens "<|im_end|>"
@@ -164,7 +154,7 @@ def convert_command(
 
     show_export(convert(
         source, out, layout=layout, dtype=dtype, max_length=max_length, template=template, add_tokens=add_tokens,
-        checkpointing=enable_checkpoint, unsafe_pickle=unsafe_pickle, step=step, verify=verify, device=devices,
+        checkpointing=enable_checkpoint, step=step, verify=verify, device=devices,
     ))  # fmt: skip
 
 

@@ -34,7 +34,6 @@ from bloomery.export.layouts import (
     probed,
     write_rest,
 )
-from bloomery.export.pth import import_meta
 from bloomery.model.config import ModelConfig, checked
 from bloomery.model.io.stored import find_tensors, read_object
 from bloomery.model.io.weights import VOCABULARY, fill_new_rows, write_json, write_model_piecewise
@@ -60,15 +59,15 @@ class Changes:
 
 def convert(
     source: Path, out: Path, *, gguf: bool, dtype: str | None = None, changes: Changes | None = None,
-    trusted: bool = False, step: str = "best", verify: bool = True, use: Use | None = None,
+    step: str = "best", verify: bool = True, use: Use | None = None,
 ) -> Exported:  # fmt: skip
-    """Writes `source` (a GGUF file, a folder of .pth files, a model or a run) as the new folder or GGUF file `out`.
+    """Writes `source` (a GGUF file, a model or a run) as the new folder or GGUF file `out`.
 
-    `dtype`: a word of DTYPES, or of GGUF_TYPES and K_TYPES; None keeps the weights' own, of GGUF f16. `trusted`: the
-    user asked for pickles to be opened. An adapter is merged into its base. Raises UserError.
+    `dtype`: a word of DTYPES, or of GGUF_TYPES and K_TYPES; None keeps the weights' own, of GGUF f16. An
+    adapter is merged into its base. Raises UserError.
     """
     changes, stored = changes or Changes(), None if gguf else dtype
-    foreign = source.is_file() or (source.is_dir() and any(source.glob("consolidated.*.pth")))
+    foreign = source.is_file()
     with ExitStack() as stack:
         changed = changes != Changes()
         files = None if foreign else find_model(source, step)
@@ -76,9 +75,7 @@ def convert(
         if foreign:
             last = not changed and not gguf
             folder = out if last else stack.enter_context(_between(out))
-            read = import_gguf(source, folder, dtype=stored) if source.is_file() else import_meta(
-                source, folder, trusted=trusted, dtype=stored
-            )  # fmt: skip
+            read = import_gguf(source, folder, dtype=stored)
             if last:
                 return read
             proofs += [f"read: {each}" for each in read.proofs]

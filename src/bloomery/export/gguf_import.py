@@ -41,6 +41,7 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import FAMILIES, config_from_hf
+from bloomery.model.io.stored import refuse_pickles
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
 
@@ -50,9 +51,13 @@ _AGAIN = "download the file again, from a source that you trust"
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-MOST_KEYS, MOST_TENSORS, MOST_STRINGS = 4096, 2**17, 2**22
-MOST_HEADER = 2**28  # bytes of strings and numbers that are kept
+MOST_KEYS, MOST_TENSORS = 4096, 2**17
+MOST_ENTRIES = 2**22  # of all arrays together: a Python object each; Gemma's 262,144 tokens take 1.3 million
+MOST_HEADER = 2**26  # bytes of strings and numbers that are kept
 LONGEST_NAME = 256
+# `general.file_type`, and the type of the same size that no tensor of such a file has: read as that one, its bytes are
+# other numbers, and nothing else in the file tells.
+_FOREIGN_TYPE = {1: "BF16", 32: "F16", 2: "IQ4_NL", 25: "Q4_0"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Block:
     data: Array
     tensor_type: Any
     shape: tuple[int, ...]
+    name: str
 
 
 @final
@@ -69,7 +75,7 @@ class _Header:
     """A cursor over the bytes of a file, every step of which is checked."""
 
     def __init__(self, content: Any, path: Path) -> None:
-        self.content, self.path, self.at, self.kept = content, path, 0, 0
+        self.content, self.path, self.at, self.kept, self.entries = content, path, 0, 0, 0
 
     def refuse(self, problem: str) -> UserError:
         return UserError(f"not a valid GGUF file: {problem}", where=str(self.path), fix=_AGAIN)
@@ -110,7 +116,8 @@ class _Header:
         least = 8 if inner == _STRING else _SIZES.get(inner)
         if least is None:
             raise self.refuse(f"an array has the unknown type {inner}")
-        if count * least > len(self.content) - self.at or count > MOST_STRINGS:
+        self.entries += count
+        if count * least > len(self.content) - self.at or self.entries > MOST_ENTRIES:
             raise self.refuse(f"an array of {count:,} entries is stated at {self.at:,}")
         if inner == _STRING:
             return [self.string() for _ in range(count)]
@@ -119,7 +126,8 @@ class _Header:
 
 def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
     """The metadata and the tensors, which stay in the file until they are used. Raises UserError for a file whose
-    header is damaged or made to harm.
+    header is damaged or made to harm. As in llama.cpp, each tensor begins where the one before it ends; the last one
+    ends with the file.
     """
     with open_input(path) as file:
         size = path.stat().st_size
@@ -148,6 +156,8 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
     library, tensors = gguf_library(), dict[str, Block]()
     known = {int(kind): kind for kind in library.GGMLQuantizationType}
     memory = np.frombuffer(content, dtype=np.uint8)
+    end, file_type = 0, facts.get("general.file_type")  # `end`: of the tensors so far
+    foreign = _FOREIGN_TYPE.get(file_type) if isinstance(file_type, int) else None
     for name, shape, number, offset in stated:
         if number not in known:
             raise header.refuse(f"{name} has the unknown type {number}")
@@ -155,13 +165,20 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
             raise header.refuse(f"{name} is stated twice")
         block, bytes_ = library.GGML_QUANT_SIZES[known[number]]
         numbers = math.prod(shape)
-        if not shape or 0 in shape or shape[0] % block or offset % alignment:
-            raise header.refuse(f"{name} has the shape {list(shape)} at {offset:,}")
+        if not shape or 0 in shape or shape[0] % block:
+            raise header.refuse(f"{name} has the shape {list(shape)}")
+        if offset != end:
+            raise header.refuse(f"{name} is stated at {offset:,}; the tensors before it end at {end:,}")
         length = numbers // block * bytes_
         if start + offset + length > size:
             raise header.refuse(f"{name} is outside the file")
         rows = (*reversed(shape[1:]), shape[0] // block * bytes_)
-        tensors[name] = Block(memory[start + offset :][:length].reshape(rows), known[number], shape)
+        tensors[name] = Block(memory[start + offset :][:length].reshape(rows), known[number], shape, name)
+        end = offset + -(-length // alignment) * alignment
+        if known[number].name == foreign:
+            raise header.refuse(f"{name} has the type {foreign}, which no tensor of such a file has")
+    if tensors and size > start + end:
+        raise header.refuse(f"{size - start - end:,} bytes follow the last tensor")
     return facts, tensors
 
 
@@ -174,16 +191,20 @@ def _tensor_info(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _values(block: Any) -> Tensor:
-    """Float32, of a Block or of the gguf package's own tensor."""
+    """Float32, of a Block or of the gguf package's own tensor. Raises UserError for numbers that are not finite."""
     library = gguf_library()
     data = np.ascontiguousarray(block.data)
     if data.dtype == np.uint8 and int(block.tensor_type) in (0, 1):  # stored as bytes here, typed there
         data = data.view(np.float32 if int(block.tensor_type) == 0 else np.float16)
     try:
-        values = library.quants.dequantize(data, block.tensor_type)
+        with np.errstate(all="ignore"):  # what is not finite is refused below
+            values = library.quants.dequantize(data, block.tensor_type)
     except (NotImplementedError, ValueError) as error:  # a type it only names; rows that are no whole blocks
         problem = f"the gguf package cannot dequantize {block.tensor_type.name}"
         raise UserError(problem, where="the file", fix="use a file of type f16, q8_0, q4_0 or a K type") from error
+    if not np.isfinite(values).all():
+        name = getattr(block, "name", "a tensor")
+        raise UserError(f"{name} holds numbers that are not finite", where="the file", fix=_AGAIN)
     shape = [int(size) for size in reversed(block.shape)]
     return torch.from_numpy(np.array(values, dtype=np.float32).reshape(shape))
 
@@ -398,6 +419,11 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     generation settings. `dtype`: None keeps float32, float16 and bfloat16, and takes bfloat16 for quantized weights.
     Raises UserError.
     """
+    refuse_pickles(path)
+    if path.is_dir():
+        inside = next((name.name for name in sorted(path.glob("*.gguf"))), None)
+        fix = f"name the file: {path / inside}" if inside else "use a folder in Hugging Face format as it is"
+        raise UserError("the path is a folder, and `import` takes a GGUF file", where=str(path), fix=fix, code=2)
     facts, tensors = read_gguf(path)
     if facts.get("general.type", "model") != "model":
         problem = f"the file holds a {str(facts['general.type'])[:40]}, not a model"
@@ -427,6 +453,9 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
             last[piece.name] = piece.apply(_values(tensors[piece.name]), undo=True)
         parts = last[piece.name].split([shapes[part][0] for part in piece.parts])
         one: Tensor = parts[piece.parts.index(name)].to(DTYPES[kept])
+        if not torch.isfinite(one).all():
+            problem = f"{piece.name} has numbers beyond the range of {kept}"
+            raise UserError(problem, where=str(path), fix="add --type float32")
         return one
 
     with draft_of(out) as draft:

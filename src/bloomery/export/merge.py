@@ -195,6 +195,9 @@ def _refuse_arguments(
     elif not all(map(math.isfinite, weights)) or (method not in NEEDS_BASE and (min(weights) < 0 or not any(weights))):
         where, problem = "--weights", f"not usable as weights: {', '.join(f'{each:g}' for each in weights)}"
         fix = "give numbers of 0 or more, not all 0"
+    elif not math.isfinite(sum(map(abs, weights))):
+        where, problem = "--weights", "the sum of the weights is too large for a number"
+        fix = "give smaller numbers, such as 0.7,0.3"
     elif not 0 < density <= 1:
         where, problem, fix = "--density", f"not a share: {density:g}", "give a number above 0, up to 1"
     if problem:

@@ -116,6 +116,7 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LARGEST_INDEX = 256 * 2**20
 LONGEST_NAME = 200
 AGAIN = "download or save the model again"
@@ -154,7 +155,21 @@ def is_bare(folder: Path) -> bool:
 
 
 def _pickled(folder: Path) -> str | None:
-    return next((path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)), None)
+    return next((path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))), None)
+
+
+def refuse_pickles(path: Path) -> None:
+    """Raises UserError for a file whose name is that of a pickle, and for a folder whose weights are pickles alone."""
+    if path.is_dir():
+        name = None if any((path / name).is_file() for name in (SINGLE, INDEX)) else _pickled(path)
+    else:
+        name = path.name if any(path.match(pattern) for pattern in PICKLES) else None
+    if name is not None:
+        raise UserError(
+            f"{name} is a pickle, which can run code when it is opened: only safetensors are read", where=str(path),
+            fix="use the safetensors of the model: Meta's Llama is on the Hub as meta-llama/Llama-2-7b-hf, "
+            "meta-llama/Llama-3.1-8B and so on (`bloomery download ID`); save others again with save_pretrained",
+        )  # fmt: skip
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -163,13 +178,8 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if not index.is_file():
         if (folder / SINGLE).is_file():
             return None
-        if (pickled := _pickled(folder)) is None:
-            fix = "give the folder of a saved model"
-            raise UserError("no model.safetensors is here", where=str(folder), fix=fix)
-        raise UserError(
-            f"{pickled} is a pickle: opening it could run anything", where=str(folder),
-            fix="ask its author for safetensors, or save it again with transformers' save_pretrained",
-        )  # fmt: skip
+        refuse_pickles(folder)
+        raise UserError("no model.safetensors is here", where=str(folder), fix="give the folder of a saved model")
     if index.stat().st_size > LARGEST_INDEX:
         raise UserError("the index is larger than 256 MiB", where=str(index), fix=AGAIN)
     try:
