@@ -53,7 +53,7 @@ def _cell(feature: Feature, axis: Axis) -> str:
 def _name(feature: Feature) -> str:
     """Keys and their values are code, other words are not."""
     words = feature.name.replace(",", "").split()
-    if words[0] == "PEFT":
+    if words[0] in ("PEFT", "layers"):
         return feature.name
     if "." not in words[0]:  # a section, and values of its `kind`
         return f"{words[0]} " + ", ".join(f"`{word}`" for word in words[1:])

@@ -110,11 +110,11 @@ def on_ranks(plan, *, replicate: int = 1, shard: int = 1):
     """The same training over `replicate` x `shard` ranks: the same sequences in each step."""
     world = replicate * shard
     sequences = plan.train.accumulation * plan.train.micro_batch_size
-    assert sequences % world == 0
-    micro = min(plan.train.micro_batch_size, sequences // world)
+    most = -(-sequences // world)  # of one rank
+    micro = max(size for size in range(1, plan.train.micro_batch_size + 1) if most % size == 0)
     train = plan.train.model_copy(
         update={"replicate": replicate, "shard": shard, "micro_batch_size": micro,
-                "accumulation": sequences // world // micro}
+                "accumulation": most // micro, "empty_sequences": most * world - sequences}
     )  # fmt: skip
     return plan.model_copy(update={"train": train})
 

@@ -134,13 +134,35 @@ def test_prefetcher_gives_the_cursor_s_batches_and_closes(folder):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_ranks_share_out_a_step_and_fill_it_up_with_padding(folder, world):
+    """Steps of 7 sequences in micro-batches of 2 for each rank: each sequence once, in the order of one rank."""
+    plain = loader(folder)
+    micro_batches = -(-7 // (2 * world))
+    seen: list[list[Batch]] = []
+    for rank in range(world):
+        part = loader(folder, rank=rank, world=world)
+        with Prefetcher(part, Cursor(3, 4), sequences=2 * world, per_step=7) as ahead:
+            seen.append([ahead.next() for _ in range(2 * micro_batches)])
+    for step in range(2):
+        batches = [own[step * micro_batches + number] for number in range(micro_batches) for own in seen]
+        rows = [row for batch in batches for row in as_rows(batch)]
+        wanted = as_rows(plain.batch(Cursor(3, 4 + 7 * step), 7))
+        assert sorted(row for row in rows if row in wanted) == sorted(wanted)
+        padding = sum(bool((batch.documents[place] == -1).all()) for batch in batches for place in range(2))
+        assert padding == micro_batches * 2 * world - 7
+        assert sum(float(batch.loss_mask.sum()) for batch in batches) == float(
+            plain.batch(Cursor(3, 4 + 7 * step), 7).loss_mask.sum()
+        )
+
+
 def test_prefetcher_hands_over_errors(folder, monkeypatch):
     data = loader(folder)
 
-    def broken(cursor: Cursor, rows: int) -> Batch:
+    def broken(cursor: Cursor, rows: int, *, filled: int) -> Batch:
         if cursor.consumed >= 4:
             raise UserError("the disk went away")
-        return Loader.batch(data, cursor, rows)
+        return Loader.batch(data, cursor, rows, filled=filled)
 
     class Failing:
         batch = staticmethod(broken)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine, machine, planned
+from plan_help import gpu_machine, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
@@ -211,10 +211,57 @@ def test_a_micro_batch_of_the_recipe_is_cut_to_the_sequences_of_a_device():
     assert alone.train.tokens_per_step == two.train.tokens_per_step
 
 
-def test_fewer_rows_than_devices_is_refused_with_a_number():
-    with pytest.raises(UserError, match="do not divide among 48 devices") as error:
-        planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)
-    assert "train.tokens_per_step=49152" in error.value.fix
+def test_sequences_that_do_not_divide_are_filled_up_with_padding():
+    """16 sequences: 6 for each of three devices, and two of them are padding; the slowest rank sets the time."""
+    recipe, gpu = load_recipe("go-coder-125m"), gpu_machine("RX 7900 XTX")
+    three, two = (reported(recipe, gpu, gpus=gpus) for gpus in (3, 2))
+    train = three.plan.train
+    assert train.micro_batch_size * train.accumulation == 6
+    assert (train.empty_sequences, train.sequences_per_step, train.ranks) == (2, 16, 3)
+    assert train.tokens_per_step == two.plan.train.tokens_per_step
+    computing = [sum(part.value for name, part in report.step_parts.items()
+                     if name not in ("optimizer", "exposed communication")) for report in (three, two)]  # fmt: skip
+    assert computing[0] == pytest.approx(computing[1] * 6 / 8, rel=0.02)
+    assert not [warning for warning in three.warnings if "padding" in warning]  # an eighth at most
+
+
+def test_fewer_sequences_than_devices_are_planned_with_a_warning():
+    report = reported(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=3, nodes=16)
+    assert (report.plan.train.ranks, report.plan.train.empty_sequences) == (48, 32)
+    (warning,) = [warning for warning in report.warnings if "padding" in warning]
+    assert "67% of what they compute" in warning
+    assert "train.batch_size=48" in warning
+
+
+def test_a_share_without_small_divisors_gets_a_little_more_padding():
+    """128 sequences on seven devices are 19 each, a prime: 20 or 21 may be computed in larger micro-batches."""
+    words = ["train.tokens_per_step=131072", "train.micro_batch_size=5"]
+    train = planned(load_recipe("go-coder-125m", words), gpu_machine("RX 7900 XTX"), gpus=7).train
+    assert (train.micro_batch_size, train.accumulation) == (5, 4)
+    assert train.empty_sequences == 7 * 20 - 128
+
+
+def test_int8_states_are_sharded_only_where_no_block_is_divided():
+    """Rows of 768 numbers are three blocks; those of 100 are not, and five devices divide them elsewhere."""
+    words = ["optimizer.state_dtype=int8", "model.preset=null", "model.family=llama", "model.hidden_size=96",
+             "model.num_layers=2", "model.num_heads=4", "model.max_positions=1024",
+             "model.vocab_size=50000"]  # fmt: skip
+    plan = planned(load_recipe("go-coder-125m", words), gpu_machine("RX 7900 XTX"), gpus=5)
+    assert plan.parallel is not None
+    assert [layout.name for layout in plan.parallel.layouts if layout.pipeline == 1] == ["replicate"]
+
+
+def test_a_pipeline_is_never_chosen_where_it_is_not_asked_for():
+    """4-bit weights of 70B parameters are whole on each device of a mesh: only stages would hold a part of them."""
+    words = ["model.from=meta-llama/Llama-2-70b-hf", "quantize.kind=nf4", "adapter.kind=dora"]
+    report = reported(load_recipe("llama2-70b-lora-8gpu", words), gpu_machine("RX 7900 XTX"), gpus=4)
+    parallel = report.plan.parallel
+    assert parallel is not None
+    assert any(layout.pipeline > 1 and layout.memory.fits for layout in parallel.layouts)
+    assert parallel.layout.pipeline == 1
+    assert not report.plan.fits
+    assert report.plan.memory == parallel.layout.memory
+    assert "which this version does not train" in parallel.reason
 
 
 def test_ranks_of_a_cpu_share_its_cores_and_its_memory():

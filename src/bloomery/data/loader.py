@@ -205,12 +205,19 @@ class Loader:
             fix = "raise data.sequence_length; bloomery prepare RECIPE --check prints the figures"
             raise UserError(problem, where=str(prepared), fix=fix)
 
-    def batch(self, cursor: Cursor, size: int) -> Batch:
-        """This rank's part of the next `size` sequences: every world-th, starting with its rank."""
-        assert size % self._world == 0, f"{size} sequences cannot be divided by {self._world} ranks"
+    def batch(self, cursor: Cursor, size: int, *, filled: int | None = None) -> Batch:
+        """This rank's part of `size` places: every world-th, starting with its rank.
+
+        The first `filled` places (default: all) hold the next sequences, the others one of padding each: every rank
+        computes batches of one shape, whatever number of sequences a step has.
+        """
+        assert size % self._world == 0, f"{size} places cannot be divided by {self._world} ranks"
         assert cursor.seed == self._seed, "the cursor belongs to another run"
-        places = range(cursor.consumed + self._rank, cursor.consumed + size, self._world)
-        return self._stack([self._sequences.read(*self.place(index)) for index in places])
+        end = cursor.consumed + (size if filled is None else filled)
+        indices = range(cursor.consumed + self._rank, cursor.consumed + size, self._world)
+        return self._stack([
+            self._sequences.read(*self.place(index)) if index < end else self._sequences.empty() for index in indices
+        ])  # fmt: skip
 
     def place(self, index: int) -> tuple[int, int]:
         """(source, sequence in it) of the index-th sequence of the run."""
@@ -290,12 +297,19 @@ def _numbered(sequences: list[PackedSequence]) -> list[np.ndarray[Any, np.dtype[
 
 @final
 class Prefetcher:
-    """Reads ahead in a thread. `next()` returns the batches from `cursor` on and raises the thread's error."""
+    """Reads ahead in a thread. `next()` returns the batches from `cursor` on and raises the thread's error.
+
+    `sequences`: places of a batch, of all ranks together. `per_step`: sequences of a step, at whose start `cursor` is;
+    its last batch is filled up with padding. Default: every batch is full.
+    """
 
     def __init__(
-        self, loader: Loader, cursor: Cursor, *, sequences: int, depth: int = 2, pin_memory: bool = False
-    ) -> None:
+        self, loader: Loader, cursor: Cursor, *, sequences: int, per_step: int | None = None, depth: int = 2,
+        pin_memory: bool = False,
+    ) -> None:  # fmt: skip
         self._loader, self._cursor, self._size, self._pin = loader, cursor, sequences, pin_memory
+        self._per_step = sequences if per_step is None else per_step
+        self._left_in_step = self._per_step
         self._depth, self._ahead = depth, deque[Future[Batch]]()
 
     def __enter__(self) -> "Prefetcher":
@@ -317,10 +331,11 @@ class Prefetcher:
         return batch
 
     def _read_one(self) -> None:
-        cursor = self._cursor
-        self._cursor = Cursor(cursor.seed, cursor.consumed + self._size)
-        self._ahead.append(self._thread.submit(self._read, cursor))
+        cursor, filled = self._cursor, min(self._size, self._left_in_step)
+        self._cursor = Cursor(cursor.seed, cursor.consumed + filled)
+        self._left_in_step = self._left_in_step - filled or self._per_step
+        self._ahead.append(self._thread.submit(self._read, cursor, filled))
 
-    def _read(self, cursor: Cursor) -> Batch:
-        batch = self._loader.batch(cursor, self._size)
+    def _read(self, cursor: Cursor, filled: int) -> Batch:
+        batch = self._loader.batch(cursor, self._size, filled=filled)
         return batch.each(Tensor.pin_memory) if self._pin else batch

@@ -280,16 +280,18 @@ def _planned_step(
         score_chunk=plan.model.score_chunk,
         accumulating=train.accumulation > 1 and not plain.mode.fused_backward,
     )
-    estimator, sequences = StepEstimator.of(plan, machine, profile), train.tokens_per_step // plan.data.sequence_length
+    estimator = StepEstimator.of(plan, machine, profile)
     if parallel is None:
         return step, estimator.memory, estimator.step_parts(step, train.tokens_per_step)
     layout = parallel.layout
     split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
     workload = mesh.MeshWorkload.of(
         profile, step, estimator.rate(step),
-        sequences_per_step=sequences, gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
+        sequences_per_step=train.tokens_per_step // plan.data.sequence_length,
+        gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
     )  # fmt: skip
-    return step, workload.memory(split), mesh.layout_parts(workload, split, step, sequences // split.data_parallel)
+    sequences = layout.accumulation * layout.micro_batch_size  # of one rank
+    return step, workload.memory(split), mesh.layout_parts(workload, split, step, sequences)
 
 
 def _longest(step: StepShape, measure: Measure) -> MaxLength:
@@ -392,6 +394,8 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "optimizer.state_dtype=int8", "8-bit optimizer states; nearly the same training"
     if adapter in ("lora", "dora") and recipe.quantize.kind == "none":
         yield "quantize.kind=nf4", "4-bit frozen weights; costs time and some accuracy"
+    if adapter == "dora" and plan.parallel is not None:
+        yield "adapter.kind=lora", "changes the training: no magnitudes; shards do not support DoRA"
     if adapter == "none" and recipe.model.from_ is not None:
         yield "adapter.kind=lora", "changes the training: only adapters are trainable, the weights are frozen"
     # With a fused backward a step is one micro-batch: a smaller step, or gradient accumulation.
@@ -449,6 +453,12 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
     if (repeated := too_many_epochs(plan)) is not None:
         yield repeated
     yield from _lengths(plan)
+    empty, sequences = plan.train.empty_sequences, plan.train.sequences_per_step
+    if empty > mesh.PADDED_SHARE * sequences:
+        full = -(-sequences // plan.train.ranks) * plan.train.ranks
+        uneven = f"{sequences:,} sequences per step do not divide among {plan.train.ranks:,} devices"
+        idle = f"{empty / (empty + sequences):.0%} of what they compute is padding"
+        yield f"{uneven}: {idle}; train.batch_size={full} would use all of them, and is another training run"
     dataset, length = plan.dataset, plan.data.sequence_length
     if dataset is not None and dataset.left_out:
         dropped = counted(dataset.left_out, "examples")

@@ -93,16 +93,18 @@ class MicroBatching:
     memory: MemoryEstimate
 
 
-def choose_micro_batching(train: Train, step: StepShape, *, sequences_per_step: int, measure: Measure) -> MicroBatching:
+def choose_micro_batching(
+    train: Train, step: StepShape, *, sequences_per_step: int, measure: Measure, any_divisor: bool = False
+) -> MicroBatching:
     """The largest micro-batch that fits, without activation checkpointing where possible; `step`: everything else.
 
-    When nothing fits, the smallest is planned, and the plan does not fit. Raises UserError for a micro-batch
-    that does not divide the step.
+    `any_divisor`: not powers of two alone, for a device's share of a step. When nothing fits, the smallest is planned,
+    and the plan does not fit. Raises UserError for a micro-batch that does not divide the step.
     """
     modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
     several = not step.mode.fused_backward
     for mode, sequences in (
-        (mode, sequences) for mode in modes for sequences in _sizes(train, step, sequences_per_step)
+        (mode, sequences) for mode in modes for sequences in _sizes(train, step, sequences_per_step, any_divisor)
     ):
         tokens = sequences * step.sequence_length
         tried = replace(
@@ -122,11 +124,12 @@ def choose_micro_batching(train: Train, step: StepShape, *, sequences_per_step: 
     else:
         reason = "all logits together would take too much memory; larger chunks are not faster"
         chunk = Choice(tried.score_chunk, reason)
-    largest = (
-        "the largest power of two that divides the step and fits"
-        if step.on_gpu
-        else "a larger one exceeds the CPU caches"
-    )
+    if not step.on_gpu:
+        largest = "a larger one exceeds the CPU caches"
+    elif any_divisor:
+        largest = f"the largest that divides the {counted(sequences_per_step, 'sequences')} of a device and fits"
+    else:
+        largest = "the largest power of two that divides the step and fits"
     fit = (
         "all activations fit in memory" if mode == "none" else "activations do not fit in memory without recomputation"
     )
@@ -139,8 +142,8 @@ def choose_micro_batching(train: Train, step: StepShape, *, sequences_per_step: 
     )
 
 
-def _sizes(train: Train, step: StepShape, sequences_per_step: int) -> list[int]:
-    """Micro-batch sizes to try, largest first: powers of two that divide the step."""
+def _sizes(train: Train, step: StepShape, sequences_per_step: int, any_divisor: bool) -> list[int]:
+    """Micro-batch sizes to try, largest first: powers of two, or any numbers, that divide the step."""
     if step.mode.fused_backward and not train.auto_batch:  # one micro-batch is a step
         return [sequences_per_step]
     if train.micro_batch_size != "auto":
@@ -155,5 +158,5 @@ def _sizes(train: Train, step: StepShape, sequences_per_step: int) -> list[int]:
             )
         return [train.micro_batch_size]
     most = sequences_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
-    sizes = [2**n for n in range(sequences_per_step.bit_length()) if sequences_per_step % 2**n == 0]
-    return [size for size in reversed(sizes) if size <= most]
+    sizes = [size for size in range(1, min(most, sequences_per_step) + 1) if sequences_per_step % size == 0]
+    return [size for size in reversed(sizes) if any_divisor or size.bit_count() == 1]

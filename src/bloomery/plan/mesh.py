@@ -1,4 +1,7 @@
-"""Several devices: replicate, shard, shard inside nodes, or pipeline: memory and time of each, and the choice."""
+"""Several devices: replicate, shard, shard inside nodes, or pipeline: memory and time of each, and the choice.
+
+Pipelines are planned for comparison and never chosen, unless the recipe asks for one: this version trains none.
+"""
 
 import math
 import re
@@ -7,14 +10,13 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import Profile
-from bloomery.model.counting import parameter_shapes
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import MeshSplit, gathered_layers, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
-from bloomery.plan.unsupported import refusals, refuse_split_blocks, refuse_unsupported
+from bloomery.plan.unsupported import AXES, divided_block, refusals, refuse_split_blocks, refuse_unsupported
 from bloomery.recipe.schema import Parallel, Recipe, Train
 
 HIDDEN = (0.50, 0.85, 1.0)  # of what could run behind computing: low, typical, high
@@ -122,15 +124,20 @@ def exposed(seconds: float, window: float, index: int) -> float:
 
 
 NEARLY = 1.03  # a simpler layout is worth so much time
+PADDED_SHARE = 1 / 8  # more empty sequences per device, at most, where larger micro-batches then divide them
 Seconds = dict[str, Estimate]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCandidate:
-    """One planned layout: `micro_batching` of one device, `parts`: seconds of a step."""
+    """One planned layout: `micro_batching` of one device, `parts`: seconds of a step.
+
+    `sequences`: those that each data-parallel rank computes in a step, with empty ones where they do not divide.
+    """
 
     name: str
     split: MeshSplit
+    sequences: int
     micro_batching: MicroBatching
     parts: Seconds | None  # None: the device's speed is unknown
 
@@ -172,10 +179,14 @@ class MeshWorkload:
         )
 
     def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
-        sequences = self.sequences_per_step // split.data_parallel
+        sequences = self.most_sequences(split)
         return lambda step: mesh_memory(
-            step, split, vendor=self.vendor, limit=self.limit, micro_batches=sequences // step.micro_batch_size
+            step, split, vendor=self.vendor, limit=self.limit, micro_batches=-(-sequences // step.micro_batch_size)
         )
+
+    def most_sequences(self, split: MeshSplit) -> int:
+        """Of a step, those of the rank that gets most of them: the others wait for it."""
+        return -(-self.sequences_per_step // split.data_parallel)
 
 
 def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
@@ -198,28 +209,36 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
 
     Raises UserError where a feature of the recipe does not train over the split that it asks for, or over any.
     """
-    fabric, parallel = workload.fabric, recipe.parallel
+    fabric, parallel, model = workload.fabric, recipe.parallel, workload.step.model
+    int8_states = recipe.optimizer.state_dtype == "int8"
     if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
         copies, shards, stages = parallel.replicate, parallel.shard, parallel.pipeline
         left = fabric.devices // stages
         if copies == "auto":
             copies = left // (1 if shards == "auto" else shards)
         split = MeshSplit(replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages)
-        refuse_unsupported(recipe, replicate=split.replicate, shard=split.shard)
-        if split.shard > 1 and recipe.optimizer.state_dtype == "int8" and recipe.adapter.kind == "none":
-            refuse_split_blocks(parameter_shapes(workload.step.config), split.shard)
+        refuse_unsupported(recipe, model.config, replicate=split.replicate, shard=split.shard)
+        if split.shard > 1 and int8_states:
+            refuse_split_blocks(model.learning, split.shard)
         both = "shard" if split.replicate == 1 else "shard and replicate"
         yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
         return
-    copies, shards = not refusals(recipe, "replicate"), not refusals(recipe, "shard")
-    if not (copies or shards):
-        refuse_unsupported(recipe, replicate=fabric.devices, shard=1)
-    if copies:
-        yield "replicate", MeshSplit(replicate=fabric.devices)
-    if shards:
-        yield "shard", MeshSplit(shard=fabric.devices)
-    if copies and shards and fabric.nodes > 1 and fabric.per_node > 1:
-        yield "shard in nodes", MeshSplit(replicate=fabric.nodes, shard=fabric.per_node)
+    splits = [("replicate", MeshSplit(replicate=fabric.devices)), ("shard", MeshSplit(shard=fabric.devices))]
+    if fabric.nodes > 1 and fabric.per_node > 1:
+        splits.append(("shard in nodes", MeshSplit(replicate=fabric.nodes, shard=fabric.per_node)))
+    refused = {axis for axis in AXES if refusals(recipe, axis, model.config)}
+    if refused == set(AXES):
+        refuse_unsupported(recipe, model.config, replicate=fabric.devices, shard=1)
+    allowed = [
+        (name, split)
+        for name, split in splits
+        if not ("replicate" in refused and split.replicate > 1)
+        and not ("shard" in refused and split.shard > 1)
+        and not (int8_states and split.shard > 1 and divided_block(model.learning, split.shard))
+    ]
+    if not allowed:  # of int8 states, where only shards would train
+        refuse_split_blocks(model.learning, fabric.devices)
+    yield from allowed
     if workload.vendor == "cpu":
         return
     stages = 2
@@ -230,39 +249,54 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
 
 
 def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSplit) -> LayoutCandidate | None:
-    """None where the sequences of a step do not divide among the devices."""
-    if workload.sequences_per_step % split.data_parallel:
+    """With the fastest micro-batches that fit. None for a pipeline whose copies do not divide the step's sequences."""
+    uneven = workload.sequences_per_step % split.data_parallel > 0
+    if uneven and split.pipeline > 1:
         return None
-    sequences = workload.sequences_per_step // split.data_parallel
     best: LayoutCandidate | None = None
-    for train in _micro_batches(asked, sequences, split):
+    for train, sequences in _micro_batches(workload, asked, split):
         micro_batching = choose_micro_batching(
-            train, workload.step, sequences_per_step=sequences, measure=workload.memory(split)
+            train, workload.step, sequences_per_step=sequences, measure=workload.memory(split), any_divisor=uneven
         )
         candidate = LayoutCandidate(
             name=name,
             split=split,
+            sequences=sequences,
             micro_batching=micro_batching,
             parts=layout_parts(workload, split, micro_batching.step, sequences),
         )
         if best is None or _order(candidate) < _order(best):
             best = candidate
-        if not candidate.fits:  # nor will a larger one
+        if split.pipeline > 1 and not candidate.fits:  # nor will a larger micro-batch
             break
     return best
 
 
-def _micro_batches(train: Train, sequences: int, split: MeshSplit) -> Iterator[Train]:
-    """A pipeline wants many small micro-batches, everything else the largest that fits."""
+def _micro_batches(workload: MeshWorkload, train: Train, split: MeshSplit) -> Iterator[tuple[Train, int]]:
+    """Micro-batch sizes to try, each with the sequences that every rank computes in a step.
+
+    A pipeline wants many small micro-batches, everything else the largest that fits. Where the sequences of a step do
+    not divide among the ranks, a few more empty ones may allow a larger micro-batch (20 = 4 x 5 instead of 19).
+    """
+    sequences = workload.most_sequences(split)
+    if workload.sequences_per_step % split.data_parallel:
+        # Without an estimated speed nothing says that more padding is worth it.
+        most = sequences + int(sequences * PADDED_SHARE) if workload.rate is not None else sequences
+        for padded in range(sequences, most + 1):
+            size = train.micro_batch_size
+            if size != "auto":
+                size = max(number for number in range(1, min(size, padded) + 1) if padded % number == 0)
+            yield train.model_copy(update={"micro_batch_size": size}), padded
+        return
     if train.micro_batch_size != "auto":  # the batch stays what one device would train on
-        yield train.model_copy(update={"micro_batch_size": math.gcd(train.micro_batch_size, sequences)})
+        yield train.model_copy(update={"micro_batch_size": math.gcd(train.micro_batch_size, sequences)}), sequences
         return
     if split.pipeline == 1:
-        yield train
+        yield train, sequences
         return
     size = 1
     while size <= sequences and sequences % size == 0:
-        yield train.model_copy(update={"micro_batch_size": size})
+        yield train.model_copy(update={"micro_batch_size": size}), sequences
         size *= 2
 
 
@@ -277,13 +311,17 @@ def _order(candidate: LayoutCandidate) -> tuple[bool, float]:
 def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
     """The fastest layout that fits, a simpler one where it costs less than 3%; the smallest where none fits.
 
-    Pipelines are planned and not trained yet: one is chosen where nothing else fits, or is asked for.
+    Only of layouts that this version trains, unless the recipe asks for a pipeline.
     """
-    trained = [each for each in candidates if each.split.pipeline == 1]
-    candidates = trained if any(each.fits for each in trained) else candidates
+    pipelines = [candidate for candidate in candidates if candidate.split.pipeline > 1]
+    candidates = [candidate for candidate in candidates if candidate.split.pipeline == 1] or candidates
     best = min(candidates, key=_order)
     if not best.fits:
-        return best, "no layout fits; this layout needs the least memory"
+        reason = "no layout fits; this layout needs the least memory"
+        if best.split.pipeline == 1 and any(pipeline.fits for pipeline in pipelines):
+            stages = min(pipeline.split.pipeline for pipeline in pipelines if pipeline.fits)
+            reason += f" (a pipeline of {stages} stages would fit, which this version does not train)"
+        return best, reason
     if best.seconds is None:
         return best, "the speed of this device is unknown: the layout with the least memory"
     for candidate in candidates:  # simplest first
@@ -371,7 +409,7 @@ def _exposed(split: MeshSplit, passes: int, computing: float, seconds: Mapping[s
 def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, ParallelPlan]:
     """The best layout over the devices, and every one that they, the batch and the recipe allow.
 
-    Raises UserError where no split divides the sequences of a step.
+    Raises UserError where the recipe asks for a pipeline whose copies do not divide the sequences of a step.
     """
     fabric, sequences_per_step = workload.fabric, workload.sequences_per_step
     candidates = [
@@ -380,11 +418,12 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
         if (candidate := _plan_layout(workload, recipe.train, name, split)) is not None
     ]
     if not candidates:
-        need = -(-sequences_per_step // fabric.devices) * fabric.devices * workload.step.sequence_length
+        copies = fabric.devices // recipe.parallel.pipeline
+        need = -(-sequences_per_step // copies) * copies * workload.step.sequence_length
         raise UserError(
-            f"{sequences_per_step:,} sequences per step do not divide among {fabric.devices:,} devices",
+            f"{sequences_per_step:,} sequences per step do not divide among the {copies:,} copies of a pipeline",
             where="train.tokens_per_step",
-            fix=f"set train.tokens_per_step={need}, or use a number of devices that divides {sequences_per_step:,}",
+            fix=f"set train.tokens_per_step={need}, or remove parallel.pipeline",
             code=2,
         )
 
@@ -401,12 +440,12 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             shard=split.shard,
             pipeline=split.pipeline,
             micro_batch_size=micro_batch_size,
-            accumulation=sequences_per_step // split.data_parallel // micro_batch_size,
+            accumulation=candidate.sequences // micro_batch_size,
             activation_checkpointing=candidate.micro_batching.checkpointing.value,
             memory=candidate.micro_batching.memory,
             step_seconds=candidate.seconds,
             communication_seconds=communication_seconds(
-                workload, split, candidate.micro_batching.step, sequences_per_step // split.data_parallel
+                workload, split, candidate.micro_batching.step, candidate.sequences
             ),
             exposed_seconds=waits.value if waits else 0.0,
             bubble_seconds=bubble.value if bubble else 0.0,

@@ -316,10 +316,10 @@ def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
     for index, layout in enumerate(mesh.layouts):
         yield ("> " if index == mesh.chosen else "  ") + _layout(layout, plan)
     yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.reason}"
-    length = plan.data.sequence_length
-    if (sequences := plan.train.tokens_per_step // length) < mesh.devices:
-        yield f"{sequences} sequences per step are fewer than {mesh.devices:,} devices:"
-        yield f"replicate and shard need train.tokens_per_step={mesh.devices * length}"
+    empty, sequences = plan.train.empty_sequences, plan.train.sequences_per_step
+    if empty:
+        yield f"{sequences:,} sequences per step do not divide among {mesh.devices:,} devices:"
+        yield f"{empty:,} of {sequences + empty:,} that they compute are padding, of zero weight"
 
 
 def _layout(layout: LayoutPlan, plan: RunPlan) -> str:

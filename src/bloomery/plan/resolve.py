@@ -67,7 +67,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     """
     recipe, profile, config = loaded.recipe, facts.profile, facts.config
     gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
-    refuse_mesh(config, profile, gpus=gpus, nodes=nodes)
+    refuse_mesh(profile, gpus=gpus, nodes=nodes)
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes)
     scale, micro_batching = step.scale, step.micro_batching
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
@@ -104,6 +104,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
                 if step.parallel
                 else scale.sequences_per_step // micro_batching.micro_batch_size.value
             ),
+            empty_sequences=0 if step.parallel is None else step.parallel.layout.sequences - scale.sequences_per_step,
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
             activation_checkpointing=micro_batching.checkpointing.value,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
 from bloomery.core.units import Duration
 from bloomery.data.shards import Texts
@@ -166,6 +166,7 @@ class TrainPlan(PlanPart):
     tokens_per_step: PositiveInt
     micro_batch_size: PositiveInt
     accumulation: PositiveInt  # micro-batches per step
+    empty_sequences: NonNegativeInt = 0  # per step: ranks without a sequence compute one of padding, of zero weight
     precision: Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
     compile: bool
     activation_checkpointing: str
@@ -185,8 +186,8 @@ class TrainPlan(PlanPart):
 
     @property
     def sequences_per_step(self) -> int:
-        """Of all ranks together."""
-        return self.accumulation * self.micro_batch_size * self.ranks
+        """Those of the dataset, of all ranks together."""
+        return self.accumulation * self.micro_batch_size * self.ranks - self.empty_sequences
 
 
 class CheckpointPlan(PlanPart):
@@ -248,6 +249,11 @@ class LayoutPlan(PlanPart):
     communication_seconds: dict[str, float] = {}  # by axis, hidden or not
     exposed_seconds: float = 0.0
     bubble_seconds: float = 0.0
+
+    @property
+    def sequences(self) -> int:
+        """Of a step, over all ranks, with the empty ones that give each rank as many."""
+        return self.accumulation * self.micro_batch_size * self.replicate * self.shard
 
 
 class ParallelPlan(PlanPart):

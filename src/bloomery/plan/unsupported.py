@@ -180,24 +180,20 @@ def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
         )
 
 
-def refuse_mesh(config: ModelConfig, profile: Profile, *, gpus: int, nodes: int) -> None:
-    """Raises UserError for several devices of a CPU or an integrated GPU, or with layers of transformers."""
-    asked = [f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1]
-    if not asked:
+def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
+    """Raises UserError for several nodes without GPUs, and for several integrated GPUs."""
+    if gpus * nodes == 1:
         return
-    where = " ".join(asked)
+    where = f"{gpus * nodes:,} devices"
     if profile.accelerator is None:
         if nodes > 1:
-            fix = f'name a GPU: --gpu "MI300X" {where}'
+            fix = f'name a GPU: --gpu "MI300X" --gpus {gpus} --nodes {nodes}'
             raise UserError("several nodes without GPUs are not planned", where=where, fix=fix, code=2)
         return  # ranks of one CPU share its cores and its memory
     if profile.accelerator.integrated or (profile.gpu is not None and profile.gpu.link == "APU"):
         problem = f"the table has no links between several {profile.accelerator.name}"
-        raise UserError(problem, where=where, fix=f"leave out {where}", code=2)
-    if config.transformers_backend is not None:
-        problem = "the transformers implementation supports one device: no tensor, pipeline or context parallelism"
-        fix = "leave out --gpus and --nodes"
-        raise UserError(problem, where="model.implementation=transformers", fix=fix, code=2)
+        fix = "plan and train on one device: no --gpus or --nodes, and no sizes above 1 in parallel"
+        raise UserError(problem, where=where, fix=fix, code=2)
 
 
 def refuse_misfits(
@@ -277,7 +273,7 @@ AXES: tuple[Axis, ...] = ("replicate", "shard")
 class Feature:
     """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`: why not; "" where it is tested.
 
-    `fix`: what to set instead.
+    `in_model`: whether a model has it, where the recipe does not decide. `fix`: what to set instead.
     """
 
     name: str
@@ -285,6 +281,12 @@ class Feature:
     replicate: str = ""
     shard: str = ""
     fix: str = ""
+    in_model: Callable[[ModelConfig], bool] | None = None
+
+    def applies(self, recipe: Recipe, config: ModelConfig | None) -> bool:
+        """Whether training uses it. `config`: None where the model is not read yet."""
+        in_model = self.in_model is not None and config is not None and self.in_model(config)
+        return in_model or self.used(recipe)
 
     def reason(self, axis: Axis) -> str:
         return self.replicate if axis == "replicate" else self.shard
@@ -296,6 +298,7 @@ def _lora(recipe: Recipe) -> Lora | None:
 
 ONE_GRADIENT = "its updates run inside backward, before gradients are summed over devices"
 WHOLE_WEIGHT = "it reads whole weight matrices, and each device holds some rows of them"
+TRANSFORMERS_LAYERS = "layers of transformers"  # of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
 FEATURES: tuple[Feature, ...] = (
     Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
@@ -335,24 +338,26 @@ FEATURES: tuple[Feature, ...] = (
         shard="it moves gathered weights to the host like activations",
     ),
     Feature(
-        "model.load_with=transformers", lambda r: r.model.load_with == "transformers",
+        TRANSFORMERS_LAYERS, lambda r: r.model.implementation == "transformers",
         shard="only Bloomery's decoder is sharded",
+        in_model=lambda config: config.transformers_backend is not None,
     ),
 )  # fmt: skip
 
 
-def refusals(recipe: Recipe, axis: Axis) -> list[str]:
-    """Why the recipe does not train over this axis: "feature: reason" for each."""
-    return [f"{one.name}: {one.reason(axis)}" for one in FEATURES if one.reason(axis) and one.used(recipe)]
+def refusals(recipe: Recipe, axis: Axis, config: ModelConfig | None = None) -> list[str]:
+    """Why the recipe does not train over this axis: "feature: reason" for each. `config`: of its model, once read."""
+    refusing = [feature for feature in FEATURES if feature.reason(axis) and feature.applies(recipe, config)]
+    return [f"{feature.name}: {feature.reason(axis)}" for feature in refusing]
 
 
-def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
-    """Raises UserError where a feature of the recipe does not train over these sizes."""
+def refuse_unsupported(recipe: Recipe, config: ModelConfig | None = None, *, replicate: int, shard: int) -> None:
+    """Raises UserError where a feature of the recipe, or of its model, does not train over these sizes."""
     sizes: tuple[tuple[Axis, Axis, int], ...] = (("replicate", "shard", replicate), ("shard", "replicate", shard))
     for axis, other, size in sizes:
-        found = refusals(recipe, axis) if size > 1 else []
+        found = refusals(recipe, axis, config) if size > 1 else []
         if found:
-            ways = {way: [one for one in FEATURES if one.reason(way) and one.used(recipe)] for way in AXES}
+            ways = {way: [one for one in FEATURES if one.reason(way) and one.applies(recipe, config)] for way in AXES}
             fix = "train on one device"
             for way in sorted(AXES, key=lambda each: (len(ways[each]) > 0, each == "replicate")):  # shards save memory
                 if all(one.fix for one in ways[way]):
@@ -364,11 +369,20 @@ def refuse_unsupported(recipe: Recipe, *, replicate: int, shard: int) -> None:
             raise UserError(problem, where=f"parallel.{axis}", fix=fix, code=2)
 
 
-def refuse_split_blocks(shapes: Mapping[str, Sequence[int]], shard: int) -> None:
-    """Raises UserError where a block of an int8 state, whose numbers share a scale, would belong to two devices."""
+def divided_block(shapes: Mapping[str, Sequence[int]], shard: int) -> str | None:
+    """The first parameter with a block of an int8 state, whose numbers share a scale, that belongs to two devices."""
     for name, shape in shapes.items():
         rows = -(-shape[0] // shard)
         if math.prod(shape) >= INT8_SMALLEST and rows * math.prod(shape[1:]) % INT8_BLOCK:
-            problem = f"int8 states need {INT8_BLOCK} numbers of a parameter together; {shard} devices divide "
-            fix = "set optimizer.state_dtype=bfloat16, or another parallel.shard"
-            raise UserError(f"{problem}{name} {list(shape)} elsewhere", where="optimizer.state_dtype", fix=fix, code=2)
+            return name
+    return None
+
+
+def refuse_split_blocks(shapes: Mapping[str, Sequence[int]], shard: int) -> None:
+    """Raises UserError where a block of an int8 state would belong to two devices."""
+    if (name := divided_block(shapes, shard)) is not None:
+        problem = f"int8 states need {INT8_BLOCK} numbers of a parameter together; {shard} devices divide "
+        fix = "set optimizer.state_dtype=bfloat16, or another parallel.shard"
+        raise UserError(
+            f"{problem}{name} {list(shapes[name])} elsewhere", where="optimizer.state_dtype", fix=fix, code=2
+        )

@@ -34,11 +34,8 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "data": ("pin_memory", "prefetch"),
     "optimizer": ("fused",),
     "train": (
-        "micro_batch_size", "accumulation", "precision", "compile", "activation_checkpointing", "deterministic",
-        "threads",
-        "device",
-        "replicate",
-        "shard",
+        "micro_batch_size", "accumulation", "empty_sequences", "precision", "compile", "activation_checkpointing",
+        "deterministic", "threads", "device", "replicate", "shard",
     ),
     "checkpoint": ("async_save",),
     "eval": ("micro_batch_size",),
@@ -136,18 +133,21 @@ def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
 def _of_the_same_batch(fresh: RunPlan, stored: RunPlan) -> RunPlan:
     """`fresh` with micro-batches that make the tokens per step of `stored`: a batch is part of the training.
 
-    With a fused backward, a batch that the recipe leaves open is what the machine can hold. Raises UserError.
+    With a fused backward, a batch that the recipe leaves open is what the machine can hold.
     """
     tokens, train = stored.train.tokens_per_step, fresh.train
     if train.tokens_per_step == tokens:
         return fresh
-    each, left = divmod(tokens // stored.data.sequence_length, train.ranks)
-    if left:
-        problem = f"a step of {tokens:,} tokens cannot be divided by {train.ranks} devices"
-        raise UserError(problem, where="--devices", fix="use as many devices as before", code=2)
+    sequences = tokens // stored.data.sequence_length
+    each = -(-sequences // train.ranks)  # of the rank that gets most
     sizes = (each,) if stored.optimizer.fused_backward else range(min(train.micro_batch_size, each), 0, -1)
     size = next(size for size in sizes if each % size == 0)
-    same = {"tokens_per_step": tokens, "micro_batch_size": size, "accumulation": each // size}
+    same = {
+        "tokens_per_step": tokens,
+        "micro_batch_size": size,
+        "accumulation": each // size,
+        "empty_sequences": each * train.ranks - sequences,
+    }
     return fresh.model_copy(update={"train": train.model_copy(update=same)})
 
 

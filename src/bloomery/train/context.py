@@ -113,7 +113,7 @@ class RunContext:
         data, train = self.plan.data, self.plan.train
         return Prefetcher(
             self.loader, self.state.cursor, sequences=train.micro_batch_size * train.ranks,
-            depth=data.prefetch, pin_memory=data.pin_memory,
+            per_step=train.sequences_per_step, depth=data.prefetch, pin_memory=data.pin_memory,
         )  # fmt: skip
 
     def emit_step(
