@@ -392,10 +392,21 @@ def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:
     assert "environment" in told.stdout and "OMP_NUM_THREADS=" in told.stdout
 
 
-def test_fewer_sequences_than_ranks_is_one_sentence(bloomery) -> None:
-    words = ("train", "tiny.yaml", "-d", "cpu,cpu,cpu", "train.tokens_per_step=128", "train.micro_batch_size=1")
-    told = bloomery.here(*words).stderr
-    assert told.startswith("error: ") and "3" in told and "Traceback" not in told, told
+def test_two_sequences_train_on_three_ranks_as_on_one_and_resume_on_two(bloomery, one_thread) -> None:
+    words = ("train", "tiny.yaml", "train.tokens_per_step=128", "train.micro_batch_size=1", "train.max_steps=4",
+             "checkpoint.every=2", "model.dropout=0")  # fmt: skip
+    for folder, devices in (("one", "cpu"), ("three", "cpu,cpu,cpu")):
+        ended = bloomery.run(*words, "-d", devices, "--run-dir", f"runs/{folder}")
+        assert ended.returncode == 0, ended.stderr
+    plan = read_plan(bloomery.folder / "runs/three/plan.json")
+    assert (plan.train.ranks, plan.train.empty_sequences, plan.train.sequences_per_step) == (3, 1, 2)
+    alone, three = (losses(bloomery.folder / "runs" / name) for name in ("one", "three"))
+    assert three == pytest.approx(alone, abs=1e-5)
+    resumed = bloomery.run("resume", "three", "--from", "2", "-d", "cpu,cpu")
+    assert resumed.returncode == 0, resumed.stderr
+    plan = read_plan(bloomery.folder / "runs/three/plan.json")
+    assert (plan.train.ranks, plan.train.empty_sequences) == (2, 0)
+    assert losses(bloomery.folder / "runs/three") == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.soak

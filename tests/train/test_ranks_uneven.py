@@ -55,6 +55,8 @@ CELLS = [
                  marks=[] if feature.name in QUICK and number == 0 else [pytest.mark.soak])
     for feature in FEATURES for axis in AXES if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
+    # Three devices would divide a block of their states: refused, see tests/plan/test_mesh.py.
+    if (axis, case[1].get("optimizer")) != ("shard", {"state_dtype": "int8"})
 ]  # fmt: skip
 
 
