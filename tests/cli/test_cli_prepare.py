@@ -54,10 +54,37 @@ def test_each_of_several_sources_is_told_with_its_weight(workshop):
     (workshop / "mixed.yaml").write_text(RECIPE.split("data:")[0] + sources)
     output = typed("prepare", "mixed.yaml")
     first, second = output.partition("sources    ")[2].splitlines()[:2]
-    assert first.startswith("text: 9 documents, ") and first.endswith(" tokens, 2 times per epoch")
+    assert first.startswith("text: 8 documents, ") and first.endswith(" tokens, 2 times per epoch")
     assert second.strip().startswith("text/3.txt: 1 document") and "times" not in second
     shown = typed("prepare", "mixed.yaml", "--preview", "2")
     assert "10.txt" in shown and "3.txt  " in shown.replace("13.txt", "")  # one of each
+
+
+def test_the_role_of_every_file_is_one_line(workshop):
+    (workshop / "d").mkdir()
+    for name, rows in {"train": 60, "validation": 8, "test": 5}.items():
+        lines = [json.dumps({"text": f"{name} sentence number {row}, {row * row}"}) for row in range(rows)]
+        if name == "train":  # repeats of the validation set
+            lines += [json.dumps({"text": f"validation sentence number {row}, {row * row}"}) for row in (1, 4)]
+        (workshop / "d" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    output = typed("prepare", "small.yaml", "data.path=d", "data.glob=*.jsonl", "data.validation=auto", "--check")
+    roles = "training: d/train.jsonl; validation: d/validation.jsonl; left out: d/test.jsonl"
+    assert f"files      {roles}\n" in output
+    assert "dataset    60 documents for training, 8 for validation, 2 left out" in output
+    assert output.count("warning    d/train.jsonl: 2 rows are also in the validation set; not trained on\n") == 1
+    again = typed("prepare", "small.yaml", "data.path=d", "data.glob=*.jsonl", "data.validation=auto")
+    assert roles in again and "d/train.jsonl: 2 rows are also" in again
+
+
+def test_a_share_that_cannot_measure_is_raised_and_said(workshop):
+    rows = [json.dumps({"text": f"number {row} has the square {row * row}"}) for row in range(200)]
+    (workshop / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    output = typed("prepare", "small.yaml", "data.path=rows.jsonl", "data.validation=1%")
+    assert "dataset    180 documents for training, 20 for validation" in output
+    assert "validation 1% are too few to measure: up to 20 rows, or a fifth" in output
+    (workshop / "two.jsonl").write_text("\n".join(rows[:2]) + "\n")
+    output = typed("prepare", "small.yaml", "data.path=two.jsonl", "data.sequence_length=8")
+    assert "warning    only 1 row to train on" in output
 
 
 def test_preview_shows_documents_tokens_and_what_is_cut(workshop):

@@ -17,7 +17,7 @@ from bloomery.data.examples import Example, Message, from_wire, texts_of, to_wir
 from bloomery.data.prepare.split import content_key
 from bloomery.data.sources import builtin
 from bloomery.data.sources.documents import Document, ReadStats, open_dataset, open_datasets, read_documents
-from bloomery.data.sources.files import list_files, other_splits, train_files, unread_files
+from bloomery.data.sources.files import list_files, other_splits, unread_files
 from bloomery.recipe.schema import Data, Source
 
 TALK = [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]
@@ -151,31 +151,66 @@ def test_of_a_folder_of_splits_train_is_read(tmp_path):
     assert texts == ["train-00000-of-00002", "train-00001-of-00002"]
     (test,) = other_splits(Source(path=str(tmp_path)), rows=True)["test"]
     assert test.name == "data/test-00000-of-00001.parquet"
-    assert len(read(tmp_path, glob="*.parquet")) == 3
+    assert len(read(tmp_path, glob="*.parquet")) == 2
+    assert len(read(tmp_path, glob="test-*")) == 1, "a glob that names a split asks for it"
 
 
 @pytest.mark.parametrize(
     ("names", "kept"),
     [
         (["train.jsonl", "test.jsonl", "more.jsonl"], ["train.jsonl", "more.jsonl"]),
-        (["a.jsonl", "test.jsonl"], ["a.jsonl", "test.jsonl"]),
+        (["a.jsonl", "test.jsonl"], ["a.jsonl"]),
+        (["train.csv", "Validation.csv", "dev2.csv.gz", "eval/b.csv"], ["train.csv"]),
+        (["a.jsonl", "validation/a.jsonl", "test/deep/b.jsonl", "tests/c.jsonl"], ["a.jsonl", "tests/c.jsonl"]),
+        (["chats.jsonl", "chats-val.jsonl", "chats_test.jsonl"], ["chats.jsonl"]),
+        (["go.jsonl", "test-driven.jsonl", "dev-team.jsonl"], None),
+        (["train_prefs-00000-of-00001.parquet", "test_prefs-00000-of-00001.parquet"],
+         ["train_prefs-00000-of-00001.parquet"]),
         (["part1-00000-of-00002.parquet", "part2-00000-of-00001.parquet"], None),
         (["train-00000-of-00001-0a1b2c.parquet", "extra-00000-of-00001.parquet"],
          ["train-00000-of-00001-0a1b2c.parquet"]),
         (["train.py", "test.py"], None),
+        (["train.txt", "test.txt"], ["train.txt"]),
+        (["about.txt", "test.txt"], None),
         (["test-00000-of-00001.parquet"], None),
         (["training.jsonl", "tests.jsonl", "train.jsonl"], None),
     ],
 )  # fmt: skip
-def test_splits_by_name(names, kept):
-    assert train_files(names, "x") == (names if kept is None else kept)
+def test_splits_by_name(names, kept, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    assert [file.name for file in list_files(Source(path=str(tmp_path)))] == sorted(kept or names)
 
 
-def test_splits_without_one_called_train_are_to_be_named():
-    names = [f"{split}-00000-of-00001.parquet" for split in ("train_prefs", "test_prefs", "train_sft", "test_sft")]
+def test_evaluation_splits_stay_out_with_a_glob(tmp_path):
+    """A glob used to switch the names of splits off, and validation and test files were trained on without a word."""
+    for name in ("train.jsonl", "validation.jsonl", "test.jsonl", "extra.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    source = Source(path=str(tmp_path), glob="*.jsonl")
+    assert [file.name for file in list_files(source)] == ["extra.jsonl", "train.jsonl"]
+    assert {split: [file.name for file in files] for split, files in other_splits(source).items()} == {
+        "validation": ["validation.jsonl"],
+        "test": ["test.jsonl"],
+    }
+
+
+def test_evaluation_splits_alone_are_refused(tmp_path):
+    for name in ("validation.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="no file to train on: all are of evaluation splits") as caught:
+        list_files(Source(path=str(tmp_path)))
+    assert caught.value.fix == 'to train on one of them, name it: data.glob="*test*"'
+
+
+def test_splits_without_one_called_train_are_to_be_named(tmp_path):
+    for split in ("train_prefs", "test_prefs", "train_sft", "test_sft"):
+        (tmp_path / f"{split}-00000-of-00001.parquet").write_text("")
     with pytest.raises(UserError, match="none of its splits is called train: test_prefs, test_sft, train_p") as caught:
-        train_files(names, "x")
+        list_files(Source(path=str(tmp_path)))
     assert caught.value.fix == 'name one: data.glob="train_prefs-*"'
+    (named,) = list_files(Source(path=str(tmp_path), glob="train_prefs-*"))
+    assert named.name == "train_prefs-00000-of-00001.parquet"
 
 
 def left(folder, *names, rows=True, **fields):

@@ -34,9 +34,12 @@ def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 
     return check_dataset(folder, manifest, tokenizer, sequence_length=length, layout="packed")
 
 
-def test_good_conversations_are_told_nothing_but_that_none_is_held_back(tmp_path):
+def test_two_good_conversations_are_told_that_none_is_held_back_and_that_they_are_few(tmp_path):
     found = examined(tmp_path, [GOOD, text(BOS, 60, EOS)])
-    assert found.warnings == ("no validation set: overfitting cannot be detected",)
+    assert found.warnings == (
+        "no validation set: overfitting cannot be detected",
+        "only 2 rows to train on: the model will memorize them; use a few hundred or more",
+    )
     assert (found.units, found.duplicates, found.double_bos, found.missing_eos) == (2, 0, 0, 0)
     assert found.lengths == ((4, 2),)
 

@@ -412,6 +412,43 @@ def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
         assert sorted(sides.values()) == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("rows", "letters", "share", "expected"),
+    [
+        (200, 30, "5%", range(20, 21)),  # the share alone would be 11 rows
+        (50, 30, "1%", range(10, 11)),  # a fifth
+        (2, 30, "1%", range(1, 2)),
+        (2000, 30, "5%", range(80, 121)),  # enough: the share itself
+        (200, 9000, "1%", range(2, 5)),  # two rows have 16 KiB of text
+        (40, 30, "0", range(1)),
+    ],
+)
+def test_a_validation_set_can_measure_where_the_dataset_allows_it(tmp_path, recipe_of, rows, letters, share, expected):
+    texts = [f"{index} " + "a" * letters for index in range(rows)]
+    write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    data = recipe_of(path=str(tmp_path / "a.jsonl"), validation=share).recipe.data
+    corpora = open_datasets(data)
+    splitter = make_splitter(corpora, data)
+    keys = [content_key(Document("a", text)) for text in texts]
+    assert sum(map(splitter.keeps, keys)) in expected
+    if share != "0":  # the lowest keys, whatever the order of the rows
+        assert splitter.threshold >= round(float(share.rstrip("%")) / 100 * 2**64) or max(keys) == splitter.threshold
+        write_rows(tmp_path / "a.jsonl", [{"text": text} for text in reversed(texts)])
+        assert {key for key in keys if make_splitter(corpora, data).keeps(key)} == set(filter(splitter.keeps, keys))
+
+
+def test_rows_of_the_validation_set_are_counted_by_file_also_after_a_kill(tmp_path, recipe_of):
+    texts = sentences(40)
+    (tmp_path / "d").mkdir()
+    for name, rows in {"a": texts[:20], "b": texts[20:], "validation": [*texts[:3], texts[30], "new"]}.items():
+        write_rows(tmp_path / "d" / f"{name}.jsonl", [{"text": text} for text in rows])
+    loaded = recipe_of(path=str(tmp_path / "d"), glob="*.jsonl")
+    named = ((str(tmp_path / "d" / "a.jsonl"), 3), (str(tmp_path / "d" / "b.jsonl"), 1))
+    assert prepare(loaded, tmp_path / "p", limits=SMALL).held_files == named
+    assert journal_of_stopped(loaded, tmp_path / "stopped", 4)["held_files"]
+    assert prepare(loaded, tmp_path / "stopped", limits=SMALL).held_files == named
+
+
 def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe_of):
     texts = sentences(40)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

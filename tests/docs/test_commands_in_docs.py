@@ -32,7 +32,16 @@ WRITTEN_IN_PIECES = {
     "validation-00000.bin",
 }
 OF_OTHERS = {"index.html", "mlflow.db", "convert_llama.py", "sftTrainer.py"}
-OF_USERS = {"held-out.jsonl", "test.jsonl"}
+OF_USERS = {
+    "held-out.jsonl",
+    "test.jsonl",
+    "validation.jsonl",
+    "a.jsonl",
+    "chats-train.jsonl",
+    "dev-team.jsonl",
+    "test.txt",
+    "train.txt",
+}
 
 
 def test_the_commands_on_a_page_exist() -> None:

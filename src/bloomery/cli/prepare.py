@@ -64,7 +64,7 @@ def command(
         echo(f"warning    {warning}")
     with reporting() as report:
         manifest = prepare(loaded, folder, report=report)
-    _summarize(manifest, loaded, folder)
+    _summarize(manifest, loaded, folder, check=check)
     if check:
         _check(loaded, folder, manifest)
 
@@ -94,12 +94,9 @@ def reporting() -> Iterator["Report"]:
         )
 
 
-def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> None:
-    from bloomery.data.prepare.split import validation_datasets
+def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path, *, check: bool) -> None:
+    from bloomery.data.prepare.split import MEASURABLE_ROWS, file_roles, size_warnings
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
-    from bloomery.data.sources.documents import sources_of
-    from bloomery.data.sources.files import other_splits
-    from bloomery.data.sources.formats import ROW_FORMATS
     from bloomery.plan.gather import left_aside
 
     train, validation, each = manifest.train, manifest.validation, DOCUMENTS_PER_UNIT[manifest.kind]
@@ -119,18 +116,19 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -> No
         place = source.path.removeprefix(f"{Path.cwd()}/")
         echo(f"{title:<11}{place}: {what}, {format_count(part.tokens)} tokens{often}")
         title = ""
-    validation_set = validation_datasets(data, required_format)
-    for corpus in validation_set:
-        echo(f"validation {one_line(corpus.path)}")
-    read = {file.path for corpus in validation_set for file in corpus.files}
-    rows = required_format in ROW_FORMATS
-    others = [files for source in sources_of(data) for files in other_splits(source, rows=rows).values()]
-    if aside := [file.shown for files in others for file in files if file.path not in read]:
-        echo(f"not read   {counted(len(aside), 'files')} of other splits, such as {aside[0]}")
+    if (roles := file_roles(data, required_format)) is not None:
+        echo(f"files      {roles}")
+        units = (train.documents + validation.documents) // each
+        if roles.share and validation.documents // each > max(2 * roles.share * units, 1):
+            share = f"{100 * roles.share:g}%"
+            echo(f"validation {share} are too few to measure: up to {MEASURABLE_ROWS} rows, or a fifth")
     for line in left_aside(loaded.recipe):
         echo(f"not read   {line}")
     if manifest.skipped:
         echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {one_line(manifest.first_skipped)}")
+    if not check:  # which prints these among its own
+        for warning in size_warnings(manifest, sequence_length=data.sequence_length):
+            echo(f"warning    {warning}")
     if manifest.padding:
         echo(f"padding    {counted(manifest.padding, 'tokens')} removed")
     counts = f"{format_count(train.tokens)} for training, {format_count(validation.tokens)} for validation"

@@ -113,6 +113,7 @@ class Manifest(ManifestRecord):
     first_skipped: str = ""
     empty: int = 0
     held_back: int = 0  # train documents left out, as they are also in the validation set
+    held_files: tuple[tuple[str, int], ...] = ()  # the files that these came from, each with its number
     kind: ShardKind = "text"
     formats: tuple[str, ...] = ()  # of the rows of conversations and pairs
     padding: int | None = None  # padding left out of pre-tokenized documents; None: an older version kept it

@@ -19,6 +19,7 @@ from bloomery.core.text import expanded
 from bloomery.core.units import GIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, prepared_folder
+from bloomery.data.prepare.split import file_roles, size_warnings
 from bloomery.data.shards import MANIFEST, read_manifest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
@@ -27,7 +28,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import LogFile, require, write_metrics
 from bloomery.plan.advise import advise, energy_kwh
-from bloomery.plan.gather import counted, fetch, gather, left_aside
+from bloomery.plan.gather import counted, facts_of, fetch, gather, left_aside
 from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
 from bloomery.plan.types import RunPlan
@@ -206,6 +207,9 @@ def start(
         raise torch_missing(machine)
     if finished(loaded, data) is None:
         streams(loaded.recipe)  # raises for missing files
+    roles = file_roles(loaded.recipe.data, loaded.recipe.objective.spec.data_kind)
+    if roles is not None and not quiet:
+        print(f"files      {roles}", file=sys.stderr)
     plan = resolve(loaded, gather(loaded, machine, prepared=data), gpus=count, nodes=hosts)
     if planned is not None:
         planned(plan, machine)
@@ -369,7 +373,8 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
-    for reason in (*report.warnings, *([] if memory.fits else [tight]), *left_aside(loaded.recipe)):
+    small = size_warnings(read_manifest(data), sequence_length=loaded.recipe.data.sequence_length)
+    for reason in (*report.warnings, *([] if memory.fits else [tight]), *left_aside(loaded.recipe), *small):
         flow.hub.emit(Warned(reason=reason))
     _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
@@ -453,7 +458,9 @@ def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Seq
     if any(word.startswith("parallel.") for word in overrides) and not changes:
         changes.append("parallel changed")
     if changes or overrides:
-        fresh = resolve(loaded, gather(loaded, machine, prepared=plan.data.prepared), gpus=count // hosts, nodes=hosts)
+        # The dataset is the prepared one of the run, whatever its files are now: it was compared with the plan above.
+        facts = facts_of(loaded, machine, prepared=plan.data.prepared, dataset=plan.dataset)
+        fresh = resolve(loaded, facts, gpus=count // hosts, nodes=hosts)
         if changes:
             plan, choices = moved(plan, fresh)
             rounding = () if UP_TO_ROUNDING in choices else (f"rounding may differ on this machine: {UP_TO_ROUNDING}",)

@@ -23,7 +23,7 @@ from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
 from bloomery.data.examples import BadRow, texts_of
 from bloomery.data.prepare.kinds import KtoPairCheck, checked_tokens, kinds_among, refuse_mixture, train_on
-from bloomery.data.prepare.split import content_key, make_splitter, validation_datasets
+from bloomery.data.prepare.split import SPLIT_RULE, content_key, make_splitter, validation_datasets
 from bloomery.data.prepare.workers import Array, EncodedBatch, Rendering, count_workers, encode_in_order, encoders
 from bloomery.data.shards import (
     DOCUMENTS_PER_UNIT,
@@ -132,6 +132,9 @@ def stale(folder: Path, datasets: list[Dataset]) -> str | None:
     return next(iter(known))[1] if known else None
 
 
+MOST_NAMED = 64  # files whose rows repeat in the validation set, each with its number
+
+
 class PrepareJournal(BaseModel):
     """The progress of an unfinished `prepare`: `read` documents of source `source` are in the splits."""
 
@@ -141,6 +144,7 @@ class PrepareJournal(BaseModel):
     read: int = 0
     empty: int = 0
     held_back: int = 0
+    held_files: dict[str, int] = {}  # of each file, up to MOST_NAMED
     failed: int = 0  # examples that the chat template refused
     first_failed: str = ""
     train: SplitProgress = SplitProgress()
@@ -200,6 +204,7 @@ class EncodeTask:
     read: int
     empty: int
     held_back: int
+    held_files: dict[str, int]
 
 
 def untokenised() -> UserError:
@@ -229,7 +234,7 @@ class Preparation:
         self._num_train = len(self._datasets) - len(validation_datasets(recipe.data, recipe.objective.spec.data_kind))
         self._states = file_states(self._datasets)
         self._bytes = sum(state.bytes for state in self._states)
-        self._journal = open_journal(folder, identity=identity, sources=_digest(self._states))
+        self._journal = open_journal(folder, identity=identity, sources=f"{_digest(self._states)} {SPLIT_RULE}")
         self._summary = ReadStats()
         firsts = (read_documents(one, on_error=self._data.on_error, stats=ReadStats()) for one in self._datasets)
         self.kinds = kinds_among([next(documents, None) for documents in firsts])
@@ -333,6 +338,7 @@ class Preparation:
         `only`: of one source.
         """
         tokenizer, empty, held_back = self._tokenizer, start.empty, start.held_back
+        held_files = dict(start.held_files)
         for source in range(len(self._datasets)) if only is None else (only,):
             batch, size, read = list[tuple[SplitName, Document]](), 0, 0
             passed = start.read if source == start.source else 0
@@ -356,15 +362,20 @@ class Preparation:
                     document = kto_pairs.of(document, name)
                 if behind:
                     continue
-                empty, held_back = empty + (name == "empty"), held_back + (name == "held")
+                empty += name == "empty"
+                if name == "held":
+                    held_back += 1
+                    file = self._summary.file
+                    if file in held_files or len(held_files) < MOST_NAMED:
+                        held_files[file] = held_files.get(file, 0) + 1
                 if name in SPLITS:
                     batch.append((name, document))
                     size += len(document.wire if document.example else document.text) + 4 * len(document.tokens or ())
                 if size >= self._limits.batch_bytes:
-                    yield EncodeTask(batch, source, read, empty, held_back)
+                    yield EncodeTask(batch, source, read, empty, held_back, dict(held_files))
                     batch, size = [], 0
             if source >= start.source:
-                yield EncodeTask(batch, source, read, empty, held_back)
+                yield EncodeTask(batch, source, read, empty, held_back, dict(held_files))
 
     def _split_of(self, source: int, document: Document) -> str:
         if not document.content and not document.tokens:
@@ -433,7 +444,13 @@ class Preparation:
         """Flush the shards, then write the journal: after a kill, `prepare` resumes from here."""
         last = self._last
         splits = {name: writer.sync() for name, writer in self._writers.items()}
-        counters = {"source": last.source, "read": last.read, "empty": last.empty, "held_back": last.held_back}
+        counters = {
+            "source": last.source,
+            "read": last.read,
+            "empty": last.empty,
+            "held_back": last.held_back,
+            "held_files": last.held_files,
+        }
         self._journal = self._journal.model_copy(update=splits | counters)
         write_durably(self._folder / JOURNAL, self._journal.model_dump_json())
 
@@ -454,7 +471,8 @@ class Preparation:
             dtype=tokenizer.dtype, shard_tokens=self._limits.shard_tokens, train=splits["train"],
             validation=splits["validation"], sources=sources, skipped=summary.skipped + journal.failed,
             first_skipped=summary.first_skipped or journal.first_failed, empty=journal.empty,
-            held_back=journal.held_back, kind=self.kind, formats=tuple(sorted(summary.formats)),
+            held_back=journal.held_back, held_files=tuple(journal.held_files.items()), kind=self.kind,
+            formats=tuple(sorted(summary.formats)),
             padding=summary.padding, turns=formatted,
             template=find_template(template, tokenizer.config).origin if formatted else "",
             texts=self.kinds.texts, snapshot=file_record(self._folder / FINGERPRINT),

@@ -1,23 +1,39 @@
 """The validation set: chosen by a hash of the content, so that copies of a document stay in one split."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 
-from bloomery.core.errors import UserError
+from bloomery.core.errors import UserError, one_line
 from bloomery.core.units import counted
-from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_dataset, read_documents, sources_of
-from bloomery.data.sources.files import other_splits, validation_split
+from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest
+from bloomery.data.sources.documents import (
+    Dataset,
+    Document,
+    ReadStats,
+    open_dataset,
+    open_datasets,
+    read_documents,
+    sources_of,
+)
+from bloomery.data.sources.files import SourceFile, other_splits
 from bloomery.data.sources.formats import ROW_FORMATS, RequiredFormat
+from bloomery.data.sources.splits import validation_split
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Data, Source
 
 _SALT = b"exam"
 AUTO = "auto"
 _USUAL_SHARE = 0.01  # where a dataset has no validation split
+# A share of a small dataset is raised to what can measure a loss: 20 documents, or about 4,000 tokens of text; but to
+# no more than one document in five.
+MEASURABLE_ROWS = 20
+MEASURABLE_BYTES = 2**14
+SHARE_OF_SMALL = 5
+SPLIT_RULE = 2  # of these numbers: an unfinished `prepare` of another rule begins again
 
 
 def content_key(document: Document) -> int:
@@ -75,25 +91,99 @@ def validation_datasets(data: Data, required_format: RequiredFormat = "text") ->
     return validation_of(data, required_format)[1]
 
 
+@dataclass(frozen=True)
+class FileRoles:
+    """The files to train on, those of the validation set, and those of other splits, which are never trained on.
+    `share`: of the validation set, where it is taken from the training files.
+    """
+
+    train: tuple[SourceFile, ...]
+    validation: tuple[SourceFile, ...]
+    left_out: tuple[SourceFile, ...]
+    share: float
+
+    def __str__(self) -> str:
+        """ "training: train.jsonl; validation: validation.jsonl; left out: test.jsonl"."""
+        validation = _named(self.validation) or (f"{100 * self.share:g}% of them" if self.share else "none")
+        left_out = f"; left out: {_named(self.left_out)}" if self.left_out else ""
+        return f"training: {_named(self.train)}; validation: {validation}{left_out}"
+
+
+def _named(files: Sequence[SourceFile]) -> str:
+    """Up to two files by name, the others by number."""
+    names = [file.shown for file in files]
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} and {counted(len(names) - 1, 'other files')}"
+
+
+def file_roles(data: Data, required_format: RequiredFormat = "text") -> FileRoles | None:
+    """The role of each file of a dataset; None for a built-in one, and where its files are not on this disk. Raises
+    UserError as `validation_of` does.
+    """
+    if data.builtin or not all(data_place(source.path).exists() for source in sources_of(data)):
+        return None
+    rows = required_format in ROW_FORMATS
+    share, held = validation_of(data, required_format)
+    train = [file for dataset in open_datasets(data, required_format) for file in dataset.files]
+    validation = [file for dataset in held for file in dataset.files]
+    read = {file.path for file in (*train, *validation)}
+    splits = [files for source in sources_of(data) for files in other_splits(source, rows=rows).values()]
+    left_out = [file for files in splits for file in files if file.path not in read]
+    return FileRoles(tuple(train), tuple(validation), tuple(left_out), share)
+
+
 def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: RequiredFormat = "text") -> Splitter:
-    """Reads until both splits have a document, about 1 / share documents; a tiny dataset is read whole.
+    """Documents whose key is below the share of all keys. Reads until they can measure a loss: MEASURABLE_ROWS
+    documents or MEASURABLE_BYTES of text. Where the whole dataset has fewer below it, the lowest keys are added until
+    that holds, up to a fifth of the documents.
 
     From two different documents on, neither split is empty: the lowest key is always validation, the highest never.
+    Memory is constant: the lowest keys of at most MEASURABLE_ROWS documents.
     """
     share, held = validation_of(data, required_format)
     if held:
         return Splitter(0, frozenset().union(*(_held_keys(dataset, on_error=data.on_error) for dataset in held)))
     threshold = round(share * 2**64)
-    lowest, highest = 2**64, -1
+    sizes: dict[int, int] = {}  # of the documents with the lowest keys
+    distinct = set[int]()  # keys, as many as the fifth needs
+    highest = -1
     for dataset in datasets if threshold else ():
         for document in read_documents(dataset, on_error=data.on_error, stats=ReadStats()):
+            if not document.content and not document.tokens:
+                continue
             key = content_key(document)
-            lowest, highest = min(lowest, key), max(highest, key)
-            if lowest < threshold <= highest:
+            highest = max(highest, key)
+            if len(distinct) < SHARE_OF_SMALL * MEASURABLE_ROWS:
+                distinct.add(key)
+            if key not in sizes:
+                sizes[key] = len(document.wire) + 4 * len(document.tokens or ())
+                if len(sizes) > MEASURABLE_ROWS:
+                    del sizes[max(sizes)]
+            below = [size for lowest, size in sizes.items() if lowest < threshold]
+            if threshold <= highest and (len(below) >= MEASURABLE_ROWS or sum(below) >= MEASURABLE_BYTES):
                 return Splitter(threshold)
-    if lowest >= highest:
+    if len(distinct) < 2:
         return Splitter(0)
-    return Splitter(min(max(threshold, lowest + 1), highest))
+    allowed = max(1, len(distinct) // SHARE_OF_SMALL)
+    for number, key in enumerate(sorted(sizes), start=1):
+        needed = sum(size for lowest, size in sizes.items() if lowest < threshold) < MEASURABLE_BYTES
+        if key >= threshold and needed and number <= allowed:
+            threshold = key + 1
+    return Splitter(min(threshold, highest))
+
+
+def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
+    """What `prepare` and `train` say about a dataset that is too small to train on, or to measure."""
+    train, validation = manifest.train, manifest.validation
+    rows = train.documents // DOCUMENTS_PER_UNIT[manifest.kind]
+    if rows < MEASURABLE_ROWS and train.tokens < MEASURABLE_ROWS * sequence_length:
+        yield f"only {counted(rows, 'rows')} to train on: the model will memorize them; use a few hundred or more"
+    if 0 < validation.tokens < sequence_length:
+        learned = validation.loss_tokens
+        loss = f", {learned:,} of them with a loss" if learned is not None and learned < validation.tokens else ""
+        yield f"the validation set has {validation.tokens:,} tokens{loss}, less than one sequence: its loss is noisy"
+    for file, number in manifest.held_files:
+        rest = "is also in the validation set" if number == 1 else "are also in the validation set"
+        yield f"{one_line(file)}: {counted(number, 'rows')} {rest}; not trained on"
 
 
 def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:

@@ -14,6 +14,7 @@ from bloomery.core.units import counted
 from bloomery.data.packing import Layout, PackedSequences, truncated_lengths
 from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
+from bloomery.data.prepare.split import size_warnings
 from bloomery.data.prepare.workers import LocalEncoder
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, ShardKind, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
@@ -176,7 +177,8 @@ def check_dataset(
         (0,): "undesirable: KTO needs desirable ones too; are the labels inverted?",
     }.get(tuple(labels))
     warnings = (
-        *_warnings(found, manifest, sequence_length),
+        *_warnings(found, manifest),
+        *size_warnings(manifest, sequence_length=sequence_length),
         *_chat_warnings(found, manifest, tokenizer, missing or []),
         *([f"every response is labeled {one_sided}"] if one_sided else []),
     )
@@ -211,7 +213,7 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
     return repeated, double, missing, other
 
 
-def _warnings(check: DatasetCheck, manifest: Manifest, sequence_length: int) -> Iterator[str]:
+def _warnings(check: DatasetCheck, manifest: Manifest) -> Iterator[str]:
     units = check.unit_name
     if check.duplicates > 0.01 * check.units:
         yield f"{check.duplicates / check.units:.0%} of the {units} are exact duplicates of an earlier one"
@@ -222,8 +224,6 @@ def _warnings(check: DatasetCheck, manifest: Manifest, sequence_length: int) -> 
         yield f"{check.cut / check.tokens:.0%} of the tokens are truncated: {fix}"
     if check.skipped:
         yield f"{counted(check.skipped, 'rows')} skipped, the first: {manifest.first_skipped}"
-    if 0 < manifest.validation.tokens < sequence_length:
-        yield f"the validation set has {manifest.validation.tokens:,} tokens, less than one sequence: its loss is noisy"
     if not manifest.validation.tokens:
         yield "no validation set: overfitting cannot be detected"
     if check.double_bos:

@@ -67,6 +67,7 @@ class ReadStats:
 
     skipped: int = 0
     first_skipped: str = ""
+    file: str = ""  # that the last document came from
     bytes_read: int = 0  # sizes of the files that are read
     formats: set[str] = field(default_factory=set)  # of conversations and pairs
     padding: int = 0  # padding tokens left out
@@ -145,6 +146,7 @@ def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iter
         stats.bytes_read += dataset.bytes
         return
     for file in dataset.files:
+        stats.file = file.shown
         for document in _read_file(file, dataset, stats):
             if isinstance(document, Document):
                 if document.example is None and dataset.required_format in ("pairs", "kto"):

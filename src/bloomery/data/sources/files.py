@@ -3,10 +3,9 @@
 import fnmatch
 import json
 import os
-import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from bloomery.core.text import closest
 from bloomery.core.units import counted
 from bloomery.data.sources.formats import FORMATS
 from bloomery.data.sources.readers import COMPRESSED
+from bloomery.data.sources.splits import Division, divide, split_of
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 
@@ -27,9 +27,6 @@ asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h
 lua m ml mli mm nim nix php pl proto ps1 py pyi r rb rs s scala scm scss sh sql sv swift tf ts tsx v vhd vue zig zsh
 """
 CODE = {f".{suffix}": "code" for suffix in CODE_SUFFIXES.split()}
-_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how datasets of the Hub number the files of a split
-_VALIDATION = ("validation", "valid", "val", "dev", "eval")  # splits to evaluate on while training, the likeliest first
-_EVALUATION = {*_VALIDATION, "test"}
 _DESCRIPTIONS = ("readme", "license", "licence", "dataset_card", "changelog")
 
 
@@ -88,8 +85,19 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
     if not chosen:
         raise _nothing(root, source.glob, found)
-    chosen = chosen if source.glob else train_files(chosen, str(root))
-    return [_file(source, root, shown, name) for name in chosen]
+    return [_file(source, root, shown, name) for name in _divided(source, chosen).train]
+
+
+def _divided(source: Source, names: list[str]) -> Division:
+    """Files of a folder by split. The names of code say nothing: test.py is a program."""
+    suffixes = {name: suffix_of(Path(name)) for name in names}
+    texts = [name for name, suffix in suffixes.items() if suffix in TEXT]
+    code = [name for name, suffix in suffixes.items() if suffix not in {*DATA, *TABLES, *TEXT}]
+    named = [name for name in names if name not in set(code)]
+    if not named:
+        return Division(names, {})
+    division = divide(named, texts=texts, where=source.path, chosen=source.glob is not None)
+    return Division(sorted({*division.train, *code}), division.others)
 
 
 def _file(source: Source, root: Path, shown: Path, name: str) -> SourceFile:
@@ -147,30 +155,20 @@ def _recognized(names: list[str], *, rows: bool) -> list[str]:
 
 def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[SourceFile]]:
     """The splits of a dataset that `list_files` does not read, by name: of a folder of datasets' save_to_disk, or of
-    data files named after splits. Empty for a single file and with a glob.
+    files named after splits, with a glob of those that it names. Empty for a single file.
     """
     root = data_place(source.path)
-    if source.glob or not root.is_dir() or (root / "state.json").is_file():
+    if not root.is_dir() or (root / "state.json").is_file():
         return {}
     shown, splits = _shown(source.path, root), dict[str, list[SourceFile]]()
     if (root / "dataset_dict.json").is_file():
         others = [split for split in _names_of_splits(root) if split != "train"]
         splits = {split: _saved_dataset(root / split, shown / split) for split in others}
         return {split: files for split, files in splits.items() if files}
-    found = _recognized(sorted(_walk(root, None)), rows=rows or source.format in FORMATS)
-    kept = set(train_files(found, str(root)))
-    for name in found:
-        own = _split_of(name)
-        if own and name not in kept:
-            splits.setdefault(own, []).append(_file(source, root, shown, name))
-    return splits
-
-
-def validation_split(splits: Collection[str]) -> str | None:
-    """The name of the validation split among a dataset's splits; "test" is not one."""
-    begins = {split: re.split(r"[_.-]", split)[0] for split in sorted(splits)}
-    ranked = [split for usual in _VALIDATION for split in (usual, *begins) if begins.get(split) == usual]
-    return ranked[0] if ranked else None
+    found = sorted(_walk(root, source.glob))
+    chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
+    named = _divided(source, chosen).others if chosen else {}
+    return {split: [_file(source, root, shown, name) for name in names] for split, names in named.items()}
 
 
 _SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", "tokenizer")  # of programs, not data
@@ -190,7 +188,7 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
         return None
     such = f"is not read: {aside[0]}" if len(aside) == 1 else f"are not read, such as {aside[0]}"
     warning = f"{counted(len(aside), 'files')} that may be data {such}"
-    all_files = {*train_files(taken, str(root)), *aside}
+    all_files = {*_divided(source, taken).train, *aside}
     for glob in ("*.json*", "*"):
         if {name for name in found if fnmatch.fnmatch(Path(name).name, glob)} == all_files:
             return f'{warning}; {key}"{glob}" reads all'
@@ -201,36 +199,11 @@ def _may_be_data(name: str, taken: list[str], *, rows: bool) -> bool:
     """Whether a file that is not `taken` may be data. Tables next to code are mostly settings; texts have no rows."""
     if not taken or Path(name).name.lower().startswith((*_DESCRIPTIONS, *_SETTINGS)):
         return False
-    if re.split(r"[_.-]", _split_of(name) or "")[0] in _EVALUATION:
+    split = split_of(name)
+    if split is not None and split.kind != "train":
         return False
     suffix, data = suffix_of(Path(name)), suffix_of(Path(taken[0])) in DATA
     return (suffix in TABLES and (rows or data)) or (suffix in TEXT and data and not rows)
-
-
-def train_files(names: list[str], where: str) -> list[str]:
-    """The train files of data files named after splits, as in datasets of the Hub. Raises UserError for validation or
-    test splits without a split called train.
-    """
-    splits = {name: split for name in names if (split := _split_of(name))}
-    evaluated = {split for split in splits.values() if re.split(r"[_.-]", split)[0] in _EVALUATION}
-    if "train" in splits.values():
-        sharded = {name for name in splits if _SHARD.search(Path(name).name)}
-        others = {
-            name for name, split in splits.items() if split != "train" and (name in sharded or split in evaluated)
-        }
-        return [name for name in names if name not in others]
-    other = sorted(set(splits.values()) - evaluated)
-    if evaluated and other and all(_SHARD.search(Path(name).name) for name in splits):
-        problem = f"none of its splits is called train: {', '.join(sorted(set(splits.values())))}"
-        raise UserError(problem, where=f"data.path: {where}", fix=f'name one: data.glob="{other[0]}-*"')
-    return names
-
-
-def _split_of(name: str) -> str | None:
-    """The split in a data file's name: "train" of train-00000-of-00002.parquet and train.jsonl."""
-    if suffix_of(Path(name)) not in DATA and suffix_of(Path(name)) not in TABLES:
-        return None
-    return _SHARD.sub("", Path(name).name).partition(".")[0]
 
 
 def _format(path: Path, asked: str) -> str:

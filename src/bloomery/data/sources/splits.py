@@ -1,0 +1,129 @@
+"""Splits that the names of files and folders state: train, validation and test. Evaluation splits are never trained on.
+
+As in datasets of the Hub: `train.jsonl`, `data/test-00000-of-00002.parquet`, `validation/part1.jsonl`, `chats_val.csv`.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from bloomery.core.errors import UserError
+
+Kind = Literal["train", "validation", "test"]
+_VALIDATION = ("validation", "valid", "val", "dev", "eval", "evaluation")  # the likeliest first
+_WORDS: dict[str, Kind] = {
+    "train": "train", "training": "train",
+    **dict.fromkeys(_VALIDATION, "validation"),
+    "test": "test", "testing": "test",
+}  # fmt: skip
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how datasets of the Hub number the files of a split
+
+
+@dataclass(frozen=True)
+class FileSplit:
+    """The split of one file. `plain`: its name, or that of its folder, is the word alone, as in `test.jsonl`; other
+    names, such as `test_cases.jsonl`, count only next to the files that they were split from (`rest`: the other words).
+    """
+
+    name: str
+    kind: Kind
+    plain: bool
+    rest: str = ""
+
+
+def stem_of(name: str) -> str:
+    """The name of a file without folder, shard number and suffixes: "train" of data/train-00000-of-00002.parquet."""
+    return _SHARD.sub("", PurePath(name).name).partition(".")[0]
+
+
+def is_sharded(name: str) -> bool:
+    return _SHARD.search(PurePath(name).name) is not None
+
+
+def split_of(name: str) -> FileSplit | None:
+    """The split that the path of a file below its dataset states; None without one. The file's own name counts before
+    those of its folders, and a name that is the word alone before one that only holds it.
+    """
+    parts = [stem_of(name), *reversed(PurePath(name).parts[:-1])]
+    found = [split for part in parts if (split := _split_in(part)) is not None]
+    return next((split for split in found if split.plain), found[0] if found else None)
+
+
+def _split_in(part: str) -> FileSplit | None:
+    words = re.findall("[a-z]+", part.lower())
+    if len(words) == 1 and words[0] in _WORDS:
+        return FileSplit(words[0], _WORDS[words[0]], plain=True)
+    if words and words[0] in _WORDS:  # test_prefs, validation-matched: splits of their own
+        return FileSplit(part, _WORDS[words[0]], plain=False, rest=" ".join(words[1:]))
+    if words and words[-1] in _WORDS:
+        return FileSplit(words[-1], _WORDS[words[-1]], plain=False, rest=" ".join(words[:-1]))
+    return None
+
+
+@dataclass(frozen=True)
+class Division:
+    """The files of a dataset to train on, and the others by the name of their split."""
+
+    train: list[str]
+    others: dict[str, list[str]]
+
+
+def divide(names: Sequence[str], *, texts: Collection[str], where: str, chosen: bool = False) -> Division:
+    """The splits among data files of one dataset. `texts`: those that are plain texts, whose names count only where one
+    of them is called train. `chosen`: a glob named these files.
+
+    Names alone never empty a dataset: files of one evaluation split, without others, are trained on, as they were
+    asked for. Raises UserError for several evaluation splits alone, and for several splits of which none is train.
+    """
+    splits = {name: split for name in names if (split := split_of(name)) is not None}
+    if not any(split.kind == "train" for name, split in splits.items() if name in texts):
+        splits = {name: split for name, split in splits.items() if name not in texts}
+    named_train = any(split.kind == "train" for split in splits.values())
+    stems = {" ".join(re.findall("[a-z]+", stem_of(name).lower())) for name in names}
+    others = {
+        name: split.name
+        for name, split in splits.items()
+        if split.kind != "train" and (split.plain or named_train or split.rest in stems)
+    }
+    train = [name for name in names if name not in others]
+    if not train:
+        evaluated = sorted(set(others.values()))
+        if len(evaluated) > 1:
+            problem = f"no file to train on: all are of evaluation splits ({', '.join(evaluated)})"
+            fix = f'to train on one of them, name it: data.glob="*{evaluated[0]}*"'
+            raise UserError(problem, where=f"data.path: {where}", fix=fix)
+        return Division(list(names), {})
+    if not chosen:
+        train, extra = _main_split(train, others, where)
+        others |= extra
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name in others:
+            found.setdefault(others[name], []).append(name)
+    return Division(train, found)
+
+
+def _main_split(train: list[str], others: dict[str, str], where: str) -> tuple[list[str], dict[str, str]]:
+    """Of sharded files, those of the split called train, and the other splits. Raises UserError where several splits
+    are next to an evaluation split, and none is called train.
+    """
+    sharded = {name: stem_of(name) for name in train if is_sharded(name)}
+    if any(stem_of(name) == "train" for name in train):
+        extra = {name: stem for name, stem in sharded.items() if stem != "train"}
+        return [name for name in train if name not in extra], extra
+    candidates = sorted(set(sharded.values()))
+    if others and len(candidates) > 1 and len(sharded) == len(train):
+        every = sorted({*candidates, *others.values()})
+        problem = f"none of its splits is called train: {', '.join(every)}"
+        fix = f'name one: data.glob="{next((one for one in candidates if one.startswith("train")), candidates[0])}-*"'
+        raise UserError(problem, where=f"data.path: {where}", fix=fix)
+    return train, {}
+
+
+def validation_split(splits: Iterable[str]) -> str | None:
+    """The name of the validation split among a dataset's splits; "test" is not one."""
+    begins = {split: re.split(r"[_.-]", split)[0] for split in sorted(splits)}
+    ranked = [split for usual in _VALIDATION for split in (usual, *begins) if begins.get(split) == usual]
+    return ranked[0] if ranked else None
