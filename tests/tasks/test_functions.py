@@ -18,6 +18,7 @@ from bloomery.runs.tasks.items import (
     Limits,
     Settings,
     Task,
+    passes,
     program_of,
     read_task,
     refuse_settings,
@@ -50,24 +51,37 @@ def test_the_library_passes_its_tasks_and_no_task_is_empty(sandbox):
     """All tasks in one program: a sandbox each takes a quarter of a second."""
     items = read_task(PACKAGED).items
     assert len(items) >= 60 and len({item.name for item in items}) == len(items)
-    parts = []
-    for item in items:
+    program, test = "", ""
+    for number, item in enumerate(items):
         compile(item.prompt + "    pass", item.name, "exec")
         module, _, name = item.name.rpartition(".")
-        parts.append(f"{item.test}\nimport {module}\ncheck({module}.{name})")
-        wrong = "try:\n    check(lambda *a, **k: None)\nexcept (AssertionError, TypeError):\n    pass\nelse:\n    1 / 0"
-        parts.append(f"{item.test}\n{wrong}")
-    assert run_program("\n".join(parts), limits=Limits(seconds=60, cpu_seconds=30)) is None
+        program += f"import {module}\nright{number} = {module}.{name}\n"
+        test += f"{item.test}\ncheck{number} = check\n"
+    program += "def wrong(*a, **k):\n    return None\n"
+    program += f"right = [globals()[f'right{{n}}'] for n in range({len(items)})]\n"
+    test += """
+def check(right):
+    for number, function in enumerate(right):
+        test = globals()[f"check{number}"]
+        test(function)
+        try:
+            test(wrong)
+        except (AssertionError, TypeError):
+            continue
+        assert False, number
+"""
+    limits = Limits(seconds=60, cpu_seconds=30)
+    assert run_program(program, test=test, entry_point="right", limits=limits) is None
 
 
 def test_a_solution_cannot_import_its_function(sandbox):
     item = next(item for item in read_task(PACKAGED).items if item.name == "statistics.median_low")
     body = "    data = sorted(data)\n    return data[(len(data) - 1) // 2]\n"
-    assert run_program(program_of(item, body, chat=False), banned=item.banned) is None
+    assert passes(item, body, chat=False) is None
     cheat = "    import statistics\n    return statistics.median_low(data)\n"
-    assert "ModuleNotFoundError" in run_program(program_of(item, cheat, chat=False), banned=item.banned)
+    assert "ModuleNotFoundError" in passes(item, cheat, chat=False)
     wrong = "    return data[0]\n"
-    assert "AssertionError" in run_program(program_of(item, wrong, chat=False), banned=item.banned)
+    assert "AssertionError" in passes(item, wrong, chat=False)
 
 
 CHECK = "def check(c):\n    assert c(2) == 4\n"
@@ -75,18 +89,18 @@ ITEM = Item("f", "import math\ndef f(x):\n    '''Twice x.'''\n", "", entry_point
 
 
 @pytest.mark.parametrize(
-    ("completion", "chat", "passes"),
+    ("completion", "chat", "right"),
     [("    return x * 2", False, True), ("\n    return x * 2\n", False, True), ("    return x", False, False),
      ("Sure:\n```python\ndef f(x):\n    return math.floor(x * 2)\n```\nDone.", True, True),
      ("```\n    return 2 * x\n```", True, True), ("def f(x): return x + x", True, True), ("I cannot.", True, False)],
 )  # fmt: skip
-def test_a_program_is_the_prompt_and_its_completion_or_a_code_block(completion, chat, passes):
-    program = program_of(ITEM, completion, chat=chat)
-    if not passes:
+def test_a_program_is_the_prompt_and_its_completion_or_a_code_block(completion, chat, right):
+    tested = f"{program_of(ITEM, completion, chat=chat)}\n{CHECK}\ncheck(f)\n"
+    if not right:
         with pytest.raises((AssertionError, SyntaxError)):
-            exec(program, {})
+            exec(tested, {})
     else:
-        exec(program, {})
+        exec(tested, {})
 
 
 def test_pass_at_k_is_the_mean_over_items():

@@ -13,10 +13,17 @@ import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import MIB
-from bloomery.runs.tasks import items, sandboxed
+from bloomery.runs.tasks import graded, items, sandboxed
 from bloomery.runs.tasks.items import Limits, refuse_without_sandbox, run_program
 
 SHORT = Limits(seconds=1.5, cpu_seconds=1)
+DONE = "\ndef done():\n    return 'done'\n"
+
+
+def run(program, limits=None, banned=()):
+    """None when the program ends without an exception and its function can be called."""
+    test = "def check(candidate):\n    assert candidate() == 'done'\n"
+    return run_program(program + DONE, test=test, entry_point="done", banned=banned, limits=limits)
 
 
 def offered():
@@ -54,13 +61,13 @@ def left_behind(mark):
 
 
 def test_a_program_that_ends_passes_and_one_that_raises_fails():
-    assert run_program("import math, json, re, collections, itertools\nassert math.gcd(12, 18) == 6") is None
-    assert run_program("assert 1 == 2, 'no'") == "AssertionError: no"
-    assert "SyntaxError" in run_program("def")
-    assert "ModuleNotFoundError" in run_program("import statistics", banned=["statistics"])
-    assert run_program("open('a.txt', 'w').write('x')\nassert open('/tmp/a.txt').read() == 'x'") is None
-    assert run_program("import os\nassert os.listdir('.') == [] and not os.environ.keys() - {'LC_CTYPE'}") is None
-    assert run_program("import sys\nassert not [p for p in sys.path if 'site-packages' in p]") is None
+    assert run("import math, json, re, collections, itertools\nassert math.gcd(12, 18) == 6") is None
+    assert run("assert 1 == 2, 'no'") == "AssertionError: no"
+    assert "SyntaxError" in run("def")
+    assert "ModuleNotFoundError" in run("import statistics", banned=["statistics"])
+    assert run("open('a.txt', 'w').write('x')\nassert open('/tmp/a.txt').read() == 'x'") is None
+    assert run("import os\nassert os.listdir('.') == [] and not os.environ.keys() - {'LC_CTYPE'}") is None
+    assert run("import sys\nassert not [p for p in sys.path if 'site-packages' in p]") is None
 
 
 HOSTILE = {
@@ -110,11 +117,112 @@ def test_a_hostile_program_ends_fails_and_leaves_nothing(name, tmp_path, folders
     secret.write_text("untouched")
     names = f"HOME, SECRET, PORT, PID = {str(Path.home())!r}, {str(secret)!r}, 22, {os.getpid()}\n"
     began = time.monotonic()
-    assert run_program(names + HOSTILE[name], limits=SHORT) is not None
+    assert run(names + HOSTILE[name], limits=SHORT) is not None
     assert time.monotonic() - began < 15, "a busy machine starts a sandbox in a second"
     assert secret.read_text() == "untouched"
     assert not list(folders.iterdir())
     assert not [child for child in psutil.Process().children(recursive=True) if "sandboxed.py" in str(child.cmdline())]
+
+
+TWICE = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate('ab') == 'abab'\n"
+CHEATS = {
+    "names of the runner": "import __main__, os\nos.write(__main__.out, __main__.job['nonce'].encode())\nos._exit(0)",
+    "every number in the frames": "import os, sys\nframe = sys._getframe()\nwhile frame:\n"
+    "    for value in [*frame.f_globals.values(), *frame.f_locals.values()]:\n"
+    "        if type(value) is int and 0 < value < 64:\n"
+    "            try: os.write(value, b'passed')\n            except OSError: pass\n"
+    "    frame = frame.f_back\nos._exit(0)",
+    "every file": "import os\nfor n in range(3, 64):\n    try: os.write(n, b'passed')\n"
+    "    except OSError: pass\nos._exit(0)",
+    "every file, and stays": "import os, time\nfor n in range(3, 64):\n    try: os.write(n, b'passed')\n"
+    "    except OSError: pass\ntime.sleep(1)",
+    "ends well": "import os\nos._exit(0)",
+    "ends well when called": "import os\ndef f(x): os._exit(0)",
+    "at the end": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): raise SystemExit(0)",
+    "replaces the process": "import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '-S', '-c', 'pass'])",
+    "a patched isinstance": "import builtins\nbuiltins.isinstance = lambda *a: True\ndef f(x): return 0",
+    "no assertions": "import builtins\nclass Never(Exception): pass\nbuiltins.AssertionError = Never\n"
+    "def f(x): return 0",
+    "patched json": "import json\njson.dumps = lambda *a, **k: '{\"value\": 4}'\ndef f(x): return 0",
+    "equals all": "class All:\n    def __eq__(self, other): return True\ndef f(x): return All()",
+    "a number that equals all": "class All(int):\n    def __eq__(self, other): return True\n"
+    "    def __index__(self): return self\ndef f(x): return All(5)",
+    "a text that equals all": "class All(str):\n    def __eq__(self, other): return True\n"
+    "    def __str__(self): return self\ndef f(x): return All('')",
+    "answers for the channel": "import os, sys, __main__\ntalk = sys._getframe(2).f_locals.get('talk') or "
+    "sys._getframe(1).f_locals['talk']\nwhile True: os.write(talk.writing, b'{\"value\": null}\\n')",
+    "answers that are none": "import sys\ndef f(x): sys._getframe(2).f_locals['talk'].send([1]); return 4",
+    "a verdict as an error": "def f(x):\n    raise Exception('passed')",
+    "an error named as one": "class passed(BaseException): pass\ndef f(x):\n    raise passed('passed')",
+    "looks into the grader": "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+    "traced = [n for n in range(1, 40) if n != os.getpid() and libc.ptrace(16, n, 0, 0) == 0]\n"
+    "def f(x): return x * 2 if traced else 0",
+    "reads the grader": "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    "def reads(n):\n    class Part(ctypes.Structure): _fields_ = [('at', ctypes.c_void_p), ('size', ctypes.c_size_t)]\n"
+    "    mine = ctypes.create_string_buffer(8)\n"
+    "    here, there = Part(ctypes.addressof(mine), 8), Part(id(None), 8)\n"
+    "    libc.process_vm_readv(n, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)\n"
+    "    return ctypes.get_errno() not in (1, 3)\n"  # neither EPERM nor ESRCH
+    "seen = [n for n in range(1, 40) if n != os.getpid() and reads(n)]\ndef f(x): return x * 2 if seen else 0",
+    "kills the grader": "import os, signal\nfor n in range(1, 40):\n    if n != os.getpid():\n"
+    "        try: os.kill(n, signal.SIGKILL)\n        except OSError: pass\ndef f(x): return x * 2",
+    "a generator without end": "import itertools\ndef f(x): return itertools.count()",
+    "a value that holds itself": "a = []\na.append(a)\ndef f(x): return a",
+    "a value without bound": "def f(x): return 'x' * 10**8",
+    "a number without bound": "def f(x): return 1 << 10**8",
+}  # fmt: skip
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_program_cannot_reach_its_verdict(name):
+    assert run_program(CHEATS[name], test=TWICE, entry_point="f", limits=SHORT) is not None
+
+
+def test_what_a_test_may_do_with_a_function():
+    """Values there and back, changed arguments, exceptions, iterators, functions, classes, helpers of the prompt."""
+    prompt = "from fractions import Fraction\nimport datetime\n\nclass Odd(ValueError):\n    pass\n\n"
+    prompt += "def inverse(text):\n    return text[::-1]\n\ndef f(x, key=None):\n    \"\"\"Do.\"\"\"\n"
+    program = f"""{prompt}    if key: return [key(each) for each in x]
+    if isinstance(x, str): raise Odd(x)
+    if isinstance(x, list): x.append(1); return None
+    if isinstance(x, dict): return x.pop('a')
+    if isinstance(x, range): return (2 * each for each in x)
+    if x is int: return lambda y: y + 1
+    if x is set: return Box
+    if x == 0: return [].pop()
+    return x
+class Box:
+    def __init__(self, content): self.content = content
+    def twice(self): return self.content * 2
+"""
+    test = """
+def check(candidate):
+    for value in (None, True, 2**70, -1.5, float("inf"), "\\ud800 é", b"\\xff", bytearray(b"a"), (1, (2,)), {1, 2},
+                  frozenset("a"), 1j, Fraction(1, 3), datetime.date(2024, 2, 29), datetime.timedelta(days=1)):
+        found = candidate(value) if not isinstance(value, str) else value
+        assert found == value and type(found) is type(value), value
+    values = [3]
+    assert candidate(values) is None and values == [3, 1]
+    values = {"a": [1], "b": 2}
+    assert candidate(values) == [1] and values == {"b": 2}
+    assert list(candidate(range(3))) == [0, 2, 4]
+    assert candidate([1, 2], key=lambda x: -x) == [-1, -2] and candidate(["a"], key=len) == [1]
+    assert candidate(int)(1) == 2 and candidate(set)((1,)).twice() == (1, 1) and candidate(set)(7).content == 7
+    assert Box("a").twice() == "aa" and inverse("ab") == "ba"
+    for kind, value in ((Odd, "x"), (IndexError, 0), (ZeroDivisionError, [1])):
+        try:
+            candidate(value, key=(lambda x: x // 0) if value == [1] else None)
+        except kind as error:
+            assert kind is not Odd or str(error) == "x"
+        else:
+            assert False, kind
+"""
+    assert run_program(program, test=test, entry_point="f", prompt=prompt) is None
+    solution = "class Solution:\n    def f(self, x):\n        return x * 2\n"
+    assert run_program(solution, test=TWICE, entry_point="Solution().f") is None
+    assert "NameError" in run_program(solution, test=TWICE, entry_point="g")
+    assert "SyntaxError" in run_program(solution, test=TWICE, entry_point="f); import os; os._exit(0")
 
 
 def test_a_daemon_ends_with_its_program():
@@ -126,9 +234,9 @@ def test_a_daemon_ends_with_its_program():
         "time.sleep(0.5)"
     )
     began = time.monotonic()
-    assert run_program(daemon, limits=Limits(seconds=8)) is None  # the program itself ends well
+    assert run(daemon, limits=Limits(seconds=8)) is None  # the program itself ends well
     assert time.monotonic() - began < 8 and not left_behind("bloomery-daemon")
-    assert run_program("import time\n" + daemon + "\ntime.sleep(600)", limits=SHORT) is not None
+    assert run("import time\n" + daemon + "\ntime.sleep(600)", limits=SHORT) is not None
     assert not left_behind("bloomery-daemon")
 
 
@@ -136,7 +244,7 @@ def test_the_sandbox_ends_with_the_process_that_asked(tmp_path):
     code = (
         "from bloomery.runs.tasks.items import Limits, run_program\n"
         "run_program('import time, sys\\nimport os\\nos.execv(sys.executable, [sys.executable, \"-I\", \"-S\", \"-c\", "
-        "\"import time; time.sleep(600) # bloomery-orphan\"])', limits=Limits(seconds=500))"
+        "\"import time; time.sleep(600) # bloomery-orphan\"])', test='', entry_point='f', limits=Limits(seconds=500))"
     )
     asking = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
     try:
@@ -162,9 +270,9 @@ def test_a_system_without_namespaces_is_refused(monkeypatch, tmp_path):
     """A kernel that refuses is played by a script whose unshare fails."""
     text = Path(sandboxed.__file__).read_text().replace("_libc.unshare(", "_libc.unshare(-1 + 0 * ", 1)
     (tmp_path / "sandboxed.py").write_text(text)
-    monkeypatch.setattr(items, "__file__", str(tmp_path / "sandbox.py"))
+    monkeypatch.setattr(items, "__file__", str(tmp_path / "items.py"))
     with pytest.raises(UserError, match="no sandbox") as caught:
-        run_program("x = 1")
+        run("x = 1")
     assert caught.value.where == "--run-code" and "Invalid argument" in caught.value.problem
 
 
@@ -184,7 +292,9 @@ import json, os, subprocess, sys, sysconfig
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 def run(program):
     python = os.path.realpath("/usr/bin/python3")
-    job = dict(program=program, nonce="nonce", banned=[], python=python, visible=[python, sysconfig.get_path("stdlib")],
+    job = dict(program=program + {DONE!r}, prompt="", test="def check(f): assert f() == 'done'", entry_point="done",
+        banned=[], code={Path(graded.__file__).read_text()!r}, python=python,
+        visible=[python, sysconfig.get_path("stdlib")],
         folder={str(tmp_path / "root")!r}, parent=os.getpid(), seconds=3.0, cpu_seconds=2, memory_bytes=2**28,
         processes=16, open_files=32, file_bytes=2**22, folder_bytes=2**24)
     command = [python, "-I", "-S", {str(script)!r}]
@@ -198,5 +308,5 @@ print(json.dumps([run(one) for one in programs]))
     assert len(answers) == 6, found.stderr
     if "refused" in answers[0]:
         pytest.skip(f"user namespaces are off: {answers[0]['refused']}")
-    assert answers[0] == {"result": "nonce"}
-    assert all(one.get("result") != "nonce" and "refused" not in one for one in answers[1:]), answers
+    assert answers[0] == {"result": graded.PASSED}
+    assert all(one.get("result") != graded.PASSED and "refused" not in one for one in answers[1:]), answers

@@ -8,7 +8,6 @@ Python programs: without network, files or rights, with limits, and nothing of t
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
 import sysconfig
@@ -35,6 +34,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, Text, known_ids
 from bloomery.runs.generate import Stops, TextStream
+from bloomery.runs.tasks.graded import FAILED, PASSED
 from bloomery.runs.tasks.statistics import Scores, pass_at_k, shares
 from bloomery.train.evaluation.scoring import score_continuations
 from bloomery.train.forward import eval_mode
@@ -401,6 +401,7 @@ def complete(
     return texts
 
 
+_GRADED = Path(__file__).with_name("graded.py")
 _START_SECONDS = 20.0  # of a sandbox on a busy machine, on top of the time of its program
 
 
@@ -420,19 +421,25 @@ class Limits:
     folder_bytes: int = 16 * MIB
 
 
-def run_program(program: str, *, banned: Sequence[str] = (), limits: Limits | None = None) -> str | None:
-    """None when the program ends without an exception, else why it failed. `banned`: modules that it cannot import.
+def run_program(
+    program: str, *, test: str, entry_point: str, prompt: str = "", banned: Sequence[str] = (),
+    limits: Limits | None = None,
+) -> str | None:  # fmt: skip
+    """None when the program passes the test, else why it failed. `banned`: modules that it cannot import.
 
-    Raises UserError where this system offers no sandbox.
+    `test` defines check(candidate), `candidate` is the `entry_point` of the program. The test runs in another process
+    than the program, with the names that `prompt` defines: imports and helpers of the task. Raises UserError where this
+    system offers no sandbox.
     """
-    limits, nonce = limits or Limits(), secrets.token_hex(16)
+    limits = limits or Limits()
     # Of the base interpreter: a virtual environment adds nothing that a program may use.
     python, prefix = str(Path(sys.executable).resolve()), Path(sys.base_prefix)
     bases = {"base": str(prefix), "platbase": sys.base_exec_prefix}
     visible = [python, *(sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib"))]
     visible += [str(place) for place in prefix.glob("lib/libpython*")]
     with tempfile.TemporaryDirectory(prefix="bloomery-sandbox-") as folder:
-        job = {**asdict(limits), "program": program, "nonce": nonce, "banned": list(banned), "python": python,
+        job = {**asdict(limits), "program": program, "test": test, "entry_point": entry_point, "prompt": prompt,
+               "banned": list(banned), "code": _GRADED.read_text(encoding="utf-8"), "python": python,
                "visible": visible, "folder": folder, "parent": os.getpid()}  # fmt: skip
         answer = _answer_of(python, json.dumps(job).encode("utf-8", errors="replace"), limits.seconds + _START_SECONDS)
     if "refused" in answer:
@@ -442,7 +449,7 @@ def run_program(program: str, *, banned: Sequence[str] = (), limits: Limits | No
     if answer.get("late"):
         return f"not finished after {limits.seconds:g} seconds"
     result = str(answer.get("result", ""))
-    return None if result == nonce else result.replace(nonce, "") or "ended without a result"
+    return None if result == PASSED else result.removeprefix(FAILED) or "ended without a result"
 
 
 def _answer_of(python: str, job: bytes, seconds: float) -> dict[str, Any]:
@@ -470,7 +477,8 @@ def refuse_without_sandbox() -> None:
     if not sys.platform.startswith("linux"):
         problem = "programs of a model run in a sandbox of the Linux kernel"
         raise UserError(problem, where="--run-code", fix="evaluate on Linux")
-    if (problem := run_program("import math, json, re, statistics")) is not None:
+    program = "import math, json, re, statistics\ndef f(x): return math.isqrt(x)"
+    if (problem := run_program(program, test="def check(f): assert f(9) == 3", entry_point="f")) is not None:
         raise UserError(f"the sandbox does not work: {problem}", where="--run-code", fix="report this error")
 
 
@@ -520,10 +528,18 @@ def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings
     outputs, passed = [], []
     for number, item in enumerate(items):
         written = completions[number * samples : (number + 1) * samples]
-        results = [run_program(program_of(item, text, chat=settings.chat), banned=item.banned) for text in written]
+        results = [passes(item, text, chat=settings.chat) for text in written]
         passed.append(sum(one is None for one in results))
         outputs.append({"item": item.name, "passed": passed[-1], "completions": written, "failures": results})
     return TaskScores(tuple(scores_of(passed, samples)), tuple(outputs), tuple(notes))
+
+
+def passes(item: Item, completion: str, *, chat: bool) -> str | None:
+    """None when the completion passes the item's test, else why it failed."""
+    program = program_of(item, completion, chat=chat)
+    return run_program(
+        program, test=item.test, entry_point=item.entry_point, prompt=item.prompt, banned=item.banned
+    )  # fmt: skip
 
 
 def scores_of(passed: Sequence[int], samples: int) -> list[Scores]:
@@ -536,11 +552,11 @@ def scores_of(passed: Sequence[int], samples: int) -> list[Scores]:
 
 
 def program_of(item: Item, completion: str, *, chat: bool) -> str:
-    """The program that tests a completion: of a chat its first code block, else what continues the prompt."""
+    """The program of a completion: of a chat its first code block, else what continues the prompt."""
     text = item.prompt.rstrip() + ("" if completion[:1] == "\n" else "\n") + completion
     if chat:
         block = _BLOCK.search(completion)
         code = block[1] if block else completion
         whole = f"def {item.entry_point}" in code
         text = "\n".join([*_IMPORTS.findall(item.prompt), code]) if whole else f"{item.prompt.rstrip()}\n{code}"
-    return f"{text}\n\n{item.test}\n\ncheck({item.entry_point})\n"
+    return f"{text}\n"

@@ -1,8 +1,9 @@
-"""The sandbox of generated code: `python -I -S sandboxed.py`, started by functions.py. Standard library only.
+"""The sandbox of generated code: `python -I -S sandboxed.py`, started by items.py. Standard library only.
 
-Three processes. This one waits with a deadline. Its child is process 1 of namespaces of its own: no network, no other
+Four processes. This one waits with a deadline. Its child is process 1 of namespaces of its own: no network, no other
 processes, and a file system of Python's library, read-only, and an empty /tmp in memory. That one gives up its rights
-and starts the program, with limits; when the program ends, process 1 does, and the kernel kills all that is left.
+and starts, with limits, the grader and the program (graded.py); when the grader ends, process 1 does, and the kernel
+kills all that is left.
 """
 
 import ctypes
@@ -25,24 +26,9 @@ _READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
 _DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38  # linux/prctl.h
 _UNPRIVILEGED = 65534
 _SET_UP_FAILED = 70  # exit code of process 1
-_MOST = 2000  # bytes that a program can report
+_MOST = 2000  # bytes of a verdict
+_GIVEN = ("program", "prompt", "test", "entry_point", "banned")  # what the grader is told
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
-# Starts the program, and writes the nonce when it ends without an exception: `os._exit(0)` in it does not.
-_RUNNER = """
-import json, os, sys
-job, out = json.loads(sys.stdin.buffer.read()), int(sys.argv.pop())
-null = os.open("/dev/null", os.O_RDWR)
-for stream in (0, 1, 2):
-    os.dup2(null, stream)
-sys.modules.update(dict.fromkeys(job["banned"]))
-try:
-    exec(compile(job["program"], "program", "exec"), {"__name__": "__main__"})
-    result = job["nonce"]
-except BaseException as error:
-    result = f"{type(error).__name__}: {error}"[:300]
-os.write(out, result.encode(errors="replace"))
-os._exit(0)
-"""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -100,21 +86,24 @@ def _process_1(job: Mapping[str, Any], out: int, root: bool) -> NoReturn:
             os.setresuid(_UNPRIVILEGED, _UNPRIVILEGED, _UNPRIVILEGED)
         _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        theirs, ours = os.pipe()
-        program = os.fork()
+        (theirs, ours), (asked, asking), (answers, answering) = os.pipe(), os.pipe(), os.pipe()
+        grader = os.fork()
+        if grader == 0:
+            os.close(ours)
+            _start(job, theirs, "grader", answers, asking, out)
+        if os.fork() == 0:
+            _start(job, os.open("/dev/null", os.O_RDONLY), "program", asked, answering)
     except OSError as error:
         os.write(out, f"{error.filename or 'a mount'}: {error.strerror}".encode())
         os._exit(_SET_UP_FAILED)
-    if program == 0:
-        os.close(ours)
-        _start(job, theirs, out)
-    os.close(theirs)
-    os.close(out)
-    with suppress(BrokenPipeError), os.fdopen(ours, "wb") as pipe:
-        pipe.write(json.dumps({name: job[name] for name in ("program", "nonce", "banned")}).encode())
-    while os.wait()[0] != program:  # orphans of the program
-        pass
-    os._exit(0)
+    for pipe in (theirs, asked, asking, answers, answering, out):
+        os.close(pipe)
+    with suppress(BrokenPipeError), os.fdopen(ours, "wb") as jobs:
+        jobs.write(json.dumps({name: job[name] for name in _GIVEN}).encode())
+    ended, status = os.wait()
+    while ended != grader:  # the program, or an orphan of it
+        ended, status = os.wait()
+    os._exit(_SET_UP_FAILED if os.waitstatus_to_exitcode(status) == _SET_UP_FAILED else 0)
 
 
 def _build_root(job: Mapping[str, Any]) -> None:
@@ -152,11 +141,12 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), target)
 
 
-def _start(job: Mapping[str, Any], job_pipe: int, out: int) -> NoReturn:
-    """Becomes the Python that runs the program: no rights, limits, an empty environment."""
+def _start(job: Mapping[str, Any], stdin: int, role: str, *pipes: int) -> NoReturn:
+    """Becomes the Python of the grader or of the program: no rights, limits, no environment, these pipes alone."""
     os.setsid()
-    os.dup2(job_pipe, 0)
-    os.set_inheritable(out, True)
+    os.dup2(stdin, 0)
+    for pipe in pipes:
+        os.set_inheritable(pipe, True)
     limits = {
         resource.RLIMIT_CPU: job["cpu_seconds"], resource.RLIMIT_AS: job["memory_bytes"], resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: job["file_bytes"], resource.RLIMIT_NPROC: job["processes"],
@@ -165,9 +155,10 @@ def _start(job: Mapping[str, Any], job_pipe: int, out: int) -> NoReturn:
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     try:
-        os.execve(job["python"], [job["python"], "-I", "-S", "-c", _RUNNER, str(out)], {})
+        os.execve(job["python"], [job["python"], "-I", "-S", "-c", job["code"], role, *map(str, pipes)], {})
     except OSError as error:
-        os.write(out, f"cannot start Python: {error.strerror}".encode())
+        if role == "grader":
+            os.write(pipes[-1], f"cannot start Python: {error.strerror}".encode())
         os._exit(1)
 
 
