@@ -31,6 +31,7 @@ PACKAGES = {
     "core": "errors, units, files, child processes",
 }
 TABLES = {
+    "model/published.toml": "shapes of well-known models, each with its source, for plans before a download",
     "hardware/gpus.toml": "every GPU and CPU that is known: memory, rates, kernels, each with its source",
     "hardware/wheels.toml": "PyTorch builds by index and GPU, releases of ROCm and of its driver",
     "hardware/doctor/symptoms.toml": "log lines of a machine that does not train: how to recognize them, cause, fix",

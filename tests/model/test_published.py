@@ -1,9 +1,15 @@
 """Shapes that a plan knows without a download, against the numbers that the models' own files and cards state."""
 
+import tomllib
+from importlib import resources
+
 import pytest
 
-from bloomery.model.counting import parameter_count
-from bloomery.model.presets import published_config
+from bloomery.model.config import ModelConfig
+from bloomery.model.counting import active_parameter_count, flops_per_token, layers, parameter_count
+from bloomery.model.families import FAMILIES
+from bloomery.model.presets import known_config
+from bloomery.model.published import Published, entry_config, published_config, published_models, similar_names
 
 # Half of `total_size` in model.safetensors.index.json, where weights are bfloat16, or the count on the model's page.
 COUNTS = {
@@ -15,6 +21,17 @@ COUNTS = {
     "meta-llama/Llama-2-70b-hf": 68_976_648_192,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
 }
+UNITS = {"B": 1e9, "M": 1e6}
+
+
+def near(counted: float, published: str) -> bool:
+    """Cards round or cut off: within one unit of the last digit that is written."""
+    digits, unit = published[:-1], UNITS[published[-1]]
+    return abs(counted / unit - float(digits)) <= 10.0 ** -len(digits.partition(".")[2])
+
+
+def named(entry: Published) -> str:
+    return entry.names[0]
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -22,8 +39,57 @@ def test_parameters_are_as_many_as_the_files_hold(name):
     assert parameter_count(published_config(name)) == COUNTS[name]
 
 
+@pytest.mark.parametrize("entry", published_models(), ids=named)
+def test_parameters_are_as_many_as_published(entry):
+    config = entry_config(entry, where=entry.names[0])
+    count = parameter_count(config)
+    assert count == entry.parameters if isinstance(entry.parameters, int) else near(count, entry.parameters)
+    active = active_parameter_count(config)
+    if entry.active is None:
+        assert active == count and config.experts is None
+    else:  # GPT-OSS leaves its input embeddings out of this count
+        assert near(active, entry.active) or near(active - config.vocab_size * config.hidden_size, entry.active)
+
+
+def test_the_table_has_sources_and_sixty_models():
+    text = (resources.files("bloomery.model") / "published.toml").read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    assert len(table["model"]) >= 60
+    for entry in table["model"]:
+        assert {entry["source"], entry["counted"]} <= set(table["sources"]), entry["names"]
+        assert set(entry) <= {"names", "kind", "parameters", "active", "source", "counted", "config"}
+    names = [name.lower() for entry in table["model"] for name in entry["names"]]
+    assert len(names) == len(set(names))
+
+
+def test_mirrors_and_other_spellings_are_the_same_model():
+    meant = published_config("meta-llama/Llama-3.1-8B-Instruct")
+    for name in ("NousResearch/Meta-Llama-3.1-8B-Instruct", "unsloth/Meta-Llama-3.1-8B-Instruct",
+                 "unsloth/Llama-3.1-8B-Instruct@main", "meta-llama/llama-3.1-8b-instruct"):  # fmt: skip
+        assert published_config(name) == meant, name
+    assert parameter_count(published_config("gpt2")) == 124_439_808
+    assert published_config("someone/Llama-3.1-8B-Instruct") is None
+    assert "Qwen/Qwen3-8B" in similar_names("org/Qwen-3-8B")
+
+
+def test_a_mixture_of_experts_is_counted_by_hand():
+    """Qwen3 30B-A3B: 48 layers of 128 experts with three matrices of 2,048 x 768, of which a token meets 8."""
+    config = published_config("Qwen/Qwen3-30B-A3B")
+    attention = 2048 * (2 * 32 * 128 + 2 * 4 * 128)
+    expert, router, norms = 3 * 2048 * 768, 128 * 2048, 2 * 2048 + 2 * 128
+    embeddings = 2 * 151_936 * 2048 + 2048
+    assert parameter_count(config) == embeddings + 48 * (attention + norms + router + 128 * expert)
+    assert active_parameter_count(config) == embeddings + 48 * (attention + norms + router + 8 * expert)
+    assert layers(config)[0].active_products == attention + router + 8 * expert
+    scores = 4 * 1024 * 32 * 128
+    products = 2 * (48 * (attention + router + 8 * expert) + 151_936 * 2048) + 48 * scores
+    assert flops_per_token(config, 1024, backward=False) == products
+    assert known_config("Qwen/Qwen3-30B-A3B") == config and config.family not in FAMILIES
+
+
 def test_llama_3_stretches_its_positions_and_groups_its_queries():
     config = published_config("meta-llama/Llama-3.1-8B-Instruct@main")
+    assert isinstance(config, ModelConfig)
     assert (config.max_positions, config.num_kv_heads, config.rope_scaling.kind) == (131_072, 8, "llama3")
     assert published_config("meta-llama/Llama-2-7b-chat-hf").num_kv_heads == 32
 

@@ -67,13 +67,22 @@ def recipe_or_model(function: F) -> F:
 
 
 def chosen_recipe(
-    recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None, *, fetch: bool = False
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    model: str | None,
+    data: str | None,
+    *,
+    fetch: bool = False,
+    planning: bool = False,
 ) -> "tuple[LoadedRecipe, str]":
     """The recipe, and the arguments that name it to another command. With a recipe, `model` and `data` are overrides;
     without one, a recipe is generated from both, and printed. Raises UserError (code 2).
+
+    `planning`: a dataset is assumed where none is named, and where it is not downloaded.
     """
     from bloomery.hub import PREFIX, fetch_dataset, fetch_model, is_hub_id
     from bloomery.plan.made import guessed_columns, made_recipe, refuse_data
+    from bloomery.plan.unsupported import refuse_untrained
     from bloomery.recipe.load import load_recipe, load_text, packaged
 
     if recipe is not None and "=" in recipe and (model or data) and not Path(recipe).exists():
@@ -87,17 +96,18 @@ def chosen_recipe(
         for line in guessed_columns(loaded.recipe):
             echo(f"columns    {line}", err=True)
         return loaded, shlex.join([recipe, *words])
-    if model is None or data is None:
+    if model is None or (data is None and not planning):
         missing = "missing RECIPE" if model is data else f"missing --{'data' if model else 'model'}"
         fix = "add a recipe (`bloomery recipes` lists the packaged ones), or --model MODEL --data PATH"
         raise UserError(missing, where="the command line", fix=fix, code=2)
     with text_flags():
         if fetch and is_hub_id(model):
+            refuse_untrained(model)
             fetch_model(model)
-        if fetch and (data.startswith(PREFIX) or is_hub_id(data)):
+        if fetch and data is not None and (data.startswith(PREFIX) or is_hub_id(data)):
             fetch_dataset(PREFIX + data.removeprefix(PREFIX))
-        text, name = made_recipe(model, data)
-    made = ["--model", model, "--data", data]
+        text, name = made_recipe(model, data, planning=planning)
+    made = ["--model", model, *([] if data is None else ["--data", data])]
     loaded = load_text(text, name=name, source=shlex.join(made), overrides=overrides)
     echo(f"# generated for {shlex.join(made)}; save this as a file to edit it\n{text}", err=True)
     return loaded, shlex.join([*made, *overrides])

@@ -79,6 +79,7 @@ def command(
     \b
     Example: bloomery plan go-coder-125m --gpu "RX 6700 XT"
              bloomery plan go-coder-125m --gpu 4090 --gpu "RX 7900 XTX" --gpu T4
+             bloomery plan --model Qwen/Qwen3-8B --gpu 4090
              bloomery plan go-coder-125m --gpu all
              bloomery plan llama3.1-8b-full-8gpu --gpu 8xMI300X
              bloomery plan go-coder-125m --gpu MI300X --simulate
@@ -86,7 +87,7 @@ def command(
     from bloomery.hardware.specs import named_gpus
 
     gpu, gpus = named_gpus(gpu, gpus)
-    loaded, source = chosen_recipe(recipe, overrides, model, data)
+    loaded, source = chosen_recipe(recipe, overrides, model, data, planning=True)
     if len(gpu) > 1 or "all" in gpu:
         if simulate:
             fix = f"bloomery plan {source} --gpu MI300X --simulate"
@@ -149,11 +150,15 @@ def show_plan(
     from bloomery.hub import cached_model, is_hub_id, local_model
     from bloomery.model.io.stored import is_bare
     from bloomery.plan.gather import absent, left_aside, models_of
+    from bloomery.plan.made import ASSUMED
     from bloomery.plan.page import page
+    from bloomery.plan.unsupported import untrained
 
     hidden = {"train"} if gpu is not None else set[str]()  # that GPU is not in this machine
     if (source or "").startswith("--model "):  # bench requires a recipe, and this one has no name
         hidden |= {"bench"}
+    if assumed := Path(loaded.recipe.data.path or "").name == ASSUMED:
+        hidden |= {"train"}
     missing = absent(loaded.recipe) if gpu is None and plan.dataset is None else ()
     if any(not place.startswith("hub:") for place in missing):
         hidden |= {"train"}
@@ -163,11 +168,17 @@ def show_plan(
     echo_page(page(report, machine, source=source or loaded.name, commands=commands, devices=words, simulated=lines))
     notes, models = [], models_of(loaded.recipe)
     for name in (name for name in models if cached_model(name) is None):
-        notes.append(f"{name} is not downloaded: shape from a table; `train` downloads it")
+        then = "`train` refuses it" if untrained(plan.model.config) else "`train` downloads it"
+        notes.append(f"{name} is not downloaded: shape from a table; {then}")
     for name in (name for name in models if not is_hub_id(name) and is_bare(local_model(name))):
         notes.append(f"no weights in {name}: `bloomery train` would fail")
     notes += left_aside(loaded.recipe)
-    for place in missing:
+    if assumed:
+        length = loaded.recipe.data.sequence_length
+        notes.append(
+            f"no --data: conversations in packed sequences of {length:,} tokens are assumed; --data adds steps"
+        )
+    for place in missing if not assumed else ():
         then = "`train` downloads it" if place.startswith("hub:") else "set data.path to your dataset before `train`"
         notes.append(f"data.path does not exist: {place}; {then}")
     for note in notes:
@@ -179,6 +190,9 @@ def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
     """The memory of the plan's step, simulated on meta tensors. Raises UserError."""
     from bloomery.simulate.run import SimulationResult, simulate
 
+    if plan.model.config.experts is not None:
+        problem = "cannot simulate a mixture of experts: it is planned, not trained"
+        raise UserError(problem, where="--simulate", fix="remove --simulate", code=2)
     if plan.model.config.transformers_backend is not None:
         problem = "cannot simulate transformers layers: they do not run on meta tensors"
         raise UserError(problem, where="--simulate", fix="remove --simulate", code=2)

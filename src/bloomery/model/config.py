@@ -44,6 +44,21 @@ class TransformersBackend:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of each MLP. It is planned and not trained: no code computes it.
+
+    `per_token` of `count` gated MLPs compute each token. `bias`: of each expert and of the router, as in GPT-OSS;
+    `sinks`: one number for each head in the softmax of attention.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    bias: bool = False
+    sinks: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """`family` (a key of `families.FAMILIES`) sets the names in a saved checkpoint; the decoder never reads it."""
 
@@ -78,6 +93,7 @@ class ModelConfig:
     final_softcap: float | None = None
     scale_embeddings: bool = False
     tie_embeddings: bool = False
+    experts: Experts | None = None  # then intermediate_size is the width of those that a token meets
     head: Literal["tokens", "values"] = "tokens"  # what is made of the last hidden states: logits, or one number each
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from bloomery.model.config import ModelConfig
+from bloomery.model.config import Experts, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -34,6 +34,8 @@ class Layer:
     name: str  # model.layers.3
     matrices: tuple[Matrix, ...]
     shapes: tuple[tuple[str, Shape], ...]
+    idle_parameters: int = 0  # of the experts that a token does not meet
+    expert_products: int = 0  # multiply-adds of a token in its experts and their router
 
     @property
     def total_parameters(self) -> int:
@@ -41,13 +43,13 @@ class Layer:
 
     @property
     def active_parameters(self) -> int:
-        """Of these what a token meets: all of them, as no layer here chooses among experts."""
-        return self.total_parameters
+        """Of these what a token meets."""
+        return self.total_parameters - self.idle_parameters
 
     @property
     def active_products(self) -> int:
         """Multiply-adds of a token in the layer's matrices."""
-        return sum(matrix.size for matrix in self.matrices)
+        return sum(matrix.size for matrix in self.matrices) + self.expert_products
 
 
 @cache
@@ -59,6 +61,10 @@ def layers(config: ModelConfig) -> tuple[Layer, ...]:
         if config.transformers_backend is None:
             matrices = tuple(_matrices(config))
             shapes = tuple(_block(config, matrices))
+            if (experts := config.experts) is not None:
+                idle, products = _unused(config, experts)
+                found.append(Layer(name, matrices, (*shapes, *_experts(config, experts)), idle, products))
+                continue
         else:
             matrices = tuple(Matrix(*raw_config) for raw_config in config.transformers_backend.matrices)
             inside = (
@@ -106,6 +112,28 @@ def _block(config: ModelConfig, matrices: tuple[Matrix, ...]) -> Iterator[tuple[
             yield from _norm(config, "self_attn.k_norm", config.key_width if whole else config.head_dim)
 
 
+def _experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
+    """Of the router and of all experts, whose matrices are stacked: a plan quantizes and counts them as matrices."""
+    width, count = config.hidden_size, experts.count
+    yield "mlp.router.weight", (count, width)
+    for name in ("gate_proj", "up_proj"):
+        yield f"mlp.experts.{name}.weight", (count * experts.width, width)
+    yield "mlp.experts.down_proj.weight", (count * width, experts.width)
+    if experts.bias:
+        yield "mlp.router.bias", (count,)
+        yield "mlp.experts.biases", (count * (2 * experts.width + width),)
+    if experts.sinks:
+        yield "self_attn.sinks", (config.num_heads,)
+
+
+def _unused(config: ModelConfig, experts: Experts) -> tuple[int, int]:
+    """Parameters of a layer that a token does not meet, and the multiply-adds of those that it meets."""
+    matrices = 3 * experts.width * config.hidden_size
+    each = matrices + (2 * experts.width + config.hidden_size if experts.bias else 0)
+    products = experts.per_token * matrices + experts.count * config.hidden_size
+    return (experts.count - experts.per_token) * each, products
+
+
 def _norm(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (width,)
     if config.norm == "layer" and config.norm_bias:
@@ -119,6 +147,8 @@ def _matrices(config: ModelConfig) -> Iterator[Matrix]:
     yield Matrix("self_attn.k_proj", config.key_width, width, config.attention_bias)
     yield Matrix("self_attn.v_proj", config.key_width, width, config.attention_bias)
     yield Matrix("self_attn.o_proj", width, config.query_width, config.output_bias)
+    if config.experts is not None:
+        return
     if config.gated_mlp:
         yield Matrix("mlp.gate_proj", inner, width, config.mlp_bias)
     yield Matrix("mlp.up_proj", inner, width, config.mlp_bias)
@@ -129,6 +159,12 @@ def _matrices(config: ModelConfig) -> Iterator[Matrix]:
 def parameter_count(config: ModelConfig) -> int:
     """Numbers that are learned; tied embeddings count once."""
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+@cache
+def active_parameter_count(config: ModelConfig) -> int:
+    """Numbers that compute a token: all, but for experts that it does not meet."""
+    return parameter_count(config) - sum(layer.idle_parameters for layer in layers(config))
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool = True) -> float:

@@ -27,6 +27,7 @@ from bloomery.model.families import (
     known_family,
 )
 from bloomery.model.io.stored import AGAIN, read_object
+from bloomery.model.published import published_config
 from bloomery.recipe import schema
 
 INSTALL = 'pip install "bloomery[hf]"'
@@ -160,55 +161,6 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds[:num_layers])
 
 
-_LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-            "rope_type": "llama3"}  # fmt: skip
-
-
-def _qwen(width: int, inner: int, layers: int, heads: int, groups: int, *, vocab: int = 151936) -> dict[str, Any]:
-    """Of Qwen2.5; the embeddings are tied up to 3B parameters."""
-    return {
-        "model_type": "qwen2", "vocab_size": vocab, "hidden_size": width, "intermediate_size": inner,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "rms_norm_eps": 1e-6,
-        "hidden_act": "silu", "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": width <= 2048,
-    }  # fmt: skip
-
-
-def _llama(inner: int, groups: int, **more: Any) -> dict[str, Any]:
-    """Of 32 layers, 4,096 wide, where `more` has no others."""
-    return {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": inner, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": groups, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "tie_word_embeddings": False, **more,
-    }  # fmt: skip
-
-
-_LLAMA_2 = _llama(11008, 32, vocab_size=32000, max_position_embeddings=4096)
-_LLAMA_2_70B = _LLAMA_2 | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
-                            "num_attention_heads": 64, "num_key_value_heads": 8}  # fmt: skip
-_LLAMA_31 = _llama(14336, 8, vocab_size=128256, max_position_embeddings=131072, rope_theta=5e5, rope_scaling=_LLAMA_3)
-_QWEN = {
-    "0.5B": _qwen(896, 4864, 24, 14, 2),
-    "1.5B": _qwen(1536, 8960, 28, 12, 2),
-    "3B": _qwen(2048, 11008, 36, 16, 2),
-    "7B": _qwen(3584, 18944, 28, 28, 4, vocab=152064),
-}
-_CONFIG_SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
-    **{f"Qwen/Qwen2.5-{size}": raw_config for size, raw_config in _QWEN.items()},
-    **{f"Qwen/Qwen2.5-{size}-Instruct": raw_config for size, raw_config in _QWEN.items()},
-    "meta-llama/Llama-2-7b-hf": _LLAMA_2,
-    "meta-llama/Llama-2-7b-chat-hf": _LLAMA_2,
-    "meta-llama/Llama-2-70b-hf": _LLAMA_2_70B,
-    "meta-llama/Llama-3.1-8B": _LLAMA_31,
-    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_31,
-})  # fmt: skip
-
-
-def published_config(name: str) -> ModelConfig | None:
-    """The config of a Hub id, with or without a revision; None where the table does not have it."""
-    raw_config = _CONFIG_SIZES.get(name.partition("@")[0])
-    return None if raw_config is None else config_from_hf(dict(raw_config), where=name)
-
-
 SAFE = "model.load_with=transformers asks for it"
 
 
@@ -328,7 +280,7 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     longer = {key: getattr(model, key) for key in CONTEXT_KEYS if getattr(model, key) is not None}
     free = {"from_", "implementation", "load_with", "dropout", *longer}
     config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
-    rotary = config.positions == "rotary" and config.transformers_backend is None
+    rotary = config.positions == "rotary" and config.transformers_backend is None and config.experts is None
     fixed = [key for key in type(model).model_fields if key not in free and getattr(model, key) is not None]
     if fixed or (longer and not rotary):
         raise UserError(

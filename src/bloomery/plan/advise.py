@@ -16,7 +16,7 @@ from bloomery.hardware.doctor.software import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.model.config import ModelConfig
-from bloomery.plan import mesh
+from bloomery.plan import mesh, unsupported
 from bloomery.plan.batch import SMALL_CHUNK, Measure
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.memory import MeshSplit
@@ -446,6 +446,8 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
 def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """One sentence each: contradictions of the recipe, settings without effect. None of them stops a run."""
     profile = facts.profile
+    if reason := unsupported.untrained(facts.config):
+        yield f"planned, not trained: {reason}; `bloomery train` refuses this model"
     yield from facts.unrun
     yield from _claims(recipe, plan, verdicts)
     if recipe.train.min_steps is not None and plan.train.seconds is None:

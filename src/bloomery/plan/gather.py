@@ -39,10 +39,17 @@ from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
 from bloomery.model.config import ModelConfig
 from bloomery.model.families import architecture_of
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
-from bloomery.model.presets import build_config, known_config, published_config, read_config, stated_config
+from bloomery.model.presets import build_config, known_config, read_config, stated_config
+from bloomery.model.published import published_config, similar_names
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import DatasetFacts
-from bloomery.plan.unsupported import refuse_few_positions, refuse_misfits, refuse_other_words, refuse_recipe
+from bloomery.plan.unsupported import (
+    refuse_few_positions,
+    refuse_misfits,
+    refuse_other_words,
+    refuse_recipe,
+    refuse_untrained,
+)
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Data, Distill, Model, Recipe, Source
 
@@ -157,13 +164,26 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     if isinstance(recipe.objective, Distill):
         models.append((Model(**{"from": recipe.objective.teacher}), False))
     for model, reward in models:
+        if weights:
+            refuse_untrained(str(model.from_))
         if weights or published_config(str(model.from_)) is None:
-            hub.fetch_model(str(model.from_), weights=weights)
+            _fetch_model(str(model.from_), weights=weights)
         _refuse_bad_weights(model, weights=weights, reward=reward)
     if weights and recipe.tokenizer.from_ not in (None, "same"):
         hub.fetch_tokenizer(str(recipe.tokenizer.from_))
     if weights:
         fetch_text(recipe)
+
+
+def _fetch_model(name: str, *, weights: bool) -> None:
+    """Raises UserError; without the Hub, with the names of the table that resemble this one."""
+    try:
+        hub.fetch_model(name, weights=weights)
+    except UserError as error:
+        if weights or not (near := similar_names(name)):
+            raise
+        fix = f"{error.fix}; shapes that are known without it: {', '.join(near)}"
+        raise UserError(error.problem, where=error.where, fix=fix, code=error.code) from error
 
 
 def _refuse_bad_weights(model: Model, *, weights: bool, reward: bool) -> None:

@@ -13,7 +13,7 @@ from bloomery.core.units import MIB
 from bloomery.data.sources.documents import describe_columns, peek
 from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
 from bloomery.data.tokenizer.templates import own_templates, templates_in
-from bloomery.model.presets import published_config
+from bloomery.model.published import published_config
 from bloomery.recipe.schema import Recipe, Source
 
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
@@ -49,10 +49,17 @@ _METHODS = {
 }  # fmt: skip
 
 
-def made_recipe(model: str, data: str) -> tuple[str, str]:
-    """The recipe as YAML, and its name. Raises UserError for data that do not exist or cannot be read."""
-    source = Source(path=_place(data))
-    found = peek(source)
+ASSUMED = "assumed-conversations.jsonl"  # data.path of a plan without a dataset
+
+
+def made_recipe(model: str, data: str | None, *, planning: bool = False) -> tuple[str, str]:
+    """The recipe as YAML, and its name. Raises UserError for data that do not exist or cannot be read.
+
+    A plan needs no dataset: without `data`, or with one of the Hub that is not downloaded, conversations are assumed.
+    """
+    source = Source(path=ASSUMED if data is None else _place(data))
+    assumed = data is None or (planning and source.path.startswith(hub.PREFIX) and not _downloaded(source.path))
+    found = ("auto", {}) if assumed else peek(source)
     method = _TEXT if found is None else _METHODS.get(found[0], _SFT)
     format, columns = found or ("auto", {})
     facts = _facts(model)
@@ -88,6 +95,11 @@ def guessed_columns(recipe: Recipe) -> list[str]:
         for source, read in found
         if read is not None and read[1] != source.columns
     ]
+
+
+def _downloaded(place: str) -> bool:
+    """Of `hub:ORG/NAME`. Raises UserError for what is no such name."""
+    return hub.data_place(place).exists()
 
 
 def _place(data: str) -> str:

@@ -14,7 +14,7 @@ from bloomery.core.units import GIB, MIB, format_bytes, format_count, format_sec
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.profile import Profile, build_profile, fitting_builds, with_gpu
 from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, table
-from bloomery.model.counting import parameter_count
+from bloomery.model.counting import active_parameter_count, parameter_count
 from bloomery.model.families import architecture_of
 from bloomery.plan.advise import energy_kwh, span
 from bloomery.plan.estimate.speed import useful_flops
@@ -23,6 +23,7 @@ from bloomery.plan.gather import facts_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import LayoutPlan, ParallelPlan, PlanReport, RunPlan, Verdict
+from bloomery.plan.unsupported import untrained
 from bloomery.recipe.load import LoadedRecipe
 
 WIDTH = 100
@@ -32,7 +33,10 @@ REMARK = WIDTH - LABEL - 15 - 4 - 2 - (BAR + 2)  # columns next to a part of the
 REASON = 24  # the column of a setting's reason
 EDIT = 40  # columns of a suggestion
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
-FAMILY_NAMES = {"gpt2": "GPT-2"}  # of families whose name is more than a capital letter
+FAMILY_NAMES = {
+    "gpt2": "GPT-2", "gpt_oss": "GPT-OSS", "qwen3_moe": "Qwen3 MoE", "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "phi3": "Phi-3",
+}  # fmt: skip
 SETTINGS = (  # shown where a plan has them
     "model.implementation", "objective.reference", "objective.teacher", "data.chat.train_on", "adapter.kind",
     "model.from", "model.load_with", "model.vocab_size", "quantize.kind", "optimizer.state_dtype",
@@ -113,6 +117,7 @@ def headline(report: PlanReport) -> str:
     most = f"{plan.memory.high / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
     text = f"{verdict(plan)}: up to {most}." if verdict(plan) != "Fits" else "Fits."
     text = text if plan.fits else f"Does not fit: {needs}."
+    text = f"Planned, not trained. {text}" if untrained(plan.model.config) else text
     if plan.seconds is not None:
         text += f" {'About' if plan.fits else 'Would take about'} {about(plan.seconds.value)}."
     if plan.total_tokens is not None and (claimed := _wrong_tokens(report)):
@@ -169,9 +174,17 @@ def model_line(plan: RunPlan) -> str:
     family = FAMILY_NAMES.get(config.family, config.family.capitalize())
     if config.transformers_backend is not None:
         family = architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    count = parameter_count(config)
-    size = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
+
+    def shown(count: int) -> str:
+        return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
+
+    size = shown(parameter_count(config))
     origin = f", from {plan.model.source}" if plan.model.source else ""
+    if config.experts is not None:
+        active = f"{shown(active_parameter_count(config))} active per token"
+        experts = f"{config.experts.per_token} of {config.experts.count} experts"
+        size = f"{size} parameters, {active} ({experts})"
+        return f"{family} architecture, {size}, context {config.max_positions:,}{origin}"
     return f"{family} architecture, {size} parameters, context {config.max_positions:,}{origin}"
 
 
@@ -265,6 +278,8 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
         steps = max(asked / step.value, plan.train.min_steps or 1)
         least = "" if whole.value <= asked else f", and takes {format_seconds(whole.value)}"
         facts.append(f"{format_seconds(asked)} as set: about {two_digits(steps)} steps{least}")
+    else:  # its length depends on a dataset that is not here
+        facts.append(f"{format_seconds(1e6 / rate.value)} per million tokens")
     if report.energy_kwh is not None and gpu is not None:
         each = f"{plan.parallel.devices:,} x " if plan.parallel else ""
         kwh = report.energy_kwh
@@ -412,6 +427,9 @@ def next_lines(report: PlanReport, source: str, commands: list[str], devices: st
         enough = [each for each in report.suggestions if ", fits; " in each.saves]
         if enough:
             yield f"bloomery plan {source} {enough[0].edit}{devices}"
+        yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
+        return
+    if untrained(plan.model.config):
         yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
         return
     if plan.parallel is None and "train" in commands:

@@ -14,11 +14,13 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.hardware.profile import Profile
+from bloomery.hub import cached_model
 from bloomery.model.adapters.settings import method_settings, named, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST, Dequantizer, storage_bytes
 from bloomery.model.presets import CONTEXT_KEYS
+from bloomery.model.published import published_config
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import OPTIMIZERS, TrainedModel
 from bloomery.plan.types import DatasetFacts
@@ -237,6 +239,19 @@ def refuse_misfits(
     refuse_transformers_misfits(recipe, config)
     asked = recipe.train.length
     refuse_settings(recipe, config, steps=round(asked.amount) if asked.unit == "steps" else None)
+
+
+def untrained(config: ModelConfig) -> str:
+    """Why a model is planned and not trained; "" for one that is trained."""
+    return "mixtures of experts are not trained" if config.experts is not None else ""
+
+
+def refuse_untrained(name: str) -> None:
+    """Raises UserError for a model of the table that is planned and not trained, before anything is downloaded."""
+    config = published_config(name)
+    if config is not None and cached_model(name) is None and (reason := untrained(config)):
+        fix = "choose a dense model, such as Qwen/Qwen3-8B; `bloomery plan` estimates this one"
+        raise UserError(f"{name} is planned, not trained: {reason}", where="model.from", fix=fix)
 
 
 def refuse_few_positions(teacher: ModelConfig, length: int, *, where: str) -> None:

@@ -347,8 +347,10 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
 def copied_numbers(step: StepShape) -> int:
     """Values per layer that autocast copies to half precision: wider inputs of matmuls."""
     if not step.mode.frozen:
-        matrices = layers(step.config)[0].matrices if step.mixed else ()
-        return sum(matrix.size + matrix.outputs * matrix.bias for matrix in matrices)
+        first = layers(step.config)[0]
+        matrices = first.matrices if step.mixed else ()
+        experts = sum(math.prod(shape) for name, shape in first.shapes if step.mixed and ".experts." in name)
+        return sum(matrix.size + matrix.outputs * matrix.bias for matrix in matrices) + experts
     wide = [(step.model.trained, step.weight), (step.model.adapter, step.mode.adapter_bytes)]
     return sum(
         math.prod(shape)

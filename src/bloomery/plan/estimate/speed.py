@@ -17,10 +17,10 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
 from bloomery.model.config import ModelConfig
-from bloomery.model.counting import flops_per_token, layers, parameter_count
+from bloomery.model.counting import Shape, flops_per_token, layers, parameter_count
 from bloomery.model.limits import storage_bytes
 from bloomery.plan.estimate.memory import estimate_memory, keeps_scores, kept_layers
-from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel, in_layers, numbers
+from bloomery.plan.estimate.states import FULL, StepShape, TrainedModel, in_layers
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.recipe.schema import Recipe
 
@@ -175,7 +175,7 @@ def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     """FLOPs per token: forward, gradients of inputs, gradients of trainable weights, recomputation."""
     config, model = step.config, step.model
     products = 2.0 * sum(layer.active_products for layer in layers(config))
-    learning = 2.0 * sum(math.prod(s) for s in in_layers(model.trained).values() if len(s) == 2)
+    learning = 2.0 * _met({name: s for name, s in in_layers(model.trained).items() if len(s) == 2}, config)
     adapter = 2.0 * sum(math.prod(s) for s in model.adapter.values() if len(s) == 2)
     head = 2.0 * step.outputs * config.hidden_size * step.loss_share
     scored = head * (2 + model.head_learns + chunked)
@@ -192,7 +192,13 @@ def useful_flops(model: TrainedModel, sequence_length: int) -> float:
     if config.tie_embeddings and not model.head_learns:
         kept["head"] = (config.vocab_size, config.hidden_size)
     adapter = sum(math.prod(shape) for shape in model.adapter.values() if len(shape) == 2)
-    return flops_per_token(config, sequence_length) - 2.0 * numbers(kept) + 6.0 * adapter
+    return flops_per_token(config, sequence_length) - 2.0 * _met(kept, config) + 6.0 * adapter
+
+
+def _met(shapes: Mapping[str, Shape], config: ModelConfig) -> float:
+    """Numbers of these matrices that compute a token: all, but of experts the part that it meets."""
+    part = 1.0 if config.experts is None else config.experts.per_token / config.experts.count
+    return sum(math.prod(shape) * (part if ".experts." in name else 1.0) for name, shape in shapes.items())
 
 
 def _keys(step: StepShape) -> float:
