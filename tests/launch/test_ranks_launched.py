@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ from bloomery.monitor.events import Recovered, Resumed, StepDone, read_events
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
-from bloomery.runs.folder import RunFolder, locked, new_run
+from bloomery.runs.assembly import Assembly
+from bloomery.runs.folder import RunFolder, locked, new_run, start_mark
 from bloomery.runs.launchers import Board, current_launch, new_folder
 from bloomery.runs.lifecycle import _follow, start
 from bloomery.runs.resume_plan import refuse_other_recipe
@@ -70,6 +72,17 @@ def test_no_launcher() -> None:
     assert current_launch(batch_script) is None
     with pytest.raises(UserError, match="RANK=4 is not a rank of WORLD_SIZE=4"):
         current_launch(TORCHRUN | {"RANK": "4"})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("WORLD_SIZE", "two"), ("WORLD_SIZE", "0"), ("RANK", "-1"), ("RANK", "first"), ("LOCAL_WORLD_SIZE", "0"),
+     ("MASTER_PORT", "99999"), ("MASTER_PORT", "0"), ("MASTER_PORT", "http")],
+)  # fmt: skip
+def test_a_variable_that_is_no_number_is_named(name, text) -> None:
+    with pytest.raises(UserError, match=f"{name}={text} is not") as refused:
+        current_launch(TORCHRUN | {name: text})
+    assert refused.value.where and refused.value.fix and refused.value.code == 2
 
 
 def test_a_restart_is_another_start_of_the_same_job_and_ranks_agree_on_both() -> None:
@@ -247,6 +260,113 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
     assert last is not None and last.code == 1
 
 
+def by_hand(rank: int, world: int = 2, port: int = 29511):
+    given = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launch = current_launch(given)
+    assert launch is not None
+    return launch
+
+
+@pytest.fixture
+def locked_run(tmp_path):
+    """The folder of a run that a process has locked."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.recipe.touch()
+    with locked(folder):
+        yield folder
+
+
+def another(folder: RunFolder, launch, process: subprocess.Popen) -> Assembly:
+    """That process as a member of the launch."""
+    found = Assembly(folder.path, rank=launch.rank, world=launch.world, launch=launch.meeting,
+                     variables=launch.variables)  # fmt: skip
+    found._own = replace(found._own, pid=process.pid, started=start_mark(process.pid).rpartition(" ")[2])
+    return found
+
+
+@pytest.fixture
+def sleeper():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "problem"),
+    [
+        (by_hand(0), by_hand(0), "two processes have rank 0: process "),
+        (by_hand(1), by_hand(1), "two processes have rank 1: process "),
+        (by_hand(0), by_hand(1, world=3), "rank 0 was started as one of 2 ranks, and rank 1 as one of 3"),
+        (by_hand(1, world=3), by_hand(0), "rank 0 was started as one of 2 ranks, and rank 1 as one of 3"),
+        (by_hand(0), by_hand(1), None),
+        (by_hand(0), by_hand(0, port=29512), None),  # another launch, which cannot lock the folder
+    ],
+)
+def test_processes_of_a_launch_see_its_mistakes(locked_run, sleeper, monkeypatch, ours, theirs, problem) -> None:
+    monkeypatch.setattr("bloomery.runs.assembly.LOOK_SECONDS", 0.0)
+    assembly, other = Board(locked_run, ours).assembly, another(locked_run, theirs, sleeper)
+    assert assembly.mistake() is None
+    told = [other.mistake(), assembly.mistake()]
+    assert [told[0] and told[0].problem, told[1] and told[1].problem] == [told[0] and told[0].problem] * 2
+    assert (told[0] is None) == (problem is None)
+    if problem is None or told[0] is None:
+        return
+    assert told[0].problem.startswith(problem) and told[0].where and told[0].fix
+    # The other has said it and is gone; this one looks later.
+    sleeper.kill()
+    sleeper.wait()
+    assert Board(locked_run, ours).assembly.mistake() is None  # a start after that: nobody else is there
+
+
+def test_a_killed_process_is_no_second_one(locked_run, sleeper, monkeypatch) -> None:
+    """A launcher starts its ranks again in the same folder."""
+    monkeypatch.setattr("bloomery.runs.assembly.LOOK_SECONDS", 0.0)
+    before = another(locked_run, by_hand(1), sleeper)
+    assert before.mistake() is None and list((locked_run.path / "ranks/present").iterdir())
+    sleeper.kill()
+    sleeper.wait()
+    assert Board(locked_run, by_hand(1)).assembly.mistake() is None
+
+
+def ended_ranks(bloomery: Bloomery, *environments: dict[str, str]) -> list[tuple[int, str]]:
+    """Exit code and stderr of processes that are started together, each within 20 seconds of processor time."""
+    words = ("train", "tiny.yaml", "--run-dir", "runs/one", "-d", "cpu")
+    with ExitStack() as stack:
+        processes = []
+        for environment in environments:
+            with pytest.MonkeyPatch.context() as patch:
+                for name, value in environment.items():
+                    patch.setenv(name, value)
+                processes.append(stack.enter_context(bloomery.start(*words)))
+        return [(process.returncode, err) for process in processes for _, err in [process.communicate(timeout=60)]]
+
+
+def variables(rank: int, world: int, port: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("members", "problem"),
+    [
+        pytest.param([(0, 2), (1, 2), (1, 2)], "two processes have rank 1", id="rank 1 twice"),
+        pytest.param([(0, 2), (0, 2)], "two processes have rank 0", id="rank 0 twice"),
+        pytest.param([(0, 2), (1, 3)], "rank 0 was started as one of 2 ranks", id="other sizes",
+                     marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_a_wrong_launch_ends_every_process_with_one_sentence(bloomery, one_thread, members, problem) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ends = ended_ranks(bloomery, *(variables(rank, world, port) for rank, world in members))
+    assert [code for code, _ in ends] == [2] * len(members), ends
+    for _, said in ends:
+        assert said.count("error: ") == said.count("where: ") == said.count("fix: ") == 1 and problem in said, said
+        assert "Traceback" not in said
+
+
 def test_another_start_is_not_heard_and_without_rank_0_a_rank_ends(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 0.5)
     folder = RunFolder(tmp_path / "run")
@@ -390,6 +510,25 @@ def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:
         "-m torch.distributed.run --nproc-per-node 2 -m bloomery train tiny.yaml train.seed=3"
     )
     assert "environment" in told.stdout and "OMP_NUM_THREADS=" in told.stdout
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+def test_a_disk_without_room_for_the_first_checkpoint_is_refused_with_the_number(
+    bloomery, monkeypatch, devices
+) -> None:  # fmt: skip
+    usage = shutil.disk_usage(bloomery.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**19))
+    refused = bloomery.here("train", "tiny.yaml", "-d", devices, "--run-dir", "runs/one")
+    assert refused.returncode == 1
+    pattern = r"error: 512\.0 KiB of disk are free, and a checkpoint of this run needs ([\d.]+) MiB"
+    said = re.search(pattern, refused.stderr)
+    assert said, refused.stderr
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    trained = bloomery.run("train", "tiny.yaml", "-d", devices, "--run-dir", "runs/two", "train.max_steps=2")
+    assert trained.returncode == 0, trained.stderr
+    (saved,) = (bloomery.folder / "runs/two/checkpoints").glob("step-*")
+    needs, written = float(said[1]) * 2**20, sum(path.stat().st_size for path in saved.iterdir())
+    assert written < needs < 1.1 * written + 2**20
 
 
 def test_two_sequences_train_on_three_ranks_as_on_one_and_resume_on_two(bloomery, one_thread) -> None:

@@ -26,7 +26,6 @@ from bloomery.plan.types import RunPlan, TrainPlan
 
 SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
 CPU_NUMBERS, GPU_NUMBERS = 2**18, 2**24  # float32 in the timed all-reduce
-FREE_BYTES = 2**30  # less free space is not enough for a run of any size
 
 
 @final
@@ -106,9 +105,6 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
         if (error := check(facts)) is not None:
             raise error
     size, rate = _all_reduce(mesh, facts)
-    if mesh.first and (free := shutil.disk_usage(run_dir).free) < FREE_BYTES:
-        raise UserError(f"{format_bytes(free)} of disk are free, too few for checkpoints", where=str(run_dir),
-                        fix="free disk space")  # fmt: skip
     return Preflight(
         hosts=tuple(str(fact["host"]) for fact in facts),
         bytes_per_second=rate,

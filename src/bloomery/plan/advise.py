@@ -320,14 +320,20 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     tokens = None if dataset is None else dataset.tokens
     if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
-    each = step.model.learning_bytes(step.precision)
-    each += step.model.optimizer_bytes(recipe.optimizer.kind, step.precision)
+    each = checkpoint_bytes(plan, step.model)
     wide = 1 if config.vocab_size <= 65536 else 2
     disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)}
     disk |= {"checkpoint": each, "checkpoints": each * (recipe.checkpoint.keep + 2)}
     if dataset is not None and reference_of(recipe.objective, recipe.adapter).value == "precomputed":
         disk["reference"] = float(REFERENCE_BYTES * dataset.tokens)
     return disk
+
+
+def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
+    """Of one checkpoint: trainable parameters and optimizer states. `model`: that of the plan, if it is at hand."""
+    model = model or TrainedModel.of(plan, plan.model.config)
+    precision = plan.train.precision
+    return model.learning_bytes(precision) + model.optimizer_bytes(plan.optimizer.kind, precision)
 
 
 def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:

@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Protocol, final
 from bloomery.core.child import LOOPBACK_INTERFACE
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
+from bloomery.runs.assembly import Assembly
 from bloomery.runs.folder import RunFolder, host_name, propose_folder, start_mark, worked_on
 
 # In this order: who set the variables, and those of rank, number of ranks, rank on this host, ranks on this host.
@@ -37,6 +38,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FIRST_WORD_SECONDS = 300.0  # for rank 0 to lock the run folder
 GONE_SECONDS = 15.0  # between two sights of its lock
 POLL_SECONDS = 0.2
+SECOND_START_SECONDS = 3.0  # until the process that has locked the run folder shows its rank
 
 
 @final
@@ -45,7 +47,8 @@ class Launch:
     """The place of this process among those that `launcher` started.
 
     `job`: the same for all ranks and for every restart of them; "" where the launcher names none. `start`: the same
-    for all ranks, another after a restart. `address`: of rank 0's host, None where the launcher does not set it.
+    for all ranks, another after a restart. `meeting`: the same too, for processes with other numbers of ranks as well.
+    `address`: of rank 0's host, None where the launcher does not set it.
     """
 
     launcher: str
@@ -55,8 +58,10 @@ class Launch:
     local_world: int
     job: str
     start: str
+    meeting: str
     address: str | None = None
     port: int | None = None
+    variables: tuple[str, str] = ("RANK", "WORLD_SIZE")  # that gave the rank and the number of ranks
 
     @property
     def alone(self) -> bool:
@@ -80,10 +85,12 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
     given = os.environ if given is None else given
     known = [
         names for names in VARIABLES
-        if _number(given, names[1]) is not None and _number(given, names[2]) is not None
+        if given.get(names[1]) and given.get(names[2])
         and (names[0] != "srun" or "SLURM_STEP_ID" in given or "SLURM_STEPID" in given)
         and (names[2] != "SLURM_NTASKS" or "SLURM_STEP_NUM_TASKS" not in given)  # of the job, not of this step
     ]  # fmt: skip
+    for names in known:
+        _refuse_malformed(given, names)
     if not known:
         return None
     names = max(known, key=lambda each: int(given[each[2]]))
@@ -106,13 +113,37 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
     elif launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in given:
         launcher = "RANK and WORLD_SIZE"
     job = _job(given, names[0], alone=local_world >= world)
-    start = "/".join([job, str(world), *(given.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", *RESTARTS))])
+    store = [given.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    restarts = [given.get(name, "") for name in RESTARTS]
+    # Variables set by hand: one parent need not have started all processes, and they meet at one port.
+    by_hand = launcher == "RANK and WORLD_SIZE" and all(store)
     # The agent of torchrun listens at its port itself.
-    port = None if given.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _number(given, "MASTER_PORT")
+    port = None if given.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _port(given)
     return Launch(
-        launcher, rank, world, rank % local_world if local_rank is None else local_rank, local_world, job, start,
-        address, port,
+        launcher, rank, world, rank % local_world if local_rank is None else local_rank, local_world, job,
+        start="/".join([job, str(world), *store, *restarts]),
+        meeting="/".join([*(store if by_hand else [job]), *restarts]),
+        address=address, port=port, variables=(names[1], names[2]),
     )  # fmt: skip
+
+
+def _refuse_malformed(given: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises UserError for a variable of this launcher that is not a number, and for zero ranks."""
+    for name, least in ((names[1], 0), (names[2], 1), (names[3], 0), (names[4], 1)):
+        if not name or not given.get(name) or (given[name].isdecimal() and int(given[name]) >= least):
+            continue
+        wanted = "a positive number" if least else "a rank, which is 0 or a positive number"
+        fix = f"unset {names[1]} and {names[2]} to train without a launcher, or correct it"
+        raise UserError(f"{name}={given[name][:40]} is not {wanted}", where="the environment", fix=fix, code=2)
+
+
+def _port(given: Mapping[str, str]) -> int | None:
+    """Where the ranks meet; None where no variable names a port. Raises UserError for a text that is none."""
+    text = given.get("MASTER_PORT", "")
+    if text and not (text.isdecimal() and 0 < int(text) < 65536):
+        problem = f"MASTER_PORT={text[:40]} is not a port"
+        raise UserError(problem, where="the environment", fix="unset it, or set a number from 1 to 65535", code=2)
+    return int(text) if text else None
 
 
 def _number(given: Mapping[str, str], name: str) -> int | None:
@@ -199,13 +230,33 @@ class Board:
     def __init__(self, folder: RunFolder, launch: Launch) -> None:
         self._folder, self.launch = folder, launch
         self.path = folder.path / "ranks"
+        self.assembly = Assembly(
+            folder.path, rank=launch.rank, world=launch.world, launch=launch.meeting, variables=launch.variables
+        )
         self.word: Word | None = None
         self._checked_at, self._is_over = 0.0, False
 
     def open(self) -> None:
-        """As rank 0, which holds the lock: messages of earlier starts no longer count."""
+        """As rank 0, which holds the lock: messages of earlier starts no longer count.
+
+        Raises UserError for a mistake of the launch that can be seen already.
+        """
         with suppress(OSError):
             (self.path / "word.json").unlink(missing_ok=True)
+        if (mistake := self.assembly.mistake()) is not None:
+            raise mistake
+
+    def refuse_second_start(self) -> None:
+        """As a rank 0 that could not lock the run folder.
+
+        Raises UserError where another rank 0 of this launch holds the lock.
+        """
+        deadline = time.monotonic() + SECOND_START_SECONDS
+        while worked_on(self._folder.path) and time.monotonic() < deadline:
+            if (mistake := self.assembly.mistake()) is not None:
+                raise mistake
+            time.sleep(POLL_SECONDS)
+        self.assembly.end()
 
     def begin(self, *, resumed: bool) -> None:
         """As rank 0: the others may start."""
@@ -237,13 +288,16 @@ class Board:
     def wait(self, stopped: Callable[[], bool]) -> Word | None:
         """As another rank: the word that begins the next attempt, or ends the run; it is then `word`.
 
-        None when rank 0 has ended without one, or `stopped()` became true.
+        None when rank 0 has ended without one, or `stopped()` became true. Raises UserError for a mistake of the
+        launch.
         """
         before = -1 if self.word is None else self.word.attempt
         patience = FIRST_WORD_SECONDS if self.word is None else GONE_SECONDS
         deadline = time.monotonic() + patience
         since_ended: float | None = None
         while not stopped() and time.monotonic() < deadline:
+            if (mistake := self.assembly.mistake()) is not None:
+                raise mistake
             word, works = self._current(), worked_on(self._folder.path)
             if works:
                 deadline = time.monotonic() + GONE_SECONDS

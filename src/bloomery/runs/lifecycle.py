@@ -4,11 +4,12 @@ The parent never imports torch: it handles Ctrl+C at once, and survives a crash 
 """
 
 import os
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from typing import final
 
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import expanded
-from bloomery.core.units import GIB, format_bytes
+from bloomery.core.units import GIB, MIB, format_bytes
 from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, prepared_folder
 from bloomery.data.prepare.split import file_roles, size_warnings
@@ -27,7 +28,7 @@ from bloomery.hardware.machine import Machine, read_machine
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import Event, Recovered, RunEnded, Warned
 from bloomery.monitor.sinks import LogFile, require, write_metrics
-from bloomery.plan.advise import advise, energy_kwh
+from bloomery.plan.advise import advise, checkpoint_bytes, energy_kwh
 from bloomery.plan.gather import counted, facts_of, fetch, gather, left_aside
 from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted
 from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
@@ -60,6 +61,7 @@ from bloomery.train.run import is_done, name_of, read_history
 INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 MOST_RESTARTS = 3
+CHECKPOINT_MARGIN, CHECKPOINT_SLACK = 1.05, MIB  # over the planned tensors; for headers and JSON
 
 
 @final
@@ -215,6 +217,7 @@ def start(
         planned(plan, machine)
     with (
         stop_requests() as requests,
+        _alone_at_rank_0(launch, path),
         new_run(loaded, path) as (folder, lock),
         event_hub(folder, quiet=quiet, lines=launch is not None) as hub,
     ):
@@ -243,7 +246,7 @@ def resume(
     if launch is not None and launch.rank:
         return _follow(launch, path, devices)
     folder = existing(path)
-    with stop_requests() as requests, locked(folder) as lock:
+    with stop_requests() as requests, _alone_at_rank_0(launch, path), locked(folder) as lock:
         require_identity(folder.path)
         read_sealed(folder.recipe)
         loaded = load_recipe(folder.recipe, overrides)
@@ -276,6 +279,17 @@ def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
     except OSError as error:
         reason = f"the hooks of this run will not start after a resume: cannot write {error.filename}"
         flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
+
+
+@contextmanager
+def _alone_at_rank_0(launch: Launch | None, path: Path) -> Iterator[None]:
+    """Where an error in the block comes from another rank 0 of this launch, which has the run folder, that is said."""
+    try:
+        yield
+    except UserError:
+        if launch is not None:
+            Board(RunFolder(expanded(path).absolute()), launch).refuse_second_start()
+        raise
 
 
 def _board(folder: RunFolder, launch: Launch | None, hub: EventHub) -> Board | None:
@@ -341,6 +355,7 @@ def _ended(flow: _Flow, work: Callable[[], int]) -> EndedRun:
     finally:
         if flow.board is not None:
             flow.board.conclude(code)
+            flow.board.assembly.end()
 
 
 def _outcome(flow: _Flow, work: Callable[[], int]) -> EndedRun:
@@ -371,6 +386,7 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     facts = gather(loaded, machine, prepared=data)
     report = advise(loaded, resolve(loaded, facts, gpus=count, nodes=hosts), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
+    _refuse_little_disk(flow.folder.path, plan)
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
     small = size_warnings(read_manifest(data), sequence_length=loaded.recipe.data.sequence_length)
@@ -378,6 +394,18 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
         flow.hub.emit(Warned(reason=reason))
     _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
+
+
+def _refuse_little_disk(folder: Path, plan: RunPlan) -> None:
+    """Raises UserError where not even the first checkpoint fits on the disk. Later ones make room by themselves."""
+    needed = round(checkpoint_bytes(plan) * CHECKPOINT_MARGIN) + CHECKPOINT_SLACK
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{format_bytes(free)} of disk are free, and a checkpoint of this run needs {format_bytes(needed)}",
+            where=str(folder),
+            fix=f"free {format_bytes(needed - free)}, or pass a --run-dir on another disk",
+        )
 
 
 def _write(

@@ -23,7 +23,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
-from bloomery.monitor.events import Event, Phase, follow
+from bloomery.monitor.events import Event, Phase, RunStarted, follow
 from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.launchers import Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
@@ -349,10 +349,19 @@ def run_stage(
         stop = group.stop if stage == "train" else lambda: kill_group(own[0].child.pid)
         save = partial(own[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
         with requests.handled_by(stop, save):
-            for event in follow(folder.events, group.over, start=size):
+            for event in follow(folder.events, partial(_over, group, board), start=size):
                 group.note(event)
+                if board is not None and isinstance(event, RunStarted):
+                    board.assembly.end()  # all ranks have met
                 on_event(event)
         return group.result(stage)
+
+
+def _over(group: _Group, board: Board | None) -> bool:
+    """Whether all ranks have ended. Raises UserError for a mistake of the launch, which would let them wait."""
+    if board is not None and (mistake := board.assembly.mistake()) is not None:
+        raise mistake
+    return group.over()
 
 
 def rank_environment(rank: int, ranks: int, meeting: str) -> dict[str, str]:
