@@ -37,6 +37,15 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
     return folder
 
 
+def make_chat_model(folder: Path, *tokens: str, seed: int = 0) -> Path:
+    """A model whose end of a turn, <|im_end|>, is not its end of a text; `tokens` are in its vocabulary, too."""
+    tokenizer = make_tokenizer(folder).with_tokens(["<|im_start|>", "<|im_end|>", *tokens])
+    tokenizer.save(folder)
+    config = make_config(tokenizer)
+    write_model(model_state(fresh_decoder(config, seed=seed)), config, folder)
+    return folder
+
+
 def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
     """A run whose checkpoint of step n was initialised with seed n."""
     folder.mkdir(parents=True)

@@ -14,7 +14,10 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.io.weights import load_decoder
 from bloomery.serve.app import Server
-from bloomery.serve.engine import Engine, Limits, Served, serve_loaded
+from bloomery.serve.engine import Engine
+from bloomery.serve.limits import Limits
+from bloomery.serve.listen import uvicorn_config
+from bloomery.serve.served import Served, serve_loaded
 
 LIMITS = Limits(slots=4, context=120, new_tokens=100, queue=200, seconds=60, body_bytes=20_000)
 
@@ -39,8 +42,9 @@ def running(
             tokenizer = load_tokenizer(folder)
             models.append(serve_loaded(decoder, tokenizer, name, limits, stack, "chatml", many))
         engine = stack.enter_context(Engine(models, limits))
-        app = Server(engine, token=token, defaults=defaults).app(("127.0.0.1", "localhost"))
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+        endpoints = Server(engine, token=token, defaults=defaults)
+        app = endpoints.app(("127.0.0.1", "localhost"))
+        server = uvicorn.Server(uvicorn_config(app, limits, port=0))
         thread = threading.Thread(target=server.run)
         thread.start()
         stack.callback(thread.join)
@@ -49,4 +53,5 @@ def running(
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
         yield Running(f"http://127.0.0.1:{port}", engine, models)
+        endpoints.close()
         engine.close()

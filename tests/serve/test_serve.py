@@ -31,7 +31,7 @@ from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Lora
 from bloomery.runs.generate import continued, generate
-from bloomery.serve.engine import token_for
+from bloomery.serve.listen import token_for
 from models_for_tests import make_model
 
 HOT = {"temperature": 1.3, "top_p": 0.9}
@@ -175,7 +175,8 @@ class TestOpenAI:
             assert each.logprob == pytest.approx(float(expected[at, new[at]]), abs=1e-4)
             likeliest = expected[at].topk(3).values.tolist()
             assert [top.logprob for top in each.top_logprobs] == pytest.approx(likeliest, abs=1e-4)
-        plain = client.completions.create(model="tiny", prompt="a", max_tokens=4, logprobs=2).choices[0].logprobs
+        plain = client.completions.create(model="tiny", prompt="a", max_tokens=4, logprobs=2, seed=1, temperature=0.0,
+            extra_body={"min_tokens": 4}).choices[0].logprobs
         assert len(plain.tokens) == len(plain.token_logprobs) == len(plain.top_logprobs) == 4
 
     def test_models_health_and_metrics(self, client: openai.OpenAI, server: Running) -> None:

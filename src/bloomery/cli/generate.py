@@ -268,12 +268,17 @@ def serve_command(
         raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
     folders = {name: model_path(path) for name, path in pairs.items()}
     use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.serve.engine import Limits, load_served, serve, token_for
+    from bloomery.serve.limits import Limits
+    from bloomery.serve.listen import bound, serve, token_for
+    from bloomery.serve.served import load_served
 
     token = token_for(host, os.environ)
+    if not math.isfinite(seconds):
+        problem, fix = f"--max-seconds is {seconds}", "pass a number of seconds"
+        raise UserError(problem, where="--max-seconds", fix=fix, code=2)
     limits = Limits(slots=slots, context=context, new_tokens=new_tokens, queue=queue, seconds=seconds,
                     body_bytes=body_bytes)  # fmt: skip
-    with ExitStack() as stack, text_flags():
+    with bound(host, port) as listener, ExitStack() as stack, text_flags():
         served = [
             load_served(folder, name, limits, stack, step=at, use=use, template=template, adapters=folders,
                         on_load=loading)
@@ -288,7 +293,7 @@ def serve_command(
             echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
 
         given = {name: value for name, value in finite(defaults).items() if value is not None}
-        serve(served, limits, host=host, port=port, token=token, on_ready=ready, show=show, defaults=given)
+        serve(served, limits, listener, host=host, token=token, on_ready=ready, show=show, defaults=given)
     echo("stopped", err=True)
 
 

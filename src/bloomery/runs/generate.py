@@ -189,6 +189,10 @@ class JsonGrammars:
         return JsonText(matcher, self.vocab_size)
 
 
+class GrammarFailed(UserError):
+    """The grammar of one text cannot be satisfied, which only shows while the text is written."""
+
+
 @final
 class JsonText:
     """How far a text has come in its grammar."""
@@ -196,12 +200,16 @@ class JsonText:
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
 
+    def copy(self) -> "JsonText":
+        """For another text: compiling a grammar takes longer."""
+        return JsonText(self._matcher.deep_copy(), self._vocab_size)
+
     def masked(self, logits: Tensor) -> Tensor:
         """Logits [V], -inf of tokens that the grammar excludes. Raises UserError where the library gives up."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             problem = f"the grammar failed: {self._matcher.get_error().splitlines()[0][:200]}"
-            raise UserError(problem, where="the JSON schema", fix="simplify the schema")
+            raise GrammarFailed(problem, where="the JSON schema", fix="simplify the schema")
         allowed = np.unpackbits(bits, bitorder="little", count=self._vocab_size).astype(bool)
         return logits.masked_fill(~torch.from_numpy(allowed), float("-inf"))
 

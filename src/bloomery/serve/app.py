@@ -2,132 +2,52 @@
 
 import asyncio
 import hmac
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
-from typing import Annotated, Any, Literal, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as Event
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import Message, Role
 from bloomery.model.decoding import Sampling, known_ids
-from bloomery.serve.engine import Chance, End, Engine, Job, Piece, QueueFull, Served
+from bloomery.runs.generate import JsonText
+from bloomery.serve.answers import Shape
+from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull
+from bloomery.serve.limits import MOST_OPEN_BODIES, RETRY_SECONDS, Refused
+from bloomery.serve.requests import (
+    MOST_STOPS,
+    A,
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Json,
+    ObjectFormat,
+    SchemaFormat,
+    parsed,
+)
+from bloomery.serve.served import Served
+from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
 
 BODY_SECONDS = 30.0  # for a client to send its request
-MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 16, 20
+DRAIN_SECONDS, DRAIN_BYTES = 1.0, 4 * 2**20  # of a request that is refused, so that its client reads the answer
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-Json = dict[str, Any]
-Text = Annotated[str, StringConstraints(max_length=2**21)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-class Refused(Exception):
-    """An answer other than 200, as OpenAI words it."""
-
-    def __init__(self, status: int, problem: str, *, code: str | None = None, parameter: str | None = None) -> None:
-        super().__init__(problem)
-        self.status = status
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        self.body = {"error": {"message": problem, "type": kind, "param": parameter, "code": code}}
-
-
-class TextFormat(BaseModel, extra="forbid", strict=True):
-    type: Literal["text"]
-
-
-class ObjectFormat(BaseModel, extra="forbid", strict=True):
-    type: Literal["json_object"]
-
-
-class NamedSchema(BaseModel, extra="forbid", strict=True):
-    name: str = ""
-    description: str | None = None
-    content: Json = Field(alias="schema")
-    strict: bool | None = None
-
-
-class SchemaFormat(BaseModel, extra="forbid", strict=True):
-    type: Literal["json_schema"]
-    json_schema: NamedSchema
-
-
-class Asked(BaseModel, extra="forbid", strict=True):
-    """The parameters of both endpoints. `top_k` to `min_tokens` are not OpenAI's, and named as in vLLM."""
-
-    model: str = ""
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0.0, le=1.0, allow_inf_nan=False)
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    stop: Text | list[Text] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stream: bool = False
-    stream_options: dict[str, bool] | None = None
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
-    user: str | None = None
-    response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(None, discriminator="type")
-    top_k: int | None = Field(None, ge=1)
-    min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0, allow_inf_nan=False)
-    no_repeat_ngram_size: int = Field(0, ge=0, le=1000)
-    min_tokens: int = Field(0, ge=0)
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
-
-
-class Part(BaseModel, extra="forbid", strict=True):
-    type: Literal["text"]
-    text: Text
-
-
-class Turn(BaseModel, extra="forbid", strict=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part]
-    name: str | None = None
-
-
-class ChatAsked(Asked):
-    """Of /v1/chat/completions."""
-
-    messages: list[Turn] = Field(min_length=1, max_length=4096)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-
-class CompletionAsked(Asked):
-    """Of /v1/completions."""
-
-    prompt: Text | list[Text] | list[Token] | list[list[Token]]
-    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
-    echo: Literal[False] = False
-    best_of: Literal[1] | None = None
-    suffix: None = None
-
-
-A = TypeVar("A", bound=Asked)
+Result = TypeVar("Result")
 
 
 @final
@@ -139,6 +59,8 @@ class Server:
     ) -> None:  # fmt: skip
         self.defaults = dict(defaults or {})
         self.engine, self.limits, self.token, self.begun = engine, engine.limits, token, int(time.time())
+        self.tokenizing = Tokenizing(engine.limits.slots + engine.limits.queue)
+        self._body_bytes = 0  # of requests that are read or tokenized
         # model name -> (model, adapter)
         self.models: dict[str, tuple[Served, str | None]] = {}
         for model in engine.models:
@@ -159,7 +81,11 @@ class Server:
         handlers: Mapping[Any, Callable[[Request, Exception], Response]] = {
             Refused: _refusal, HTTPException: _http_error, ClientDisconnect: lambda *_: Response(status_code=499),
         }  # fmt: skip
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), self.token, hosts)
+        return Guard(Starlette(routes=routes, exception_handlers=handlers), self.token, hosts, self.limits.requests)
+
+    def close(self) -> None:
+        """Requests that wait to be tokenized end."""
+        self.tokenizing.close()
 
     async def page(self, _: Request) -> Response:
         text = files("bloomery.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -183,8 +109,11 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._described(name) for name in self.models]})
 
     async def one_model(self, request: Request) -> Response:
-        self._model(request.path_params["name"])
-        return JSONResponse(self._described(request.path_params["name"]))
+        name = request.path_params["name"]
+        if not name:
+            raise Refused(404, "no such model: the name is empty", code="model_not_found", parameter="model")
+        self._model(name)
+        return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> Json:
         model, adapter = self.models[name]
@@ -202,59 +131,91 @@ class Server:
         return self.models[name]
 
     async def chat(self, request: Request) -> Response:
-        asked = await self._read(request, ChatAsked)
-        model, adapter = self._model(asked.model)
-        if model.form is None:
-            problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
-            raise Refused(400, problem, parameter="messages")
-        turns = [
-            Message(cast(Role, "system" if turn.role == "developer" else turn.role),
-                    turn.content if isinstance(turn.content, str) else "".join(part.text for part in turn.content))
-            for turn in asked.messages
-        ]  # fmt: skip
-        try:
-            ids = await run_in_threadpool(model.encode_chat, turns)
-        except UserError as error:
-            raise Refused(400, f"the chat template refuses this: {error.problem}", parameter="messages") from error
+        async with self._read(request, ChatAsked) as asked:
+            model, adapter = self._model(asked.model)
+            if model.form is None:
+                problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
+                raise Refused(400, problem, parameter="messages")
+            turns = [
+                Message(cast(Role, "system" if turn.role == "developer" else turn.role), turn.text)
+                for turn in asked.messages
+            ]
+            num_bytes = sum(len(turn.content.encode()) for turn in turns)
+            self._measure(model, num_bytes, "messages")
+            lane = lane_of(num_bytes)
+            try:
+                ids = await self._work(request, lane, partial(model.encode_chat, turns, lane))
+            except UserError as error:
+                raise Refused(400, f"the chat template refuses this: {error.problem}", parameter="messages") from error
         top = asked.top_logprobs if asked.logprobs else None
         form = Shape("chat.completion", "chatcmpl-", asked.model or model.name, model, top)
         ends = (*model.form.stop_ids, *model.ends), model.form.stop_strings
         return await self._answer(request, asked, form, adapter, [ids], *ends)
 
     async def complete(self, request: Request) -> Response:
-        asked = await self._read(request, CompletionAsked)
-        model, adapter = self._model(asked.model)
-        given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
-        several: list[Any] = [given] if given and isinstance(given[0], int) else given
-        prompts = [
-            await run_in_threadpool(model.tokenizer.encode_prompt, each) if isinstance(each, str) else list(each)
-            for each in several
-        ]
+        async with self._read(request, CompletionAsked) as asked:
+            model, adapter = self._model(asked.model)
+            given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
+            several: list[Any] = [given] if given and isinstance(given[0], int) else given
+            self._refuse_many(len(several) * asked.n)
+            prompts = list[list[int]]()
+            for prompt in several:
+                if isinstance(prompt, str):
+                    num_bytes = len(prompt.encode())
+                    self._measure(model, num_bytes, "prompt")
+                    encode = partial(model.tokenizer.encode_prompt, prompt)
+                    try:
+                        prompts.append(await self._work(request, lane_of(num_bytes), encode))
+                    except UserError as error:
+                        raise Refused(400, error.problem, parameter="prompt") from error
+                else:
+                    prompts.append(list(prompt))
         form = Shape("text_completion", "cmpl-", asked.model or model.name, model, asked.logprobs)
         return await self._answer(request, asked, form, adapter, prompts, model.ends, ())
 
-    async def _read(self, request: Request, kind: type[A]) -> A:
-        """The request, checked. Raises Refused."""
+    @asynccontextmanager
+    async def _read(self, request: Request, kind: type[A]) -> AsyncIterator[A]:
+        """The request, checked. Its size counts until the end of the block. Raises Refused."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the content type must be application/json")
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for some in request.stream():
-                    body += some
-                    if len(body) > self.limits.body_bytes:
-                        raise Refused(413, f"the request is larger than {self.limits.body_bytes:,} bytes")
-        except TimeoutError as error:
-            raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} seconds") from error
-        try:
-            return kind.model_validate_json(bytes(body))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            # Where a value may have several forms, pydantic names the one that it tried.
-            place = ".".join(str(part) for part in first["loc"])[:120]
-            unknown = first["type"] == "extra_forbidden"
-            problem = f"unknown or unsupported parameter: {place}" if unknown else f"{place or 'body'}: {first['msg']}"
-            raise Refused(400, problem, parameter=place or None) from error
+            try:
+                async with asyncio.timeout(BODY_SECONDS):
+                    async for some in request.stream():
+                        body += some
+                        self._body_bytes += len(some)
+                        if len(body) > self.limits.body_bytes:
+                            raise Refused(413, f"the request is larger than {self.limits.body_bytes:,} bytes")
+                        if self._body_bytes > MOST_OPEN_BODIES * self.limits.body_bytes:
+                            raise Refused(503, "too many large requests; try again later", code="queue_full")
+            except TimeoutError as error:
+                raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} seconds") from error
+            parse = partial(parsed, kind, bytes(body))
+            yield parse() if len(body) <= SHORT_BYTES else await self._work(request, "long", parse)
+        finally:
+            self._body_bytes -= len(body)
+
+    async def _work(self, request: Request, lane: Lane, call: Callable[[], Result]) -> Result:
+        """The result of a call in a thread, unless the client goes away. Raises Refused and ClientDisconnect."""
+        return await _unless_gone(request, self.tokenizing.run(lane, call))
+
+    def _measure(self, model: Served, num_bytes: int, parameter: str) -> None:
+        """Raises Refused for a text that is too long whatever its tokens are, before it is tokenized."""
+        if num_bytes > model.prompt_bytes:
+            problem = f"the prompt has {num_bytes:,} bytes, which is more than {self._context(model)}"
+            raise Refused(400, problem, code="context_length_exceeded", parameter=parameter)
+
+    def _context(self, model: Served) -> str:
+        """The context, and the option that raises it."""
+        more = ", the model's own" if model.context == model.longest else "; --max-context of the server raises it"
+        return f"the context of {model.context:,} tokens{more}"
+
+    def _refuse_many(self, count: int) -> None:
+        """Raises Refused for more completions than can ever wait and decode together."""
+        if count > (most := self.limits.slots + self.limits.queue):
+            problem = f"{count:,} completions in one request; this server takes at most {most:,} (--max-queue)"
+            raise Refused(400, problem, parameter="n")
 
     async def _answer(
         self, request: Request, asked: Asked, form: "Shape", adapter: str | None, prompts: list[list[int]],
@@ -273,8 +234,7 @@ class Server:
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         if len(stops) > MOST_STOPS:
             raise Refused(400, f"more than {MOST_STOPS} stop texts", parameter="stop")
-        if len(prompts) * asked.n > self.limits.slots + self.limits.queue:
-            raise Refused(400, f"{len(prompts) * asked.n} completions in one request", parameter="n")
+        self._refuse_many(len(prompts) * asked.n)
         if (most := asked.most_tokens) is not None and most > self.limits.new_tokens:
             problem = f"max_tokens is {most:,}; this server generates at most {self.limits.new_tokens:,}"
             raise Refused(400, problem, parameter="max_tokens")
@@ -284,8 +244,11 @@ class Server:
             if max(ids) >= model.decoder.config.vocab_size:
                 raise Refused(400, f"token {max(ids)} is not in the vocabulary", parameter="prompt")
             if len(ids) >= model.context:
-                problem = f"the prompt has {len(ids):,} tokens, and the context is {model.context:,}"
+                problem = f"the prompt has {len(ids):,} tokens, which leaves no room in {self._context(model)}"
                 raise Refused(400, problem, code="context_length_exceeded", parameter="prompt")
+        if schema is not None:
+            # A grammar may end with any of these tokens, and nothing but the grammar ends its text.
+            ends, texts = model.grammar_ends, ()
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**63
         sampling = Sampling(
             max_new_tokens=asked.most_tokens or self.limits.new_tokens, repetition_penalty=asked.repetition_penalty,
@@ -303,13 +266,7 @@ class Server:
 
             return put
 
-        try:
-            constraints = [
-                None if schema is None else await run_in_threadpool(model.json_text, schema)
-                for _ in range(len(prompts) * asked.n)
-            ]  # fmt: skip
-        except UserError as error:
-            raise Refused(400, error.problem, parameter="response_format") from error
+        constraints = await self._constraints(request, model, schema, len(prompts) * asked.n)
         jobs = [
             Job(model, ids, replace(sampling, seed=(seed + choice) % 2**63), (*stops, *texts),
                 put_at(number * asked.n + choice), adapter, form.top, constraints[number * asked.n + choice])
@@ -325,18 +282,36 @@ class Server:
             wanted = bool((asked.stream_options or {}).get("include_usage"))
             events = form.streamed(_events(arrived, jobs), usage if wanted else None)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        gone = asyncio.create_task(_disconnected(request))
-        done = asyncio.create_task(form.whole(_events(arrived, jobs), len(jobs), usage))
         try:
-            await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
-            if done.done():
-                return JSONResponse(await done)
-            raise ClientDisconnect
+            return JSONResponse(await _unless_gone(request, form.whole(_events(arrived, jobs), len(jobs), usage)))
         finally:
-            for task in (gone, done):
-                task.cancel()
             for job in jobs:
                 job.canceled = True
+
+    async def _constraints(
+        self, request: Request, model: Served, schema: Json | None, count: int
+    ) -> "list[JsonText] | list[None]":  # fmt: skip
+        """One for each completion. Raises Refused for a schema that is not supported."""
+        if schema is None:
+            return [None] * count
+        try:
+            first = await self._work(request, "grammar", partial(model.json_text, schema))
+        except UserError as error:
+            raise Refused(400, error.problem, parameter="response_format") from error
+        return [first, *(first.copy() for _ in range(count - 1))]
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """What the work returns. Raises ClientDisconnect, and cancels it, when its client goes away."""
+    gone, done = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
+        if done.done():
+            return await done
+        raise ClientDisconnect
+    finally:
+        for task in (gone, done):
+            task.cancel()
 
 
 async def _disconnected(request: Request) -> None:
@@ -359,105 +334,16 @@ async def _events(arrived: "asyncio.Queue[tuple[int, Piece | End]]", jobs: Seque
             job.canceled = True
 
 
-@final
-class Shape:
-    """How an endpoint words its answers. `top`: how many of the likeliest tokens to report; None: no
-    log-probabilities.
-    """
-
-    def __init__(self, kind: str, prefix: str, name: str, model: Served, top: int | None) -> None:
-        self.kind, self.model, self.chat, self.top = kind, model, kind == "chat.completion", top
-        self.head = {"id": prefix + secrets.token_hex(12), "created": int(time.time()), "model": name}
-
-    async def whole(self, events: AsyncIterator[tuple[int, Piece | End]], count: int, prompt_tokens: int) -> Json:
-        """Raises Refused where a completion failed."""
-        pieces: list[list[Piece]] = [[] for _ in range(count)]
-        ends: dict[int, End] = {}
-        async for index, event in events:
-            if isinstance(event, Piece):
-                pieces[index].append(event)
-                continue
-            if event.problem:
-                raise _failed(event)
-            ends[index] = event
-        choices = []
-        for index, parts in enumerate(pieces):
-            text = "".join(part.text for part in parts)
-            chances = [part.chance for part in parts if part.chance is not None]
-            choice: Json = {"index": index, "finish_reason": ends[index].reason}
-            if self.chat:
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-            else:
-                choice["text"] = text
-            choices.append(choice | {"logprobs": self._logprobs(chances)})
-        new = sum(end.tokens for end in ends.values())
-        return {**self.head, "object": self.kind, "choices": choices, "usage": _usage(prompt_tokens, new)}
-
-    async def streamed(
-        self, events: AsyncIterator[tuple[int, Piece | End]], prompt_tokens: int | None
-    ) -> AsyncIterator[str]:  # fmt: skip
-        """Server-sent events. `prompt_tokens`: the last event reports the usage."""
-        kind = "chat.completion.chunk" if self.chat else self.kind
-        new, begun = 0, set[int]()
-
-        def line(choices: list[Json], **more: Any) -> str:
-            extra = {"usage": None} if prompt_tokens is not None else {}
-            return f"data: {json.dumps({**self.head, 'object': kind, 'choices': choices, **extra, **more})}\n\n"
-
-        async for index, event in events:
-            reason, text, chances = None, "", list[Chance]()
-            if isinstance(event, End):
-                new += event.tokens
-                if event.problem:
-                    yield f"data: {json.dumps(_failed(event).body)}\n\n"
-                    return
-                reason = event.reason
-            else:
-                text, chances = event.text, [event.chance] if event.chance is not None else []
-            choice: Json = {"index": index, "finish_reason": reason}
-            if self.chat:
-                role = {} if index in begun else {"role": "assistant"}
-                choice["delta"] = role | ({"content": text} if reason is None else {})
-            else:
-                choice["text"] = text
-            begun.add(index)
-            yield line([choice | {"logprobs": self._logprobs(chances) if chances else None}])
-        if prompt_tokens is not None:
-            yield line([], usage=_usage(prompt_tokens, new))
-        yield "data: [DONE]\n\n"
-
-    def _logprobs(self, chances: Sequence[Chance]) -> Json | None:
-        if self.top is None:
-            return None
-        if self.chat:
-            return {"content": [_chance(each) | {"top_logprobs": list(map(_chance, each.top))} for each in chances],
-                    "refusal": None}  # fmt: skip
-        offsets, at = [], 0
-        for each in chances:
-            offsets.append(at)
-            at += len(each.text)
-        return {
-            "tokens": [each.text for each in chances], "token_logprobs": [each.logprob for each in chances],
-            "top_logprobs": [{top.text: top.logprob for top in each.top} for each in chances], "text_offset": offsets,
-        }  # fmt: skip
-
-
-def _chance(each: Chance) -> Json:
-    return {"token": each.text, "logprob": max(each.logprob, -9999.0), "bytes": list(each.text.encode())}
-
-
-def _usage(prompt_tokens: int, new: int) -> Json:
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new}
-
-
-def _failed(end: End) -> Refused:
-    status = {"timeout": 408, "closed": 503}.get(end.reason, 500)
-    return Refused(status, end.problem, code=end.reason)
+def _refused(error: Refused) -> Response:
+    later = {"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None
+    return JSONResponse(error.body, error.status, later)
 
 
 def _refusal(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    return JSONResponse(error.body, error.status, headers={"Retry-After": "2"} if error.status == 503 else None)
+    return JSONResponse(
+        error.body, error.status, headers={"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None
+    )
 
 
 def _http_error(_: Request, error: Exception) -> Response:
@@ -467,26 +353,71 @@ def _http_error(_: Request, error: Exception) -> Response:
 
 @final
 class Guard:
-    """Refuses requests without the token, or that name another host. The page itself holds no secret."""
+    """Refuses requests that name another host, lack the token, or are too many at once. The page holds no secret.
 
-    def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str]) -> None:
-        self.app, self.token, self.hosts = app, token, frozenset(hosts)
+    What is refused before its body has arrived ends its connection: nobody reads the rest.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str], most: int) -> None:
+        self.app, self.token, self.hosts, self.most, self.open = app, token, frozenset(hosts), most, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        body = Body(receive, send)
+        # The token comes first: a stranger learns nothing of a server, not even that it is busy.
+        refused = self._stranger(scope)
+        if refused is None and scope["path"] != "/health" and self.open >= self.most:
+            refused = Refused(503, f"{self.open} requests are open; try again later", code="queue_full")
+        if refused is not None:
+            await _refused(refused)(scope, body.receive, body.send)
+            return
+        self.open += 1
+        try:
+            await self.app(scope, body.receive, body.send)
+        finally:
+            self.open -= 1
+
+    def _stranger(self, scope: Scope) -> Refused | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
         host = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host
-        refused = None
         if self.hosts and host not in self.hosts:
-            refused = Refused(403, f"this server is not {host[:80]!r}")
-        elif self.token is not None and scope["path"] not in ("/", "/health"):
+            return Refused(403, f"this server is not {host[:80]!r}")
+        if self.token is not None and scope["path"] not in ("/", "/health"):
             sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
             if not hmac.compare_digest(sent, self.token.encode()):
-                refused = Refused(401, "wrong or missing token", code="invalid_api_key")
-        if refused is not None:
-            await JSONResponse(refused.body, refused.status)(scope, receive, send)
+                return Refused(401, "wrong or missing token", code="invalid_api_key")
+        return None
+
+
+@final
+class Body:
+    """The messages of one request. An answer before its body has arrived drops a little of the rest, and closes."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send, self._arrived = receive, send, False
+
+    async def receive(self) -> Event:
+        event = await self._receive()
+        if event["type"] != "http.request" or not event.get("more_body", False):
+            self._arrived = True
+        return event
+
+    async def send(self, event: Event) -> None:
+        if event["type"] == "http.response.start" and not self._arrived:
+            await self._drain()
+            if not self._arrived:
+                MutableHeaders(scope=event)["Connection"] = "close"
+        await self._send(event)
+
+    async def _drain(self) -> None:
+        """A connection that closes on unread data is reset, and its client may lose the answer."""
+        dropped = 0
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while not self._arrived and dropped < DRAIN_BYTES:
+                    dropped += len((await self.receive()).get("body", b""))
+        except TimeoutError:
             return
-        await self.app(scope, receive, send)

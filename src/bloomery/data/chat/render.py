@@ -208,7 +208,7 @@ class Renderer:
         answer = self._process(bool(tools)).read([{**job, "prompt": True}])[0]
         if "error" in answer:
             raise self._process(bool(tools)).error(answer["error"])
-        return self._tokenizer.encode_places([answer["text"]])[0][0]
+        return self._tokenizer.encode_rendered(answer["text"])
 
     def _encode_texts(self, example: Example) -> EncodedExample:
         """Prompt and response as one text, as in TRL: ids equal to those of the prompt are masked; EOS is trained

@@ -131,6 +131,10 @@ class SentencePiece:
         encodings = self._translated.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """Raises UserError as `encode_places` does."""
+        return self.encode_places([text])[0][0]
+
     @cached_property
     def _translated(self) -> Any:
         """Checked with probes without markup: here <s> is a token, in other texts characters."""

@@ -228,6 +228,11 @@ class JsonBackend:
         found = self._guarded(lambda: self._placing.encode_batch(texts, add_special_tokens=False))
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
+    def encode_rendered(self, text: str) -> list[int]:
+        call = getattr(self._library, "encode_batch_fast", self._library.encode_batch)
+        ids: list[int] = self._guarded(lambda: call([text], add_special_tokens=False))[0].ids
+        return ids
+
     def begins_with(self, token: int) -> bool:
         """Whether the file's own rule adds this token before every text."""
         return bool(self._library.encode("a", add_special_tokens=True).ids[0] == token)
@@ -297,6 +302,11 @@ class Tokenizer:
         return self._backend.files().get("tokenizer.json", b"").decode() or None
 
     @property
+    def normalizes(self) -> bool:
+        """Whether texts change before they are split; SentencePiece has its own rules."""
+        return not self._backend.description or self._backend.description.get("normalizer") is not None
+
+    @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return len(self._token_bytes)
@@ -351,6 +361,11 @@ class Tokenizer:
         for text in texts:
             words.refuse_long(self._size(text), words.LONGEST_PLACED)
         return self._backend.encode_places(texts)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of `encode_places` alone, which take less time and memory."""
+        words.refuse_long(self._size(text), words.LONGEST_PLACED)
+        return self._backend.encode_rendered(text)
 
     def encode_prompt(self, text: str) -> list[int]:
         """A text to be continued: the BOS token, where there is one, and the ids of `encode`."""

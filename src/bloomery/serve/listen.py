@@ -1,0 +1,139 @@
+"""`serve` listens, answers, and ends within seconds at Ctrl+C or SIGTERM, whatever its threads are doing."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from bloomery.core.errors import UserError
+from bloomery.serve.app import Server
+from bloomery.serve.connections import ACCEPTED_AT_ONCE, Waiting, most_connections, protocol_of, quiet_accept
+from bloomery.serve.engine import Engine
+from bloomery.serve.limits import Limits
+from bloomery.serve.served import Served
+
+TOKEN = "BLOOMERY_SERVE_TOKEN"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+GRACE = 5  # seconds for answers to end
+
+
+def token_for(host: str, environment: Mapping[str, str]) -> str | None:
+    """The token that clients must send. Raises UserError for an open address without one."""
+    token = environment.get(TOKEN)
+    if host not in LOCAL and not token:
+        raise UserError(
+            f"{host} can be reached from other machines", where="--host", code=2,
+            fix=f"set {TOKEN}, which clients send as their API key: export {TOKEN}=$(openssl rand -hex 16)",
+        )  # fmt: skip
+    if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
+        problem, fix = f"{TOKEN} is too short, or not plain ASCII", "use 8 characters or more"
+        raise UserError(problem, where="the environment", fix=fix, code=2)
+    return token
+
+
+@contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at the address, which does not listen yet. Raises UserError for an address that is taken or unknown."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise _taken(error, host, port) from error
+        yield listener
+
+
+def _taken(error: OSError, host: str, port: int) -> UserError:
+    fix = f"choose another: --port {port + 1 if port < 65535 else 0}"
+    return UserError(f"cannot listen: {error.strerror}", where=f"{host}:{port}", fix=fix, code=2)
+
+
+def uvicorn_config(app: ASGIApp, limits: Limits, **more: Any) -> uvicorn.Config:
+    """Connections of `connections.py`; uvicorn's own limit would count silent ones as requests."""
+    waiting = Waiting(most_connections(limits.requests))
+    return uvicorn.Config(
+        app, http=protocol_of(waiting), ws="none", log_level="error", access_log=False, lifespan="off",
+        timeout_graceful_shutdown=GRACE, timeout_keep_alive=10, server_header=False, backlog=ACCEPTED_AT_ONCE, **more,
+    )  # fmt: skip
+
+
+def serve(
+    models: Sequence[Served], limits: Limits, listener: socket.socket, *, host: str, token: str | None = None,
+    on_ready: Callable[[str], None] = lambda _: None, show: bool = False, defaults: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Answers requests until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser; `defaults`:
+    sampling settings of requests that leave these out. Raises UserError where the listener cannot listen any more.
+    """
+    port = listener.getsockname()[1]
+    try:
+        listener.listen()  # another process may have begun to, while models were loaded
+    except OSError as error:
+        raise _taken(error, host, port) from error
+    with Engine(models, limits) as engine:
+        hosts = ("127.0.0.1", "localhost", "[::1]") if host in LOCAL else ()
+        endpoints = Server(engine, token=token, defaults=defaults)
+
+        class Uvicorn(uvicorn.Server):
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # they are handled below: uvicorn would raise them again at its end
+
+        server = Uvicorn(uvicorn_config(endpoints.app(hosts), limits))
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+        async def run() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(quiet_accept())
+
+            def stop() -> None:
+                if not server.should_exit:
+                    _leave_after(GRACE + 1.0)
+                server.force_exit = server.should_exit  # a second signal does not wait
+                server.should_exit = True
+                endpoints.close()
+                engine.close()  # answers end, so that connections do
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop)
+            serving = asyncio.create_task(server.serve([listener]))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            if server.started:
+                listener.listen(1024)  # asyncio asked for as few as it accepts at once
+                on_ready(url)
+                if show:
+                    _open_page(url)
+            await serving
+
+        asyncio.run(run())
+
+
+def _leave_after(seconds: float) -> None:
+    """End the process even where a thread cannot be interrupted, such as a forward of a large model on a CPU."""
+
+    def leave() -> None:
+        print("stopped, before every request had ended", file=sys.stderr, flush=True)
+        os._exit(0)  # child processes end with this one
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def _open_page(url: str) -> None:
+    """In a browser with windows: one of a terminal would hold the server up."""
+    windows = sys.platform == "darwin" or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+    )
+    if not windows or not webbrowser.open(url):
+        print(f"open {url} in a browser", file=sys.stderr)

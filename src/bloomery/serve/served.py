@@ -1,0 +1,104 @@
+"""A model that is served: decoder, tokenizer, chat template, slots; and how it is loaded."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, final
+
+from bloomery.data.chat.render import ChatFormat, chat_format
+from bloomery.data.examples import Message
+from bloomery.data.tokenizer.templates import own_templates
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.model.adapters.many import Adapters
+from bloomery.model.adapters.settings import refuse_other_base
+from bloomery.model.compiled_step import compile_step
+from bloomery.model.config import refuse_values
+from bloomery.model.decoder import Decoder
+from bloomery.model.decoding import Batch, Past, known_ids
+from bloomery.runs.generate import JsonGrammars, JsonText
+from bloomery.serve.limits import Limits
+from bloomery.serve.tokenizing import Lane, most_bytes
+from bloomery.train.model_folder import find_model, model_folder
+from bloomery.train.use import CONTEXT, Use, load_used
+
+PIECE = 256  # tokens of a prompt between two steps of the other texts
+
+
+@final
+class Served:
+    """A model with its tokenizer, chat template and slots. `adapters`: by name; None where there are none."""
+
+    def __init__(
+        self, name: str, decoder: Decoder, tokenizer: Tokenizer, form: ChatFormat | None, limits: Limits,
+        adapters: Adapters | None = None, open_form: Callable[[], ChatFormat] | None = None,
+    ) -> None:  # fmt: skip
+        """`open_form` makes a second chat format, for long conversations."""
+        self.name, self.decoder, self.tokenizer, self.form, self.adapters = name, decoder, tokenizer, form, adapters
+        self.slots, self.longest = limits.slots, decoder.config.max_positions
+        self.context = min(limits.context or self.longest, self.longest)
+        self.prompt_bytes = most_bytes(tokenizer, self.context)  # a longer text has more tokens than the context
+        self.ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
+        self._open_form = open_form
+        # A template is rendered in a child process, one conversation at a time: those of short conversations do not
+        # wait for the long ones.
+        self._forms: dict[Lane, ChatFormat] = {} if form is None else {"short": form}
+        self._rendering: dict[Lane, threading.Lock] = {"short": threading.Lock(), "long": threading.Lock()}
+        self._grammars: JsonGrammars | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty slots."""
+        choose = None if self.adapters is None else self.adapters.choose
+        self.batch = Batch(Past(self.decoder, self.slots, self.context, choose), piece=PIECE)
+
+    @property
+    def grammar_ends(self) -> tuple[int, ...]:
+        """The tokens with which a grammar may end: the model's own, and those of its chat template."""
+        return known_ids(*self.ends, *(() if self.form is None else self.form.stop_ids))
+
+    def json_text(self, schema: dict[str, Any]) -> JsonText:
+        """What keeps a text to JSON of the schema. Raises UserError. For one thread."""
+        if self._grammars is None:
+            self._grammars = JsonGrammars(self.tokenizer, self.decoder.config.vocab_size, self.grammar_ends)
+        return self._grammars.start(schema)
+
+    def encode_chat(self, messages: Sequence[Message], lane: Lane = "short") -> list[int]:
+        """Raises UserError for turns that the template refuses."""
+        assert self.form is not None
+        with self._rendering[lane]:
+            if lane not in self._forms:
+                self._forms[lane] = self.form if self._open_form is None else self._open_form()
+            return self._forms[lane].encode(messages)
+
+
+def load_served(
+    model: Path, name: str, limits: Limits, stack: ExitStack, *, step: str = "best", use: Use | None = None,
+    template: str | None = None, adapters: Mapping[str, Path] | None = None, on_load: Callable[[str], None],
+) -> Served:  # fmt: skip
+    """A model ready to be served. `stack`: closes the child process of its template. Raises UserError."""
+    found = find_model(model, step)
+    cached = limits.slots, limits.context or CONTEXT
+    decoder = load_used(found, use or Use.local(), on_load=on_load, cached=cached)
+    refuse_values(decoder.config, where=str(model))
+    many = None
+    if adapters:
+        folders = {key: model_folder(folder) for key, folder in adapters.items()}
+        for folder in folders.values():
+            refuse_other_base(folder, found.weights)
+        many = Adapters(decoder, folders)
+    compile_step(decoder, on_load)
+    return serve_loaded(decoder, load_tokenizer(found.tokenizer), name, limits, stack, template, many)
+
+
+def serve_loaded(
+    decoder: Decoder, tokenizer: Tokenizer, name: str, limits: Limits, stack: ExitStack, template: str | None = None,
+    adapters: Adapters | None = None,
+) -> Served:  # fmt: skip
+    """Raises UserError for an unknown template."""
+    chats = template is not None or bool(own_templates(tokenizer.config))
+
+    def open_form() -> ChatFormat:
+        return stack.enter_context(chat_format(tokenizer, template))
+
+    return Served(name, decoder, tokenizer, open_form() if chats else None, limits, adapters, open_form)
