@@ -2,18 +2,18 @@
 
 import itertools
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 from plans_for_tests import tiny_plan
 
-from bloomery.cli.demo import Kill, time_text
+from bloomery.cli.demo import Forecast, Kill, cores_used_by_others, forecast_of, time_text
 from bloomery.core.units import Duration
 from bloomery.plan.lengths import MEASURED_STEPS
-from bloomery.plan.types import RunPlan, ScheduleBlock
+from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Wsd
-from bloomery.report.page import compared
 from bloomery.train.length import Costs, Timer, current, due, fitted, measured, with_next_block
 from bloomery.train.optim.schedules import fraction_done, planned_lr_scale
 
@@ -293,23 +293,35 @@ def test_steps_are_timed_without_what_lies_between_them():
     assert timer.elapsed == pytest.approx(180.0)
 
 
-def measured_demo(*, steps: int, every: int, step_seconds: float, ends: float) -> RunPlan:
-    """The plan of the demo once its steps are measured; later blocks do not change what was planned."""
-    first = ScheduleBlock(step=0, until=10, fraction=0.0, steps=200)
-    blocks = [ScheduleBlock(step=at, until=at + 5, fraction=0.1, steps=steps, step_seconds=each, ends=whole)
-              for at, each, whole in ((10, step_seconds, ends), (15, 9 * step_seconds, 9 * ends))]  # fmt: skip
-    train = {"steps": steps, "seconds": 104.0, "min_steps": 240, "blocks": (first, *blocks)}
-    return tiny_plan(train=train, checkpoint={"every_steps": every})
-
-
-@pytest.mark.parametrize(("step_seconds", "ends"), [(0.36, 104.0), (0.8, 215.0)], ids=["quiet", "busy"])
-def test_the_demo_and_its_report_have_one_planned_time(step_seconds, ends):
-    plan = measured_demo(steps=240, every=48, step_seconds=step_seconds, ends=ends)
-    record = SimpleNamespace(
-        plan=plan, summary=SimpleNamespace(training_seconds=1.1 * ends, peak_gib=1.0), steps=[], state="done",
-        tokens_per_second=5.0,
+def demo_plan(*, steps: int = 100) -> RunPlan:
+    return tiny_plan(
+        train={"steps": steps}, checkpoint={"every_steps": steps // 5},
+        eval={"every_steps": steps // 5, "sequences": 4},
     )  # fmt: skip
-    reported = {title: (planned, ran) for title, planned, ran in compared(record)}
-    assert reported["training time, s (planned at step 10)"] == (ends, 1.1 * ends)
-    kill = Kill(step=160, saved=145, before=dict.fromkeys(range(146, 161)))
-    assert time_text(plan, 1.1 * ends, kill) == f"time {ends:.0f} s, took {1.1 * ends:.0f} s (+10%, 15 steps twice)"
+
+
+def test_the_demo_is_planned_from_its_timed_steps_to_its_last_file():
+    plan = demo_plan()
+    validation = 10 * plan.train.tokens_per_step
+    forecast = forecast_of(plan, elapsed=20.0, done=12, step=0.5, start=4.0, validation=validation)
+    evaluated = 5 * 4 * plan.data.sequence_length / plan.train.tokens_per_step + 2 * 10  # as steps without backward
+    assert forecast.total == pytest.approx(20.0 + (100 - 12 + 10 + evaluated / 3) * 0.5 + (1 + 1.5) * 4.0)
+
+
+def test_the_demo_names_slower_steps_than_those_it_timed():
+    forecast = Forecast(step=0.5, start=4.0, total=100.0)
+    kill = Kill(step=70, saved=60, before=dict.fromkeys(range(61, 71)), gap_seconds=6.2)
+    quiet = time_text(forecast, 103.0, kill, 0.52)
+    assert quiet == "time 100 s, took 103 s (+3%), resume 6.2 s"
+    busy = time_text(forecast, 160.0, kill, 0.9)
+    assert busy.startswith("time 100 s, took 160 s (+60%), resume 6.2 s; steps took 0.90 s, not 0.50")
+
+
+def test_a_busy_core_is_seen_before_the_demo_begins():
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        busy = cores_used_by_others(0.5)
+    finally:
+        spinning.kill()
+        spinning.wait()
+    assert busy > 0.2  # of a core: this machine may have more programs than cores

@@ -59,8 +59,9 @@ class Allocator(TorchDispatchMode):
 def run_short_of_memory(plan: RunPlan, folder, allocator: Allocator) -> Run:
     opened = loop.open_context
 
-    def open_context(plan, run_dir, emit, resume_from, *rest):
-        context = opened(plan, run_dir, lambda event: (emit(event), allocator.note(event)), resume_from, *rest)
+    def open_context(plan, run_dir, emit, resume_from, *rest, **named):
+        noted = lambda event: (emit(event), allocator.note(event))  # noqa: E731
+        context = opened(plan, run_dir, noted, resume_from, *rest, **named)
         allocator.model = context.state.model_and_optimizer.model
         return context
 

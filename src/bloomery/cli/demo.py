@@ -10,12 +10,13 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import count, takewhile
@@ -42,7 +43,6 @@ from bloomery.monitor.events import (
     EvalDone,
     Event,
     Phase,
-    Resumed,
     RunEnded,
     RunStarted,
     Saved,
@@ -122,8 +122,16 @@ class Story:
         click.echo(err=self._console.stderr)
 
 
-KILL_AT = 2 / 3  # of the run's steps
-REPEATED = 5  # steps at least between the last checkpoint and the kill, to compare their losses
+KILL_AT = 0.6  # of the run's steps: after the first checkpoint from there on
+REPEATED = 10  # steps between that checkpoint and the kill, to compare their losses
+TIMED_STEPS = range(3, 13)  # the plan's step time is their median; earlier ones warm caches up
+FORWARD_SHARE = 1 / 3  # of a step's time: backward takes the rest
+CONTEXT_READS = 2  # the final evaluation reads every token twice: half of each window is context
+END_STARTS = (
+    1.5  # loading, sample, exports and report, in times from a process's start to its first step: 7 s against 4.7
+)
+BUSY_CORES = 0.25  # used by other programs, from which on the demo mentions them
+SLOWER = 1.15  # steps against the timed ones, from which on the demo mentions them
 BAR = 22  # characters of the longest bar
 SAMPLE_LINES = 8
 GREEDY = 48  # tokens that PyTorch and llama.cpp continue a prompt by
@@ -137,6 +145,8 @@ class Kill:
     saved: int  # the checkpoint that the run resumes from
     before: dict[int, float | None]
     after: dict[int, float | None] = field(default_factory=dict)
+    at: float = field(default_factory=time.time)
+    gap_seconds: float = 0.0  # from the kill to the end of the first step after it
 
     @property
     def differing(self) -> list[int]:
@@ -150,16 +160,36 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     story = Story(to_stderr=as_json)
     story.write("Bloomery demo: train a small language model on this machine's Python source code")
     story.show_status("checking this machine")
+    busy = cores_used_by_others(0.5)
     story.write(f"{describe(detect())} · no download")
+    if busy >= BUSY_CORES:
+        story.write(f"Other programs use {busy:.1f} cores now: the demo takes longer than on a quiet machine.")
     story.write()
     story.show_status("starting")
     try:
-        kill = _train_and_kill(folder, story)
+        kill, forecast = _train_and_kill(folder, story, began)
         if kill is not None:
             _resume(folder, story, kill)
     finally:
         story.end_table()
-    return evaluate_demo(folder, story, kill, began)
+    return evaluate_demo(folder, story, kill, began, forecast)
+
+
+def cores_used_by_others(seconds: float) -> float:
+    """CPU time that other programs take from this process's cores within `seconds`; 0 where the system hides it."""
+
+    def busy() -> float:
+        """Seconds of these cores in user and system mode, niced or not, or stolen by the host."""
+        with suppress(OSError, ValueError, IndexError):
+            lines = Path("/proc/stat").read_text().splitlines()
+            ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+            fields = [line.split() for line in lines if line.split()[0] in ours]
+            return sum(sum(int(field[at]) for at in (1, 2, 3, 8)) for field in fields) / os.sysconf("SC_CLK_TCK")
+        return 0.0
+
+    before, own = busy(), time.process_time()
+    time.sleep(seconds)
+    return max(0.0, busy() - before - (time.process_time() - own)) / seconds
 
 
 def free_folders(*names: str) -> list[Path]:
@@ -214,30 +244,67 @@ def followed(folder: Path, *arguments: str) -> Generator[Event]:
         )
 
 
-def _train_and_kill(folder: Path, story: Story) -> Kill | None:
-    """None when training ended before a kill after the first checkpoint."""
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of the whole demo, from its first timed steps. `start`: from a process's launch to its first step."""
+
+    step: float
+    start: float
+    total: float
+
+
+def forecast_of(plan: RunPlan, *, elapsed: float, done: int, step: float, start: float, validation: int) -> Forecast:
+    """The demo `elapsed` seconds after its beginning, with `done` steps taken; `validation`: tokens of that set.
+
+    Still to come: the other steps, those repeated after the kill, evaluations, the resume, and the end.
+    """
+    steps = plan.train.steps
+    assert steps is not None, "the length of the demo is fixed"
+    evaluations = steps // plan.eval.every_steps if plan.eval.every_steps else 1
+    sequences = evaluations * (plan.eval.sequences or 0)
+    read = sequences * plan.data.sequence_length + CONTEXT_READS * validation
+    forward = FORWARD_SHARE * read / plan.train.tokens_per_step
+    left = (steps - done + REPEATED + forward) * step + (1 + END_STARTS) * start
+    return Forecast(step=step, start=start, total=elapsed + left)
+
+
+def _train_and_kill(folder: Path, story: Story, demo_began: float) -> tuple[Kill | None, Forecast | None]:
+    """No kill when training ended before one after a checkpoint, no forecast when it ended before the timed steps."""
     losses: dict[int, float | None] = {}
-    steps, saved, began = 0, 0, time.time()
+    seconds: list[float] = []
+    forecast: Forecast | None = None
+    saved, steps, launched, first_event, prepared = 0, 0, time.time(), 0.0, 0.0
     with closing(followed(folder, "train", "demo", "--run-dir", str(folder))) as events:
         for event in events:
             story.show(event)
+            first_event = first_event or event.time
             match event:
+                case Phase(name="tokenizer" | "tokens" | "checksums"):
+                    prepared = event.time
                 case RunStarted():
-                    _show_dataset(story, read_plan(folder / "plan.json"), event.time - began)
-                case Phase(name="length"):
-                    first, steps = not steps, round(event.total)
-                    if first:
-                        story.begin_table(steps)
-                        _show_plan(story, read_plan(folder / "plan.json"))
+                    steps = event.steps
+                    _show_dataset(story, read_plan(folder / "plan.json"), (prepared or event.time) - launched)
                 case Saved():
                     saved = event.step
                 case StepDone():
                     losses[event.step] = event.loss
-                    if saved and steps and event.step >= max(KILL_AT * steps, saved + REPEATED):
+                    seconds.append(event.step_seconds)
+                    if event.step == 1:  # the time before the dataset's first event, and from its last one
+                        start = first_event - launched + event.time - (prepared or first_event)
+                    if event.step == TIMED_STEPS[-1]:
+                        plan = read_plan(folder / "plan.json")
+                        forecast = forecast_of(
+                            plan, elapsed=event.time - demo_began, done=event.step, start=start,
+                            step=statistics.median(seconds[TIMED_STEPS[0] - 1 :]),
+                            validation=read_manifest(plan.data.prepared).validation.tokens,
+                        )  # fmt: skip
+                        story.begin_table(steps)
+                        _show_plan(story, plan, forecast)
+                    if saved >= KILL_AT * steps and event.step >= saved + REPEATED:
                         events.close()
                         story.note(event.step, "training process killed on purpose (kill -9)")
-                        return Kill(event.step, saved, {s: x for s, x in losses.items() if s > saved})
-    return None
+                        return Kill(event.step, saved, {s: x for s, x in losses.items() if s > saved}), forecast
+    return None, forecast
 
 
 def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
@@ -252,32 +319,33 @@ def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
     story.write("tokenizer", f"{bpe:<{story.width - TITLE - 8}}{format_seconds(seconds):>8}")  # at the right margin
 
 
-def _show_plan(story: Story, plan: RunPlan) -> None:
-    """The plan, once the number of steps is known."""
+def _show_plan(story: Story, plan: RunPlan, forecast: Forecast) -> None:
+    """The plan, once the first steps are timed."""
     train, memory = plan.train, plan.memory
-    assert plan.seconds is not None, "the length of the run is known"
     reason = next(choice.reason for choice in plan.choices if choice.key == "train.precision")
     size = format_count(parameter_count(plan.model.config))
     tokens = f"{train.steps:,} steps x {train.tokens_per_step:,} tokens"
-    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB · about {format_seconds(plan.seconds.value)}"
-    story.write("plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", fits)
+    fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB"
+    whole = f"about {format_seconds(forecast.total)} in all, {forecast.step:.2f} s per step"
+    story.write("plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", f"{fits} · {whole}")
 
 
-def time_text(plan: RunPlan, took: float, kill: Kill | None) -> str:
-    """Planned and measured training time as in the report; the steps that ran twice are not planned."""
-    assert plan.seconds is not None, "the length of the run is known"
-    planned = plan.seconds.value
-    again = f", {len(kill.before)} steps twice" if kill else ""
-    return f"time {planned:.0f} s, took {took:.0f} s ({took / planned - 1:+.0%}{again})"
+def time_text(forecast: Forecast, took: float, kill: Kill | None, step_seconds: float) -> str:
+    """Planned and measured time of the whole demo; slower steps than those timed are named."""
+    text = f"time {forecast.total:.0f} s, took {took:.0f} s ({took / forecast.total - 1:+.0%})"
+    if kill is not None:
+        text += f", resume {kill.gap_seconds:.1f} s"
+    if step_seconds > SLOWER * forecast.step:
+        text += f"; steps took {step_seconds:.2f} s, not {forecast.step:.2f}: other programs used the CPU"
+    return text
 
 
 def _resume(folder: Path, story: Story, kill: Kill) -> None:
-    seconds = 0.0
     story.show_status("resuming from the last checkpoint")
     with closing(followed(folder, "resume", str(folder))) as events:
         for event in events:
-            if isinstance(event, Resumed):
-                seconds = event.seconds  # the report's figure, too
+            if isinstance(event, StepDone) and not kill.after:
+                kill.gap_seconds = event.time - kill.at
             if isinstance(event, StepDone) and event.step in kill.before:
                 kill.after[event.step] = event.loss
                 if event.step == kill.step:
@@ -285,12 +353,14 @@ def _resume(folder: Path, story: Story, kill: Kill) -> None:
                     same = "losses bitwise identical"
                     if differing:
                         same = f"{len(differing)} of {len(kill.before)} losses differ, the first at step {differing[0]}"
-                    story.note(kill.saved, f"resumed in {seconds:.1f} s; repeated {first}: {same}")
+                    story.note(kill.saved, f"resumed in {kill.gap_seconds:.1f} s; repeated {first}: {same}")
             if event.step > kill.step:
                 story.show(event)
 
 
-def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -> dict[str, Any]:
+def evaluate_demo(
+    folder: Path, story: Story, kill: Kill | None, began: float, forecast: Forecast | None = None
+) -> dict[str, Any]:
     """Evaluation, sample, export and report of the finished run; returns the document of `--json`."""
     with story.busy("loading the model"):
         from bloomery.export.layouts import export
@@ -310,10 +380,6 @@ def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -
         completion = "".join(generate(decoder, tokenizer, prompt, sampling))
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
     story.write()
-    summary = summary_of(read_events(folder / "events.jsonl"))
-    memory = plan.memory.total / GIB
-    peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
-    story.write("planned", f"{time_text(plan, summary.training_seconds, kill)} · {peak}")
     model = folder / "export" / "hf"
     with story.busy("writing the report"):
         if not model.exists():
@@ -325,6 +391,12 @@ def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -
         start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         taken = take_away(model, file, decoder, tokenizer, [*start, *tokenizer.encode(prompt)], prompt)
         report = write_report(folder, extras=(bars, *taken.answers))
+    summary = summary_of(read_events(folder / "events.jsonl"))
+    memory = plan.memory.total / GIB
+    peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
+    took = time.time() - began
+    times = "" if forecast is None else time_text(forecast, took, kill, summary.trained_seconds / summary.steps_run)
+    story.write("planned", *filter(None, (times, peak)))
     story.write("report", f"{folder / 'report.html'!s:<31}training curves, samples, events, settings")
     story.write("model", f"{model!s:<31}opens in transformers and vLLM")
     story.write("gguf", *taken.lines)
@@ -334,7 +406,10 @@ def evaluate_demo(folder: Path, story: Story, kill: Kill | None, began: float) -
         "bits_per_byte": bits["this model"],
         "gzip_bits_per_byte": bits["gzip -9"],
         "xz_bits_per_byte": bits["xz -9"],
-        "seconds": time.time() - began,
+        "seconds": took,
+        "planned_seconds": forecast.total if forecast else None,
+        "step_seconds": summary.trained_seconds / summary.steps_run,
+        "resume_seconds": kill.gap_seconds if kill else None,
         "report": str(report),
         "folder": str(folder),
         **taken.facts,

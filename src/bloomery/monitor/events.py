@@ -197,7 +197,7 @@ class Resumed(Event):
     """The run continues from a checkpoint."""
 
     path: str  # the checkpoint, or "" when the run starts over
-    seconds: float = 0.0  # to load it
+    seconds: float = 0.0  # since the process began: imports, model, checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

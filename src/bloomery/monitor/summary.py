@@ -175,6 +175,9 @@ class RunSummary:
     latest: float | None = None
     clock: Elapsed = field(default_factory=Elapsed)
     trained_seconds: float = 0.0
+    steps_run: int = 0  # with those repeated after a kill
+    compiling_steps: list[float] = field(default_factory=list)  # seconds of the first step of each compiled process
+    resume_seconds: list[float] = field(default_factory=list)  # from a process's start to its restored state
     preparation_seconds: float = 0.0  # of the dataset, before training
     smoothed: float | None = None
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
@@ -216,6 +219,7 @@ class RunSummary:
                         self.announced = self.steps
             case Resumed():
                 self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
+                self.resume_seconds.append(event.seconds)
                 if not event.step:  # it starts over: no earlier loss belongs to it
                     self._mean, self._weight, self.smoothed = 0.0, 0.0, None
                     self.losses.clear()
@@ -243,8 +247,11 @@ class RunSummary:
         return "nats per token" if self.loss_unit == "token" else f"per {self.loss_unit}"
 
     def _add_step(self, event: StepDone) -> None:
+        if self.phase is not None and self.phase.name == "compile":
+            self.compiling_steps.append(event.step_seconds)
         self.step, self.tokens, self.last, self.phase = event.step, event.tokens, event, None
         self.trained_seconds += event.step_seconds
+        self.steps_run += 1
         self.peak_gib = max(self.peak_gib, event.memory_gib)
         self.recent.append(event)
         if event.loss is None:
@@ -272,6 +279,14 @@ class RunSummary:
         if not self.recent:
             return None
         return statistics.median(step.tokens_per_second for step in self.recent)
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """Of all processes: their first steps without the usual time of a step. None: uncompiled."""
+        if not self.compiling_steps:
+            return None
+        usual = statistics.median(step.step_seconds for step in self.recent) if self.recent else 0.0
+        return sum(max(0.0, seconds - usual) for seconds in self.compiling_steps)
 
     @property
     def data_wait(self) -> float | None:

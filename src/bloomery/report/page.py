@@ -138,6 +138,7 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
     """Figures and their captions; an unknown figure is empty."""
     summary, best = record.summary, record.summary.best
     joules, each = summary.devices.joules, summary.joules_per_token
+    steps, compiling = [step.step_seconds for step in record.steps], summary.compile_seconds
     bits, loss, accuracy, perplexity = None, None, None, None
     if best is not None:
         bits, loss, accuracy, perplexity = best.bits_per_byte, best.loss, best.metrics.get("accuracy"), best.perplexity
@@ -150,6 +151,9 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (in_millions(summary.tokens) if summary.tokens else "", "tokens"),
         (format_seconds(summary.training_seconds), "training time"),
         (figure(record.tokens_per_second or None, ",.0f", ""), "tokens per second"),
+        (figure(fmean(steps) if steps else None, ".3g", " s"), "per step"),
+        ("" if compiling is None else format_seconds(compiling), "compile time"),
+        (format_seconds(max(summary.resume_seconds)) if summary.resume_seconds else "", "to resume"),
         (figure(record.utilization, ".1%", ""), "MFU"),
         (figure(summary.peak_gib or None, ".2f", " GiB"), "peak memory"),
         ("" if joules is None else format_joules(joules), f"energy, {each:.3g} J per token" if each else "energy"),

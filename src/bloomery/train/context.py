@@ -157,10 +157,12 @@ class RunContext:
 
 def open_context(
     plan: RunPlan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = ALONE, *, began: float,
 ) -> RunContext:  # fmt: skip
-    """Prepare everything that the first step needs. Raises Stopped when `stop` returns True before it."""
-    began = time.perf_counter()
+    """Prepare everything that the first step needs. `began`: when the process did, on time.perf_counter.
+
+    Raises Stopped when `stop` returns True before the first step.
+    """
     set_up_process(plan)
     assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
     plan = with_base(plan, run_dir, mesh)

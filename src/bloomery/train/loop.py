@@ -44,7 +44,7 @@ def run(
     """
     try:
         timer = timer or Timer(time.perf_counter())
-        context = open_context(plan, run_dir, emit, resume_from, stop, mesh)
+        context = open_context(plan, run_dir, emit, resume_from, stop, mesh, began=timer.began)
         context.timer, timer.before = timer, context.state.progress.seconds
         context.before_save = before_save
     except Stopped:  # before the first step
