@@ -460,7 +460,7 @@ def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe
     assert manifest.held_back == 3
 
 
-@pytest.mark.parametrize(("rows", "said"), [("", "set is empty\n"), ("\n[]\n", "1 row skipped, the first: .*held")])
+@pytest.mark.parametrize(("rows", "said"), [("", "set is empty\n"), ("\n7\n", "1 row skipped, the first: .*held")])
 def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, said):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(5)))
     (tmp_path / "held.jsonl").write_text(rows)

@@ -81,7 +81,7 @@ def chosen_recipe(
     `planning`: a dataset is assumed where none is named, and where it is not downloaded.
     """
     from bloomery.hub import PREFIX, fetch_dataset, fetch_model, is_hub_id
-    from bloomery.plan.made import guessed_columns, made_recipe, refuse_data
+    from bloomery.plan.made import made_recipe, reading_lines, refuse_data
     from bloomery.plan.unsupported import refuse_untrained
     from bloomery.recipe.load import load_recipe, load_text, packaged
 
@@ -93,7 +93,7 @@ def chosen_recipe(
         given = [f"{key}={value}" for key, value in (("model.from", model), ("data.path", data)) if value is not None]
         words = (*given, *overrides)
         loaded = load_recipe(recipe, words)
-        for line in guessed_columns(loaded.recipe):
+        for line in reading_lines(loaded.recipe):
             echo(f"columns    {line}", err=True)
         return loaded, shlex.join([recipe, *words])
     if model is None or (data is None and not planning):
@@ -110,6 +110,8 @@ def chosen_recipe(
     made = ["--model", model, *([] if data is None else ["--data", data])]
     loaded = load_text(text, name=name, source=shlex.join(made), overrides=overrides)
     echo(f"# generated for {shlex.join(made)}; save this as a file to edit it\n{text}", err=True)
+    for line in reading_lines(loaded.recipe):
+        echo(f"columns    {line}", err=True)
     return loaded, shlex.join([*made, *overrides])
 
 

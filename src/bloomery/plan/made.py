@@ -10,7 +10,7 @@ from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
-from bloomery.data.sources.documents import describe_columns, peek
+from bloomery.data.sources.documents import describe_columns, describe_rows, peek, sources_of
 from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.model.published import published_config
@@ -83,18 +83,14 @@ def made_recipe(model: str, data: str | None, *, planning: bool = False) -> tupl
     return text, f"{Path(model.partition('@')[0]).name or 'model'}-{method.method}".lower()
 
 
-def guessed_columns(recipe: Recipe) -> list[str]:
-    """Column roles that were recognized by name, of data on this disk."""
-    data = recipe.data
-    whole = [Source(path=data.path, glob=data.glob, format=data.format, columns=data.columns)] if data.path else []
-    sources = [] if recipe.objective.spec.data_kind in ("text", "any") else [*whole, *data.sources]
-    here = [source for source in sources if source.format == "auto" and hub.data_place(source.path).exists()]
-    found = [(source, peek(source)) for source in here]
-    return [
-        f"{Path(source.path).name}: {describe_columns(read[1])}"
-        for source, read in found
-        if read is not None and read[1] != source.columns
-    ]
+def reading_lines(recipe: Recipe) -> list[str]:
+    """How the datasets on this disk are read, where that was a choice: a line for each. Raises UserError without
+    files.
+    """
+    kind = recipe.objective.spec.data_kind
+    here = [source for source in sources_of(recipe.data) if hub.data_place(source.path).exists()]
+    lines = [describe_rows(source, kind) for source in here]
+    return [line for line in lines if line is not None]
 
 
 def _downloaded(place: str) -> bool:
@@ -141,8 +137,11 @@ def refuse_data(name: str) -> None:
         raise UserError("that is a model, not a recipe", where=name, fix=f"`{command}` trains it", code=2)
     if not _is_data(path):
         return
-    source = Source(path=str(path))
-    if peek(source) is None:
+    try:
+        found = peek(Source(path=str(path)))
+    except UserError:  # which training on it reports
+        found = None
+    if found is None:
         command = f"bloomery train go-coder-tiny data.path={shlex.quote(name)}"
         fix = f"`{command}` trains a new model on its text"
     else:

@@ -1,10 +1,11 @@
 """Read files of all formats as a stream of documents, in constant memory."""
 
+import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
+from itertools import compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from bloomery.data.sources.formats import (
     columns_of_examples,
     documents_of,
     format_of_row,
+    like_examples,
     read_example,
     refuse_text,
     refuse_unknown_roles,
 )
-from bloomery.data.sources.readers import TABLES, Value, column_types, read_values
+from bloomery.data.sources.readers import CHARACTERS, TABLES, Value, column_types, delimiter_of, read_values
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
@@ -31,6 +33,7 @@ _IGNORED = -100  # the label that torch and transformers mask
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
 MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # a label of -100 is masked
 ATTENTION = "attention_mask"  # 0 for padding
+_PEEKED = 100  # rows, until one can be read
 
 
 @dataclass(frozen=True)
@@ -325,18 +328,68 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
 
 
 def peek(source: Source) -> tuple[str, dict[str, str]] | None:
-    """The format and columns of a source's first row; None for text, tokens and rows that cannot be read. Raises
-    UserError without files.
+    """The format and columns of a source's first row that can be read; None for text and tokens. Raises UserError
+    without files, without rows, and for files of which no row among the first can be read.
     """
     dataset = open_dataset(source, "sft")
     file = dataset.files[0]
+    bad_row: BadRow | None = None
+    try:
+        for value in islice(read_values(file.path, file.shown, file.format), _PEEKED):
+            if isinstance(value, Value):
+                content = value.content
+                return _format_of(value, dataset, _types(content)) if isinstance(content, dict) else None
+            bad_row = bad_row or value
+    except (EOFError, OSError, zlib.error):  # which reading the dataset reports
+        return None
+    if bad_row is not None:
+        raise bad_row
+    if len(dataset.files) > 1:
+        return None
+    raise UserError("the dataset is empty", where=file.shown, fix="add rows, or set data.path")
+
+
+def describe_rows(source: Source, required_format: RequiredFormat) -> str | None:
+    """How the rows of a source are read, where that was a choice: the delimiter of a table, columns found by their
+    names, and plain text of one column among others. None without a choice. Raises UserError without files.
+    """
+    dataset = open_dataset(source, required_format)
+    file = dataset.files[0]
+    parts = list[str]()
+    if file.format in ("csv", "tsv") and (delimiter := delimiter_of(file.path, file.shown)) is not None:
+        parts.append(f"separated by {CHARACTERS[delimiter]}s")
     try:
         first = next(read_values(file.path, file.shown, file.format), None)
     except (EOFError, OSError, zlib.error):
-        return None
-    if not isinstance(first, Value) or not isinstance(first.content, dict):
-        return None
-    return _format_of(first, dataset, _types(first.content))
+        first = None
+    if isinstance(first, Value) and isinstance(first.content, dict):
+        parts += _chosen_columns(first, dataset)
+    return f"{Path(file.shown).name}: {'; '.join(parts)}" if parts else None
+
+
+def _chosen_columns(first: Value, dataset: Dataset) -> list[str]:
+    """The columns that are read of rows such as `first`, unless the recipe names them all."""
+    types = _types(first.content)
+    found = _format_of(first, dataset, types)
+    if found is not None:
+        guessed = [describe_columns(found[1])] if found[1] != dataset.columns else []
+        every = dataset.required_format in ("text", "any")
+        return [*guessed, *(["every token of them is trained on"] if every and guessed else [])]
+    try:
+        role, column = _choose(types, dataset, first.where)
+    except UserError:  # which reading the dataset raises
+        return []
+    others = [name for name in first.content if name != column]
+    if role != "text" or "text" in dataset.columns or (column in TEXT_COLUMNS and not like_examples(others)):
+        return []
+    unread = f"; not read: {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}" if others else ""
+    lines = [f"column {column!r} is plain text, every token of it is trained on{unread}"]
+    example = format_of_row(first.content, {}, required_format="sft", plain=False)
+    if example is not None:
+        named = ", ".join(f"{role}: {name}" for role, name in example[1].items())
+        columns = f" data.columns={shlex.quote('{' + named + '}')}" if named else ""
+        lines.append(f"to train on responses: data.format={example[0]}{columns}")
+    return lines
 
 
 def describe_columns(columns: dict[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -402,6 +402,12 @@ def columns_of_examples(columns: dict[str, str], present: dict[str, str]) -> lis
     used = {*columns.values(), *LISTS, *_ALL_ROLES}
     usual = {name for names in _USUAL.values() for name in names}
     return [name for name in present if name in used or name.lower() in usual] or None
+
+
+def like_examples(columns: Collection[str]) -> bool:
+    """Whether names of columns are those of conversations, of prompts and responses, or of pairs."""
+    usual = {*LISTS, *_ALL_ROLES, *(name for names in _USUAL.values() for name in names)}
+    return any(name.lower() in usual for name in columns)
 
 
 def format_of_row(

@@ -5,15 +5,18 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, BinaryIO, NoReturn, cast, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input
-from bloomery.core.units import MIB, format_bytes
+from bloomery.core.units import MIB, counted, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
 
 BLANK = MIB  # of white space in one run: a compressed file of some kilobytes may expand to hours of it
@@ -79,12 +82,10 @@ def blank(where: str) -> BadRow:
     return BadRow(where, problem, "remove it; text after it is not read")
 
 
-def decode(data: bytes, where: str) -> str:
-    """UTF-8 text. Raises BadRow that names what else the bytes look like."""
-    if data.startswith(codecs.BOM_UTF32_LE):
-        raise BadRow(where, "is UTF-32, not UTF-8", "convert it: iconv -f UTF-32 -t UTF-8")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise BadRow(where, "is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8")
+def decode(data: bytes, where: str, *, of_line: bool = False) -> str:
+    """UTF-8 text. Raises BadRow that names what else the bytes look like. `of_line`: `where` names the line."""
+    if (encoding := _wide_encoding(data)) is not None:
+        raise BadRow(where, f"is {encoding}, not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8 FILE > NEW")
     if b"\0" in data[:MIB]:
         fix = "leave it out with data.glob, or set data.on_error=skip"
         raise BadRow(where, "is binary, not text: it has NUL bytes", fix)
@@ -92,9 +93,35 @@ def decode(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        problem = f"is not UTF-8: byte 0x{data[error.start]:02x} in line {line}"
-        fix = "convert it (iconv -f LATIN1 -t UTF-8), or set data.on_error=skip"
-        raise BadRow(where, problem, fix) from error
+        place = f"at byte {error.start + 1} of the line" if of_line else f"in line {line}"
+        raise _not_utf8(where, data[error.start], place) from error
+
+
+def _wide_encoding(data: bytes) -> str | None:
+    """UTF-16 or UTF-32, by its byte order mark or, of Latin letters, by every other byte."""
+    if data.startswith(codecs.BOM_UTF32_LE):
+        return "UTF-32"
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    sample = data[:4096]
+    low, high = sample[0::2].count(0), sample[1::2].count(0)
+    if len(sample) >= 8 and max(low, high) > 0.4 * len(sample) and min(low, high) <= 1:
+        return "UTF-16LE" if high > low else "UTF-16BE"
+    return None
+
+
+def _not_utf8(where: str, byte: int, place: str) -> BadRow:
+    """A byte of another encoding; what Excel and Windows write is named with its letter."""
+    letter = bytes([byte]).decode("cp1252", "replace")
+    looks = (
+        f', "{letter}" in Windows-1252, as Excel writes it'
+        if letter.isprintable() and letter.isascii() is False
+        else ""
+    )
+    fix = (
+        "convert it (iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW; in Excel: save as CSV UTF-8), or set data.on_error=skip"
+    )
+    return BadRow(where, f"is not UTF-8: byte 0x{byte:02x} {place}{looks}", fix)
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -108,14 +135,16 @@ def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
-        return f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}"
+        ended = error.pos >= len(error.doc.rstrip())
+        end = ", where it ends: is a closing brace missing?" if ended and error.doc.lstrip()[:1] in ("{", "[") else ""
+        return f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}{end}"
     return f"is not JSON: {error}".partition(";")[0]  # without Python's advice on long numbers
 
 
-def _value(data: bytes, where: str, parse: Callable[[str], Any] = str) -> Value | BadRow:
+def _value(data: bytes, where: str, parse: Callable[[str], Any] = str, *, of_line: bool = False) -> Value | BadRow:
     """The decoded text, parsed."""
     try:
-        return Value(where, parse(decode(data, where)))
+        return Value(where, parse(decode(data, where, of_line=of_line)))
     except BadRow as bad_row:
         return bad_row
     except (ValueError, RecursionError) as error:
@@ -152,13 +181,39 @@ def read_code(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     yield _value(data.removeprefix(codecs.BOM_UTF8), name)
 
 
+@final
+class _Rejoined:
+    """A stream whose beginning was already read. As much of a BinaryIO as the readers of lines and of JSON use."""
+
+    def __init__(self, head: bytes, stream: BinaryIO) -> None:
+        self._head, self._stream = head, stream
+
+    def read(self, size: int) -> bytes:
+        begun, self._head = self._head[:size], self._head[size:]
+        return begun or self._stream.read(size)
+
+    def readline(self, limit: int) -> bytes:
+        end = self._head.find(b"\n") + 1
+        line = self._head[: end or None][:limit]
+        self._head = self._head[len(line) :]
+        return line if end or len(line) == limit else line + self._stream.readline(limit - len(line))
+
+
 def read_jsonl(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
-    """One value a line; blank lines are skipped."""
-    for where, line in lines(stream, name):
+    """One value a line; blank lines are skipped. A file that is one JSON list is read as such, row by row."""
+    head = stream.read(4096)
+    rejoined = cast(BinaryIO, _Rejoined(head, stream))
+    if head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+        yield from read_json(rejoined, name)
+        return
+    for where, line in lines(rejoined, name):
         if isinstance(line, BadRow):
             yield line
         elif not line.isspace():
-            yield _value(line, where, _DECODER.decode)
+            yield _value(line.rstrip(b"\r\n"), where, _DECODER.decode, of_line=True)
+
+
+_TURNS = ({"role", "content"}, {"from", "value"})  # keys of a message
 
 
 def read_json(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
@@ -167,6 +222,9 @@ def read_json(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     Rows of a list are parsed one by one. Raises BadRow for a row that cannot be parsed, as its end is unknown.
     """
     for value in _json_values(stream, name):
+        if isinstance(value.content, dict) and any(turn <= value.content.keys() for turn in _TURNS):
+            fix = 'write each conversation as a row: {"messages": [...]}'
+            raise BadRow(value.where, "is one message, not a row: the list is a conversation of its own", fix)
         rows = _only_list(value.content)
         yield from [value] if rows is None else (Value(value.where, row) for row in rows)
 
@@ -184,14 +242,20 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
     much each time.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    buffer, line, ended, run = "", 1, False, 0
+    buffer, line, ended, run, brackets = "", 1, False, 0, ""
     while True:
         stripped = buffer.lstrip(" \t\r\n,[]")
         run = 0 if stripped else run + len(buffer)
         if run > BLANK:
             raise blank(f"{name}:{line}")
-        line += buffer.count("\n", 0, len(buffer) - len(stripped))
+        between = buffer[: len(buffer) - len(stripped)]
+        line += between.count("\n")
         buffer, where = stripped, f"{name}:{line}"
+        # Brackets are those of one list around all rows: what is in a second one is no row, but a part of one.
+        brackets += re.sub(r"[^][]", "", between)[:8]
+        if "[" in brackets[1:]:
+            fix = 'name the list of each row, such as {"messages": [...]}'
+            raise BadRow(where, "is a list of lists, and a row is an object with columns", fix)
         try:
             content, end = _DECODER.raw_decode(buffer) if buffer else (None, 0)
         except (ValueError, RecursionError) as error:
@@ -209,35 +273,96 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
         else:
             chunk = stream.read(max(MIB, len(buffer)))
             ended = not chunk
+            if line == 1 and not buffer and (encoding := _wide_encoding(chunk)) is not None:
+                raise BadRow(name, f"is {encoding}, not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8 FILE > NEW")
             try:
                 buffer += decoder.decode(chunk, final=ended)
             except UnicodeDecodeError as error:
-                problem = f"is not UTF-8: byte 0x{error.object[error.start]:02x}"
-                raise BadRow(name, problem, "convert it to UTF-8") from error
+                number = line + buffer.count("\n") + error.object.count(b"\n", 0, error.start)
+                raise _not_utf8(name, error.object[error.start], f"in line {number}") from error
+
+
+DELIMITERS = (",", ";", "\t", "|")
+_SNIFFED = 64 * 1024  # characters of a CSV file, from which the delimiter is chosen
 
 
 def read_csv(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
-    """Rows of a comma-separated file with a header (tab-separated for .tsv). Raises BadRow as `decode` does."""
-
-    def decoded() -> Iterator[str]:
-        for where, line in lines(stream, name):
-            if isinstance(line, BadRow):
-                raise line
-            yield decode(line, where)
-
+    """Rows of a CSV file with a header, by the delimiter that fits its first rows. Raises BadRow as `decode` does."""
     csv.field_size_limit(MAX_BYTES)
-    rows = csv.reader(decoded(), delimiter="\t" if ".tsv" in Path(name).suffixes[-2:] else ",", strict=True)
+    delimiter, decoded = _csv_lines(stream, name)
+    rows = csv.reader(decoded, delimiter=delimiter, strict=True)
     try:
-        header = next(rows, [])
+        header = next((row for row in rows if row), [])
+        odd = re.fullmatch(r"\w+([^\w\s.,()/-])\w+(\1\w+)*", header[0]) if len(header) == 1 else None
+        if odd is not None:
+            problem = f"has one column, {header[0]!r}: the delimiter is none of comma, semicolon, tab and vertical bar"
+            raise BadRow(f"{name}:{rows.line_num}", problem, f"write the file again with a comma instead of {odd[1]}")
+        if repeated := [column for column in header if column and header.count(column) > 1]:
+            raise BadRow(f"{name}:{rows.line_num}", f"has the column {repeated[0]!r} twice", "rename one of them")
         for row in rows if header else ():
             where = f"{name}:{rows.line_num}"
             if row and len(row) != len(header):
-                yield BadRow(where, f"has {len(row)} fields where the header names {len(header)}")
+                problem = f"has {counted(len(row), 'fields')} where the header names {len(header)}"
+                character = CHARACTERS[delimiter]
+                fix = f"put a text that holds a {character} in double quotes, or set data.on_error=skip"
+                yield BadRow(where, f"{problem} (separated by {character})", fix)
             elif row:
                 yield Value(where, dict(zip(header, row, strict=True)))
     except csv.Error as error:
         problem = f"is not CSV: {error}; is a quote unbalanced?"
         raise BadRow(f"{name}:{rows.line_num}", problem) from error
+
+
+CHARACTERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "vertical bar"}
+
+
+def _csv_lines(stream: BinaryIO, name: str) -> tuple[str, Iterator[str]]:
+    """The delimiter, and the decoded lines from the header on. Excel may write `sep=;` above it."""
+
+    def decoded() -> Iterator[str]:
+        for where, line in lines(stream, name):
+            if isinstance(line, BadRow):
+                raise line
+            yield decode(line, where, of_line=True)
+
+    text, head, size = decoded(), list[str](), 0
+    for line in text:
+        head.append(line)
+        size += len(line)
+        if size >= _SNIFFED:
+            break
+    usual = "\t" if ".tsv" in Path(name).suffixes[-2:] else ","
+    stated = re.fullmatch(r"sep=(.)\s*", head[0]) if head else None
+    if stated is not None and stated[1] in DELIMITERS:
+        return stated[1], chain(["\n"], head[1:], text)  # an empty line keeps the numbers of those below
+    return find_delimiter(head, usual, cut=size >= _SNIFFED), chain(head, text)
+
+
+def find_delimiter(head: Sequence[str], usual: str = ",", *, cut: bool = False) -> str:
+    """The delimiter of a table by its first lines: of those that split the header, the one with which most rows have as
+    many fields as it. `usual`, unless another does better. `cut`: the last of these rows may be incomplete.
+    """
+    best, most = usual, 0.0
+    for delimiter in (usual, *(one for one in DELIMITERS if one != usual)):
+        try:
+            rows = [row for row in csv.reader(head, delimiter=delimiter) if row]
+        except csv.Error:
+            continue
+        header, *below = rows[: len(rows) - cut] or [[]]
+        fits = sum(len(row) == len(header) for row in below) / len(below) if below else 1.0
+        if len(header) > 1 and fits > most and (delimiter == usual or fits >= 0.5):
+            best, most = delimiter, fits
+    return best
+
+
+def delimiter_of(path: Path, name: str) -> str | None:
+    """The delimiter of a CSV or TSV file where it is not the one of its suffix. None also where it cannot be read."""
+    try:
+        with open_bytes(path) as stream:
+            delimiter, _ = _csv_lines(stream, name)
+    except (UserError, OSError, EOFError, zlib.error):
+        return None
+    return None if delimiter == ("\t" if ".tsv" in path.suffixes[-2:] else ",") else delimiter
 
 
 STREAMS: dict[str, Callable[[BinaryIO, str], Iterator[Value | BadRow]]] = {
