@@ -1,11 +1,15 @@
 """What users of other programs type: the answer has the right key and value, and never a wrong one."""
 
+import json
 import re
+import tempfile
 from functools import reduce
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ruamel import yaml
 
 from bloomery.cli import cli, main
@@ -227,6 +231,96 @@ def test_files_of_other_programs_become_recipes(name, tmp_path):
     for key, value in source.items():
         assert re.search(rf"# {key}\b|^#   {key}(\.\w+)? |[ ,]{key}\b", text, re.MULTILINE), f"{key}: {value} is lost"
     assert left <= {line.split()[1] for line in text.splitlines() if line.startswith("#   ")}
+
+
+NESTED = """
+base_model: Qwen/Qwen2.5-0.5B
+rope_scaling: {type: yarn, factor: 4.0, original_max_position_embeddings: 8192, mscale: 1}
+datasets:
+  - path: org/chats
+    revision: main
+    type: chat_template
+    split: train
+    roles_to_train: [user, assistant]
+    train_on_eos: none
+    train_on_eot: turn
+    data_files: [x.json]
+    ds_type: json
+    field_messages: dialog
+    message_property_mappings: {role: from, content: value, tools: t}
+    roles: {user: [human], assistant: [gpt]}
+    later: {deep: {deeper: 1}}
+sequence_len: 4096
+num_epochs: 2
+fsdp_config: {offload_params: true, state: {kind: full}}
+rl: grpo
+trl: {num_generations: 4}
+tensor_parallel_size: 2
+context_parallel_size: 1
+sequence_parallel_degree: 4
+float8: true
+"""
+
+
+def imported(text, folder):
+    """The text of the recipe, and the recipe."""
+    (folder / "theirs.yml").write_text(text)
+    written, _ = import_recipe(folder / "theirs.yml")
+    (folder / "mine.yaml").write_text(written)
+    return written, load_recipe(folder / "mine.yaml").recipe
+
+
+def test_no_nested_key_is_lost(tmp_path):
+    text, recipe = imported(NESTED, tmp_path)
+    source = yaml.YAML(typ="safe").load(NESTED)
+    for path, _ in aliases.leaves({f"datasets[{n}]": one for n, one in enumerate(source.pop("datasets"))} | source):
+        assert re.search(rf"[# ,]{re.escape('.'.join(path))}\b", text), path
+    assert recipe.model.rope_scaling.kind == "yarn" and recipe.model.rope_scaling.original_max_positions == 8192
+    assert recipe.data.path == "hub:org/chats@main" and recipe.data.chat.train_on == "all"
+    assert recipe.data.columns == {"messages": "dialog", "role": "from", "content": "value"}
+    assert "rl=grpo is not supported" in text and recipe.objective.kind == "sft"
+    assert (recipe.parallel.tensor, recipe.parallel.context, recipe.parallel.pipeline) == (1, 1, 1)
+
+
+def test_what_training_refuses_is_never_the_answer():
+    """Of a key or value that no table may lead to: `train` would refuse it next."""
+    refused = re.compile(r"parallel\.(tensor|context|pipeline\w*)|objective\.kind=(ppo|grpo)")
+    for program, name, text in every_row():
+        assert program == "recipe version 1" or not refused.search(text), (program, name)  # `plan` takes them
+    for name in ("grpo", "ppo", "rloo"):
+        assert aliases.look_up(("rl",), name, {}, program="Axolotl").edits == ()
+    for value in ("float8", "fp8", "mxfp8"):
+        answer = aliases.look_up_value(("train", "precision"), value)
+        assert answer.edits == () and "not supported" in answer.reason
+
+
+NAMES = sorted({name for program, name, _ in every_row() if program in aliases._SIGNS and "." not in name})
+LEAVES = st.one_of(st.booleans(), st.integers(-2, 2**40), st.floats(allow_nan=False), st.sampled_from([
+    "", None, "auto", "yarn", "none", "grpo", "lora", "a/b", "a: b", "train", "3%", "[", "#", "é\n", "1e5", "{x}", "@x",
+]))  # fmt: skip
+DEEP = st.recursive(LEAVES, lambda inner: st.one_of(
+    st.lists(inner, max_size=3),
+    st.dictionaries(st.sampled_from([*NAMES[::9], "type", "factor", "path", "kind", "new_key"]), inner, max_size=4),
+), max_leaves=8)  # fmt: skip
+FILES = {
+    "Axolotl": {"base_model": "a/b", "sequence_len": 512, "micro_batch_size": 1},
+    "LLaMA-Factory": {"model_name_or_path": "a/b", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 512},
+    "TRL": {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": True, "max_length": 512},
+}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(program=st.sampled_from(sorted(FILES)), more=st.dictionaries(st.sampled_from(NAMES), DEEP, max_size=8))
+def test_every_import_loads_and_names_every_key(program, more):
+    with tempfile.TemporaryDirectory() as folder:
+        data = {**more, **FILES[program]}
+        try:
+            text, _ = imported(json.dumps(data), Path(folder))
+        except UserError as error:
+            assert "not a file of" in error.problem, error
+            return
+        for path, _ in aliases.leaves(data):
+            assert re.search(rf"[# ,]{re.escape('.'.join(path))}\b", text), (path, text)
 
 
 def test_what_is_no_training_file_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -320,7 +320,8 @@ def _length(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
 _AXOLOTL_COLUMNS = {"field_messages": "messages", "field_instruction": "instruction", "field_input": "input",
                     "field_output": "output", "field_system": "system", "field_chosen": "chosen",
                     "field_rejected": "rejected", "field_prompt": "prompt", "field": "text", "text_column": "text",
-                    "message_field_role": "role", "message_field_content": "content"}  # fmt: skip
+                    "message_field_role": "role", "message_field_content": "content", "field_label": "label",
+                    "field_tools": "tools", "field_completion": "completion"}  # fmt: skip
 _AXOLOTL_TYPES = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text",
                   "pretrain": "text"}  # fmt: skip
 
@@ -328,27 +329,106 @@ _AXOLOTL_TYPES = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "
 def _datasets(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """Axolotl's list of datasets as data.path, data.format and data.columns, or data.sources."""
     del siblings
-    found = value if isinstance(value, list) else [value]
-    sources = [{"path": one} if isinstance(one, str) else _source(one) for one in found if isinstance(one, str | dict)]
-    if len(sources) > 1:
-        return [f"data.sources={_plain(sources)}"], "the chat template formats the prompts"
-    edits = [f"data.{key}={_plain(item)}" for key, item in (sources or [{}])[0].items()]
-    return edits or ["data.path"], "the chat template formats the prompts"
+    return [edit for alias in dataset_aliases("datasets", value) for edit in alias.edits] or ["data.path"], _FORMATTED
 
 
-def _source(dataset: Mapping[str, Any]) -> dict[str, Any]:
+_FORMATTED = "the chat template formats the prompts"
+
+
+def dataset_aliases(name: str, value: Any) -> Iterator[Alias]:
+    """An answer for each key of the datasets of Axolotl or TRL, however deep: mapped, or with a reason."""
+    listed = value if isinstance(value, list) else [value]
+    found = [(f"{name}[{number}]", one) for number, one in enumerate(listed) if isinstance(one, str | dict)]
+    sources = [_source(one, place) for place, one in found]
+    for number in [number for number, one in enumerate(listed) if not isinstance(one, str | dict)]:
+        yield Alias(f"{name}[{number}]", reason="no dataset: it has no path")
+    if len(sources) == 1:
+        for key, (part, origin) in sources[0].items():
+            yield Alias(origin, edits=(f"data.{key}={_plain(part)}",), reason=_FORMATTED if key == "format" else "")
+    elif sources:
+        text = _plain([{key: part for key, (part, _) in source.items()} for source in sources])
+        origins = ", ".join(origin for source in sources for _, origin in source.values())
+        yield Alias(origins, edits=(f"data.sources={text}",), reason=_FORMATTED)
+    for (place, one), source in zip(found, sources, strict=True):
+        used = {origin for _, origins in source.values() for origin in origins.split(", ")}
+        for path, part in leaves(one if isinstance(one, dict) else {}, (place,)):
+            if ".".join(path) not in used and part not in (None, "", [], {}):
+                yield _dataset_alias(path, part)
+
+
+def _dataset_alias(path: tuple[str, ...], value: Any) -> Alias:
+    """The answer for a key of a dataset that names neither the dataset nor its columns."""
+    name = ".".join(path)
+    for part in reversed(path[1:]):
+        if part == "roles_to_train":
+            return _trained_roles(name, value)
+        row = _row(f"datasets.{part}", "Axolotl") or _row(part, "Axolotl")
+        if (alias := row and _answer(row, name, value, {})) and not (alias.edits and "data.columns" in alias.edits[0]):
+            return alias
+    return Alias(name)
+
+
+def _trained_roles(name: str, value: Any) -> Alias:
+    """`data.chat.train_on` of the roles whose turns are trained on."""
+    asked = {str(role).lower() for role in (value if isinstance(value, list) else [value])}
+    roles = {_ROLES.get(role, role) for role in asked}
+    if roles == {"assistant"}:
+        return Alias(name, edits=("data.chat.train_on=assistant",))
+    if {"assistant", "user"} <= roles:
+        reason = "" if "system" in roles else "trains on system messages, too"
+        return Alias(name, edits=("data.chat.train_on=all",), reason=reason)
+    return Alias(name, reason="not supported: data.chat.train_on is assistant, all or last")
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
+
+
+def leaves(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every key under which there are no more keys, with its path and its value."""
+    for key, part in value.items():
+        if isinstance(part, dict) and part:
+            yield from leaves(part, (*path, str(key)))
+        else:
+            yield (*path, str(key)), part
+
+
+def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any, str]]:
+    """The keys of a source, each with the names of the keys that it comes from."""
+    if isinstance(dataset, str):
+        return {"path": (dataset, place)}
     own = dataset.get("type")
-    named = {**dataset, **own} if isinstance(own, dict) else dataset
+    named = {f"{place}.{name}": (name, column) for name, column in dataset.items()}
+    if isinstance(own, dict):
+        named |= {f"{place}.type.{name}": (name, column) for name, column in own.items()}
+    columns, origins = dict[str, str](), list[str]()
+    for origin, (name, column) in named.items():
+        if name in _AXOLOTL_COLUMNS and isinstance(column, str) and column:
+            columns[_AXOLOTL_COLUMNS[name]] = column
+            origins.append(origin)
     mapping = dataset.get("message_property_mappings")
-    columns = {role: named[name] for name, role in _AXOLOTL_COLUMNS.items() if isinstance(named.get(name), str)}
-    columns |= {role: mapping[role] for role in ("role", "content") if isinstance(mapping, dict) and role in mapping}
+    for role in ("role", "content"):
+        if isinstance(mapping, dict) and isinstance(mapping.get(role), str):
+            columns[role] = mapping[role]
+            origins.append(f"{place}.message_property_mappings.{role}")
     format = _AXOLOTL_TYPES.get(str(own).partition(".")[0].partition(":")[0])
     if "chosen" in columns or "rejected" in columns:
         format = "preference"
         columns |= {"prompt": columns.pop("messages")} if "messages" in columns else {}
     kept = {role: name for role, name in columns.items() if role != name}
-    parts = {"path": dataset.get("path"), "format": format, "columns": kept}
-    return {key: part for key, part in parts.items() if part}
+    path, path_origin = dataset.get("path"), f"{place}.path"
+    if isinstance(path, str) and isinstance(dataset.get("revision"), str) and _HUB_ID.fullmatch(path):
+        path, path_origin = f"hub:{path.removeprefix('hub:')}@{dataset['revision']}", f"{place}.path, {place}.revision"
+    parts = {
+        "path": (path, path_origin), "format": (format, f"{place}.type" if not isinstance(own, dict) else place),
+        "columns": (kept, ", ".join(origins)),
+    }  # fmt: skip
+    found = {key: part for key, part in parts.items() if part[0]}
+    if not kept and origins and "path" in found:  # usual names, which need no setting
+        found["path"] = (found["path"][0], f"{found['path'][1]}, {', '.join(origins)}")
+    return found
+
+
+_HUB_ID = re.compile(r"(?:hub:)?[\w.-]+/[\w.-]+")
 
 
 def _dataset_names(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -433,7 +513,11 @@ class _Draft:
             comment = alias.name + (f": {alias.reason}" if alias.reason else "")
             if not equals:
                 self.left[alias.name] = f"set {key} yourself" + (f": {alias.reason}" if alias.reason else "")
-            elif self.values.setdefault(key, (value, comment))[0] != value:
+            elif key not in self.values:
+                self.values[key] = (value, comment)
+            elif self.values[key][0] == value:
+                self.values[key] = (value, f"{self.values[key][1]}, {alias.name}")
+            else:
                 self.left[alias.name] = f"{key} is {self.values[key][0]} already, from {self.values[key][1]}"
 
 
@@ -459,16 +543,42 @@ def import_recipe(path: Path) -> tuple[str, str]:
 
 
 def _aliases(data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]) -> Iterator[Alias]:
+    """An answer for each key of the file, however deep: the whole file is accounted for."""
     for key, value in data.items():
         inner = (*path, str(key))
         if value in (None, "", [], {}):
             empty.append(".".join(inner))
             continue
+        if not path and key in _DATASETS and isinstance(value, list | dict):
+            yield from dataset_aliases(str(key), value)
+            continue
+        if inner == ("overrides_of_model_config",) and isinstance(value, dict):
+            yield from _config_aliases(value, inner, program, empty)
+            continue
         alias = look_up(inner, value, data, program=program)
         if alias is None and isinstance(value, dict):
             yield from _aliases(value, inner, program, empty)
-        else:
-            yield alias or Alias(".".join(inner))
+            continue
+        alias = alias or Alias(".".join(inner))
+        yield alias
+        under = value if isinstance(value, list) else [value]
+        for number, one in enumerate(under):
+            place = (*inner[:-1], f"{inner[-1]}[{number}]") if isinstance(value, list) else inner
+            for deeper, _ in leaves(one if isinstance(one, dict) else {}, place):
+                keys = ", ".join(edit.partition("=")[0] for edit in alias.edits)
+                yield Alias(".".join(deeper), reason=f"part of {keys}" if keys else alias.reason)
+
+
+_DATASETS = ("datasets", "pretraining_dataset")
+
+
+def _config_aliases(data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]) -> Iterator[Alias]:
+    """Overrides of the model's config: RoPE and the context can be changed, nothing else."""
+    rope = {key: data[key] for key in ("rope_scaling", "rope_theta", "max_position_embeddings") if key in data}
+    for alias in _aliases(rope, (), program, empty):
+        yield replace(alias, name=".".join((*path, alias.name)))
+    for deeper, _ in leaves({key: value for key, value in data.items() if key not in rope}, path):
+        yield Alias(".".join(deeper), reason="not supported: the model's own config is used")
 
 
 def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
@@ -489,7 +599,9 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
         draft.left[values.pop("quantize.kind")[1]] = "only frozen weights are quantized, and no adapter is trained"
     text_only = "pretraining_dataset" in data or values.get("data.format", ("",))[0] == "text"
     default = f"the default of {program}"
-    values.setdefault("objective.kind", ("pretrain" if text_only else "sft", default))
+    refused = next((name for name in ("rl", "stage") if name in draft.left), None)
+    reason = default if refused is None else f"{refused}={_plain(data.get(refused))} is not supported: choose another"
+    values.setdefault("objective.kind", ("pretrain" if text_only else "sft", reason))
     if program == "LLaMA-Factory" and values.get("adapter.kind", ("",))[0] in ("lora", "dora"):
         rank = values.setdefault("adapter.rank", ("8", default))[0]
         values.setdefault("adapter.alpha", (str(2 * int(rank)), default))
@@ -507,6 +619,35 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     kinds = [f"{key}={value}" for key, (value, _) in values.items() if key.endswith(".kind")]
     for key in [key for key in values if not accepted(f"{key}={values[key][0]}", *kinds)]:
         draft.left[values.pop(key)[1]] = f"{key} does not fit {values['objective.kind'][0]}"
+    _settle(draft)
+
+
+def _settle(draft: _Draft) -> None:
+    """Moves keys that the schema refuses together to the list of those left, until the recipe loads."""
+    while wrong := _refused(draft.values):
+        key, problem = wrong
+        draft.left[draft.values.pop(key)[1]] = f"{key} does not fit: {problem}"
+
+
+def _refused(values: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
+    """A key that the schema refuses among these values, and why; None where the recipe loads."""
+    data: dict[str, Any] = {}
+    for key, (text, _) in values.items():
+        *parents, last = key.split(".")
+        section = data
+        for part in parents:
+            section = section.setdefault(part, {})
+        section[last] = read_yaml(text, source="", folder=Path()).data
+    from bloomery.recipe.load import mistakes_in  # which asks this module for answers
+
+    for mistake in mistakes_in(data):
+        place = [str(part) for part in mistake.path]
+        for size in range(len(place), 0, -1):  # the key, else one of the section that lacks a key
+            near = [key for key in values if key.split(".")[:size] == place[:size]]
+            if near:
+                return near[-1], mistake.problem
+        return list(values)[-1], mistake.problem
+    return None
 
 
 def _complete_trl(values: dict[str, tuple[str, str]]) -> None:

@@ -323,6 +323,11 @@ def _validated(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> tuple
         return None, from_pydantic(error, filled, origins) + mistakes
 
 
+def mistakes_in(data: dict[str, Any]) -> list[Mistake]:
+    """What a recipe of these keys would be refused for."""
+    return _validated(data, {})[1]
+
+
 def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> Iterator[Mistake]:
     for section, choices in _ALTERNATIVES:
         given = data.get(section, {})
