@@ -164,7 +164,6 @@ class TestCommandLine:
             assert ("accepted" in done.stderr) == bool(more)
 
     def test_json_of_a_schema(self, folder: Path, tmp_path: Path) -> None:
-        pytest.importorskip("llguidance")
         fields = {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}}
         schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
         path = tmp_path / "schema.json"

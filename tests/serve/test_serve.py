@@ -31,7 +31,7 @@ from bloomery.model.decoding import Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder
 from bloomery.recipe.schema import Lora
 from bloomery.runs.generate import continued, generate
-from bloomery.serve.listen import token_for
+from bloomery.serve.address import token_for
 from models_for_tests import make_model
 
 HOT = {"temperature": 1.3, "top_p": 0.9}
@@ -117,7 +117,6 @@ class TestOpenAI:
     def test_a_grammar_whose_tokens_are_all_banned_ends_no_other_request(
         self, client: openai.OpenAI, server: Running, temperature: float
     ) -> None:
-        pytest.importorskip("llguidance")
         schema = {"type": "object", "properties": {"ok": {"enum": ["aaaaaaaaaaaaaaaa"]}}, "required": ["ok"],
                   "additionalProperties": False}  # fmt: skip
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
@@ -134,7 +133,6 @@ class TestOpenAI:
         assert texts == [alone]
 
     def test_json_follows_the_schema(self, client: openai.OpenAI, server: Running) -> None:
-        pytest.importorskip("llguidance")
         schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
                   "additionalProperties": False}  # fmt: skip
         asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60, "n": 3}

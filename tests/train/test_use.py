@@ -31,7 +31,7 @@ from bloomery.runs.generate import load_model
 from bloomery.train.evaluation.evaluation import evaluate
 from bloomery.train.model_folder import find_model
 from bloomery.train.objectives import build_objective
-from bloomery.train.use import Use, load_used
+from bloomery.train.use import Use, load_fitting, load_used
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,28 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
     with pytest.raises(UserError) as refused:
         load_used(find_model(run.folder, "last"), Use("cpu"), cached=(10**6, 4096))
     assert "--max-requests" in refused.value.fix
+
+
+def test_a_server_plans_the_longest_context_that_fits(prepared, base, tmp_path, monkeypatch):
+    run, _ = run_of(prepared, base, tmp_path / "run", quantize="none")
+    files, module, lines = find_model(run.folder, "last"), sys.modules[Use.__module__], list[str]()
+    decoder = load_used(files, Use("cpu"))
+    config = decoder.config
+    weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    heads = config.num_layers * config.num_kv_heads * config.head_dim
+    token = 4 * 2 * heads * decoder.model.embed_tokens.weight.itemsize
+    monkeypatch.setattr(module, "WORKSPACE", 0)
+    monkeypatch.setattr(module, "LEAST_CONTEXT", 8)
+    # Four slots take half of what is free beside the weights; two models a quarter each.
+    for parts, wanted in ((1, 24), (2, 8)):
+        monkeypatch.setattr(Use, "free_bytes", lambda _: weights + 2 * 24 * token + 10)
+        assert load_fitting(files, Use("cpu"), slots=4, parts=parts, on_load=lines.append)[1] == wanted
+        assert "--max-context" in lines[-1] and f"{wanted} of the model's {config.max_positions}" in lines[-1]
+    monkeypatch.setattr(Use, "free_bytes", lambda _: 10**12)
+    assert load_fitting(files, Use("cpu"), slots=4)[1] == config.max_positions
+    monkeypatch.setattr(Use, "free_bytes", lambda _: weights + 8 * token - 1)
+    with pytest.raises(UserError, match="does not fit"):
+        load_fitting(files, Use("cpu"), slots=4)
 
 
 PROBE = """

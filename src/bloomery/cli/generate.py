@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -222,9 +221,6 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
     return lines
 
 
-INSTALL = 'pip install "bloomery[serve]"'
-
-
 @click.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL ...")
 @click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH",
@@ -237,8 +233,8 @@ INSTALL = 'pip install "bloomery[serve]"'
               help="Decode this many completions at once.")  # fmt: skip
 @click.option("--max-queue", "queue", type=click.IntRange(0, 100_000), default=64, show_default=True,
               help="Let this many completions wait.")  # fmt: skip
-@click.option("--max-context", "context", type=click.IntRange(2), default=4096, show_default=True,
-              help="Limit prompt and completion to N tokens.")  # fmt: skip
+@click.option("--max-context", "context", type=click.IntRange(2),
+              help="Limit a request to N tokens (default: the model's).")  # fmt: skip
 @click.option("--max-new-tokens", "new_tokens", type=click.IntRange(1), default=2048, show_default=True,
               help="Limit a completion to N tokens.")  # fmt: skip
 @click.option("--max-seconds", "seconds", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
@@ -251,8 +247,8 @@ INSTALL = 'pip install "bloomery[serve]"'
 @default_options
 def serve_command(
     models: tuple[str, ...], adapters: tuple[str, ...], host: str, port: int, show: bool, template: str | None,
-    slots: int, queue: int, context: int, new_tokens: int, seconds: float, body_bytes: int, step: str, devices: str,
-    quantize: str | None, **defaults: Any,
+    slots: int, queue: int, context: int | None, new_tokens: int, seconds: float, body_bytes: int, step: str,
+    devices: str, quantize: str | None, **defaults: Any,
 ) -> None:  # fmt: skip
     """Serve models with OpenAI's API, and a page to try them, until Ctrl+C.
 
@@ -260,28 +256,29 @@ def serve_command(
 
     Example: bloomery serve last --open
     """
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"{missing[0]} is not installed", where="`bloomery serve`", fix=INSTALL)
     places = [_placed(name, step) for name in models]  # all are found before one is loaded
     pairs = dict(_pair(word) for word in adapters)
     if pairs and len(models) > 1:
         raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
     folders = {name: model_path(path) for name, path in pairs.items()}
-    use = chosen_use(devices, quantize)  # before torch is imported
-    from bloomery.serve.limits import Limits
-    from bloomery.serve.listen import bound, serve, token_for
-    from bloomery.serve.served import load_served
+    from bloomery.serve.address import bound, token_for
 
     token = token_for(host, os.environ)
     if not math.isfinite(seconds):
         problem, fix = f"--max-seconds is {seconds}", "pass a number of seconds"
         raise UserError(problem, where="--max-seconds", fix=fix, code=2)
-    limits = Limits(slots=slots, context=context, new_tokens=new_tokens, queue=queue, seconds=seconds,
-                    body_bytes=body_bytes)  # fmt: skip
+    # A taken port is reported before a model is loaded, and before torch is imported.
     with bound(host, port) as listener, ExitStack() as stack, text_flags():
+        use = chosen_use(devices, quantize)
+        from bloomery.serve.limits import Limits
+        from bloomery.serve.listen import serve
+        from bloomery.serve.served import load_served
+
+        limits = Limits(slots=slots, context=context, new_tokens=new_tokens, queue=queue, seconds=seconds,
+                        body_bytes=body_bytes)  # fmt: skip
         served = [
             load_served(folder, name, limits, stack, step=at, use=use, template=template, adapters=folders,
-                        on_load=loading)
+                        parts=len(places), on_load=loading)
             for folder, name, at in places
         ]  # fmt: skip
         names = [model.name for model in served] + list(pairs)

@@ -38,7 +38,6 @@ from bloomery.model.decoding import (
 from bloomery.train.model_folder import find_model
 from bloomery.train.use import OnText, Use, load_used
 
-JSON_EXTRA = 'pip install "bloomery[json]"'
 UNFINISHED = "\ufffd"  # decoded from bytes that are not a character, or not yet one
 
 
@@ -157,11 +156,9 @@ class JsonGrammars:
     """Grammars over a tokenizer's vocabulary. `ends`: tokens that end a text; `vocab_size`: of the logits."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
-        """Raises UserError without llguidance, without an end token, or for a SentencePiece tokenizer."""
-        try:
-            from llguidance import LLTokenizer
-        except ImportError as error:
-            raise UserError("llguidance is not installed", where="--json-schema", fix=JSON_EXTRA) from error
+        """Raises UserError without an end token, or for a SentencePiece tokenizer."""
+        from llguidance import LLTokenizer
+
         content = tokenizer.json
         if content is None or not ends:
             problem = "JSON output needs a tokenizer.json and an end-of-text token"

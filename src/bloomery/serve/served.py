@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -20,7 +21,7 @@ from bloomery.runs.generate import JsonGrammars, JsonText
 from bloomery.serve.limits import Limits
 from bloomery.serve.tokenizing import Lane, most_bytes
 from bloomery.train.model_folder import find_model, model_folder
-from bloomery.train.use import CONTEXT, Use, load_used
+from bloomery.train.use import Use, load_fitting, load_used
 
 PIECE = 256  # tokens of a prompt between two steps of the other texts
 
@@ -74,12 +75,19 @@ class Served:
 
 def load_served(
     model: Path, name: str, limits: Limits, stack: ExitStack, *, step: str = "best", use: Use | None = None,
-    template: str | None = None, adapters: Mapping[str, Path] | None = None, on_load: Callable[[str], None],
+    template: str | None = None, adapters: Mapping[str, Path] | None = None, parts: int = 1,
+    on_load: Callable[[str], None],
 ) -> Served:  # fmt: skip
-    """A model ready to be served. `stack`: closes the child process of its template. Raises UserError."""
+    """A model ready to be served. `stack`: closes the child process of its template. `parts`: how many models share the
+    memory. Raises UserError.
+    """
     found = find_model(model, step)
-    cached = limits.slots, limits.context or CONTEXT
-    decoder = load_used(found, use or Use.local(), on_load=on_load, cached=cached)
+    use = use or Use.local()
+    if limits.context is None:
+        decoder, context = load_fitting(found, use, slots=limits.slots, parts=parts, on_load=on_load)
+        limits = replace(limits, context=context)
+    else:
+        decoder = load_used(found, use, on_load=on_load, cached=(limits.slots, limits.context))
     refuse_values(decoder.config, where=str(model))
     many = None
     if adapters:

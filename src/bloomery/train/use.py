@@ -1,5 +1,6 @@
 """Loading a model for evaluation, generation and export: memory check, quantization and precision of its run."""
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast, final
@@ -13,6 +14,7 @@ from bloomery.hardware.detect import memory_bytes
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
+from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.model.limits import PIECE_BYTES, Dequantizer, dequantizer, storage_bytes
@@ -21,6 +23,8 @@ from bloomery.train.forward import in_precision, prepare_weights
 from bloomery.train.model_folder import ModelFiles
 
 CONTEXT = 4096  # tokens of the KV cache in the memory check, at most
+LEAST_CONTEXT = 512  # tokens: a server with less serves nobody
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.9}  # of the memory beside the weights, for a cache whose size nobody asked for
 WORKSPACE = 256 * 2**20  # bytes of a forward in addition to weights and KV cache
 OnText = Callable[[str], None]
 
@@ -85,6 +89,23 @@ def load_used(
     loaded, its memory, and why results may differ from the run's. Raises UserError before allocating when it does not
     fit. `cached`: the slots of the KV cache, and the tokens of each at most.
     """
+    return _load(files, use, dtype, vocab_size, on_load, cached)[0]
+
+
+def load_fitting(
+    files: ModelFiles, use: Use, *, slots: int, parts: int = 1, on_load: OnText = lambda _: None
+) -> tuple[Decoder, int]:
+    """As `load_used`, with the tokens of each slot that fit into memory: the model's context, or less, with a line.
+
+    `parts`: the KV caches of how many models share the free memory.
+    """
+    return _load(files, use, None, 0, on_load, (slots, None), parts)
+
+
+def _load(
+    files: ModelFiles, use: Use, dtype: torch.dtype | None, vocab_size: int, on_load: OnText,
+    cached: tuple[int, int | None], parts: int = 1,
+) -> tuple[Decoder, int]:  # fmt: skip
     trained = files.trained
     kept = trained.quantize if trained is not None else Quantize()
     quantize = kept if use.quantize is None or use.quantize == kept.kind else Quantize(kind=use.quantize)
@@ -107,6 +128,8 @@ def load_used(
     if trained is not None and precision is None:
         on_load(f"the run used {trained.precision}, which {use.name} lacks: results differ by rounding")
 
+    context = 0
+
     def arrange(decoder: Decoder) -> None:
         """Freezes, quantizes and casts as training did. Raises UserError where the memory is too small."""
         _freeze(decoder, whole=files.base is None)
@@ -114,13 +137,21 @@ def load_used(
             quantize_model(decoder, quantize, reader=reader)
         if precision is not None:
             prepare_weights(decoder, precision)
-        _refuse_full(decoder, quantize, use, str(files.weights), on_load, cached)
+        nonlocal context
+        slots, tokens = cached
+        context = _fitting_context(decoder, use, slots * parts) if tokens is None else tokens
+        _refuse_full(decoder, quantize, use, str(files.weights), on_load, (slots, context))
+        if tokens is None and context < (longest := decoder.config.max_positions):
+            on_load(
+                f"context: {context:,} of the model's {longest:,} tokens: its KV cache for {slots} requests fits in "
+                f"{CACHE_SHARE[use.device] / parts:.0%} of the free memory (--max-requests, --max-context)"
+            )
 
     decoder = load_decoder(
         files.weights, dtype=dtype, device=use.device, base=files.base, vocab_size=vocab_size, arrange=arrange
     )
     in_precision(decoder, precision or "float32")
-    return decoder
+    return decoder, context
 
 
 def _freeze(decoder: Decoder, *, whole: bool) -> None:
@@ -141,10 +172,8 @@ def _refuse_full(
     config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
     # KV cache, the largest matrix dequantized, and a forward's workspace.
     slots, context = cached
-    tokens = slots * min(config.max_positions, context)
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * tokens
-    largest = max((each.outputs * each.inputs for _, each in quantized_weights(decoder)), default=0)
-    needed, free = weights + cache + largest * (item + PIECE_BYTES) + WORKSPACE, use.free_bytes()
+    cache = slots * _cache_bytes(config, min(config.max_positions, context), item)
+    needed, free = weights + cache + _working_bytes(decoder, item), use.free_bytes()
     kind = f"{quantize.kind} base" if quantize.kind != "none" else "weights"
     if needed <= free:
         total = f"{format_bytes(weights)}, {format_bytes(needed)} with KV cache and workspace"
@@ -157,6 +186,31 @@ def _refuse_full(
         f"the model does not fit: it needs {format_bytes(needed)}, {use.name} has {format_bytes(free)} free",
         where=where, fix=smaller,
     )  # fmt: skip
+
+
+def _cache_bytes(config: ModelConfig, tokens: int, item: int) -> int:
+    """Keys and values of one text of so many tokens; a layer with a window keeps no more."""
+    kept = sum(min(tokens, config.window(layer) or tokens) for layer in range(config.num_layers))
+    return 2 * config.num_kv_heads * config.head_dim * item * kept
+
+
+def _working_bytes(decoder: Decoder, item: int) -> int:
+    """The largest matrix dequantized, and a forward's workspace."""
+    largest = max((each.outputs * each.inputs for _, each in quantized_weights(decoder)), default=0)
+    return largest * (item + PIECE_BYTES) + WORKSPACE
+
+
+def _fitting_context(decoder: Decoder, use: Use, slots: int) -> int:
+    """The tokens of each slot: the model's context, or the largest that leaves memory to other programs."""
+    config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
+    weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    room = (use.free_bytes() - weights - _working_bytes(decoder, item)) * CACHE_SHARE[use.device]
+    if slots * _cache_bytes(config, config.max_positions, item) <= room:
+        return config.max_positions
+    least = min(LEAST_CONTEXT, config.max_positions)
+    sizes = range(least, config.max_positions, least)
+    fitting = bisect_right(sizes, room, key=lambda tokens: slots * _cache_bytes(config, tokens, item))
+    return sizes[max(0, fitting - 1)] if len(sizes) else least
 
 
 def _smaller(decoder: Decoder, quantize: Quantize, use: Use, needed: int, free: int) -> str:
