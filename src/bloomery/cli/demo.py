@@ -284,7 +284,7 @@ def _train_and_kill(folder: Path, story: Story, demo_began: float) -> tuple[Kill
                 case RunStarted():
                     steps = event.steps
                     _show_dataset(story, read_plan(folder / "plan.json"), (prepared or event.time) - launched)
-                case Saved():
+                case Saved(weights_only=False):
                     saved = event.step
                 case StepDone():
                     losses[event.step] = event.loss

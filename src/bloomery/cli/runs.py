@@ -152,7 +152,7 @@ def save_run(runner: Runner, *, on_event: Callable[[Event], None]) -> Saved:
         on_event(event)
         if isinstance(event, Recovered):  # maybe at an earlier step
             step = min(step, event.step)
-        if isinstance(event, Saved) and event.step >= step:
+        if isinstance(event, Saved) and event.step >= step and not event.weights_only:
             return event
         if isinstance(event, Warned) and NOT_SAVED in event.reason and event.step >= step:
             raise UserError(
@@ -450,10 +450,13 @@ class _Watch:
 
     def _read(self) -> tuple[str, RunFacts]:
         """Reads new events. Returns the status of the run, and figures of its plan once there is a readable one."""
+        from bloomery.train.model_folder import best_on_disk
+
         folder, summary = self._folder, self._run.summary
         working = worked_on(folder)  # before the read, so that the last events are not missed
         for event in self._tail.read():
             self._run.add(event)
+        summary.best_saved = None if working else best_on_disk(folder / "checkpoints")
         if not working:
             status = "killed" if summary.ended is None else summary.ended.status
         else:

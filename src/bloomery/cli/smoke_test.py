@@ -69,8 +69,13 @@ class SmokeTest:
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
+    def saves(self) -> list[Saved]:
+        """Checkpoints to resume from."""
+        return [event for event in self.of(Saved) if not event.weights_only]
+
+    @property
     def saved(self) -> Saved:
-        return self.of(Saved)[0]
+        return self.saves[0]
 
     @property
     def step_seconds(self) -> float:
@@ -170,7 +175,7 @@ def _until_killed(result: SmokeTest, event: Event, requests: StopRequests) -> No
             where="the first checkpoint",
             fix="free disk space, correct the folder's permissions, or use another --run-dir",
         )
-    saves = result.of(Saved)
+    saves = result.saves
     if saves:
         result.before = {step.step: step.loss for step in result.of(StepDone) if step.step > saves[0].step}
     if result.before and max(step.step for step in result.of(StepDone)) >= STEPS:
@@ -233,7 +238,8 @@ def requirements(result: SmokeTest, folder: Path, *, free: int) -> Requirements:
     plan = result.plan
     steps = plan.train.steps
     lines = (folder / "events.jsonl").stat().st_size / max(1, len(result.of(StepDone)))
-    checkpoints = result.saved.bytes * (plan.checkpoint.keep + 2)
+    weights = max((event.bytes for event in result.of(Saved) if event.weights_only), default=0)
+    checkpoints = result.saved.bytes * (plan.checkpoint.keep + 2) + weights * plan.checkpoint.keep
     if steps is None:
         return Requirements(plan.train.seconds, checkpoints, None, free)
     evaluations = steps // plan.eval.every_steps + 1 if plan.eval.every_steps else 0
@@ -312,7 +318,7 @@ def report_event(result: SmokeTest, event: Event, status: Status) -> None:
             report("evaluation", f"on {event.tokens:,} tokens", event.seconds)
         case Sampled() if len(result.of(Sampled)) == prompts:
             report("sampling", f"{prompts} {'replies' if event.chat else 'completions'}", result.sample_seconds)
-        case Saved():
+        case Saved(weights_only=False):
             report("save", f"{format_bytes(event.bytes)}, hashed and flushed to disk", event.seconds)
 
 

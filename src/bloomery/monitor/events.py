@@ -150,6 +150,7 @@ class Saved(Event):
     bytes: int
     seconds: float
     best: bool = False  # has the lowest validation loss so far
+    weights_only: bool = False  # nothing to resume from: the best weights, of a step without a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

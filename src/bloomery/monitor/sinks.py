@@ -478,9 +478,15 @@ def open_sinks(
     ]
 
 
-def write_metrics(run_dir: Path, planned: Mapping[str, float | None] | None = None) -> Path:
-    """Writes `metrics.json`: the figures of the run, computed from its events, and those `planned`."""
+def write_metrics(
+    run_dir: Path, planned: Mapping[str, float | None] | None = None, *, best_saved: int | None = None
+) -> Path:
+    """Writes `metrics.json`: the figures of the run, computed from its events, and those `planned`.
+
+    `best_saved`: the step of the best checkpoint.
+    """
     summary = summary_of(read_events(run_dir / "events.jsonl"))
+    summary.best_saved = best_saved
     path = run_dir / "metrics.json"
     write_durably(path, json.dumps({**metrics_of(summary), "planned": dict(planned or {})}, indent=2) + "\n")
     return path

@@ -168,6 +168,7 @@ class RunSummary:
     phase: Phase | None = None
     last: StepDone | None = None
     evaluations: dict[int, EvalDone] = field(default_factory=dict)  # by step
+    best_saved: int | None = None  # the step of best.json, where a folder is read
     ended: RunEnded | None = None
     loss_unit: str = "token"  # the loss is per one of these
     stopping: bool = False  # on request, after the current step and its checkpoint
@@ -269,8 +270,14 @@ class RunSummary:
 
     @property
     def best(self) -> EvalDone | None:
-        """The evaluation with the lowest loss, the first of equals; None without a finite loss."""
+        """The evaluation with the lowest loss, the first of equals; None without a finite loss.
+
+        Of a folder it is that of the best checkpoint: a killed run may have evaluated without saving.
+        """
         finite = [e for e in self.evaluations.values() if e.loss is not None]
+        saved = next((e for e in finite if e.step == self.best_saved), None)
+        if saved is not None:
+            return saved
         return min(finite, key=lambda e: e.loss or 0.0, default=None)
 
     @property

@@ -22,6 +22,7 @@ from bloomery.monitor.events import (
 )
 from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary
 
+BEST_CHECKPOINT = "checkpoint (best)"
 _PHASES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing the dataset", "checksums": "writing checksums"}
 _OPTIONAL = (7, 4)  # cells of a device that a narrow screen omits: the memory of PyTorch, then the clock
 _LEFT_ALIGNED = (6, 7)  # the other cells are numbers
@@ -33,7 +34,7 @@ def incident_text(event: Event) -> str | None:
         case StepDone(loss=None):
             return "loss or gradient not finite: step skipped"
         case Saved():
-            return "checkpoint (best)" if event.best else "checkpoint"
+            return "best weights" if event.weights_only else BEST_CHECKPOINT if event.best else "checkpoint"
         case Resumed(path=""):
             return f"no checkpoint yet: restarted from step 0 in {format_seconds(event.seconds)}"
         case Resumed():
@@ -116,7 +117,8 @@ def log_line(event: Event) -> str:
             return f"sample {event.prompt!r} -> {event.completion!r}"
         case Saved():
             best = ", the best so far" if event.best else ""
-            return f"checkpoint {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{best})"
+            kind = "weights" if event.weights_only else "checkpoint"
+            return f"{kind} {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{best})"
         case DeviceStats():
             return " ".join(device_lines([DeviceSummary(latest=event)])[0].split())
     kinds: dict[type[Event], str] = {Warned: "warning", Recovered: f"recovered at step {event.step}", RunEnded: "ended"}

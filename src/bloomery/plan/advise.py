@@ -313,17 +313,23 @@ def _longest(step: StepShape, measure: Measure) -> MaxLength:
 
 
 def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, float]:
-    """Shards of the dataset, checkpoints of the trainable parameters (those kept, the best, the one being written), and
-    the reference log-probabilities where they are precomputed.
+    """Shards of the dataset, checkpoints of the trainable parameters (those kept, the best, the one being written; the
+    best weights as of each where evaluations come between them), and the reference log-probabilities where they are
+    precomputed.
     """
     dataset, claimed, config = plan.dataset, recipe.claims.epochs, step.config
     tokens = None if dataset is None else dataset.tokens
     if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
     each = checkpoint_bytes(plan, step.model)
+    weights = step.model.learning_bytes(step.precision)
     wide = 1 if config.vocab_size <= 65536 else 2
     disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)}
     disk |= {"checkpoint": each, "checkpoints": each * (recipe.checkpoint.keep + 2)}
+    evaluates, saves = plan.eval.every_steps, plan.checkpoint.every_steps
+    if evaluates is not None and evaluates % saves != 0:  # some evaluations have no checkpoint
+        disk["best_weights"] = weights
+        disk["checkpoints"] += weights * recipe.checkpoint.keep
     if dataset is not None and reference_of(recipe.objective, recipe.adapter).value == "precomputed":
         disk["reference"] = float(REFERENCE_BYTES * dataset.tokens)
     return disk

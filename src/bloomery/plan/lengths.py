@@ -2,10 +2,15 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, format_count
+from bloomery.plan.choices import ASKED
 from bloomery.plan.types import DatasetFacts, RunPlan
+
+N = TypeVar("N", int, float)
 
 MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
 UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
@@ -130,6 +135,27 @@ def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
     return max(1, round(amount))
 
 
+def on_evaluations(checkpoint: N, evaluation: N | None) -> N:
+    """The checkpoint interval as the nearest whole multiple of the evaluation interval, so that a checkpoint has an
+    evaluation; both in steps or both as shares of a run.
+
+    A shorter one stays: it limits what a crash repeats, and the best evaluation saves its weights on its own.
+    """
+    if evaluation is None or checkpoint <= evaluation:
+        return checkpoint
+    return evaluation * math.ceil(round(checkpoint / evaluation, 9) - 0.5)
+
+
+def checkpoint_steps(asked: Duration, scale: Scale, *, evaluation: int | None) -> Choice[int]:
+    """Steps between checkpoints; `evaluation`: those between evaluations, None without any. Raises as `steps_of`."""
+    steps = steps_of(asked, scale, key="checkpoint.every")
+    moved = on_evaluations(steps, evaluation)
+    if moved == steps:
+        return Choice(steps, ASKED)
+    wanted = f"{asked} is {steps:,}" if asked.unit != "steps" else f"{steps:,} steps were asked for"
+    return Choice(moved, f"{wanted}: moved to a multiple of eval.every, {evaluation:,} steps")
+
+
 def _known(value: float | None, key: str, reason: str) -> float:
     if value is None:
         problem = f"cannot convert {key} into steps: {reason}"
@@ -171,8 +197,8 @@ def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
     )
     warmup = steps_of(wanted.warmup, scale, key="optimizer.warmup")
     decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
-    checkpoint = steps_of(wanted.checkpoint, scale, key="checkpoint.every")
     evaluation = None if wanted.evaluation is None else steps_of(wanted.evaluation, scale, key="eval.every")
+    checkpoint = checkpoint_steps(wanted.checkpoint, scale, evaluation=evaluation).value
     sequences = evaluation_sequences(evaluation, scale, tokens=wanted.evaluation_tokens)
     logged = steps_of(wanted.logging, scale, key="logging.every")
     shared = None if wanted.decay is None else Duration(100 * min(1.0, decay / steps), "percent")

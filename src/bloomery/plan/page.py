@@ -322,7 +322,10 @@ def disk_lines(report: PlanReport) -> list[str]:
     each = number if total.endswith(unit) else each
     facts = [f"{format_bytes(disk['shards'])} dataset"] if "shards" in disk else []
     facts += [f"{format_bytes(disk['reference'])} reference log-probabilities"] if "reference" in disk else []
-    return joined([*facts, f"{total} checkpoints ({each} each: {kept} kept, the best, one being written)"])
+    copies = f"{kept} kept, the best, one being written"
+    if "best_weights" in disk:  # at most as many as checkpoints: as of each, another evaluation may be the best
+        copies = f"{kept} kept, the best, one written; {kept} x weights"
+    return joined([*facts, f"{total} checkpoints ({each} each: {copies})"])
 
 
 def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:

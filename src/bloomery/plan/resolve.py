@@ -72,8 +72,8 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
     scale, micro_batching = step.scale, step.micro_batching
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
         unsupported.refuse_settings(recipe, config, steps=scale.steps)
-    asked, evaluates = recipe.train, recipe.eval.every
-    every_eval = None if evaluates == "none" else lengths.steps_of(evaluates, scale, key="eval.every")
+    asked = recipe.train
+    every_eval = _evaluates(recipe, scale)
     timed = asked.length.unit == "seconds"
     steps = None if timed else scale.steps
     return RunPlan(
@@ -118,7 +118,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             offload_activations=asked.offload_activations,
         ),
         checkpoint=CheckpointPlan(
-            every_steps=lengths.steps_of(recipe.checkpoint.every, scale, key="checkpoint.every"),
+            every_steps=lengths.checkpoint_steps(recipe.checkpoint.every, scale, evaluation=every_eval).value,
             keep=recipe.checkpoint.keep,
             async_save=True if recipe.checkpoint.async_save == "auto" else recipe.checkpoint.async_save,
         ),
@@ -286,6 +286,9 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     if sequences and step.scale.steps is not None:
         reason = f"the last {sequences:,} sequences of {recipe.train.length} fill no step and are left out"
         choices[f"train.{recipe.train.length_key}"] = Choice(f"{step.scale.steps:,} steps", reason)
+    interval = lengths.checkpoint_steps(recipe.checkpoint.every, step.scale, evaluation=_evaluates(recipe, step.scale))
+    if interval.reason != ASKED:
+        choices["checkpoint.every"] = Choice(f"{interval.value:,} steps", interval.reason)
     workers, reads = recipe.data.num_proc, profile.workers.reason
     by_size = f"one process for small datasets, every core for large ones; {reads}"
     prepares = Choice(str(workers), f"{ASKED}: processes of `prepare`; {reads}")
@@ -320,6 +323,12 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
         )
         for key, choice in (*choices.items(), *more)
     )
+
+
+def _evaluates(recipe: Recipe, scale: lengths.Scale) -> int | None:
+    """Steps between evaluations; None: off."""
+    asked = recipe.eval.every
+    return None if asked == "none" else lengths.steps_of(asked, scale, key="eval.every")
 
 
 def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> OptimizerPlan:

@@ -500,8 +500,8 @@ class Parallel(Section):
 
 
 class Checkpoint(Section):
-    every: Length = key(Duration(1000.0, "steps"), "Interval between checkpoints.")
-    keep: PositiveInt = key(3, "Newest checkpoints to keep. The best is always kept.")
+    every: Length = key(Duration(1000.0, "steps"), "Interval between checkpoints, moved to a multiple of eval.every.")
+    keep: PositiveInt = key(3, "Newest checkpoints to keep. The best weights are always kept.")
     async_save: Auto | bool = key("auto", "Write checkpoints in the background.")
 
 

@@ -39,6 +39,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Claims
 from bloomery.recipe.values import ClaimedRange
 from bloomery.report.charts import Mark
+from bloomery.train.model_folder import best_on_disk
 from bloomery.train.run import contradicted, read_history
 
 _NEAR = 0.05  # relative distance from the claimed step to its evaluation
@@ -123,6 +124,7 @@ def read_record(folder: Path) -> RunRecord:
         lost = "this run has no events yet" if history.problem is None else f"nothing to report: {history.problem}"
         raise UserError(lost, where=str(folder / "events.jsonl"), fix="report after the first event of the run")
     summary = summary_of(events)
+    summary.best_saved = best_on_disk(folder / "checkpoints")
     if contradicted(folder, summary.ended, summary.step):
         summary.ended = None
     plan = _read(folder / "plan.json", RunPlan)

@@ -63,14 +63,17 @@ def compare_models(
 
     No responses without a base model or conversations. Raises UserError for a model that cannot be loaded.
     """
-    from bloomery.train.model_folder import newest_valid
+    from bloomery.train.model_folder import best_on_disk, damage, folder_of_step, newest_valid
 
     objective = plan.objective.spec
     if objective.values:
         return "a reward model has no next-token loss", []
     if parameters > MOST_PARAMETERS:
         return "the model is too large to load it twice", []
-    checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
+    best = best_on_disk(checkpoints)
+    checkpoint = None if best is None else folder_of_step(checkpoints, best)  # the one that all commands use
+    if checkpoint is None or damage(checkpoint) is not None:
+        checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
     if checkpoint is None:
         return "there is no checkpoint", []
     import torch

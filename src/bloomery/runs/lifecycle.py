@@ -55,7 +55,14 @@ from bloomery.runs.signals import StopRequests, stop_requests
 from bloomery.runs.supervisor import Stage, StageResult, existing, failure, run_stage
 from bloomery.runs.telemetry import sensing
 from bloomery.runs.worker import DONE, FAILED, STOPPED
-from bloomery.train.model_folder import damage, saved_steps, step_folder
+from bloomery.train.model_folder import (
+    best_on_disk,
+    best_weight_steps,
+    damage,
+    saved_steps,
+    step_folder,
+    weights_folder,
+)
 from bloomery.train.run import is_done, name_of, read_history
 
 INTERRUPTED = 130
@@ -153,7 +160,7 @@ class _Flow:
         if not self.hub.ended:
             self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
             try:
-                write_metrics(self.folder.path, self._planned())
+                write_metrics(self.folder.path, self._planned(), best_saved=best_on_disk(self.folder.checkpoints))
             except OSError as error:
                 self.hub.line(f"cannot write metrics.json: {error.strerror}")
 
@@ -588,11 +595,11 @@ def _go_back(flow: _Flow, step: int) -> None:
     if wrong is not None:
         fix = f"use one of these steps: {', '.join(map(str, steps)) or 'none'}"
         raise UserError(f"cannot use the checkpoint of step {step}: {wrong}", where=str(folder), fix=fix)
-    newer = [later for later in steps if later > step]
+    newer = [step_folder(folder, later) for later in steps if later > step]
+    newer += [weights_folder(folder, later) for later in best_weight_steps(folder) if later > step]
     if newer:
         aside = folder / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.mkdir()
         for later in newer:
-            step_folder(folder, later).rename(step_folder(aside, later))
-        (folder / "best.json").unlink(missing_ok=True)
+            later.rename(aside / later.name)
         flow.hub.emit(Warned(step=step, reason=f"checkpoints after step {step} moved to {aside}"))

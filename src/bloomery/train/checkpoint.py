@@ -1,7 +1,8 @@
 """Checkpoints: tensors in safetensors, the rest in JSON, in folders that transformers opens. No pickle.
 
 `checkpoints/step-00001000/` holds the model and tokenizer in Hugging Face format (or an adapter in PEFT's), one
-`<part>.safetensors` for every other part, `state.json`, and `MANIFEST.json`, which seals them.
+`<part>.safetensors` for every other part, `state.json`, and `MANIFEST.json`, which seals them. `best-00000500/` holds
+the same without the other parts: weights with the lowest validation loss so far, of a step without a checkpoint.
 """
 
 import errno
@@ -31,6 +32,7 @@ from bloomery.train.model_folder import (
     Lineage,
     before_of,
     best_step,
+    best_weight_steps,
     damage,
     newest_valid,
     note_best,
@@ -40,6 +42,7 @@ from bloomery.train.model_folder import (
     seal,
     seal_of,
     step_folder,
+    weights_folder,
 )
 from bloomery.train.process import out_of_memory
 
@@ -66,6 +69,7 @@ class _Staged:
     write: Write | None
     state: dict[str, Any]
     best: bool
+    weights_only: bool
     lineage: Lineage
 
     @property
@@ -111,11 +115,13 @@ class Saver:
         self.drain()
         self._before = None if checkpoint is None else (read_state(checkpoint)["step"], seal_of(checkpoint) or "")
 
-    def save(self, step: int, parts: Parts, state: dict[str, Any], *, best: bool = False) -> None:
+    def save(
+        self, step: int, parts: Parts, state: dict[str, Any], *, best: bool = False, weights_only: bool = False
+    ) -> None:
         """Checkpoint after `step`: tensors by part and name, and `state` as JSON.
 
-        `best` marks the lowest validation loss. Waits for the previous save. Raises ValueError for a non-finite number
-        in `state`.
+        `best` marks the lowest validation loss. `weights_only`: `parts` has the model alone, for use and not to resume
+        from. Waits for the previous save. Raises ValueError for a non-finite number in `state`.
         """
         self.drain()
         copied = self._staged(step, parts)
@@ -127,7 +133,7 @@ class Saver:
         if before is not None and before[0] == step:  # saved again: it follows what the one that it replaces followed
             before = before_of(step_folder(self.folder, step))
         lineage = Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), before)
-        staged = _Staged(step, copied, writer, state, best, lineage)
+        staged = _Staged(step, copied, writer, state, best, weights_only, lineage)
         if not self.async_save:
             self._run(staged)
             self.poll()
@@ -198,18 +204,27 @@ class Saver:
             why = f"{error.strerror or error} ({format_bytes(staged.bytes + SLACK)} are needed)"
             self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {why}")
             return why
-        target = step_folder(self.folder, staged.step)
+        target = self._target(staged)
         written = sum(path.stat().st_size for path in target.iterdir())
         seconds = time.monotonic() - begun
-        self._events.append(Saved(step=staged.step, path=str(target), bytes=written, seconds=seconds, best=staged.best))
+        self._events.append(
+            Saved(
+                step=staged.step, path=str(target), bytes=written, seconds=seconds, best=staged.best,
+                weights_only=staged.weights_only,
+            )
+        )  # fmt: skip
         return None
+
+    def _target(self, staged: _Staged) -> Path:
+        folder_of = weights_folder if staged.weights_only else step_folder
+        return folder_of(self.folder, staged.step)
 
     def _warn(self, step: int, reason: str) -> None:
         self._events.append(Warned(step=step, reason=reason))
 
     def _commit(self, staged: _Staged) -> None:
         """Write, seal and rename. Raises OSError after deleting the draft."""
-        target = step_folder(self.folder, staged.step)
+        target = self._target(staged)
         if not (target.exists() and damage(target) is None and read_state(target) == staged.state):
             self.folder.mkdir(parents=True, exist_ok=True)
             draft = self.folder / f".tmp-{staged.step}-{threading.get_native_id()}"
@@ -222,7 +237,8 @@ class Saver:
             flush_to_disk(self.folder)
         if staged.best:
             note_best(self.folder, staged.step)
-        self._before = (staged.step, seal_of(target) or "")
+        if not staged.weights_only:
+            self._before = (staged.step, seal_of(target) or "")
         if damage(target) is None:
             self._prune(keep=self.keep)
 
@@ -244,15 +260,30 @@ class Saver:
         seal(draft, staged.lineage)
 
     def _prune(self, *, keep: int) -> bool:
-        """Delete all but the newest `keep` and the best; True if any was. With a damaged best.json, none."""
+        """Delete all but the newest `keep`, the best, and the best as of each that is kept, to which a resume from it
+        returns. True if any was deleted. With a damaged best.json, none.
+        """
         try:
             steps, best = saved_steps(self.folder), best_step(self.folder)
+            needed = {best, *(_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:])}
+            weights = best_weight_steps(self.folder)
         except UserError:
             return False
-        doomed = [step for step in steps[:-keep] if step != best]
-        for step in doomed:
-            remove_folder(step_folder(self.folder, step))
+        doomed = [step_folder(self.folder, step) for step in steps[:-keep] if step not in needed]
+        # The checkpoint of a step has its weights, too.
+        doomed += [weights_folder(self.folder, step) for step in weights if step not in needed or step in steps]
+        for folder in doomed:
+            remove_folder(folder)
         return bool(doomed)
+
+
+def _best_as_of(folder: Path) -> int | None:
+    """The step that was best when this checkpoint was saved; None where that cannot be read."""
+    try:
+        best = read_state(folder)["progress"]["best_step"]
+    except (OSError, ValueError, LookupError, TypeError, UserError):
+        return None
+    return best if isinstance(best, int) else None
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

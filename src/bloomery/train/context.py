@@ -34,6 +34,7 @@ from bloomery.train.diagnostics.profiler import Recorder
 from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, check_attention
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
+from bloomery.train.model_folder import restore_best
 from bloomery.train.objectives import Objective, ReferenceProgress, build_objective, precompute, reference_file
 from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
 from bloomery.train.state import TrainState, build_state, go_back
@@ -81,8 +82,9 @@ class RunContext:
     recorder: Recorder
     device: tuple[int, str] = (0, "")  # index and name of the accelerator
     last_eval_step: int | None = None
-    evaluated: tuple[int, float] | None = None  # last evaluated step, its loss
+    best_due: bool = False  # this step has the lowest validation loss so far, and is not saved
     saved_step: int = 0
+    restored_step: int | None = None  # of the checkpoint that training continued from
     saving_due: bool = False
     stop: Callable[[], bool] = lambda: False  # whether you asked the run to stop
     stragglers: Stragglers = field(default_factory=Stragglers)
@@ -207,10 +209,22 @@ def open_context(
         stop=stop,
     )
     announce(context)
-    context.saver.follow(resume_from)
+    follow(context, resume_from)
     if resume_from is not None:
         emit(Resumed(step=context.step, path=str(resume_from), seconds=time.perf_counter() - began))
     return context
+
+
+def follow(context: RunContext, checkpoint: Path | None) -> None:
+    """The next checkpoint follows this one, and the best is the best as of it; None: the start of the run."""
+    context.saver.follow(checkpoint)
+    context.restored_step = None if checkpoint is None else context.step
+    progress, checkpoints = context.state.progress, context.saver.folder
+    lost = context.mesh.first and not restore_best(checkpoints, step=context.step, best=progress.best_step)
+    if context.mesh.any(lost):
+        missing = f"the best checkpoint, of step {progress.best_step}, is missing"
+        context.emit(Warned(step=context.step, reason=f"{missing}: the next evaluation becomes the best"))
+        progress.best_loss = progress.best_step = None
 
 
 def announce(context: RunContext) -> None:

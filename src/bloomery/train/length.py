@@ -14,7 +14,7 @@ from statistics import median
 from typing import Literal, final
 
 from bloomery.core.units import Duration
-from bloomery.plan.lengths import MEASURED_STEPS, UNKNOWN_STEPS, complete, provisional_steps
+from bloomery.plan.lengths import MEASURED_STEPS, UNKNOWN_STEPS, complete, on_evaluations, provisional_steps
 from bloomery.plan.types import RunPlan, ScheduleBlock
 from bloomery.train.optim.schedules import block_at, fraction_done, fraction_of_run
 
@@ -37,9 +37,11 @@ class Costs:
     save: float
     sequences: int = 0  # in the validation set
     end: float = 0.0  # the wait for the last checkpoint, in addition to `save`
+    best: float = 0.0  # saving the weights after the best evaluation so far, as often as not
 
     def evaluation(self, plan: RunPlan) -> float:
-        return min(plan.eval.sequences or self.sequences, self.sequences) * self.sequence + self.samples
+        evaluated = min(plan.eval.sequences or self.sequences, self.sequences)
+        return evaluated * self.sequence + self.samples + self.best
 
     def until_the_end(self, plan: RunPlan, *, done: int, fraction: float = 0.0) -> float:
         """Seconds from the end of step `done` to the end of the run, including its last evaluation and checkpoint.
@@ -73,7 +75,11 @@ def _every(what: Repeated, plan: RunPlan) -> float | int:
     asked = plan.lengths.evaluation if what == "evaluation" else plan.lengths.checkpoint
     assert asked is not None
     fraction = fraction_of_run(asked, plan.train.seconds)
-    return steps if fraction is None else fraction
+    if fraction is None:
+        return steps
+    evaluation = _every("evaluation", plan) if what == "checkpoint" else None
+    # Both as shares of the run; an interval in steps has no place on the same grid.
+    return on_evaluations(fraction, evaluation) if isinstance(evaluation, float) else fraction
 
 
 def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
@@ -134,6 +140,10 @@ class Timer:
     def note_samples(self, seconds: float) -> None:
         if self.costs is not None:
             self.costs.samples = seconds
+
+    def note_best(self, seconds: float) -> None:
+        if self.costs is not None:
+            self.costs.best = seconds
 
     def note_save(self, seconds: float) -> None:
         if self.costs is not None:

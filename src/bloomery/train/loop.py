@@ -16,7 +16,7 @@ from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
 from bloomery.train.length import Timer, due
 from bloomery.train.objectives import Stopped
 from bloomery.train.optim.schedules import planned_lr_scale
-from bloomery.train.recover import Action, AllocationFailed, attempt, check_step, rewind, save, shrink
+from bloomery.train.recover import Action, AllocationFailed, attempt, check_step, rewind, save, save_best, shrink
 from bloomery.train.step import train_step
 
 Outcome = Literal["done", "stopped"]
@@ -112,11 +112,15 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
 
 
 def after_step(context: RunContext, action: Action, save_asked: Callable[[], bool]) -> None:
-    """Evaluate and save where due."""
+    """Evaluate and save where due. The weights of the best evaluation so far are always saved."""
     if due("evaluation", context.plan, step=context.step):
         evaluate_and_sample(context)
     context.saving_due |= save_asked() or due("checkpoint", context.plan, step=context.step)
+    # The step of a checkpoint that a stop saved in the middle of its evaluation: it is saved again, with the result.
+    again = context.best_due and context.step in (context.saved_step, context.restored_step)
     # Not between non-finite steps: a rewind must find the checkpoint before them.
-    if context.saving_due and action == "step" and not context.finished:
+    if (context.saving_due or again) and action == "step" and not context.finished:
         save(context)
+    elif context.best_due and not context.finished:
+        save_best(context)
     context.saver.poll()

@@ -132,13 +132,31 @@ def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
-def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps with a folder, damaged or not, oldest first.
+def weights_folder(checkpoints: Path, step: int) -> Path:
+    """The folder of the best weights of a step that has no whole checkpoint."""
+    return checkpoints / f"best-{step:08d}"
 
-    Raises UserError when the folder exists and cannot be read.
-    """
+
+def folder_of_step(checkpoints: Path, step: int) -> Path:
+    """The checkpoint of a step, else its best weights; it may be missing."""
+    folder = step_folder(checkpoints, step)
+    return folder if folder.is_dir() else weights_folder(checkpoints, step)
+
+
+def saved_steps(checkpoints: Path) -> list[int]:
+    """The steps with a checkpoint to resume from, damaged or not, oldest first. Raises UserError as `_steps_of`."""
+    return _steps_of(checkpoints, "step-")
+
+
+def best_weight_steps(checkpoints: Path) -> list[int]:
+    """The steps of which only the weights are saved, oldest first. Raises UserError as `_steps_of`."""
+    return _steps_of(checkpoints, "best-")
+
+
+def _steps_of(checkpoints: Path, prefix: str) -> list[int]:
+    """Raises UserError when the folder exists and cannot be read."""
     try:
-        names = [path.name for path in checkpoints.iterdir() if path.name.startswith("step-") and path.is_dir()]
+        names = [path.name for path in checkpoints.iterdir() if path.name.startswith(prefix) and path.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -147,7 +165,7 @@ def saved_steps(checkpoints: Path) -> list[int]:
             where=str(checkpoints),
             fix="fix the permissions of that folder, then run the command again",
         ) from error
-    numbers = (name.removeprefix("step-") for name in names)
+    numbers = (name.removeprefix(prefix) for name in names)
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
@@ -178,6 +196,30 @@ def best_step(checkpoints: Path) -> int | None:
         problem = f"cannot read which checkpoint is best: {error}"
         fix = "delete it and pass --step; the next best checkpoint writes it again"
         raise UserError(problem, where=str(checkpoints / BEST), fix=fix) from error
+
+
+def best_on_disk(checkpoints: Path) -> int | None:
+    """The step of the best checkpoint; None without one, and where best.json is damaged."""
+    try:
+        step = best_step(checkpoints)
+    except UserError:
+        return None
+    return step if step is not None and folder_of_step(checkpoints, step).is_dir() else None
+
+
+def restore_best(checkpoints: Path, *, step: int, best: int | None) -> bool:
+    """The best checkpoint is again the one of step `best`, as it was at `step`; whether it is on disk. Needs the lock.
+
+    Best weights of later steps are deleted: the run takes these steps again.
+    """
+    for later in best_weight_steps(checkpoints):
+        if later > step:
+            remove_folder(weights_folder(checkpoints, later))
+    if best is None or not folder_of_step(checkpoints, best).is_dir():
+        (checkpoints / BEST).unlink(missing_ok=True)
+        return best is None
+    note_best(checkpoints, best)
+    return True
 
 
 def remove_folder(folder: Path) -> None:
@@ -290,7 +332,7 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         if (run_or_folder / MANIFEST).is_file():
             _refuse_unsound(run_or_folder, f"name another folder; delete {MANIFEST} if you changed the files yourself")
         return run_or_folder
-    steps = saved_steps(checkpoints)
+    steps = sorted({*saved_steps(checkpoints), *best_weight_steps(checkpoints)})
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
         refuse_pickles(run_or_folder)
         raise UserError(
@@ -309,17 +351,20 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
                 f"no such checkpoint: {step[:40]!r}", where=str(checkpoints), code=2,
                 fix=f"choose best, last or one of {kept}",
             )  # fmt: skip
-        folder = step_folder(checkpoints, int(step))
+        folder = folder_of_step(checkpoints, int(step))
         _refuse_unsound(folder, f"choose another of {kept}")
         return folder
     best = best_step(checkpoints) if step == "best" else None
     if best is not None:
-        folder = step_folder(checkpoints, best)
+        folder = folder_of_step(checkpoints, best)
         if (wrong := damage(folder)) is None:
             refuse_other_run(folder)
             return folder
         print(f"warning: best checkpoint {folder.name} is damaged, using the last: {wrong}", file=sys.stderr)
     newest = newest_valid(checkpoints, on_damage=lambda problem: print(f"warning: {problem}", file=sys.stderr))
+    if newest is None and not saved_steps(checkpoints):
+        fix = "use --step best, wait for the first checkpoint, or continue with `bloomery resume`"
+        raise UserError("no checkpoint yet, only the best weights", where=str(checkpoints), fix=fix)
     if newest is None:
         fix = "`bloomery resume` trains from the start"
         raise UserError("every checkpoint of this run is damaged", where=str(checkpoints), fix=fix)

@@ -19,8 +19,8 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.plan.fallback import smaller_micro_batch
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import RunPlan
-from bloomery.train.checkpoint import newest_valid
-from bloomery.train.context import RunContext
+from bloomery.train.checkpoint import Parts, newest_valid
+from bloomery.train.context import RunContext, follow
 from bloomery.train.objectives import build_objective
 from bloomery.train.process import out_of_memory
 from bloomery.train.run import Diverged, OutOfMemory
@@ -189,22 +189,34 @@ def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
         context.mesh, context.saver.folder, lambda problem: context.emit(Warned(step=context.step, reason=problem))
     )
     go_back(context.state, context.plan, folder, policy=policy)
-    context.saver.follow(folder)
-    context.saved_step, context.last_eval_step, context.evaluated, context.state.progress.eval_due = (
-        context.step,
-        None,
-        None,
-        False,
-    )
+    follow(context, folder)
+    # The restored state is exactly this checkpoint: nothing has been evaluated since, and nothing is due.
+    context.saved_step = context.step
+    context.last_eval_step = None
+    context.best_due = False
+    context.state.progress.eval_due = False
 
 
 def save(context: RunContext) -> None:
-    """Save a checkpoint of this step, unless it has one, and mark the best so far.
+    """Save a checkpoint of this step, unless it has one, and mark the best so far. Raises Diverged as `_write`."""
+    if context.step == context.saved_step and not context.best_due:
+        return
+    context.saved_step, context.saving_due = context.step, False
+    seconds = _write(context, context.state.parts)
+    context.timer.note_save(seconds)
+
+
+def save_best(context: RunContext) -> None:
+    """Save the weights of this step, the best so far, where no checkpoint is due. Raises Diverged as `_write`."""
+    seconds = _write(context, context.state.checkpointed.weights, weights_only=True)
+    context.timer.note_best(seconds)
+
+
+def _write(context: RunContext, live_parts: Callable[[], Parts], *, weights_only: bool = False) -> float:
+    """Save the parts of this step; seconds that training waited.
 
     Raises Diverged for non-finite weights: they are never saved, and older checkpoints stay.
     """
-    if context.step == context.saved_step:
-        return
     context.before_save()
     trained = ((name, local(weight)) for name, weight in context.model.named_parameters() if weight.requires_grad)
     bad = next((name for name, weight in trained if not bool(weight.isfinite().all())), None)
@@ -215,16 +227,15 @@ def save(context: RunContext) -> None:
             where=f"step {context.step}",
             fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
         )
-    context.saved_step, context.saving_due = context.step, False
-    loss = context.evaluated[1] if context.evaluated is not None and context.evaluated[0] == context.step else None
-    best = context.state.progress.note_save(loss)
+    best, context.best_due = context.best_due, False
     context.state.progress.seconds = context.timer.elapsed
     with context.timer.aside() as seconds:
-        parts = context.mesh.whole(context.state.parts(), context.state.optimizer.is_split)
+        parts = context.mesh.whole(live_parts(), context.state.optimizer.is_split)
         if context.mesh.first:
-            context.saver.save(context.step, parts, context.state.scalars(), best=best)
+            state = context.state.scalars()
+            context.saver.save(context.step, parts, state, best=best, weights_only=weights_only)
         context.mesh.barrier()
-        context.timer.note_save(seconds())
+        return seconds()
 
 
 def agreed_checkpoint(mesh: Mesh, folder: Path, on_damage: Callable[[str], None]) -> Path | None:

@@ -129,6 +129,10 @@ class CheckpointedModel:
             return {MODEL: self.method.file_tensors(), METHOD: self.method.resume_tensors()}
         return {MODEL: dict(self.model.named_parameters()) if self.settings is None else trained_state(self.model)}
 
+    def weights(self) -> Parts:
+        """The live tensors of the part MODEL alone."""
+        return {MODEL: self.parts()[MODEL]}
+
     def scalars(self) -> dict[str, Any]:
         """JSON of a PEFT method's schedule."""
         return {} if self.method is None else {METHOD: self.method.resume_scalars()}
@@ -179,21 +183,23 @@ class RunProgress:
     tokens: int = 0  # positions, including padding
     seconds: float = 0.0  # training time up to the checkpoint, without repeated steps
     best_loss: float | None = None  # lowest validation loss
+    best_step: int | None = None  # the first with that loss
     evaluations_since_best: int = 0
-    best_saved: float | None = None  # validation loss of the best checkpoint
     eval_due: bool = False  # a stop interrupted the evaluation of this step
 
-    def note_evaluation(self, loss: float) -> None:
-        """A non-finite loss is no improvement."""
-        improved = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
-        self.best_loss = loss if improved else self.best_loss
-        self.evaluations_since_best = 0 if improved else self.evaluations_since_best + 1
+    @classmethod
+    def of(cls, stored: dict[str, Any]) -> "RunProgress":
+        """From a checkpoint. Checkpoints of other versions may lack some of the counters, or have more."""
+        return cls(**{name: value for name, value in stored.items() if name in cls.__dataclass_fields__})
 
-    def note_save(self, loss: float | None) -> bool:
-        """Whether the checkpoint of this step is the best so far; `loss` None: not evaluated."""
-        best = loss is not None and math.isfinite(loss) and (self.best_saved is None or loss < self.best_saved)
-        self.best_saved = loss if best else self.best_saved
-        return best
+    def note_evaluation(self, loss: float) -> bool:
+        """Whether the evaluation of this step is the best so far. A non-finite loss is no improvement."""
+        improved = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
+        if improved:
+            self.best_loss = loss
+            self.best_step = self.step
+        self.evaluations_since_best = 0 if improved else self.evaluations_since_best + 1
+        return improved
 
 
 @dataclass
@@ -312,4 +318,4 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
     if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:
         state.model_and_optimizer.scale = LossScale(**stored["loss_scale"])
     state.cursor = Cursor(**stored["cursor"])
-    state.progress = RunProgress(**stored["progress"])
+    state.progress = RunProgress.of(stored["progress"])

@@ -141,8 +141,7 @@ def evaluate_and_sample(context: RunContext) -> None:
         with interruptible(context), context.timer.aside() as seconds:
             result = evaluate_validation(context, context.plan.eval.sequences)
             if result is not None:
-                context.evaluated = (step, result.loss)
-                context.state.progress.note_evaluation(result.loss)
+                context.best_due = context.state.progress.note_evaluation(result.loss)
                 context.emit(result.event(step))
             context.timer.note_evaluation(seconds(), context.plan)
         with interruptible(context), context.timer.aside() as seconds:
@@ -154,7 +153,7 @@ def evaluate_and_sample(context: RunContext) -> None:
     except NotFinite as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
         context.emit(Warned(step=step, reason=f"no samples after step {step}: {error.problem}"))
     except Stopped:
-        context.state.progress, context.evaluated = progress_before, None
+        context.state.progress, context.best_due = progress_before, False
         raise
     context.last_eval_step, context.state.progress.eval_due = step, False
 
