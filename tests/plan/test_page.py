@@ -46,7 +46,7 @@ def test_the_figures_of_the_card():
         f"{plan.memory.total / 2**30:.1f} of 11.0 GiB: fits (limit: 92% of the GPU,",
         "6,200 tokens/s (4,600 to 9,200 = 15 to 30% of peak) · 5.9 days (4.0 to 8.1)",
         "33 kWh at 230 W",
-        "2.0 GiB dataset · 8.3 GiB checkpoints (1.4 each: 3 kept, the best, one written; 3 x weights)",
+        "2.0 GiB dataset", "8.3 GiB checkpoints (1.4 each: 3 kept, the best, one written; 3 x weights)",
         "no flash attention for gfx103x; PyTorch's fallback needs 11.3 GiB more",
         "MFU 20% of 26.4 TFLOP/s · FLOPs per token: 6 per weight + 12 L d T",
     ):
