@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
 from bloomery.model import presets as transformers_config
@@ -150,7 +150,7 @@ def test_random_and_borrowed_buffers_are_found(monkeypatch: pytest.MonkeyPatch) 
         ({"model_type": "my_own", "auto_map": {"AutoConfig": "evil.Config"}}, "never run"),
         ({"model_type": "gpt_neox", "quantization_config": {"bits": 4}}, "quantized"),
         ({"model_type": "gpt_neox", "num_hidden_layers": "many"}, "num_hidden_layers"),
-        ({"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}, "do not fit"),
+        ({"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}, "mixture"),
         ({"model_type": "vit"}, "writes no text"),
     ],
 )
@@ -158,6 +158,15 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(said: dict[str, object]
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match=match):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize("implementation", ["auto", "native", "transformers"])
+def test_a_mixture_of_experts_is_refused_as_one(kind: str, implementation: str, tmp_path: Path) -> None:
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"{kind} is a mixture of \d+ experts") as refused:
+        read_config(tmp_path, implementation)
+    assert "dense model" in refused.value.fix
 
 
 def test_transformers_prints_no_config_before_our_sentence(

@@ -203,9 +203,23 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     `implementation`: auto: native where supported, else transformers.
     """
     said, where = stated_config(folder), str(folder / "config.json")
+    refuse_experts(said, where=where)
     if chosen(said, implementation) == "transformers":
         return transformers_config(said, where=where)
     return config_from_hf(said, where=where)
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
+
+
+def refuse_experts(config_json: Mapping[str, Any], *, where: str) -> None:
+    """Raises UserError for a mixture of experts, by the keys of transformers' configs."""
+    count = next((number for key in EXPERTS if isinstance(number := config_json.get(key), int) and number > 1), None)
+    if count is not None:
+        kind = str(config_json.get("model_type"))[:60]
+        problem = f"{kind} is a mixture of {count:,} experts, which is not trained here"
+        fix = "choose a dense model, such as Qwen/Qwen3-8B"
+        raise UserError(problem, where=where, fix=fix)
 
 
 def stated_config(folder: Path) -> dict[str, Any]:
