@@ -12,7 +12,8 @@ from command_line import assert_clear, here, write_workshop
 from bloomery.cli import cli
 from bloomery.cli.common import _sentence
 from bloomery.hardware.detect import detect
-from bloomery.recipe.load import load_recipe
+from bloomery.plan.made import made_recipe
+from bloomery.recipe.load import load_recipe, load_text
 from bloomery.runs.folder import find_run
 from models_for_tests import make_model
 
@@ -144,8 +145,8 @@ class TestModelAndData:
     def made(self, model, data="qa.jsonl", *overrides, verb=("plan", "--json")):
         result = here(*verb, "--model", str(model), "--data", data, *overrides)
         assert result.code in (0, 1), result.err
-        text = result.err[result.err.index("model: {from:") :]
-        Path("made.yaml").write_text(text[: text.index("eval: {every: 12.5%}") + 21])
+        shown = here("recipes", "show", "--model", str(model), "--data", data, *overrides)
+        Path("made.yaml").write_text(shown.out)
         return result, load_recipe(Path("made.yaml"))
 
     def test_questions_and_answers(self, workshop, model):
@@ -179,6 +180,50 @@ class TestModelAndData:
         first, again = json.loads(self.made(model)[0].out), json.loads(here("plan", "--json", "made.yaml").out)
         assert [first[key] for key in ("steps", "tokens")] == [again[key] for key in ("steps", "tokens")]
         assert first["memory"]["parts"] == again["memory"]["parts"]
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            (),
+            ("train.max_steps=4", "data.sequence_length=128"),
+            ("adapter=none", "optimizer.learning_rate=1e-5", "data.validation=10%"),
+            ("objective=pretrain", "train.epochs=2", "name=other"),
+            ("objective.kind=distill", "objective.teacher=MODEL", "eval.every=4 steps"),
+            ("data.columns={instruction: question, output: answer}", "data.format=alpaca", "checkpoint.keep=3"),
+            ("objective=sft", "data.chat.template=chatml", "logging.trackers=[tensorboard]", "train.seed=7"),
+        ],
+    )
+    def test_the_printed_recipe_trains_what_was_typed(self, overrides, workshop, model):
+        """What is printed used to leave out everything but the model and the dataset."""
+        overrides = [word.replace("MODEL", str(model)) for word in overrides]
+        made = made_recipe(str(model), "qa.jsonl", overrides)
+        Path("made.yaml").write_text(made.shown)
+        typed = load_text(made.text, name="made", source="made", overrides=overrides)
+        assert load_recipe(Path("made.yaml")).recipe == typed.recipe
+        assert load_recipe(Path("made.yaml"), overrides).recipe == typed.recipe, "typed again, nothing changes"
+
+    def test_pairs_with_another_objective_keep_its_rows(self, workshop, model):
+        Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+        for kind in ("simpo", "orpo", "dpo", "kto"):
+            shown = made_recipe(str(model), "pairs.jsonl", [f"objective={kind}"]).shown
+            assert f"objective: {{kind: {kind}" in shown and "learning_rate: 5e-05" in shown
+
+    def test_a_dataset_with_a_validation_split_uses_it(self, workshop, model):
+        Path("d").mkdir()
+        for name in ("train", "validation"):
+            Path(f"d/{name}.jsonl").write_text(json.dumps({"question": name, "answer": "b"}) + "\n")
+        assert "  validation: auto\n" in made_recipe(str(model), "d").shown
+
+    def test_it_is_printed_once(self, workshop, model):
+        words = ("--model", str(model), "--data", "qa.jsonl", "train.max_steps=3")
+        first = here("plan", *words)
+        assert "train: {max_steps: 3}" in first.err
+        for verb in ("plan", "prepare"):
+            again = here(verb, *words)
+            assert "model: {" not in again.err
+            assert "recipe     generated; to print it: bloomery recipes show --model" in again.err
+        assert "train: {max_steps: 3}" in here("recipes", "show", *words).out
+        assert "train: {max_steps: 4}" in here("plan", *words[:-1], "train.max_steps=4").err
 
     def test_an_override_may_come_first(self, workshop, model):
         result = here("plan", "train.max_steps=4", "--json", "--model", str(model), "--data", "qa.jsonl")

@@ -28,7 +28,7 @@ FLAGS = {
     "demo": {"--json", "--run-dir"},
     "doctor": {"--probe", "--json", "--machine", "--explain", "--fix", "--bundle", "--docker"},
     "recipes list": set(),
-    "recipes show": set(),
+    "recipes show": {"--model", "--data"},
     "recipes copy": set(),
     "recipes schema": set(),
     "recipes import": {"--out"},

@@ -97,7 +97,7 @@ def test_a_mixture_of_experts_is_planned_and_not_trained():
     with pytest.raises(UserError, match="planned, not trained: mixtures of experts") as error:
         refuse_untrained(name)
     assert "choose a dense model" in error.value.fix
-    loaded = load_text(made_recipe(name, None)[0], name="moe", source="test", overrides=())
+    loaded = load_text(made_recipe(name, None).text, name="moe", source="test", overrides=())
     with pytest.raises(UserError, match="planned, not trained"):
         fetch(loaded.recipe, weights=True)  # before anything is downloaded: `download` fails this test
 
@@ -125,4 +125,4 @@ def test_an_unknown_model_gets_its_neighbors(monkeypatch):
 
 def test_an_assumed_dataset_is_a_file_that_is_not_there(tmp_path):
     assert not (tmp_path / ASSUMED).exists()
-    assert ASSUMED in made_recipe("Qwen/Qwen3-8B", None)[0]
+    assert ASSUMED in made_recipe("Qwen/Qwen3-8B", None).text

@@ -1,5 +1,6 @@
 """Shared by the commands: arguments, completion by the shell, printing of text and JSON, internal errors"""
 
+import hashlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from bloomery.core.errors import UserError, of_the_system
-from bloomery.core.files import open_regular, state_folder
+from bloomery.core.files import open_regular, state_folder, write_json
 from bloomery.core.text import expanded, fitted, harmless, redact_secrets
 
 if TYPE_CHECKING:
@@ -106,13 +107,36 @@ def chosen_recipe(
             fetch_model(model)
         if fetch and data is not None and (data.startswith(PREFIX) or is_hub_id(data)):
             fetch_dataset(PREFIX + data.removeprefix(PREFIX))
-        text, name = made_recipe(model, data, planning=planning)
+        recipe_made = made_recipe(model, data, overrides, planning=planning)
     made = ["--model", model, *([] if data is None else ["--data", data])]
-    loaded = load_text(text, name=name, source=shlex.join(made), overrides=overrides)
-    echo(f"# generated for {shlex.join(made)}; save this as a file to edit it\n{text}", err=True)
+    loaded = load_text(recipe_made.text, name=recipe_made.name, source=shlex.join(made), overrides=overrides)
+    typed = shlex.join([*made, *overrides])
+    if data is None:
+        echo(f"# generated for {typed}\n{recipe_made.shown}", err=True)
+    elif _first_time(recipe_made.shown):
+        echo(f"# generated for {typed}; save this as a file to edit it\n{recipe_made.shown}", err=True)
+    else:
+        echo(f"recipe     generated; to print it: bloomery recipes show {typed}", err=True)
     for line in reading_lines(loaded.recipe):
         echo(f"columns    {line}", err=True)
-    return loaded, shlex.join([*made, *overrides])
+    return loaded, typed
+
+
+_MOST_REMEMBERED = 200  # generated recipes
+
+
+def _first_time(text: str) -> bool:
+    """Whether a generated recipe was not printed before in this folder; it is then remembered."""
+    path = state_folder() / "generated.json"
+    key = hashlib.sha256(f"{Path.cwd()}\n{text}".encode()).hexdigest()[:16]
+    try:
+        printed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        printed = []
+    if not isinstance(printed, list) or key not in printed:
+        write_json(path, [*(printed if isinstance(printed, list) else [])[1 - _MOST_REMEMBERED :], key])
+        return True
+    return False
 
 
 def overrides_argument(function: F) -> F:

@@ -19,6 +19,7 @@ from bloomery.cli.common import (
     literal,
     print_json,
     recipe_or_model,
+    text_flags,
 )
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
@@ -342,10 +343,30 @@ def list_() -> None:
 
 
 @recipes_command.command()
-@click.argument("name")
-def show(name: str) -> None:
-    """Print a packaged recipe or the recipe of a run."""
-    echo(_recipe_path(name).read_text(encoding="utf-8"), nl=False)
+@recipe_or_model
+def show(recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None) -> None:
+    """Print a recipe: packaged, of a run, or generated.
+
+    With --model and --data: the recipe that `train` generates for them and for the keys behind them, as a file.
+
+    \b
+    Example: bloomery recipes show qwen2.5-1.5b-lora
+             bloomery recipes show --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl train.epochs=2 > mine.yaml
+    """
+    if recipe is not None and "=" in recipe and model and data:
+        overrides, recipe = (recipe, *overrides), None
+    if recipe is None and model is not None and data is not None:
+        from bloomery.plan.made import made_recipe
+
+        with text_flags():
+            echo(made_recipe(model, data, overrides).shown, nl=False)
+        return
+    if recipe is None or overrides or model or data:
+        fix = "bloomery recipes show NAME, or bloomery recipes show --model MODEL --data PATH [section.key=value ...]"
+        raise UserError(
+            "a recipe has a name, or a model and a dataset", where="`bloomery recipes show`", fix=fix, code=2
+        )
+    echo(_recipe_path(recipe).read_text(encoding="utf-8"), nl=False)
 
 
 @recipes_command.command()

@@ -1,86 +1,177 @@
 """A recipe from a model and a dataset: the objective that fits the rows, with the settings of packaged recipes."""
 
 import json
+import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from bloomery import hub
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
 from bloomery.data.sources.documents import describe_columns, describe_rows, peek, sources_of
-from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, suffix_of
+from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, other_splits, suffix_of
+from bloomery.data.sources.splits import validation_split
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.model.published import published_config
+from bloomery.recipe.load import merged_text
 from bloomery.recipe.schema import Recipe, Source
 
 SUGGESTED = "Qwen/Qwen2.5-0.5B-Instruct"  # a chat model that a CPU can fine-tune, too
 _LENGTH = 1024
 _READ = 16 * MIB  # of a JSON file
-_LORA = "adapter: {kind: lora, rank: 16, alpha: 32, target_modules: [all-linear]}\n"
-_SPEED = "optimizer: {{learning_rate: {rate}, weight_decay: {decay}, schedule: cosine, warmup: {warmup}}}\n"
 
 
 @dataclass(frozen=True)
 class _Method:
-    """The training method for rows of one kind."""
+    """The training method for rows of one kind, with the settings of packaged recipes."""
 
-    method: str
-    objective: str
+    name: str
+    objective: dict[str, Any]
     reason: str
-    settings: str
+    rate: float
     epochs: int
+    warmup: str = "3%"
+
+    def sections(self) -> dict[str, Any]:
+        """The sections after the objective."""
+        adapter = {"kind": "lora", "rank": 16, "alpha": 32, "target_modules": ["all-linear"]}
+        decay = 0.1 if self is _TEXT else 0.0
+        optimizer = {"learning_rate": self.rate, "weight_decay": decay, "schedule": "cosine", "warmup": self.warmup}
+        return {
+            **({} if self is _TEXT else {"adapter": adapter}),
+            "optimizer": optimizer,
+            "train": {"epochs": self.epochs},
+            "checkpoint": {"every": "25%", "keep": 2},
+            "eval": {"every": "12.5%"},
+        }
 
 
-def _method(method: str, objective: str, reason: str, *, rate: str, epochs: int, warmup: str = "3%") -> _Method:
-    decay, adapter = ("0.1", "") if objective == "{kind: pretrain}" else ("0.0", _LORA)
-    return _Method(method, objective, reason, adapter + _SPEED.format(rate=rate, decay=decay, warmup=warmup), epochs)
-
-
-_SFT = _method("lora", "{kind: sft}", "trains on the responses", rate="2e-4", epochs=3)
-_TEXT = _method("text", "{kind: pretrain}", "plain text: trains on every token", rate="2e-5", epochs=1)
-_METHODS = {
-    "preference": _method("dpo-lora", "{kind: dpo, beta: 0.1}", "each row has a chosen and a rejected response",
-                       rate="5e-5", epochs=1, warmup="10%"),
-    "kto": _method("kto-lora", "{kind: kto, beta: 0.1}", "each response is labeled desirable or undesirable",
-                rate="5e-5", epochs=1, warmup="10%"),
+_SFT = _Method("lora", {"kind": "sft"}, "trains on the responses", 2e-4, 3)
+_TEXT = _Method("text", {"kind": "pretrain"}, "plain text: trains on every token", 2e-5, 1)
+_PAIRS = _Method(
+    "dpo-lora", {"kind": "dpo", "beta": 0.1}, "each row has a chosen and a rejected response", 5e-5, 1, "10%"
+)
+_KTO = _Method(
+    "kto-lora", {"kind": "kto", "beta": 0.1}, "each response is labeled desirable or undesirable", 5e-5, 1, "10%"
+)
+_OF_ROWS = {"preference": _PAIRS, "kto": _KTO}
+_OF_OBJECTIVES = {
+    "pretrain": _TEXT, "sft": _SFT, "distill": _SFT, "kto": _KTO,
+    **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward"), _PAIRS),
 }  # fmt: skip
 
 
 ASSUMED = "assumed-conversations.jsonl"  # data.path of a plan without a dataset
 
 
-def made_recipe(model: str, data: str | None, *, planning: bool = False) -> tuple[str, str]:
-    """The recipe as YAML, and its name. Raises UserError for data that do not exist or cannot be read.
+@dataclass(frozen=True)
+class MadeRecipe:
+    """A generated recipe. `text`: without what was typed next to it, which `load_text` merges; `shown`: with it, as a
+    file that trains the same.
+    """
+
+    name: str
+    text: str
+    shown: str
+
+
+def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, planning: bool = False) -> MadeRecipe:
+    """The recipe for a model, a dataset and the keys that were typed. Raises UserError for data that do not exist or
+    cannot be read.
 
     A plan needs no dataset: without `data`, or with one of the Hub that is not downloaded, conversations are assumed.
     """
-    source = Source(path=ASSUMED if data is None else _place(data))
+    typed = merged_text("{}", overrides)
+    source = _source(ASSUMED if data is None else _place(data), typed.get("data"))
     assumed = data is None or (planning and source.path.startswith(hub.PREFIX) and not _downloaded(source.path))
     found = ("auto", {}) if assumed else peek(source)
-    method = _TEXT if found is None else _METHODS.get(found[0], _SFT)
+    objective = typed.get("objective")
+    kind = objective.get("kind") if isinstance(objective, dict) else None
+    method = _OF_OBJECTIVES.get(str(kind)) or (_TEXT if found is None else _OF_ROWS.get(found[0], _SFT))
     format, columns = found or ("auto", {})
     facts = _facts(model)
-    length = min(_LENGTH, int(facts.get("positions") or _LENGTH))
-    template = ["  chat: {template: chatml}   # the model has no chat template"] if facts.get("bare") else []
-    lines = [
-        f"model: {{from: {json.dumps(model)}}}",
-        "data:",
-        f"  path: {json.dumps(source.path)}",
-        *([f"  format: {format}"] if columns else []),
-        *([f"  columns: {json.dumps(columns)}   # {describe_columns(columns)}"] if columns else []),
-        f"  sequence_length: {length}",
-        "  validation: 5%",
-        *(template if method is not _TEXT else []),
-        f"objective: {method.objective}   # {method.reason}",
-    ]
-    train = f"train: {{epochs: {method.epochs}}}\n"
-    text = (
-        "\n".join(lines) + "\n" + method.settings + train + "checkpoint: {every: 25%, keep: 2}\neval: {every: 12.5%}\n"
-    )
-    return text, f"{Path(model.partition('@')[0]).name or 'model'}-{method.method}".lower()
+    sections: dict[str, Any] = {
+        "model": {"from": model},
+        "data": {
+            "path": source.path,
+            **({"format": format, "columns": columns} if columns else {}),
+            "sequence_length": min(_LENGTH, int(facts.get("positions") or _LENGTH)),
+            "validation": "auto" if not assumed and _own_validation(source, method) else "5%",
+            **({"chat": {"template": "chatml"}} if facts.get("bare") and method is not _TEXT else {}),
+        },
+        "objective": method.objective if kind in (None, method.objective["kind"]) else {"kind": kind},
+        **method.sections(),
+    }
+    comments = {
+        ("data", "columns"): describe_columns(columns) if columns else "",
+        ("data", "chat"): "the model has no chat template",
+        ("objective",): method.reason if sections["objective"] == method.objective else "",
+    }
+    text = _written(sections, comments)
+    merged = merged_text(text, overrides)
+    unchanged = {path: comment for path, comment in comments.items() if _at(merged, path) == _at(sections, path)}
+    name = f"{Path(model.partition('@')[0]).name or 'model'}-{method.name}".lower()
+    return MadeRecipe(name, text, _written(merged, unchanged))
+
+
+def _source(path: str, typed: Any) -> Source:
+    """The dataset with what was typed about it, where that is valid: loading the recipe reports what is not."""
+    section = typed if isinstance(typed, dict) else {}
+    try:
+        return Source(
+            **({"path": path} | {key: section[key] for key in ("glob", "format", "columns") if key in section})
+        )
+    except ValidationError:
+        return Source(path=path)
+
+
+def _own_validation(source: Source, method: _Method) -> bool:
+    """Whether the dataset has a validation split of its own."""
+    return validation_split(other_splits(source, rows=method is not _TEXT)) is not None
+
+
+def _at(section: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        section = section.get(key) if isinstance(section, dict) else None
+    return section
+
+
+def _written(sections: Mapping[str, Any], comments: Mapping[tuple[str, ...], str]) -> str:
+    """YAML with a line for each section, and one for each key of `data`."""
+    lines = list[str]()
+    for name, section in sections.items():
+        if name == "data" and isinstance(section, dict):
+            lines.append("data:")
+            lines += [f"  {key}: {_flow(value)}{_remark(comments, name, key)}" for key, value in section.items()]
+        else:
+            lines.append(f"{name}: {_flow(section)}{_remark(comments, name)}")
+    return "\n".join(lines) + "\n"
+
+
+def _remark(comments: Mapping[tuple[str, ...], str], *path: str) -> str:
+    comment = comments.get(path)
+    return f"   # {comment}" if comment else ""
+
+
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*|[0-9]+(\.[0-9]+)?%")  # text that YAML needs no quotes for
+_WORDS_OF_YAML = ("true", "false", "null", "yes", "no", "on", "off")
+
+
+def _flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_flow(key)}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def reading_lines(recipe: Recipe) -> list[str]:

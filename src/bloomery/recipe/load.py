@@ -84,6 +84,13 @@ def load_text(text: str, *, name: str, source: str, overrides: Sequence[str] = (
     return _loaded(_safe_name(name), source, own, overrides)
 
 
+def merged_text(text: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The keys of a YAML text and of overrides, as they are written: without defaults and unchecked."""
+    own = _with_kinds(read_yaml(text, source="", folder=Path.cwd()))
+    merged = reduce(_merged, [own, *(_with_kinds(_override(word)) for word in overrides)])
+    return merged.data if isinstance(merged.data, dict) else {}
+
+
 def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> LoadedRecipe:
     document = reduce(_merged, [own, *(_with_kinds(_override(word)) for word in overrides)])
     mistakes = [*document.mistakes, *secrets(document.data, document.origins)]
