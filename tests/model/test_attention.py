@@ -11,9 +11,16 @@ from torch.testing import assert_close
 from bloomery.model.attention import per_document
 from bloomery.model.attention.attend import attend, causal_mask, layout_of
 from bloomery.model.attention.support import BACKENDS, supports
+from bloomery.model.native import find_compiler
 
 PACKED = documents_of([5, 200, 60, -35], [300])
-ON_CPU = [name for name, facts in BACKENDS.items() if "cpu" in facts.devices and name != "math"]
+HAS_COMPILER = find_compiler() is not None
+COMPILED = pytest.param("compiled", marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler"))
+ON_CPU = [
+    name
+    for name, facts in BACKENDS.items()
+    if "cpu" in facts.devices and name != "math" and (HAS_COMPILER or name != "compiled")
+]
 
 
 @pytest.mark.sampled(3)
@@ -72,7 +79,7 @@ def test_documents_do_not_see_each_other_by_hand() -> None:
         assert_close(run(backend, (q, k, v), documents), torch.cat(apart, 2))
 
 
-@pytest.mark.parametrize("backend", ["mask", "math", "per_document", "blockwise"])
+@pytest.mark.parametrize("backend", ["mask", "math", "per_document", COMPILED, "blockwise"])
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}, {"dropout": 0.5}], ids=str)
 def test_padding_is_never_nan(backend: str, options: dict[str, float]) -> None:
     if backend == "mask" and "softcap" in options:
@@ -101,7 +108,7 @@ def test_sdpa_refuses_documents() -> None:
         layout_of(PACKED, backend="sdpa")
 
 
-@pytest.mark.parametrize("backend", ["per_document", "blockwise"])
+@pytest.mark.parametrize("backend", ["per_document", COMPILED, "blockwise"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_compiled_blocks_hold_the_operators_and_never_recompile(backend: str, dropout: float) -> None:
     def block(x: torch.Tensor, layout: object) -> torch.Tensor:
@@ -129,7 +136,7 @@ def test_compiled_blocks_hold_the_operators_and_never_recompile(backend: str, dr
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("backend", ["per_document", "blockwise"])
+@pytest.mark.parametrize("backend", ["per_document", COMPILED, "blockwise"])
 def test_operators_are_well_formed(backend: str) -> None:
     """torch's own check of schema, fake implementation and autograd registration."""
     documents = documents_of([4, 6], [10])

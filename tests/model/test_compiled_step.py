@@ -8,13 +8,14 @@ import torch
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
 
-from bloomery.model import compiled_step
+from bloomery.model import compiled_step, native
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
-from bloomery.model.compiled_step import CompiledStep, Uncompiled, compile_step
+from bloomery.model.compiled_step import CompiledStep, compile_step
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
+from bloomery.model.native import Uncompiled
 from bloomery.recipe.schema import Lora, Quantize
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -117,7 +118,9 @@ def test_what_it_cannot_compute_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     compiled_step._built.cache_clear()
+    native.library.cache_clear()
     decoder, lines = wide("qwen3", tmp_path, monkeypatch), list[str]()
     compile_step(decoder, lines.append)
     assert decoder.step is None and "C++ compiler" in lines[0]
     compiled_step._built.cache_clear()
+    native.library.cache_clear()

@@ -22,8 +22,9 @@ def test_nothing_is_left_to_decide(where):
         where,
         dataset=DatasetFacts(sequences_per_epoch=99, tokens=12_672, vocab_size=256),
     )
-    decided = plan.model_dump_json().replace('"max_gpu_temperature":"auto"',
-        "")  # each GPU says its own limit, at the start
+    decided = plan.model_dump_json().replace(
+        '"max_gpu_temperature":"auto"', ""
+    )  # each GPU says its own limit, at the start
     assert '"auto"' not in decided
     assert all(decision.reason for decision in plan.choices)
 
@@ -123,3 +124,20 @@ def test_planning_needs_no_torch(tmp_path):
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "taken"),
+    [
+        (("avx2", "avx512f", "avx512_bf16"), "bfloat16", "compiled"),
+        (("avx2", "avx512f"), "float32", "compiled"),
+        (("avx2", "avx512f"), "bfloat16", "mask"),
+        (("avx2",), "float32", "mask"),
+    ],
+)
+def test_compiled_attention_is_taken_where_it_is_quicker(flags: tuple[str, ...], precision: str, taken: str) -> None:
+    plan = planned(loaded(train={"precision": precision}), machine(flags=flags))
+    assert plan.model.attention == taken
+    without = machine(flags=flags)
+    without = without.model_copy(update={"host": without.host.model_copy(update={"compiler": None})})
+    assert planned(loaded(train={"precision": precision}), without).model.attention == "mask"

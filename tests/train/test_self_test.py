@@ -5,8 +5,12 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run
 
+from bloomery.core.errors import UserError
+from bloomery.model import native
 from bloomery.model.attention import attend as attention
+from bloomery.model.attention import compiled
 from bloomery.train.diagnostics.step_health import check_attention
+from bloomery.train.process import build_kernels
 from bloomery.train.run import Unsound
 from bloomery.train.state import build_state
 
@@ -18,7 +22,7 @@ def checked(backend: str, precision: str = "float32", **config) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "bfloat16-pure"])
-@pytest.mark.parametrize("backend", ["mask", "per_document", "blockwise", "sdpa", "math"])
+@pytest.mark.parametrize("backend", ["mask", "per_document", "compiled", "blockwise", "sdpa", "math"])
 def test_a_sound_kernel_passes(backend, precision):
     checked(backend, precision)
 
@@ -67,3 +71,16 @@ def test_a_run_does_not_begin_on_a_wrong_kernel(prepared, tmp_path, monkeypatch)
     with pytest.raises(Unsound):
         Run(tiny_plan(prepared, config=CONFIG, train={"steps": 1}), tmp_path / "run")
     assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_a_plan_with_compiled_attention_does_not_run_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(native, "find_compiler", lambda: None)
+    for cached in (native.library, compiled._code):
+        cached.cache_clear()
+    try:
+        with pytest.raises(UserError, match="no C\\+\\+ compiler") as caught:
+            build_kernels(tiny_plan(model={"attention": "compiled"}))
+    finally:
+        for cached in (native.library, compiled._code):
+            cached.cache_clear()
+    assert "per_document" in caught.value.fix

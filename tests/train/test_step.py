@@ -150,7 +150,7 @@ def test_loss_scale_follows_torchs_grad_scaler():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["full", "selective", "every-2"])
-@pytest.mark.parametrize("attention", ["mask", "per_document", "blockwise"])
+@pytest.mark.parametrize("attention", ["mask", "per_document", "compiled", "blockwise"])
 def test_activation_checkpointing_changes_no_bit(mode, attention):
     config = tiny_config(residual_dropout=0.2)
     plain, plan = model_and_optimizer(config, model={"attention": attention})

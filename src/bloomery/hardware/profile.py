@@ -54,6 +54,7 @@ class Profile:
     dtype: Choice[str]  # float32, bfloat16, float16
     attention: Choice[str]  # fused, plain: whether the device has fused attention kernels
     compile: Choice[bool]
+    native: Choice[bool]  # whether this package's C++ for training is compiled and quicker than PyTorch here
     fused_optimizer: Choice[bool]
     memory_share: Choice[float]  # of the device, above which PyTorch's allocator raises
     workers: Choice[int]
@@ -98,6 +99,7 @@ def build_profile(machine: Machine) -> Profile:
         dtype=_dtype(machine, accelerator, arch, cpu),
         attention=_attention(machine, accelerator, arch),
         compile=_compile(machine, accelerator, arch),
+        native=_native(machine, accelerator),
         fused_optimizer=Choice(True, "one kernel for all parameters; same results"),
         memory_share=memory_share,
         workers=Choice(1, "shards are memory-mapped: one thread reads much faster than any device trains"),
@@ -251,6 +253,18 @@ def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None
     if arch.compile and installed and compiler is None:
         return Choice(False, "Triton requires a C compiler, and none is on PATH")
     return Choice(arch.compile, arch.compile_reason)
+
+
+def _native(machine: Machine, device: Accelerator | None) -> Choice[bool]:
+    """Vectors of 512 bits: with shorter ones the sums of a product do not stay in registers."""
+    compiler, flags = machine.host.compiler, machine.host.cpu_flags
+    if device is not None:
+        return Choice(False, "training runs on a GPU")
+    if compiler is None or not Path(compiler).name.endswith("g++"):
+        return Choice(False, "no g++ on PATH")
+    if "avx512f" not in flags:
+        return Choice(False, "the CPU has no AVX-512")
+    return Choice(True, f"{compiler} compiles them for this CPU")
 
 
 class _Setting(NamedTuple):

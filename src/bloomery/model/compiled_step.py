@@ -8,23 +8,14 @@ float32.
 import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bloomery.core.files import cache_folder
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.cache import FEW, Cache
 from bloomery.model.decoder import MLP, Attention, Backbone, Block, Decoder
@@ -32,19 +23,15 @@ from bloomery.model.heads import capped
 from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
 from bloomery.model.io.weights import QuantizedLinear
 from bloomery.model.limits import BLOCK
+from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.rope import Rotary
 
 LANES, LINE = 16, 64  # numbers that the code handles at once, and bytes
 HUGE, MADV_HUGEPAGE = 2**21, 14
 LEAST = 2**24  # bytes of weights: smaller models answer before the code is compiled
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-
-
-class Uncompiled(Exception):
-    """Why a decoder's steps run in PyTorch."""
 
 
 class _Matrix(Structure):
@@ -274,47 +261,8 @@ def _unsupported(decoder: Decoder) -> str | None:
 @functools.cache
 def _built() -> Any:
     """The function `step` of `step.cpp`. Raises Uncompiled."""
-    code = files("bloomery.model").joinpath("step.cpp").read_bytes()
-    compiler = next(
-        (found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None
-    )
-    if compiler is None:
-        raise Uncompiled("no C++ compiler is installed: apt install g++")
-    # The machine and its CPU are part of the name: a home folder may be shared by several.
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    facts = [code.decode(), compiler, version, " ".join(FLAGS), _cpu()]
-    built = cache_folder() / f"step-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}.so"
-    if not built.exists():
-        _compile(compiler, code, built)
-    run = ctypes.CDLL(str(built)).step
+    run = library(Library("bloomery.model", "step.cpp")).step
     pointer = c_void_p
     run.argtypes = (pointer, c_int64, pointer, pointer, pointer, c_int64, pointer, pointer, c_int64)
     run.restype = None
     return run
-
-
-def _compile(compiler: str, code: bytes, into: Path) -> None:
-    """Atomically; readable by this user alone, since what is in the file runs."""
-    try:
-        into.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=into.parent) as folder:
-            made = Path(folder) / "step.so"
-            done = subprocess.run(
-                [compiler, *FLAGS, "-x", "c++", "-", "-o", str(made)], input=code, capture_output=True, check=False,
-            )  # fmt: skip
-            if done.returncode:
-                lines = done.stderr.decode(errors="replace").splitlines() or [""]
-                raise Uncompiled(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}")
-            made.chmod(0o700)
-            made.replace(into)
-    except OSError as error:
-        raise Uncompiled(f"cannot write {into}: {error.strerror}") from error
-
-
-def _cpu() -> str:
-    """The features of this CPU, which `-march=native` uses."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + platform.machine()

@@ -125,6 +125,7 @@ def choose_attention(
             float32=precision == "float32",
             torch=torch,
             absent=absent,
+            compiled=compiled_attention(profile, precision),
         )
         reason = choice.reason
         if choice.value == "blockwise":  # why no fused kernel of PyTorch supports the recipe
@@ -140,6 +141,14 @@ def choose_attention(
             code=2,
         )
     return Choice(asked, ASKED)
+
+
+def compiled_attention(profile: Profile, precision: str) -> str | None:
+    """Why `model.attention.compiled` is the quickest on this CPU; None: it is not, or is not there."""
+    widened = precision == "bfloat16" and not (profile.cpu is not None and profile.cpu.bf16)
+    if not profile.native.value or precision not in ("float32", "bfloat16", "bfloat16-pure") or widened:
+        return None
+    return f"{profile.native.reason}: no work on masked keys, backward in a third of the time of torch's kernel"
 
 
 def choose_compile(

@@ -93,7 +93,7 @@ Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo2", "phi3", "gpt2",
 ]  # fmt: skip
 OptimizerKind = Literal["adamw", "muon", "adafactor"]  # facts: OPTIMIZERS of plan/estimate/states.py
-AttentionBackend = Literal["sdpa", "mask", "per_document", "varlen", "flex", "blockwise", "math"]
+AttentionBackend = Literal["sdpa", "mask", "per_document", "compiled", "varlen", "flex", "blockwise", "math"]
 
 
 T = TypeVar("T")

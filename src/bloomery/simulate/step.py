@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from bloomery.data.loader import Batch
 from bloomery.model.acting import acting_as, kind_of
-from bloomery.model.attention import blockwise, per_document
+from bloomery.model.attention import blockwise, compiled, per_document
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.attention.blockwise import Options, QueryDocuments, attention_operator, like_projection, sums_like
 from bloomery.model.decoder import Backbone, Block, Decoder
@@ -170,6 +170,8 @@ class FakeResults(TorchDispatchMode):
             _native.flash_backward.default: _flash_backward,
             _native.per_document.default: _per_document,
             _native.per_document_backward.default: _per_document_backward,
+            _native.compiled.default: _compiled,
+            _native.compiled_backward.default: _compiled_backward,
             _native.quantized_matmul.default: lambda x, *rest: F.linear(x, _weight(x, rest)),
             _native.quantized_matmul_backward.default: lambda grad, *rest: grad @ _weight(grad, rest),
         }
@@ -244,6 +246,15 @@ def _per_document_backward(*given: Any) -> Any:
     grad, q, k, v, out, sums, first_BT, _reach, seed, *rest = given
     lengths = [first_BT.shape[1]] * len(first_BT)
     return per_document.backward(grad, q, k, v, out, sums, lengths, seed, Options(*rest), _Task)
+
+
+def _compiled(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    return like_projection(q), sums_like(q)
+
+
+def _compiled_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+    compiled.by_head(q, k)
+    return like_projection(q), like_projection(k), like_projection(v)
 
 
 # A GPU's kernels

@@ -36,7 +36,7 @@ from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.model_folder import restore_best
 from bloomery.train.objectives import Objective, ReferenceProgress, build_objective, precompute, reference_file
-from bloomery.train.process import allocator_sample, peak_memory_gib, set_up_process, training_device
+from bloomery.train.process import allocator_sample, build_kernels, peak_memory_gib, set_up_process, training_device
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
 
@@ -171,6 +171,7 @@ def open_context(
     if isinstance(plan.objective, Distill) and mesh.first:
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
     state = build_state(plan, resume_from=resume_from, run_dir=run_dir if mesh.first else None, mesh=mesh)
+    build_kernels(plan)
     check_attention(state.model, plan)
     prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
     named = state.model.named_parameters()

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import torch
 
+from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
+from bloomery.model.attention import compiled
+from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import DeviceStats
 from bloomery.plan.types import RunPlan
 
@@ -27,6 +30,23 @@ def set_up_process(plan: RunPlan) -> None:
         # Out of memory in a ROCm driver can hang the machine; PyTorch's limit raises an error instead.
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.memory.limit / whole))
+
+
+def build_kernels(plan: RunPlan) -> None:
+    """Compile what the plan computes with C++ of ours: a few seconds once per machine, then it is read from the cache.
+
+    Raises UserError: the plan names the code of every result, and another would not resume to the same bits.
+    """
+    if plan.model.attention != "compiled":
+        return
+    try:
+        compiled.build()
+    except Uncompiled as error:
+        raise UserError(
+            f"compiled attention cannot be built: {error}",
+            where="train.attention",
+            fix="set train.attention=per_document, which is slower and the same up to rounding",
+        ) from error
 
 
 # The last alternative: oneDNN's message when a CPU kernel gets no memory.

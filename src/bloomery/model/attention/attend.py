@@ -8,12 +8,14 @@ so no row of the softmax is ever empty.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.model.attention.blockwise import Options, QueryDocuments, blockwise, reach_of
+from bloomery.model.attention.blockwise import Attention, Options, QueryDocuments, blockwise, reach_of
+from bloomery.model.attention.compiled import compiled
 from bloomery.model.attention.per_document import per_document
 from bloomery.model.norms import working_dtype
 
@@ -175,11 +177,13 @@ def _blockwise(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentL
     return blockwise(q_BHTE, k_BKTE, v_BKTE, rows, options)
 
 
-def _per_document(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
+def _by_document(
+    run: Attention, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
     first_BT = layout.first_BT
     if first_BT is None:
         first_BT = torch.zeros(q_BHTE.shape[0], q_BHTE.shape[2], dtype=torch.int64)
-    return per_document(q_BHTE, k_BKTE, v_BKTE, QueryDocuments(first_BT, None, _seed(options.dropout)), options)
+    return run(q_BHTE, k_BKTE, v_BKTE, QueryDocuments(first_BT, None, _seed(options.dropout)), options)
 
 
 def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
@@ -225,7 +229,8 @@ Backend = Callable[[Tensor, Tensor, Tensor, DocumentLayout, Options], Tensor]
 _BACKENDS: dict[str, Backend] = {
     "sdpa": _sdpa,
     "mask": _sdpa,
-    "per_document": _per_document,
+    "per_document": partial(_by_document, per_document),
+    "compiled": partial(_by_document, compiled),
     "varlen": _varlen,
     "flex": _flex,
     "blockwise": _blockwise,

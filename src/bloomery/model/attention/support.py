@@ -30,6 +30,7 @@ BACKENDS = {
     ),
     "mask": BackendSupport(("cpu", "cuda"), softcap="scaled_dot_product_attention has no soft-cap"),
     "per_document": BackendSupport(("cpu",)),
+    "compiled": BackendSupport(("cpu",)),
     "varlen": BackendSupport(
         ("cuda",),
         since=(2, 12),  # a scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12
@@ -44,6 +45,7 @@ BACKENDS = {
 }
 _ON_DEVICE = {
     "per_document": "one call per document uses a kernel that only the CPU has",
+    "compiled": "its code is compiled for the CPU",
     "varlen": "varlen_attn has no kernel for the CPU",
     "flex": "FlexAttention has no backward on the CPU",
 }
@@ -94,14 +96,17 @@ def choose(
     float32: bool = False,
     torch: str | None = None,
     absent: Mapping[str, str] = MappingProxyType({}),
+    compiled: str | None = None,
 ) -> Choice[str]:
     """The backend of a training run.
 
     `arch_has_fused`: torch brings fused attention kernels for this GPU. `absent`: backends without a kernel for it,
-    with the reason.
+    with the reason. `compiled`: why `compiled` is the quickest on this CPU; None: it is not.
     """
     bites = window is not None and window < sequence_length
     simple = not bites and (device_type != "cpu" or dropout == 0)  # what sdpa does without a [T, T] tensor
+    if compiled is not None and not bites and softcap is None and dropout == 0:
+        return Choice("compiled", compiled)
     for backend, reason in _candidates(device_type, arch_has_fused, sequence_length, simple):
         unfit = supports(
             backend, device_type=device_type, packed=packed, window=bites, softcap=softcap is not None,

@@ -198,6 +198,8 @@ def attention_scratch(step: StepShape) -> float:
         return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
     if step.attention in ("per_document", "mask"):  # a gradient for each document, then concatenated
         return float(step.element * tokens * (config.query_width + 2 * config.key_width))
+    if step.attention == "compiled":  # the gradients of keys and values by query head, float32
+        return 8.0 * tokens * config.query_width if config.query_width != config.key_width else 0.0
     return 4.0 * tokens * config.query_width if step.on_gpu else 0.0  # flash sums the queries' gradient in float32
 
 

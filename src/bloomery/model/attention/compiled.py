@@ -1,0 +1,134 @@
+"""Attention over packed documents on a CPU as compiled code: `attention.cpp`, in place of torch's flash kernel.
+
+torch's kernel computes masked keys too, and its backward takes several times the time of its products: forward and
+backward of a layer of SmolLM2 took 55 ms of a core, 13 here (benchmarks/README.md). Documents with dropout, a soft-cap
+or a window shorter than they are take blockwise attention, as in `per_document`.
+Legend: B batch, T time, N = B T tokens, H query heads, K key heads, E head width.
+"""
+
+import functools
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.model.attention import per_document
+from bloomery.model.attention.blockwise import Options, QueryDocuments, attention_operator, like_projection
+from bloomery.model.native import Library, library
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Input(Structure):
+    _fields_ = (("numbers", c_void_p), ("token", c_int64), ("head", c_int64))
+
+
+class _Call(Structure):
+    _fields_ = (
+        *((name, _Input) for name in ("q", "k", "v", "out", "grad")),
+        *((name, c_void_p) for name in ("into", "dq", "dk", "dv", "sums", "dk_heads", "dv_heads", "bounds")),
+        *((name, c_int64) for name in ("documents", "heads", "kv_heads", "width")), ("scale", c_float),
+    )  # fmt: skip
+
+
+@functools.cache
+def _code() -> Any:
+    """The functions of `attention.cpp`. Raises Uncompiled."""
+    code: Any = library(Library("bloomery.model.attention", "attention.cpp"))
+    code.attention_begin.argtypes = (c_int,)
+    code.attention_begin.restype = c_char_p
+    code.attention_begin(1)
+    for function in (code.attention_forward, code.attention_backward):
+        function.argtypes = (POINTER(_Call), c_int, c_int)
+        function.restype = None
+    return code
+
+
+def build() -> None:
+    """Compiles the code, once per machine, so that no step waits for it. Raises Uncompiled."""
+    _code()
+
+
+def _bounds(rows: QueryDocuments) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where documents begin, row after row, and the end of the last one."""
+    first_BT = rows.first_BT
+    assert first_BT is not None
+    starts = np.flatnonzero(first_BT.numpy() == np.arange(first_BT.shape[1]))
+    return np.append(starts, first_BT.numel()).astype(np.int64)
+
+
+def _plain(bounds: np.ndarray[Any, Any], q: Tensor, options: Options) -> bool:
+    """Whether the compiled code computes these documents."""
+    window, softcap, _, dropout = options
+    longest = int(np.diff(bounds).max())
+    return softcap is None and dropout == 0 and (window is None or window >= longest) and q.dtype in DTYPES
+
+
+def _tokens(x_BHTE: Tensor) -> Tensor:
+    """[B T, H, E]: a view where the tensor is [B, T, H, E] in memory."""
+    rows = x_BHTE.transpose(1, 2).flatten(0, 1)
+    return rows if rows.stride(2) == 1 else rows.contiguous()
+
+
+def _input(x_NHE: Tensor) -> _Input:
+    return _Input(x_NHE.data_ptr(), x_NHE.stride(0), x_NHE.stride(1))
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, bounds: np.ndarray[Any, Any], scale: float) -> _Call:
+    return _Call(
+        q=_input(q), k=_input(k), v=_input(v), bounds=bounds.ctypes.data, documents=len(bounds) - 1,
+        heads=q.shape[1], kv_heads=k.shape[1], width=q.shape[2], scale=scale,
+    )  # fmt: skip
+
+
+def _sums(q_BHTE: Tensor) -> Tensor:
+    """Empty [B, H, T], [B, T, H] in memory."""
+    batch, heads, length, _ = q_BHTE.shape
+    dtype = torch.promote_types(q_BHTE.dtype, torch.float32)
+    return q_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> tuple[Tensor, Tensor]:
+    bounds = _bounds(rows)
+    if not _plain(bounds, q, options):
+        return per_document.forward(q, k, v, np.diff(bounds).tolist(), rows.seed, options)
+    out, sums = like_projection(q), _sums(q)
+    q_NHE, k_NHE, v_NHE = _tokens(q), _tokens(k), _tokens(v)
+    call = _call(q_NHE, k_NHE, v_NHE, bounds, options.scale)
+    call.into, call.sums = out.data_ptr(), sums.data_ptr()
+    _code().attention_forward(byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
+    return out, sums
+
+
+def by_head(q_BHTE: Tensor, k_BKTE: Tensor) -> Tensor:
+    """Empty [2, B T, H, E] float32, for gradients of keys and values of query heads that share them.
+
+    They are added in the order of the heads, whichever thread computes which.
+    """
+    batch, heads, length, width = q_BHTE.shape
+    shared = heads != k_BKTE.shape[1]
+    return q_BHTE.new_empty((2, batch * length, heads, width) if shared else (2, 0), dtype=torch.float32)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: QueryDocuments, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    bounds = _bounds(rows)
+    if not _plain(bounds, q, options):
+        return per_document.backward(grad, q, k, v, out, sums, np.diff(bounds).tolist(), rows.seed, options)
+    dq, dk, dv = like_projection(q), like_projection(k), like_projection(v)
+    q_NHE, k_NHE, v_NHE, out_NHE, grad_NHE = _tokens(q), _tokens(k), _tokens(v), _tokens(out), _tokens(grad)
+    call = _call(q_NHE, k_NHE, v_NHE, bounds, options.scale)
+    call.out, call.grad = _input(out_NHE), _input(grad_NHE)
+    call.dq, call.dk, call.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    call.sums = sums.data_ptr()
+    heads = by_head(q, k)
+    call.dk_heads, call.dv_heads = heads[0].data_ptr(), heads[1].data_ptr()
+    _code().attention_backward(byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
+    return dq, dk, dv
+
+
+# On the CPU only; `first_BT` is required.
+compiled = attention_operator("compiled", _forward, _backward, sums=_sums, device="cpu")
