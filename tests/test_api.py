@@ -25,8 +25,8 @@ def test_a_dict_is_trained_loaded_by_name_and_resumed(tmp_path, monkeypatch):
     for number in range(12):
         (tmp_path / f"text/{number}.txt").write_text(" ".join(f"the cat {number} sat on mat {n}" for n in range(30)))
     received = []
-    each, two = {"every": "1 steps"}, {"max_steps": 2}
-    run = bloomery.train(TINY, devices="cpu", quiet=True, on_event=received.append, train=two, checkpoint=each)
+    each, two = {"every": "1 steps"}, "train.max_steps=2"
+    run = bloomery.train(TINY, two, devices="cpu", quiet=True, on_event=received.append, checkpoint=each)
     assert run.code == 0 and run.folder.parent == tmp_path / "runs"
     events = run.events()
     assert [event for event in received if isinstance(event, StepDone)] == [
@@ -55,7 +55,8 @@ def test_a_dict_is_trained_loaded_by_name_and_resumed(tmp_path, monkeypatch):
     assert repr(chart).startswith("training loss, nats per token") and "│" in repr(chart)
 
     steps = []
-    longer = run.resume("train.max_steps=3", quiet=True, on_event=lambda event: steps.append(event.step))
+    note = lambda event: steps.append(event.step)  # noqa: E731
+    longer = run.resume("eval.every=1 steps", train={"max_steps": 3}, quiet=True, on_event=note)
     assert longer.folder == run.folder and max(steps) == 3
     assert [event.step for event in longer.events() if isinstance(event, StepDone)] == [1, 2, 3]
 

@@ -51,13 +51,14 @@ def load(
 
 
 def train(
-    recipe: Recipe, *, run_dir: str | Path | None = None, devices: str | None = None, recover: bool = False,
-    quiet: bool = False, on_event: OnEvent | None = None, **overrides: Any,
+    recipe: Recipe, *words: str, run_dir: str | Path | None = None, devices: str | None = None, recover: bool = False,
+    quiet: bool = False, on_event: OnEvent | None = None, **sections: Any,
 ) -> "Run":  # fmt: skip
     """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and show its progress.
 
-    `overrides`: sections of the recipe. `on_event` gets every event; its exception ends the run. Returns when the run
-    ends; Ctrl+C, or the notebook's stop button, saves a checkpoint and stops. `quiet`: no progress.
+    `words` ("train.epochs=2") and `sections` (train={"epochs": 2}) override the recipe. `on_event` gets every event;
+    its exception ends the run. Returns when the run ends; Ctrl+C, or the notebook's stop button, saves a checkpoint and
+    stops. `quiet`: no progress.
 
         run = bloomery.train("go-coder-tiny", data={"path": "code"}, train={"epochs": 2}, adapter="lora")
         run.metrics(), run.model().generate("func main() {")
@@ -65,7 +66,7 @@ def train(
     from bloomery.runs.lifecycle import start
 
     folder, watch = None if run_dir is None else Path(run_dir), _watch(on_event)
-    loaded = _loaded(recipe, overrides)
+    loaded = _loaded(recipe, words, sections)
     ended = start(loaded, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch)
     return Run(ended.folder, ended.code)
 
@@ -107,16 +108,19 @@ class Run:
         return load(self.folder, step=step)
 
     def resume(
-        self, *overrides: str, step: int | None = None, quiet: bool = False, on_event: OnEvent | None = None
-    ) -> "Run":
-        """Resume, with overrides of the length, eval, sample, checkpoint and logging. Raises UserError.
+        self, *words: str, step: int | None = None, quiet: bool = False, on_event: OnEvent | None = None,
+        **sections: Any,
+    ) -> "Run":  # fmt: skip
+        """Resume, with overrides of the length, eval, sample, checkpoint and logging, as in `train`. Raises UserError.
 
-        `step`: the checkpoint to continue from, by default the newest. Example:
+        `step`: the checkpoint to continue from, by default the newest. Examples:
 
             run = run.resume("train.epochs=4")
+            run = run.resume(train={"epochs": 5}, eval={"every": "10%"})
         """
         from bloomery.runs.lifecycle import resume
 
+        overrides = (*words, *_words_of_keys(sections))
         ended = resume(self.folder, step=step, overrides=overrides, quiet=quiet, watch=_watch(on_event))
         return Run(ended.folder, ended.code)
 
@@ -126,7 +130,7 @@ def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
 
 
 def plan(
-    recipe: Recipe, *, gpu: str | None = None, gpus: int | None = None, nodes: int = 1, **overrides: Any
+    recipe: Recipe, *words: str, gpu: str | None = None, gpus: int | None = None, nodes: int = 1, **sections: Any
 ) -> "PlanReport":
     """The plan of a recipe for this machine, or for `gpu`: `.plan` (memory, time, choices), `.claims`, `.suggestions`.
 
@@ -139,7 +143,7 @@ def plan(
     from bloomery.plan.resolve import local_plan
 
     names, gpus = named_gpus(() if gpu is None else (gpu,), gpus)
-    loaded = _loaded(recipe, overrides)
+    loaded = _loaded(recipe, words, sections)
     return advise(loaded, *local_plan(loaded, gpu=names[0] if names else None, gpus=gpus, nodes=nodes))
 
 
@@ -365,10 +369,21 @@ def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Pat
     return model_path(str(model)), chosen_use(device, quantize)
 
 
-def _loaded(recipe: Recipe, overrides: Mapping[str, Any]) -> "LoadedRecipe":
+def _words_of_keys(sections: Mapping[str, Any]) -> list[str]:
+    """{"train": {"epochs": 2}} as ["train.epochs=2"]."""
+    words = []
+    for section, keys in sections.items():
+        named = {section: keys}
+        if isinstance(keys, Mapping):
+            named = {f"{section}.{key}": value for key, value in keys.items()}
+        words += [f"{name}={json.dumps(value, default=str)}" for name, value in named.items()]
+    return words
+
+
+def _loaded(recipe: Recipe, words: Sequence[str], sections: Mapping[str, Any]) -> "LoadedRecipe":
     from bloomery.recipe.load import load_recipe, load_text
 
-    words = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    words = [*words, *(f"{key}={json.dumps(value, default=str)}" for key, value in sections.items())]
     if isinstance(recipe, Mapping):
         text = json.dumps(dict(recipe), default=str)  # YAML contains JSON
         return load_text(text, name=str(recipe.get("name", "recipe")), source="the recipe", overrides=words)

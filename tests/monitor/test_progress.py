@@ -93,7 +93,7 @@ def test_a_save_that_ends_some_steps_later_is_told_below():
     saved = Saved(step=4, path="checkpoints/step-00000004", bytes=1, seconds=0.1, best=True)
     lines = lines_of([*(step_done(step) for step in (1, 2, 3, 4, 5)), saved, step_done(6), saved], every=2)
     assert [int(row[:6]) for row in rows_of(lines)] == [2, 4, 6]
-    assert lines[-1] == "     4     checkpoint (best)"
+    assert lines[-1] == "     6     checkpoint (best) of step 4", "the numbers of steps never go backwards"
 
 
 def test_an_exam_of_a_future_that_a_resume_gave_up_counts_no_more():

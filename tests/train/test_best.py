@@ -222,3 +222,16 @@ def test_progress_counts_evaluations_since_the_best():
         progress.step = step
         progress.note_evaluation(loss)
     assert (progress.best_step, progress.best_loss, progress.evaluations_since_best) == (3, 2.0, 2)
+
+
+def test_an_early_stop_by_few_tokens_is_reported(prepared, tmp_path, monkeypatch):
+    losses = {1: 1.0, 2: 1.1, 3: 1.2}
+    scripted(monkeypatch, losses)
+    eval_plan = {"every_steps": 1, "early_stopping_patience": 2}
+    stopped = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 9}, eval=eval_plan), tmp_path / "run")
+    assert stopped.steps_done() == 3
+    assert_one_best(tmp_path / "run", 1, losses)
+    first, last = stopped.of(Warned)
+    assert (first.step, last.step) == (1, 3)
+    assert "100 loss tokens, fewer than 2,000" in first.reason
+    assert "2 evaluations without a lower loss than that of step 1; an evaluation has 100" in last.reason

@@ -182,6 +182,7 @@ class PlainView:
         self._curve: list[float] = []
         self._headed = False
         self._phase: tuple[str, float] = ("", 0.0)
+        self._last_step = 0  # in the table
 
     def write(self, event: Event) -> None:
         event = as_shown(event)  # before lines are cut to their width
@@ -241,9 +242,15 @@ class PlainView:
             case Warned():
                 self._titled("warning", event.reason)
             case Recovered() | Saved() | Resumed():
+                if not isinstance(event, Saved):
+                    self._last_step = event.step  # later steps are taken again
                 if isinstance(event, Resumed):
                     self._since.clear()
-                self.note(event.step, incident_text(event) or "")
+                news = incident_text(event) or ""
+                if isinstance(event, Saved) and event.step < self._last_step:  # written while later steps were computed
+                    self.note(self._last_step, f"{news} of step {event.step}")
+                else:
+                    self.note(event.step, news)
 
     def _print_phase(self, event: Phase) -> None:
         name, printed_at = self._phase
@@ -298,6 +305,7 @@ class PlainView:
         notes = ", ".join(line.notes)
         room = max(min(_BARS, self._width - len(row) - len(notes) - 5), 0)
         self._write(f"{row}   {sparkline(self._curve, room):<{room}}  {notes}".rstrip())
+        self._last_step = line.step
         for event in line.after:
             self._print(event)
 

@@ -14,7 +14,7 @@ from bloomery.core.units import GIB, format_bytes, format_count, format_seconds
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, TaskDone
 from bloomery.monitor.screen import plot
-from bloomery.monitor.summary import JOULES_IN_KWH, in_millions
+from bloomery.monitor.summary import JOULES_IN_KWH, MEASURABLE_TOKENS, in_millions
 from bloomery.monitor.words import figure, format_joules
 from bloomery.plan.advise import claims_of, energy_kwh
 from bloomery.report.charts import (
@@ -139,11 +139,12 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
     summary, best = record.summary, record.summary.best
     joules, each = summary.devices.joules, summary.joules_per_token
     steps, compiling = [step.step_seconds for step in record.steps], summary.compile_seconds
-    bits, loss, accuracy, perplexity = None, None, None, None
+    bits, loss, accuracy, perplexity, few = None, None, None, None, ""
     if best is not None:
+        few = f", on {best.tokens:,} loss tokens" if best.tokens < MEASURABLE_TOKENS else ""
         bits, loss, accuracy, perplexity = best.bits_per_byte, best.loss, best.metrics.get("accuracy"), best.perplexity
     return [
-        (figure(loss, ".3f", ""), f"validation loss, {summary.unit}, step {best.step if best else 0:,}"),
+        (figure(loss, ".3f", ""), f"validation loss, {summary.unit}, step {best.step if best else 0:,}{few}"),
         (figure(bits, ".3f", ""), "bits per byte, validation set"),
         (figure(accuracy, ".1%", ""), "accuracy, validation set"),
         (_short(perplexity), "perplexity, validation set"),

@@ -106,9 +106,12 @@ class RunContext:
     @property
     def finished(self) -> bool:
         """Whether the planned length is reached, or early stopping ends the run."""
+        return self.stops_early or (self.plan.train.steps is not None and self.step >= self.plan.train.steps)
+
+    @property
+    def stops_early(self) -> bool:
         patience = self.plan.eval.early_stopping_patience
-        tired = patience is not None and self.state.progress.evaluations_since_best >= patience
-        return tired or (self.plan.train.steps is not None and self.step >= self.plan.train.steps)
+        return patience is not None and self.state.progress.evaluations_since_best >= patience
 
     def source(self) -> AbstractContextManager[BatchSource]:
         """Micro-batches from the current position in the data."""

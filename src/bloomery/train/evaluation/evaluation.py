@@ -14,6 +14,7 @@ from bloomery.data.loader import Batch, Loader
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned
+from bloomery.monitor.summary import MEASURABLE_TOKENS
 from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.store import write_plan
@@ -141,8 +142,10 @@ def evaluate_and_sample(context: RunContext) -> None:
         with interruptible(context), context.timer.aside() as seconds:
             result = evaluate_validation(context, context.plan.eval.sequences)
             if result is not None:
+                first = context.state.progress.best_step is None
                 context.best_due = context.state.progress.note_evaluation(result.loss)
                 context.emit(result.event(step))
+                warn_of_few_tokens(context, result, first=first and context.best_due)
             context.timer.note_evaluation(seconds(), context.plan)
         with interruptible(context), context.timer.aside() as seconds:
             if isinstance(full := attempt(draw, context.state), AllocationFailed):
@@ -156,6 +159,20 @@ def evaluate_and_sample(context: RunContext) -> None:
         context.state.progress, context.best_due = progress_before, False
         raise
     context.last_eval_step, context.state.progress.eval_due = step, False
+
+
+def warn_of_few_tokens(context: RunContext, result: EvalResult, *, first: bool) -> None:
+    """Report an early stop, and at the `first` evaluation and at an early stop, that too few tokens decide."""
+    progress, few = context.state.progress, ""
+    if result.tokens < MEASURABLE_TOKENS:
+        few = f"an evaluation has {result.tokens:,} loss tokens, fewer than {MEASURABLE_TOKENS:,}"
+    if context.stops_early:
+        reason = f"early stopping: {progress.evaluations_since_best} evaluations without a lower loss"
+        reason += "" if progress.best_step is None else f" than that of step {progress.best_step:,}"
+        context.emit(Warned(step=context.step, reason=f"{reason}; {few}: it may be noise" if few else reason))
+    elif first and few:
+        reason = f"{few}: which checkpoint is the best may be noise; set data.validation to a larger share"
+        context.emit(Warned(step=context.step, reason=reason))
 
 
 @contextmanager
