@@ -1,0 +1,105 @@
+"""The Slurm job script of the docs, with scripts in place of srun and scontrol: when it returns a job to the queue."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs_of_bloomery import losses, write_workshop
+
+from bloomery.monitor.events import Resumed, read_events
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/amd-frontier.md"
+JOB = "77"
+# `attempts.json`: for each start the exit code, and the checkpoints that exist afterwards.
+SRUN = f"""#!{sys.executable}
+import json, os, sys
+from pathlib import Path
+attempts = json.loads(Path("attempts.json").read_text())
+number = len(Path("starts").read_text()) if Path("starts").exists() else 0
+Path("starts").write_text("x" * (number + 1))
+code, steps = attempts[number]
+for step in steps:
+    os.makedirs(f"runs/frontier-slurm-{JOB}.0/checkpoints/step-{{step:08d}}", exist_ok=True)
+sys.exit(code)
+"""
+SCONTROL = """#!/bin/bash
+[ "$1" = requeue ] && [ "$2" = 77 ] && touch requeued
+"""
+# Two ranks of one node, as srun starts them; on the first start one of them is killed after a checkpoint.
+REAL_SRUN = f"""#!{sys.executable}
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+first = not Path("started").exists()
+Path("started").touch()
+ranks = []
+for rank in "01":
+    own = {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+           "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_RESTART_COUNT": "0" if first else "1"}}
+    ranks.append(subprocess.Popen([sys.executable, "-m", *sys.argv[1:], "-d", "cpu"], env=os.environ | own))
+checkpoints = Path("runs/tiny-slurm-{JOB}.0/checkpoints")
+while first and not list(checkpoints.glob("step-*")) and ranks[1].poll() is None:
+    time.sleep(0.02)
+if first:
+    os.kill(ranks[1].pid, signal.SIGKILL)
+codes = [rank.wait() for rank in ranks]
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+
+
+def script() -> str:
+    """The lines from `srun` on, without the modules of a cluster."""
+    (whole,) = re.findall(r"^#!/bin/bash\n.*?(?=^```)", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    header, command, rest = whole.partition("srun bloomery train frontier.yaml\n")
+    assert "--signal=TERM@" in header and "--requeue" in header
+    return "#!/bin/bash\n" + command + rest
+
+
+def run_job(folder: Path, text: str, srun: str, *, most: int = 10) -> list[int]:
+    """Runs the job as often as it returns to the queue: the exit code of each start."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, program in (("srun", srun), ("scontrol", SCONTROL)):
+        (programs / name).write_text(program)
+        (programs / name).chmod(0o755)
+    (folder / "job.sh").write_text(text)
+    variables = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": JOB}
+    codes: list[int] = []
+    while len(codes) < most:
+        (folder / "requeued").unlink(missing_ok=True)
+        done = subprocess.run(["bash", "job.sh"], cwd=folder, env=variables, capture_output=True, check=False)
+        codes.append(done.returncode)
+        if not (folder / "requeued").exists():
+            break
+    return codes
+
+
+@pytest.mark.parametrize(
+    ("attempts", "starts"),
+    [
+        ([(0, [])], 1),
+        ([(2, [])], 1),  # a mistake in the recipe stays one
+        ([(75, [5]), (75, [9]), (75, [12]), (75, [15]), (0, [20])], 5),  # the time limit, as often as it comes
+        ([(1, [5]), (0, [20])], 2),
+        ([(1, []), (1, []), (1, []), (0, [])], 3),  # twice again, and no more
+        ([(1, [5]), (1, [5]), (1, [5]), (0, [])], 3),
+        ([(137, [5]), (1, [5]), (1, [5, 9]), (1, [9]), (1, [9]), (0, [])], 5),  # a new checkpoint counts anew
+        ([(1, [5]), (75, [5]), (1, [5]), (1, [5]), (0, [])], 4),  # a stop in between does not
+    ],
+)
+def test_a_job_returns_to_the_queue_at_most_twice_without_a_new_checkpoint(tmp_path, attempts, starts) -> None:
+    (tmp_path / "attempts.json").write_text(json.dumps(attempts))
+    assert run_job(tmp_path, script(), SRUN) == [code for code, _ in attempts[:starts]]
+
+
+@pytest.mark.soak
+def test_a_job_whose_rank_is_killed_is_requeued_and_resumes(tmp_path) -> None:
+    write_workshop(tmp_path)
+    text = script().replace("bloomery train frontier.yaml", "bloomery train tiny.yaml")
+    assert run_job(tmp_path, text, REAL_SRUN, most=4) == [137, 0]
+    run = tmp_path / f"runs/tiny-slurm-{JOB}.0"
+    assert [event for event in read_events(run / "events.jsonl") if isinstance(event, Resumed)]
+    assert len(losses(run)) == 16
