@@ -7,6 +7,7 @@ import pytest
 from words_of_docs import ROOT, shown_equals
 
 from bloomery.cli import main
+from bloomery.cli.plan import NEWEST_FIRST, by_release
 from bloomery.recipe.load import load_recipe, packaged
 
 
@@ -14,7 +15,10 @@ def test_the_page_on_recipes_lists_each_of_them_once():
     text = (ROOT / "docs/reference/recipes.md").read_text(encoding="utf-8")
     listed = text.partition("$ bloomery recipes list\n")[2].partition("\n```")[0]
     names = [line.split()[0] for line in listed.partition("\n\n")[0].splitlines()[1:]]
-    assert names == [name for name in packaged() if not name.endswith("-tiny") and name != "everything"]
+    assert set(names) == {name for name in packaged() if not name.endswith("-tiny") and name != "everything"}
+    assert len(names) == len(set(names))
+    places = [by_release(name) for name in names]
+    assert places == sorted(places) and places[-1] < len(NEWEST_FIRST), "a recipe of a new family has no place"
 
 
 def test_the_page_on_fine_tuning_says_what_each_of_its_recipes_does_and_on_what_data():

@@ -18,11 +18,13 @@ LEARNS_MORE = {"rank", "alpha", "modules_to_save"}  # a random base has nothing 
 
 
 def test_every_recipe_that_starts_from_a_model_has_a_twin():
-    sizes = {"qwen2.5-0.5b-lora", "qwen2.5-3b-lora", "qwen2.5-0.5b-dpo-lora"}
+    sizes = {"qwen2.5-0.5b-lora", "qwen2.5-3b-lora", "qwen2.5-0.5b-dpo-lora", "qwen3-0.6b-lora", "qwen3-1.7b-lora",
+             "qwen3-8b-qlora", "gemma3-1b-lora", "llama3.2-1b-lora"}  # fmt: skip
+    sizes |= {"llama3.2-3b-qlora"}  # of a family and by a method that other twins have
     asked = {name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1}
     several = {"llama3.1-8b-full-8gpu", "llama2-70b-lora-8gpu"}  # tests/train/test_ranks_recipes.py has theirs
     assert asked - sizes - several == set(TWINS)
-    assert len(TWINS) == 9
+    assert len(TWINS) == 13
 
 
 @pytest.mark.parametrize("name", TWINS)

@@ -34,8 +34,8 @@ def bases(tmp_path_factory):
     return folders
 
 
-def foreign_plan(prepared, base, *, adapter=None, base_in="none", **sections):
-    config = read_config(base, "transformers")
+def foreign_plan(prepared, base, *, adapter=None, base_in="none", native=False, **sections):
+    config = read_config(base, "auto" if native else "transformers")
     plan = tiny_plan(prepared, config=config, **sections | {"model": {"source": base} | sections.get("model", {})})
     changed = {"quantize": Quantize(kind=base_in)}
     if adapter is not None:

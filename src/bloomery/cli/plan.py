@@ -315,13 +315,22 @@ def recipes_command(context: click.Context) -> None:
         context.invoke(list_)
 
 
+# Fine-tuning recipes by the release of their model, the newest first; then pretraining and the demos.
+NEWEST_FIRST = ("smollm3", "qwen3", "gemma3", "phi4", "llama3.2", "qwen2.5", "llama3.1", "llama2", "go-coder", "demo")
+
+
+def by_release(name: str) -> int:
+    """The place of a recipe in the list."""
+    return next((at for at, start in enumerate(NEWEST_FIRST) if name.startswith(start)), len(NEWEST_FIRST))
+
+
 @recipes_command.command("list")
 def list_() -> None:
     """List the packaged recipes with model, dataset and GPU."""
     from bloomery.recipe.load import packaged
 
     rows, others = [("recipe", "method", "model", "GPU", "dataset")], []
-    for name, path in packaged().items():
+    for name, path in sorted(packaged().items(), key=lambda item: (by_release(item[0]), item[0])):
         comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".")
         method, colon, rest = comment.partition(": ")
         if not colon or name.endswith("-tiny"):

@@ -36,11 +36,11 @@ from bloomery.model.adapters.settings import (
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
-from bloomery.model.families import config_to_hf
+from bloomery.model.families import config_to_hf, text_part
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import find_tensors, read_object
 from bloomery.model.io.weights import StoredModel, load_decoder, write_json, write_model, write_model_piecewise
-from bloomery.model.presets import read_config
+from bloomery.model.presets import read_config, stated_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 
@@ -78,16 +78,21 @@ def export(
         )  # fmt: skip
     files, config, proofs = ModelFiles(source, None, source), read_config(source), list[str]()
     tensors, index = find_tensors(source), source / "model.safetensors.index.json"
-    copied = dtype is None or all(stored.dtype == DTYPES[dtype] for stored in tensors.values())
+    # Of a multimodal model the language model is written under the names that it has alone.
+    whole = stated_config(source)
+    text_alone = text_part(whole) is not whole
+    first = next(iter(tensors.values())).dtype
+    target = first if dtype is None else DTYPES[dtype]
+    copied = not text_alone and (dtype is None or all(stored.dtype == target for stored in tensors.values()))
     with draft_of(out) as draft:
         if copied:
             for path in {stored.path for stored in tensors.values()} | ({index} if index.is_file() else set()):
                 shutil.copyfile(path, draft / path.name)
-            kept = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+            kept = str(first).removeprefix("torch.")
             write_json(draft / "config.json", config_to_hf(config) | {"dtype": kept, "torch_dtype": kept})
         else:
-            with full_pieces(source, DTYPES[str(dtype)]) as (piece, config):
-                write_model_piecewise(piece, config, DTYPES[str(dtype)], draft)
+            with full_pieces(source, target) as (piece, config):
+                write_model_piecewise(piece, config, target, draft)
         write_rest(draft, out.name, config, files)
         if verify and copied:
             copies = find_tensors(draft)
@@ -101,7 +106,7 @@ def export(
             proofs.append(f"read back: all {len(tensors)} tensors are identical")
             proofs += opens_elsewhere(draft, *probed(draft, use or Use("cpu"), where=source))
         elif verify:
-            proofs += _compared(draft, files, DTYPES[str(dtype)], use or Use("cpu"))
+            proofs += _compared(draft, files, target, use or Use("cpu"))
     return exported(out, proofs)
 
 

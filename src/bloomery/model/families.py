@@ -393,6 +393,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
 })  # fmt: skip
 
 
+MULTIMODAL: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text"})  # model_type of the whole and of its text
+
+
+def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of a multimodal model's language model, with the token ids of the whole; any other as it is."""
+    kind, text = hf.get("model_type"), hf.get("text_config")
+    if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(text, dict):
+        return hf
+    ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in hf}
+    return {**ids, **text, "model_type": MULTIMODAL[kind]}
+
+
 def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
     """The key of FAMILIES, from `model_type` or `architectures`. Raises UserError for an unknown architecture."""
     kind, architectures = hf.get("model_type"), hf.get("architectures")
@@ -410,6 +422,7 @@ def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
 
 def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
     """The facts in a config.json. Raises UserError naming the field that is missing or makes no sense."""
+    hf = text_part(hf)
     name = family_of(hf, where=where)
     family = FAMILIES[name]
     fields = Fields(hf, family.defaults, where=where)

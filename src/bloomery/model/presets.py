@@ -25,6 +25,7 @@ from bloomery.model.families import (
     config_to_hf,
     fresh_config,
     known_family,
+    text_part,
 )
 from bloomery.model.io.stored import AGAIN, read_object
 from bloomery.model.published import published_config
@@ -47,7 +48,7 @@ def chosen(config_json: Mapping[str, Any], implementation: str) -> str:
     named = config_json.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     native = any(architecture == family.architecture for family in FAMILIES.values())
-    known = native or config_json.get("model_type") in FAMILIES
+    known = native or text_part(config_json).get("model_type") in FAMILIES
     return "native" if known or find_spec("transformers") is None or "model_type" not in config_json else "transformers"
 
 

@@ -37,7 +37,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
 from bloomery.model.config import ModelConfig
-from bloomery.model.families import architecture_of
+from bloomery.model.families import architecture_of, text_part
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
 from bloomery.model.presets import build_config, known_config, read_config, stated_config
 from bloomery.model.published import published_config, similar_names
@@ -142,13 +142,15 @@ def facts_of(
 
 
 def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
-    """Code of a model that is never run, and the architecture used instead: the two may differ."""
+    """Parts of a model that are left out: code, which is never run, and vision; and the architecture used instead."""
     folder = cached_model(start)
     if folder is None:
         return
     raw_config, taken = stated_config(folder), architecture_of(config)
     kind, name = raw_config.get("model_type"), folder.name if Path(start).exists() else start
-    if raw_config.get("auto_map"):
+    if text_part(raw_config) is not raw_config:
+        yield f"{name} is multimodal: its language model is trained as {taken}, vision weights are left out"
+    elif raw_config.get("auto_map"):
         yield f"{name} has remote code (auto_map), which is never run: loaded as {taken}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
         yield f"{name} has an unknown model_type ({kind[:60]}): loaded as {taken}, as in its architectures"

@@ -250,7 +250,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     """
     raw_config = _weight_map(folder)
     if raw_config is None:
-        return stored_tensors(inside(folder, SINGLE))
+        return _text_tensors(stored_tensors(inside(folder, SINGLE)))
     found: dict[str, Stored] = {}
     for name in sorted(set(raw_config.values())):
         tensors = stored_tensors(inside(folder, name))
@@ -259,7 +259,24 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
         found |= tensors
     if missing := raw_config.keys() - found.keys():
         raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), fix=AGAIN)
-    return found
+    return _text_tensors(found)
+
+
+# Prefixes of the language model of a multimodal one, as published and as transformers 5 names it; then of the rest.
+LANGUAGE = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
+VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+def _text_tensors(found: dict[str, Stored]) -> dict[str, Stored]:
+    """Those of a multimodal model's language model under the names that it has alone; any other model's as they are."""
+    if not any(name.startswith(tuple(LANGUAGE)) for name in found):
+        return found
+    named = {}
+    for name, stored in found.items():
+        prefix = next((prefix for prefix in LANGUAGE if name.startswith(prefix)), "")
+        if not name.startswith(VISION):
+            named[LANGUAGE.get(prefix, "") + name.removeprefix(prefix)] = stored
+    return named
 
 
 def stored_in(folder: Path, name: str) -> dict[str, Stored]:

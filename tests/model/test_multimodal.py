@@ -1,0 +1,104 @@
+"""The language model of a multimodal one: Gemma 3 as it is published, with its vision weights left out."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import tokens
+from torch.testing import assert_close
+
+from bloomery.core.errors import UserError
+from bloomery.model.families import config_from_hf
+from bloomery.model.io.stored import find_tensors, stored_parameters
+from bloomery.model.io.weights import load_decoder, model_state, write_model
+from bloomery.model.presets import read_config
+from bloomery.model.published import published_config
+from foreign_models import saved_gemma3
+
+TOKENS = tokens()
+# Of google/gemma-3-4b-it: what its config.json says; all else are defaults of transformers' Gemma3TextConfig.
+PUBLISHED_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                    "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                    "sliding_window": 1024},
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+                      "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+                      "patch_size": 14, "vision_use_head": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    """A random Gemma 3 with a vision tower, saved by transformers, and its logits of text."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    model = saved_gemma3(folder)
+    with torch.no_grad():
+        return folder, model(TOKENS % 120).logits
+
+
+def as_in_memory(folder, target):
+    """With the names of tensors that transformers 5 uses inside: model.language_model.layers, model.vision_tower."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {}
+    for name, tensor in tensors.items():
+        inner = re.sub(r"^language_model\.model\.", "model.language_model.", name)
+        renamed[re.sub(r"^(vision_tower|multi_modal_projector)\.", r"model.\1.", inner)] = tensor
+    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text((folder / "config.json").read_text())
+    return renamed
+
+
+@torch.no_grad()
+def test_text_logits_are_those_of_the_whole_model(gemma, tmp_path):
+    folder, expected = gemma
+    assert float(expected.std()) > 0.1
+    assert_close(load_decoder(folder)(TOKENS % 120), expected, atol=1e-4, rtol=0)
+    published = load_file(folder / "model.safetensors")  # the names of google/gemma-3-4b-it
+    assert any(name.startswith("language_model.model.layers.0.") for name in published)
+    assert any(name.startswith("vision_tower.") for name in published)
+    names = as_in_memory(folder, tmp_path)
+    assert any(name.startswith("model.language_model.layers.0.") for name in names)
+    ours = load_decoder(tmp_path)
+    assert_close(ours(TOKENS % 120), expected, atol=1e-4, rtol=0)
+    assert not any("vision" in name or "projector" in name for name in find_tensors(tmp_path))
+    (tmp_path / "saved").mkdir()
+    write_model(model_state(ours), ours.config, tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager").eval()
+    assert type(again).__name__ == "Gemma3ForCausalLM"
+    assert_close(again(TOKENS % 120).logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_missing_tensor_of_the_language_model_is_named(gemma, tmp_path):
+    names = as_in_memory(gemma[0], tmp_path)
+    del names["model.language_model.norm.weight"]
+    save_file(names, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight is missing"):
+        stored_parameters(tmp_path, read_config(tmp_path))
+
+
+def test_the_published_config_is_the_shape_of_the_table(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_4B))
+    config, table = read_config(tmp_path), published_config("google/gemma-3-4b-it")
+    ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    assert {key: value for key, value in vars(config).items() if key not in ids} == {
+        key: value for key, value in vars(table).items() if key not in ids
+    }
+    assert config.eos_token_id == 1 and config.tie_embeddings
+    theirs = transformers.Gemma3Config(**PUBLISHED_4B).text_config
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (
+        theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, theirs.vocab_size
+    )  # fmt: skip
+    kinds = ["full_attention" if config.window(n) is None else "sliding_attention" for n in range(config.num_layers)]
+    assert kinds == theirs.layer_types
+
+
+def test_another_multimodal_model_is_refused():
+    with pytest.raises(UserError):
+        config_from_hf({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": {}})

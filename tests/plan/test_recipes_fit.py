@@ -1,0 +1,32 @@
+"""The GPU in the first line of a packaged recipe is the smallest one, as the planner computes it."""
+
+import re
+
+import pytest
+from plan_help import gpu_machine, planned
+
+from bloomery.recipe.load import load_recipe, packaged
+
+OF_SIZE = {8: "RTX 4060", 12: "RTX 4070", 16: "RTX 4060 Ti 16GB", 24: "RTX 4090"}  # usual GPUs of these sizes
+SMALLEST = ("train.micro_batch_size=1", "train.activation_checkpointing=full")
+FIRST_LINE = re.compile(r"# (SFT) \+ (LoRA|QLoRA): [^,]+, [^,]+, one (\d+) GB GPU\.")
+NEW = ("qwen3-0.6b-lora", "qwen3-1.7b-lora", "qwen3-4b-lora", "qwen3-8b-qlora", "gemma3-1b-lora", "gemma3-4b-qlora",
+       "phi4-mini-qlora", "smollm3-3b-qlora", "llama3.2-1b-lora", "llama3.2-3b-qlora")  # fmt: skip
+
+
+def holds(name: str, size: int) -> bool:
+    """Whether also the upper end of the memory range fits, at a micro-batch of one sequence with recomputation."""
+    memory = planned(load_recipe(name, SMALLEST), gpu_machine(OF_SIZE[size])).memory
+    return memory.high <= memory.limit
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_first_line_names_method_and_smallest_gpu(name, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
+    match = FIRST_LINE.match(packaged()[name].read_text(encoding="utf-8"))
+    method, size = match[2], int(match[3])
+    recipe = load_recipe(name).recipe
+    assert (recipe.quantize.kind == "nf4") == (method == "QLoRA") and recipe.adapter.kind == "lora"
+    assert name.endswith(method.lower()) and recipe.objective.kind == match[1].lower()
+    assert [smaller for smaller in OF_SIZE if smaller <= size and holds(name, smaller)] == [size]
+    assert planned(load_recipe(name), gpu_machine(OF_SIZE[size])).fits
