@@ -246,6 +246,30 @@ class TestModelAndData:
     def test_what_is_missing_is_said(self, words, said, workshop):
         assert_clear(here("train", *words), code=here("train", *words).code, mentions=[said])
 
+    @pytest.mark.parametrize(
+        ("word", "mentions"),
+        [
+            ("adapter.target_modules=[q_projj]", ["did you mean q_proj? known: q_proj, k_proj"]),
+            ("objective=grpo", ["set objective.kind to dpo, simpo, ipo, orpo or kto"]),
+            (
+                "objective=dpo",
+                ['rows such as {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}', "dataset-formats.md"],
+            ),
+            ("objective=kto", ['rows such as {"prompt": "2 + 2?", "completion": "4", "label": true}']),
+        ],
+    )
+    def test_a_wrong_word_is_answered_with_the_right_ones(self, word, mentions, workshop, model):
+        result = here("plan", "--model", str(model), "--data", "qa.jsonl", word)
+        assert_clear(result, code=result.code, mentions=mentions)
+
+    def test_a_run_is_no_recipe(self, workshop):
+        assert_clear(here("train", "last"), code=2, mentions=["there are no runs here"])
+        (workshop / "runs/go-1").mkdir(parents=True)
+        (workshop / "runs/go-1/recipe.yaml").write_text("model: {preset: go-coder-tiny}\n")
+        for name in ("last", "go-1", "runs/go-1"):
+            said = [f"`{name}` is a run, not a recipe", f"bloomery resume {name}", f"recipes copy {name} mine.yaml"]
+            assert_clear(here("train", name), code=2, mentions=said)
+
     def test_the_recipe_of_a_run_can_be_copied(self, workshop):
         (workshop / "runs/go-1").mkdir(parents=True)
         (workshop / "runs/go-1/recipe.yaml").write_text("model: {preset: go-coder-tiny}\n")

@@ -101,7 +101,11 @@ def test_a_key_of_another_section_is_found(write):
     [
         ("train: {compile: on}", "true or false, not 'on'"),
         ("train: {precision: half}", "not 'half'"),
-        ("train: {max_steps: soon}", "'soon' is not a number with a unit"),
+        ("train: {max_steps: soon}", "'soon' is not a number of steps; write 2000"),
+        ("train: {epochs: two}", "'two' is not a number of epochs; write 3 or 0.5"),
+        ("checkpoint: {every: often}", "'often' is not a number with a unit; write 2000 steps, 10B tokens, 3 epochs"),
+        ("data: {sequence_length: 128k}", "'128k' may be 128000 or 131072 tokens; write the number"),
+        ("data: {sequence_length: long}", "'long' is not a number of tokens; write a whole number such as 1024"),
         ("train: {max_steps: 0}", "must be above 0"),
         ("train: {max_steps: 20%}", "is not a number of steps"),
         ("train: {max_steps: 1.5}", "1.5 is not a whole number of steps; write 1 or 2 steps"),
@@ -343,9 +347,7 @@ def test_a_batch_is_given_in_tokens_or_in_sequences(write):
     (path.parent / "copy.yaml").write_text(dump_recipe(loaded))  # a run's recipe.yaml, which training reads
     assert load_recipe(path.parent / "copy.yaml").recipe == loaded.recipe
     assert load_recipe(path, ["train.batch_size=16", "train.tokens_per_step=auto"]).recipe.tokens_per_step == "auto"
-    assert "tokens_per_step and batch_size" in refused(
-        write(SMALL + "train: {tokens_per_step: 4096, batch_size: 4}\n")
-    )
+    assert "tokens_per_step and batch_size" in refused(write(SMALL + "train: {tokens_per_step: 4096, batch_size: 4}\n"))
 
 
 def test_a_kind_stands_for_its_section(write):
@@ -394,3 +396,15 @@ def test_a_text_that_is_read_again_is_not_the_one_that_somebody_changed():
     first.origins.clear()
     third = read_yaml("a: {b: [1]}", source="a.yaml", folder=Path())
     assert second == third and third.data == {"a": {"b": [1]}}
+
+
+def test_a_micro_batch_of_the_recipe_yields_to_a_batch_size_that_it_does_not_divide(tmp_path):
+    packaged = "qwen2.5-1.5b-lora-tiny"
+    assert load_recipe(packaged).recipe.train.micro_batch_size == 4
+    assert load_recipe(packaged, ["train.batch_size=2"]).recipe.train.micro_batch_size == "auto"
+    assert load_recipe(packaged, ["train.batch_size=8"]).recipe.train.micro_batch_size == 4
+    typed = ["train.micro_batch_size=4", "train.batch_size=2"]
+    for words in (typed, typed[::-1]):  # what was typed is refused, and not replaced
+        assert load_recipe(packaged, words).recipe.train.micro_batch_size == 4
+    (tmp_path / "mine.yaml").write_text(f"extends: {packaged}\ntrain: {{batch_size: 6}}\n")
+    assert load_recipe(tmp_path / "mine.yaml").recipe.train.micro_batch_size == "auto"

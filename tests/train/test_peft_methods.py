@@ -113,7 +113,7 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
     [
         ({"method": "adalora", "traget_r": 4}, "did you mean target_r"),
         ({"method": "adalorra"}, "did you mean adapter.method=adalora?"),
-        ({"method": "vera", "target_modules": ["q_prj"]}, "near it: q_proj"),
+        ({"method": "vera", "target_modules": ["q_prj"]}, "did you mean q_proj? known: "),
         ({"method": "prefix_tuning"}, "adapter.kind=lora"),
         ({"method": "lora"}, "adapter.kind=lora"),
         ({"method": "trainable_tokens"}, "adapter.modules_to_save"),

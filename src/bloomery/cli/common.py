@@ -90,6 +90,7 @@ def chosen_recipe(
         overrides, recipe = (recipe, *overrides), None
     if recipe is not None:
         if recipe not in packaged():
+            _refuse_run(recipe)
             refuse_data(recipe)
         given = [f"{key}={value}" for key, value in (("model.from", model), ("data.path", data)) if value is not None]
         words = (*given, *overrides)
@@ -120,6 +121,22 @@ def chosen_recipe(
     for line in reading_lines(loaded.recipe):
         echo(f"columns    {line}", err=True)
     return loaded, typed
+
+
+def _refuse_run(name: str) -> None:
+    """Raises UserError (code 2) for a run where a recipe should be, with the command that was meant."""
+    from bloomery.runs.folder import all_runs, is_run
+
+    known = name == "last" or is_run(Path("runs") / name) or is_run(expanded(name))
+    if not known or expanded(name).is_file():
+        return
+    if name == "last" and not all_runs():
+        fix = "start one: bloomery train RECIPE (`bloomery recipes list` lists the packaged ones)"
+        raise UserError(
+            "`last` is the last run, and there are no runs here", where=str(Path("runs").resolve()), fix=fix, code=2
+        )
+    fix = f"to continue it: bloomery resume {name}; to train its recipe again: bloomery recipes copy {name} mine.yaml"
+    raise UserError(f"`{name}` is a run, not a recipe", where="RECIPE", fix=fix, code=2)
 
 
 _MOST_REMEMBERED = 200  # generated recipes

@@ -373,7 +373,7 @@ def show(recipe: str | None, overrides: tuple[str, ...], model: str | None, data
     if recipe is None or overrides or model or data:
         fix = "bloomery recipes show NAME, or bloomery recipes show --model MODEL --data PATH [section.key=value ...]"
         raise UserError(
-            "a recipe has a name, or a model and a dataset", where="`bloomery recipes show`", fix=fix, code=2
+            "missing argument: NAME, or --model and --data", where="`bloomery recipes show`", fix=fix, code=2
         )
     echo(_recipe_path(recipe).read_text(encoding="utf-8"), nl=False)
 

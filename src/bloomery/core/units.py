@@ -39,10 +39,15 @@ class Duration:
         return f"{self.amount:,.0f} {self.unit}" if self.amount >= 100 else f"{self.amount:g} {self.unit}"
 
 
-def _split(text: str) -> tuple[float, str]:
+_COUNTS = "write a number such as 195000, 1.5M or 10B"
+_SIZES = "write 12GiB or 500MB"
+_LENGTHS = "write 2000 steps, 10B tokens, 3 epochs, 20% or 8h"
+
+
+def _split(text: str, forms: str) -> tuple[float, str]:
     match = re.fullmatch(rf"\s*{_NUMBER}\s*([a-zA-Z%]*(?:\s+[a-z]+)?)\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"{text!r} is not a number with a unit")
+        raise ValueError(f"{text!r} is not a number with a unit; {forms}")
     return float(re.sub("[_,]", "", match[1])), match[2].strip().lower()
 
 
@@ -50,9 +55,9 @@ def parse_count(text: str | float) -> float:
     """ "10B" -> 1e10, "1.5k" -> 1500. Raises ValueError."""
     if isinstance(text, int | float):
         return float(text)
-    amount, suffix = _split(text)
+    amount, suffix = _split(text, _COUNTS)
     if suffix not in _COUNT_SUFFIX:
-        raise ValueError(f"{text!r} is not a count; write a number such as 195000, 1.5M or 10B")
+        raise ValueError(f"{text!r} is not a count; {_COUNTS}")
     return amount * _COUNT_SUFFIX[suffix]
 
 
@@ -60,9 +65,9 @@ def parse_bytes(text: str | float) -> float:
     """ "12GiB" -> bytes; GB is 1e9, GiB 2**30. Raises ValueError."""
     if isinstance(text, int | float):
         return float(text)
-    amount, suffix = _split(text)
+    amount, suffix = _split(text, _SIZES)
     if suffix not in _BYTE_SUFFIX:
-        raise ValueError(f"{text!r} is not a size; write 12GiB or 500MB")
+        raise ValueError(f"{text!r} is not a size; {_SIZES}")
     return amount * _BYTE_SUFFIX[suffix]
 
 
@@ -70,7 +75,7 @@ def parse_duration(text: str | float) -> Duration:
     """ "3 epochs", "10B tokens", "2000 steps", "20%", "8h". A bare number counts steps. Raises ValueError."""
     if isinstance(text, int | float):
         return whole_steps(float(text), text)
-    amount, rest = _split(text)
+    amount, rest = _split(text, _LENGTHS)
     if rest == "%":
         return Duration(amount, "percent")
     if rest in _SECONDS:
@@ -83,7 +88,7 @@ def parse_duration(text: str | float) -> Duration:
         return Duration(amount * _COUNT_SUFFIX[suffix], "tokens")
     if unit == "epochs" and suffix == "":
         return Duration(amount, "epochs")
-    raise ValueError(f"{text!r} is not a length; write 2000 steps, 10B tokens, 3 epochs, 20% or 8h")
+    raise ValueError(f"{text!r} is not a length; {_LENGTHS}")
 
 
 def whole_steps(amount: float, text: str | float) -> Duration:

@@ -146,7 +146,9 @@ def _refuse_keys(keys: list[str], *, one_device: bool = False) -> None:
         problem = f"not supported in this version of Bloomery: {', '.join(keys)}"
         fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
         if keys[0].startswith("objective."):
-            fix += ", or set objective.kind=dpo, which trains on preferences"
+            fix = (
+                "set objective.kind to dpo, simpo, ipo, orpo or kto (preferences), sft (responses), distill (a teacher)"
+            )
         elif not one_device:
             fix += "; parallel.shard divides a model over devices"
         raise UserError(problem, where="recipe", fix=fix, code=2)

@@ -305,10 +305,21 @@ def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins:
         for key in choices
         if key in base and key not in over
     ]
+    if path == ("train",) and _outgrown(base, over, origins):
+        dropped.append("micro_batch_size")
     if path == ("data",) and over.get("path") is not None:  # its reader settings are those of another dataset
         readers = [key for key in ("glob", "format", "columns") if (*path, key) in origins and key not in over]
         dropped += [key for key in readers if origins[*path, key].place != _COMMAND_LINE]  # overrides: in any order
     return dropped
+
+
+def _outgrown(base: Mapping[str, Any], over: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> bool:
+    """Whether a recipe's micro-batch does not divide the batch size of the layer above it: the plan chooses another."""
+    batch, micro = over.get("batch_size"), base.get("micro_batch_size")
+    if type(batch) is not int or type(micro) is not int or "micro_batch_size" in over or micro < 1:
+        return False
+    path = ("train", "micro_batch_size")
+    return batch % micro > 0 and not (path in origins and origins[path].place == _COMMAND_LINE)
 
 
 def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:

@@ -25,6 +25,7 @@ from bloomery.recipe.values import (
     OneOrMore,
     PositiveOrNone,
     Precision,
+    SequenceLength,
     Share,
     ShellCommand,
     StepRange,
@@ -253,7 +254,7 @@ class Data(Section):
         "Several datasets instead of path.",
         [{"path": "code", "glob": "*.go", "weight": 2.0}, {"path": "issues.jsonl", "columns": {"text": "body"}}],
     )
-    sequence_length: Annotated[int, Field(ge=2)] = key(1024, "Tokens per training sequence.")
+    sequence_length: SequenceLength = key(1024, "Tokens per training sequence.")
     validation: str | float = key(
         "auto", "Validation set: a share (5%), a path or a split; auto: the dataset's own split, else 1%."
     )

@@ -59,13 +59,16 @@ def _of_unit(unit: Unit, example: str) -> Any:
     """A validator of an amount of one unit, with the unit or without it: 3, "3 epochs", "10B", "10B tokens"."""
 
     def read(value: object) -> float:
-        if isinstance(word := _word(value, example), str) and re.search(r"[a-z%]{2,}|%", word, re.IGNORECASE):
+        if isinstance(word := _word(value, example), str) and re.search(r"[0-9].*[a-z%]{2,}|%", word, re.IGNORECASE):
             duration = parse_duration(word)
             if duration.unit != unit:
                 raise ValueError(f"{word!r} is not a number of {unit}; write {example}")
             amount = duration.amount
         else:
-            amount = parse_count(word)
+            try:
+                amount = parse_count(word)
+            except ValueError as error:
+                raise ValueError(f"{str(value)[:40]!r} is not a number of {unit}; write {example}") from error
         if not 0 < amount <= _MOST:
             raise ValueError(f"{str(value)[:40]} is not a number of {unit}; it must be above 0, and finite")
         if unit == "epochs":
@@ -79,6 +82,19 @@ Epochs = Annotated[float, _of_unit("epochs", "3 or 0.5")]
 Steps = Annotated[int, _of_unit("steps", "2000")]
 Tokens = Annotated[int, _of_unit("tokens", "10B")]
 Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int), Field(gt=0)]
+
+
+def _tokens_of_a_sequence(value: object) -> object:
+    """A suffix is refused: 128k is 128,000 to this program, and 131,072 to the authors of most models."""
+    if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+)\s*[kK](?:i?B?)", value.strip())):
+        thousand, binary = int(found[1]) * 1000, int(found[1]) * 1024
+        raise ValueError(f"{value!r} may be {thousand} or {binary} tokens; write the number")
+    if isinstance(value, str):
+        raise ValueError(f"{value[:40]!r} is not a number of tokens; write a whole number such as 1024 or 131072")
+    return value
+
+
+SequenceLength = Annotated[int, BeforeValidator(_tokens_of_a_sequence, json_schema_input_type=int), Field(ge=2)]
 Auto = Literal["auto"]
 _PositiveOrNone = Annotated[float, Field(gt=0)] | Literal["none"] | None
 PositiveOrNone = Annotated[  # none is read as null

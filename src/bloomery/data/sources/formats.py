@@ -385,6 +385,12 @@ _TRAINABLE = {
     "pairs": "pairs of a chosen and a rejected response",
     "kto": "responses labeled desirable or not",
 }
+_ROWS = {
+    "sft": '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}',
+    "pairs": '{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}',
+    "kto": '{"prompt": "2 + 2?", "completion": "4", "label": true}',
+}
+_PAGE = "docs/reference/dataset-formats.md"
 _OBJECTIVES = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
 
 
@@ -450,7 +456,8 @@ def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[
             "kto": example.kind == "kto", "text": False}  # fmt: skip
     if not fits[required_format]:
         problem = f"the rows are {NAMES[example.kind]}; the objective needs {_TRAINABLE[required_format]}"
-        fix = f"set objective.kind={_OBJECTIVES[example.kind]}, or data.path to another dataset"
+        row = f" with rows such as {_ROWS[required_format]} ({_PAGE})" if required_format in _ROWS else ""
+        fix = f"set objective.kind={_OBJECTIVES[example.kind]}, or data.path to another dataset{row}"
         raise UserError(problem, where=example.source, fix=fix)
     yield example
 
@@ -459,5 +466,6 @@ def refuse_text(required_format: RequiredFormat, where: str) -> UserError:
     """The error for plain text with an objective that needs pairs or labels."""
     return UserError(
         f"the dataset is plain text; the objective needs {_TRAINABLE[required_format]}", where=where,
-        fix="set objective.kind=sft, data.path to another dataset, or data.columns={chosen: NAME}",
+        fix="set objective.kind=sft, data.columns={chosen: NAME}, or data.path to another dataset with rows such as "
+        f"{_ROWS[required_format]} ({_PAGE})",
     )  # fmt: skip

@@ -161,8 +161,9 @@ def unknown_module(name: str, known: list[str], where: str, more: str) -> UserEr
     """For a name that matches none of `known`, with those near it; `more`: what else may be written there."""
     leaves = list(dict.fromkeys(module.rpartition(".")[2] for module in known))
     wanted = name.rpartition(".")[2]
-    near = closest(wanted, leaves, count=3, cutoff=0.5)
-    fix = f"near it: {', '.join(near)}" if near and wanted not in leaves else f"known: {', '.join(leaves)}, {more}"
+    near = closest(wanted, leaves, count=1, cutoff=0.5) if wanted not in leaves else []
+    meant = f"did you mean {near[0]}? " if near else ""
+    fix = f"{meant}known: {', '.join(leaves)}, {more}"
     return UserError(f"{name[:80]!r} matches no module of this model", where=where, fix=fix, code=2)
 
 
