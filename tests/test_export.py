@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from huggingface_hub import ModelCard
 from ruamel.yaml import YAML
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +22,7 @@ from bloomery.model.io.weights import load_decoder, model_state
 from bloomery.model.presets import read_config
 from bloomery.monitor.events import DeviceStats, EventLog
 from bloomery.train.model_folder import find_model
+from gguf_models import saved_adapter
 from models_for_tests import make_model, make_run
 
 TOKENS = torch.arange(40)[None]
@@ -211,6 +214,79 @@ def test_a_card_names_the_models_that_it_comes_from(tmp_path: Path, base, merge,
     head = yaml_of(card.split("---")[1])
     assert head["license"] == "mit" and head.get("base_model_relation") == relation
     assert head.get("base_model") == ({"adapter": ["org/base"], "merge": ["org/a"]}.get(relation))
+
+
+CARDS = {  # lines of the recipe, whether the tokenizer has a chat template, what an export is, words of its card
+    "pretrained": ("", False, "hf", "Language model, pretrained.", "bloomery generate", {"pretrain"}),
+    "chat": (
+        "model: {from: org/base}\nobjective: {kind: sft}\ndata: {path: 'hub:org/chats'}\n", True, "hf",
+        "Chat model, fine-tuned, from org/base.", "bloomery chat out", {"sft", "conversational"},
+    ),
+    "preferences": (
+        "model: {from: org/base}\nobjective: {kind: dpo}\nadapter: {kind: lora}\n", True, "hf",
+        "Chat model, trained with DPO, from org/base.", "bloomery chat out", {"dpo", "lora"},
+    ),
+    "continued": (
+        "model: {from: org/base}\nobjective: {kind: pretrain}\n", False, "hf",
+        "Language model, pretrained, from org/base.", "bloomery generate out", {"pretrain"},
+    ),
+    "adapter": (
+        "model: {from: org/base}\nobjective: {kind: sft}\nadapter: {kind: lora}\n", True, "adapter",
+        "LoRA adapter that makes a chat model, of org/base.", "bloomery chat org/base+out", {"sft", "lora"},
+    ),
+    "reward": (
+        "model: {from: org/base}\nobjective: {kind: reward}\n", True, "reward",
+        "Reward model, trained on preferences, from org/base.", "bloomery eval out", {"reward"},
+    ),
+}  # fmt: skip
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_says_what_was_trained_and_its_program_runs(name, tmp_path, monkeypatch, capsys) -> None:
+    """The first words, the metadata and the command; the Python of the card runs, the base from a folder."""
+    lines, chat, kind, first, command, tags = CARDS[name]
+    run = make_run(tmp_path / "tiny", 10)
+    data = "" if "data:" in lines else "data: {path: corpus.txt}\n"
+    data += "" if "model:" in lines else "model: {preset: go-coder-tiny}\n"
+    (run / "recipe.yaml").write_text(data + lines)
+    checkpoint = run / "checkpoints" / "step-00000010"
+    config = read_config(checkpoint)
+    monkeypatch.chdir(tmp_path)
+    if kind == "reward":
+        theirs = transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(vocab_size=320, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                     num_attention_heads=2, num_labels=1, pad_token_id=0))  # fmt: skip
+        theirs.save_pretrained("out")
+        config = replace(config, head="values")
+    elif kind == "adapter":
+        saved_adapter(make_model(Path("base")), Path("out"), ["q_proj"])
+    else:
+        export(checkpoint, Path("out"), verify=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = TEMPLATE if chat else None
+    tokenizer.save_pretrained("out")
+    base = "org/base" if kind == "adapter" else None
+    card = model_card("out", config, training_of(checkpoint), base=base, chat=chat)
+    assert first in card.partition("# out\n\n")[2].partition("\n")[0]
+    assert f"`{command}" in card.partition("## Use")[2]
+    head = ModelCard(card).data
+    assert head.base_model == (["org/base"] if "org/base" in lines else None)
+    assert head.base_model_relation == ("adapter" if base else "finetune") if head.base_model else True
+    assert head.datasets == (["org/chats"] if "hub:" in lines else None)
+    assert head.library_name == ("peft" if base else "transformers") and {"bloomery"} | tags <= set(head.tags)
+    program = card.partition("```python\n")[2].partition("```")[0]
+    assert ("apply_chat_template" in program) == chat and ("PeftModel" in program) == bool(base)
+    program = program.replace("org/base", "base").replace("max_new_tokens=200", "max_new_tokens=3")
+    exec(compile(program, "card", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_card_of_a_converted_model_knows_its_new_template(tmp_path: Path) -> None:
+    words = ["convert", str(make_model(tmp_path / "m")), str(tmp_path / "out"), "-t", "chatml", "--no-verify"]
+    words += ["--add-tokens", "<|im_start|>", "--add-tokens", "<|im_end|>"]
+    assert CliRunner().invoke(cli, words, catch_exceptions=False).exit_code == 0
+    assert "`bloomery chat out`" in (tmp_path / "out" / "README.md").read_text()
 
 
 def yaml_of(text: str):

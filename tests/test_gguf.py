@@ -415,6 +415,18 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(raised, UserError) and problem in raised.problem
 
 
+def test_quantize_is_another_name_of_type(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    for number, (option, kind) in enumerate((("--type", "q8_0"), ("--quantize", "Q8_0"), ("--quant", "q8_0"))):
+        words = ["export", str(tmp_path / "model"), "--to", "gguf", option, kind, "--no-verify", "--out"]
+        done = CliRunner().invoke(cli, [*words, str(tmp_path / f"{number}.gguf")], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    made = [(tmp_path / f"{number}.gguf").stat().st_size for number in range(3)]
+    assert made[0] == made[1] == made[2]
+    refused = CliRunner().invoke(cli, [*words[:5], "q4_k_x", "--out", str(tmp_path / "x")])
+    assert refused.exit_code == 2 and "--quantize" in refused.output and "q4_k_m" in refused.output.lower()
+
+
 # Files made to harm
 
 

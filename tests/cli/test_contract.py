@@ -54,7 +54,8 @@ FLAGS = {
         "--prompt-lookup", "--draft", "--json-schema", "--jsonl",
     },
     "export": {
-        "--to", "--out", "--type", "--weights", "--vocabulary", "--step", "--verify", "--no-verify", "-d", "--devices",
+        "--to", "--out", "--type", "--quantize", "--quant", "--weights", "--vocabulary", "--step", "--verify",
+        "--no-verify", "-d", "--devices",
     },
     "chat": {
         "--system", "--template", "--step", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",

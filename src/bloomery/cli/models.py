@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
 @click.option(
-    "--type", "dtype", type=click.Choice([*DTYPES, *INTEGERS, *GGUF_TYPES, *K_TYPES]),
+    "--type", "--quantize", "--quant", "dtype",
+    type=click.Choice([*DTYPES, *INTEGERS, *GGUF_TYPES, *K_TYPES], case_sensitive=False),
     help="Type of the weights [default: as in the model; GGUF: f16].",
 )  # fmt: skip
 @click.option("--weights", callback=numbers, metavar="LIST", help="Weights of the adapters of BASE+ADAPTER+ADAPTER.")

@@ -12,10 +12,14 @@ from ruamel.yaml import YAML
 
 from bloomery.core.text import redact_secrets
 from bloomery.core.units import format_count, format_seconds
+from bloomery.data.tokenizer.templates import own_templates
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hub import PREFIX, is_hub_id
+from bloomery.model.adapters.settings import Base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families import architecture_of
+from bloomery.model.io.stored import read_object
 from bloomery.monitor.events import DeviceStats, EvalDone, RunStarted, StepDone, read_events
 from bloomery.monitor.summary import Devices
 from bloomery.monitor.words import format_joules
@@ -94,10 +98,20 @@ def write_card(
         *sources,
         *([training.plan.model.source] if training and training.plan and training.plan.model.source else []),
     ]
-    card = model_card(name, config, training, base=base, merge=merge, license_=license_of(*map(Path, known)))
+    card = model_card(
+        name, config, training, base=base, merge=merge, license_=license_of(*map(Path, known)),
+        chat=bool(own_templates(load_tokenizer(folder).config)),
+        source=Base(str(sources[0].resolve()), "").name if _quantized(folder) else None,
+    )  # fmt: skip
     (folder / "README.md").write_text(card, encoding="utf-8")
     if training is not None and training.loss is not None:
         loss_plot(training.run).save(folder / PLOT)
+
+
+def _quantized(folder: Path) -> bool:
+    """Whether the weights of an exported folder are quantized."""
+    path = folder / "config.json"
+    return path.is_file() and "quantization_config" in read_object(path, fix="report this bug")
 
 
 def license_of(*folders: Path | None) -> str | None:
@@ -116,12 +130,17 @@ def license_of(*folders: Path | None) -> str | None:
 
 def model_card(
     name: str, config: ModelConfig, training: Training | None, *, base: str | None = None, merge: Merge | None = None,
-    license_: str | None = None,
+    license_: str | None = None, chat: bool = False, source: str | None = None,
 ) -> str:  # fmt: skip
-    """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for."""
+    """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for. `chat`: the
+    tokenizer has a chat template. `source`: the model that was quantized.
+    """
     task = "text-classification" if config.head == "values" else "text-generation"
-    origin = base if base is not None or training is None else training.recipe.model.from_
-    relation = "adapter" if base is not None else "merge" if merge else "finetune"
+    origin = base or source if training is None else base or training.recipe.model.from_
+    relation = "adapter" if base is not None else "merge" if merge else "finetune" if training else "quantized"
+    done = None if training is None else training.plan or training.recipe
+    objective = None if done is None else done.objective.kind
+    method = None if done is None or done.adapter.kind == "none" else getattr(done.adapter, "method", done.adapter.kind)
     origins = [model for model, _ in merge.models] if merge else [origin] if origin else []
     data = None if training is None else training.recipe.data
     paths = [] if data is None else [data.path] if data.path is not None else [each.path for each in data.sources]
@@ -131,19 +150,22 @@ def model_card(
     }  # fmt: skip
     stated |= {"base_model_relation": relation} if stated["base_model"] else {}
     stated |= {"library_name": "transformers" if base is None else "peft", "pipeline_tag": task}
-    metadata = ModelCardData(
-        tags=["bloomery", "merge"] if merge else ["bloomery"], **{key: value for key, value in stated.items() if value}
-    )
+    how = "merge" if merge else objective
+    tags = ["bloomery", how, method, "conversational" if chat and task == "text-generation" else None]
+    stated |= {"tags": [str(tag).lower() for tag in dict.fromkeys(tags) if tag]}
+    metadata = ModelCardData(**{key: value for key, value in stated.items() if value})
     fields: dict[str, Any] = {
         "name": name, "config": config, "training": training, "merge": merge, "license": license_,
         "base": None if base is None else public(base),
         "size": format_count(parameter_count(config)), "architecture": architecture_of(config),
+        "what": _what(config, objective, method, adapts=base is not None, merge=merge is not None, chat=chat),
+        "origin": None if merge is not None or base is not None or not origin else public(origin), "chat": chat,
     }  # fmt: skip
     if training is not None:
         recipe, plan = training.recipe, training.plan
         names = ", ".join(Path(path).name for path in paths) or "prepared shards"
         fields |= {
-            "plan": plan, "objective": (recipe if plan is None else plan).objective.kind,
+            "plan": plan, "objective": objective,
             "data_names": names if recipe.data.builtin is None else f"builtin {recipe.data.builtin}",
             "tokens": format_count(training.tokens), "seconds": format_seconds(training.seconds),
             "unit": "nats per token" if training.per == "token" else f"per {training.per}",
@@ -155,6 +177,29 @@ def model_card(
         }  # fmt: skip
     template = str(Path(__file__).with_name("card.md.jinja"))
     return str(ModelCard.from_template(metadata, template_path=template, **fields))
+
+
+_TRAINED = {"pretrain": "pretrained", "sft": "fine-tuned", "distill": "distilled", "reward": "trained on preferences"}
+
+
+def _what(
+    config: ModelConfig, objective: str | None, method: str | None, *, adapts: bool, merge: bool, chat: bool
+) -> str:
+    """What the model is, as the first words of its card."""
+    if config.head == "values":
+        kind = "reward model"
+    elif chat:
+        kind = "chat model"
+    else:
+        kind = "language model"
+    if adapts:
+        return f"{ADAPTERS.get(method or '', f'{method} adapter' if method else 'Adapter')} that makes a {kind}"
+    trained = "" if objective is None else _TRAINED.get(objective, f"trained with {objective.upper()}")
+    whole = f"{'merged ' if merge else ''}{kind}{f', {trained}' if trained else ''}"
+    return whole[0].upper() + whole[1:]
+
+
+ADAPTERS = {"lora": "LoRA adapter", "dora": "DoRA adapter"}
 
 
 def public(model: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import Message
-from bloomery.data.tokenizer.sentencepiece import MADE_BY, MODEL_FILE
+from bloomery.data.tokenizer.sentencepiece import MADE_BY
 from bloomery.data.tokenizer.templates import BUILTIN, KEY, find_template
 from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer, load_tokenizer, roles
 from bloomery.export.gguf import export_gguf
@@ -22,6 +22,7 @@ from bloomery.export.layouts import (
     DTYPES,
     TOLERANCES,
     Exported,
+    compared,
     draft_of,
     export,
     export_merged,
@@ -135,9 +136,7 @@ def change(
             return larger
 
         write_model_piecewise(produce, changed, kept, draft)
-        write_rest(draft, out.name, changed, files)
-        (draft / MODEL_FILE).unlink(missing_ok=True)
-        after.save(draft)
+        write_rest(draft, out.name, changed, files, tokenizer=after)
         if changes.checkpointing:
             path = draft / "config.json"
             write_json(path, read_object(path, fix="report this bug") | {"gradient_checkpointing": True})
@@ -192,5 +191,5 @@ def _verified(files: ModelFiles, config: ModelConfig, draft: Path, kept: torch.d
     if not error <= TOLERANCES[kept] * max(1.0, float(expected.abs().max())):
         problem = f"the logits of the converted model differ by {error:.2g}"
         raise UserError(problem, where=str(draft), fix="use --dtype float32, or --no-verify; report this bug")
-    return [f"logits equal those of the source within {error:.1e}",
+    return [compared(kept, error, max(1.0, float(expected.abs().max())), "the source"),
             *opens_elsewhere(draft, *probed(draft, use, where=draft))]  # fmt: skip

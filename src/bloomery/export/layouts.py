@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.core.files import abandoned, flush_to_disk, remove
 from bloomery.core.units import format_bytes
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import DTYPES as WORDS
 from bloomery.export.card import Merge, write_card
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter
@@ -203,10 +203,15 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
             remove(draft)
 
 
-def write_rest(draft: Path, name: str, config: ModelConfig, files: ModelFiles, merge: Merge | None = None) -> None:
-    """The other files of a full model: generation settings, tokenizer and card."""
+def write_rest(
+    draft: Path, name: str, config: ModelConfig, files: ModelFiles, merge: Merge | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> None:  # fmt: skip
+    """The other files of a full model: generation settings, tokenizer and card. `tokenizer`: None takes that of
+    `files`.
+    """
     write_json(draft / "generation_config.json", _generation_settings(files.base or files.weights, config))
-    load_tokenizer(files.tokenizer).save(draft)
+    (tokenizer or load_tokenizer(files.tokenizer)).save(draft)
     write_card(draft, name, config, [files.weights, *([files.base] if files.base else [])], merge=merge)
 
 
@@ -219,8 +224,18 @@ def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> li
         problem = f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
         raise UserError(problem, where=str(draft), fix="use --type float32")
     source = "the source" if files.base is None else "base and adapter"
-    rounded = "" if kept == torch.float32 else f" of {scale:.2g}, as {str(kept).removeprefix('torch.')} rounds"
-    return [f"logits equal those of {source} within {error:.1e}{rounded}", *opens_elsewhere(draft, logits, config)]
+    return [compared(kept, error, scale, source), *opens_elsewhere(draft, logits, config)]
+
+
+def compared(kept: torch.dtype, error: float, scale: float, source: str) -> str:
+    """The proof that logits, computed in float32, are those of the source but for the rounding of the weights."""
+    if kept == torch.float32:
+        return f"logits equal those of {source} within {error:.1e} (float32)"
+    word = str(kept).removeprefix("torch.")
+    return (
+        f"{word} weights, computed in float32: logits differ from those of {source} by at most {error:.2g} of "
+        f"{scale:.2g} (rounding to {word}: up to {TOLERANCES[kept]:.0%})"
+    )
 
 
 def exported(out: Path, proofs: list[str]) -> Exported:

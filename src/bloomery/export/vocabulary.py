@@ -142,8 +142,7 @@ def export_cut(source: Path, data: Path, out: Path, *, verify: bool = True, use:
             return whole[rows] if name in VOCABULARY else whole
 
         write_model_piecewise(produce, small, kept, draft)
-        write_rest(draft, out.name, small, ModelFiles(source, None, source))
-        smaller.save(draft)
+        write_rest(draft, out.name, small, ModelFiles(source, None, source), tokenizer=smaller)
         settings = read_object(draft / "generation_config.json", fix="delete it")
         write_json(draft / "generation_config.json", _renumbered_settings(settings, new))
         proofs = [f"{len(old):,} of {config.vocab_size:,} tokens kept"]
