@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bloomery-tests-")
+os.environ["BLOOMERY_CPU_CHECK"] = "off"
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -164,10 +164,10 @@ def test_a_long_run_times_both_ways_once_and_the_plan_follows_the_faster(bench, 
         return BenchResult(words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0)
 
     monkeypatch.setattr(measuring, "run", measured)
-    long = bench("train.compile=auto", "train.max_steps=400000")
+    long = bench("train.compile=auto", "train.max_steps=4000000")
     assert long.plan().train.compile
     time_compiling(bench("train.compile=auto", "train.max_steps=20").plan(), long.machine)
-    time_compiling(bench("train.compile=false", "train.max_steps=400000").plan(), long.machine)
+    time_compiling(bench("train.compile=false", "train.max_steps=4000000").plan(), long.machine)
     assert capsys.readouterr().err == ""
     time_compiling(long.plan(), long.machine)
     assert "2.00 s, without 1.60 s" in capsys.readouterr().err

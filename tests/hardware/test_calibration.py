@@ -1,11 +1,13 @@
 """Measurements that are kept and given: whose device they are of, and what becomes of damaged ones."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from bloomery.core.errors import UserError
 from bloomery.hardware import calibration as kept
+from bloomery.hardware import cpu_check
 from bloomery.hardware.calibration import (
     OWN,
     Calibration,
@@ -16,7 +18,8 @@ from bloomery.hardware.calibration import (
     store,
     write_calibration,
 )
-from bloomery.hardware.machine import Accelerator, Host, Machine, Software
+from bloomery.hardware.cpu_check import with_check, with_known_check
+from bloomery.hardware.machine import Accelerator, CpuCheck, Host, Machine, Probe, Software
 
 POINT = Point(
     sequence_length=128, micro_batch_size=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
@@ -97,9 +100,54 @@ def test_a_card_goes_to_a_file_and_back(tmp_path, monkeypatch):
     write_calibration(card(), folder / "ada.json")
     (folder / "newer.json").write_text(json.dumps({"version": 9}))
     monkeypatch.setattr(kept, "contributed_folder", lambda: folder)
-    assert calibrations(machine()) == (card(),)
-    store(card())
-    assert [found.contributor for found in calibrations(machine())] == [OWN, "Ada"]
+    assert contributed() == (card(),)
+    gpu = {"device": "Radeon RX 6700 XT", "arch": "gfx1031", "cores": 0}
+    write_calibration(card(**gpu), folder / "gpu.json")
+    kept.contributed.cache_clear()
+    store(card(**gpu))
+    assert [found.contributor for found in calibrations(machine(RX))] == [OWN, "Ada"]
+
+
+CHECK = CpuCheck(gflops={"float32": 90.0, "bfloat16": 400.0}, copy_gbs=20.0, python_seconds=6e-4)
+
+
+def test_another_machine_of_the_same_name_counts_as_far_as_its_check_goes(tmp_path, monkeypatch):
+    """Virtual machines share a CPU's name: without the figures of both, the speed of one says nothing of another."""
+    folder = tmp_path / "cards"
+    folder.mkdir()
+    monkeypatch.setattr(kept, "contributed_folder", lambda: folder)
+    write_calibration(card(cpu_check=CHECK.model_dump()), folder / "ada.json")
+    write_calibration(card(contributor="Bo"), folder / "bo.json")
+    assert calibrations(machine()) == ()
+    slower = CHECK.model_copy(update={"gflops": {"bfloat16": 200.0}, "copy_gbs": 10.0})
+    (found,) = calibrations(machine().model_copy(update={"cpu_check": slower}))
+    assert found.contributor == "Ada" and found.points[0].tokens_per_second == pytest.approx(500.0)
+    assert found.points[0].peak_gib == POINT.peak_gib
+    without = CHECK.model_copy(update={"gflops": {"float32": 90.0}})  # the points are in bfloat16
+    assert calibrations(machine().model_copy(update={"cpu_check": without})) == ()
+    noisy = CHECK.model_copy(update={"copy_gbs": 22.0})
+    (found,) = calibrations(machine().model_copy(update={"cpu_check": noisy}))
+    assert found.points == (POINT,)
+
+
+@pytest.mark.skipif(not Path("/proc/sys/kernel/random/boot_id").is_file(), reason="no boot id")
+def test_the_check_is_made_once_per_boot_and_instruction_set(monkeypatch):
+    monkeypatch.delenv("BLOOMERY_CPU_CHECK", raising=False)
+    here = machine()
+    checked = with_check(here).cpu_check
+    assert checked is not None and checked.gflops["float32"] > 1 and checked.copy_gbs > 0.1
+    monkeypatch.setattr(cpu_check, "probe", lambda *_, **__: pytest.fail("checked twice"))
+    assert with_check(here).cpu_check == checked == with_known_check(here).cpu_check
+    assert with_check(machine(RX)).cpu_check is None  # a GPU trains there
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert with_known_check(here).cpu_check is None
+
+
+def test_a_check_that_fails_is_not_made_again(monkeypatch):
+    monkeypatch.delenv("BLOOMERY_CPU_CHECK", raising=False)
+    failures = iter([Probe(name="cpu-check", outcome="crashed")])
+    monkeypatch.setattr(cpu_check, "probe", lambda *_, **__: (next(failures),))
+    assert with_check(machine()).cpu_check is None and with_check(machine()).cpu_check is None
 
 
 def test_a_card_that_cannot_be_written_is_said(tmp_path):
@@ -110,7 +158,8 @@ def test_a_card_that_cannot_be_written_is_said(tmp_path):
 
 def test_the_cards_that_come_with_bloomery_can_be_read():
     paths = sorted(kept.contributed_folder().glob("*.json"))
-    assert paths and len(contributed()) == len(paths)
+    assert len(contributed()) == len(paths)
     for path in paths:
         text = path.read_text()
         assert not any(word in text for word in ("/home", "/root", "@", "hostname"))
+    assert all(one.cpu_check is not None for one in contributed() if one.cores)  # it would count nowhere

@@ -331,6 +331,7 @@ def make_measurement_file(
         device=device.name,
         arch=device.arch,
         cores=device.cores,
+        cpu_check=machine.cpu_check if device.cores else None,
         memory_gib=round(memory / GIB, 2),
         torch=software.torch or "",
         rocm=software.hip,

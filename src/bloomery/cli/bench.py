@@ -58,11 +58,12 @@ def command(
         verdict_lines,
     )
     from bloomery.hardware.calibration import store, write_calibration
+    from bloomery.hardware.cpu_check import with_check
     from bloomery.hardware.detect import detect
 
     contributor = author_name(contributor)
     asked = points(sweeps) if sweeps else None
-    bench = Bench(recipe=recipe, overrides=overrides, machine=detect())
+    bench = Bench(recipe=recipe, overrides=overrides, machine=with_check(detect()))
     table = Table(to_stderr=as_json, limit=seconds_of(limit))
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, asked)

@@ -129,6 +129,7 @@ def show_plan(
     source: str | None = None,
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
+    from bloomery.hardware.cpu_check import with_check
     from bloomery.hardware.detect import detect
     from bloomery.plan.advise import advise
     from bloomery.plan.resolve import local_plan
@@ -141,6 +142,7 @@ def show_plan(
     machine = detect()
     if gpu is None and gpus * nodes == 1:
         machine, gpus = planned_devices(loaded.recipe, machine, devices)
+        machine = with_check(machine)
     plan, facts = local_plan(loaded, gpu=gpu, machine=machine, gpus=gpus, nodes=nodes)
     report, machine = advise(loaded, plan, facts), facts.machine
     simulation = simulated(plan, machine) if simulate else None

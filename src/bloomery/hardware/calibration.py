@@ -1,6 +1,7 @@
 """Measured training speed and memory: results of this user's runs and of contributors. Does not import torch."""
 
 import json
+import math
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -10,12 +11,13 @@ from pydantic import ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import cache_folder, write_json
-from bloomery.hardware.machine import Frozen, Machine
+from bloomery.hardware.machine import CpuCheck, Frozen, Machine
 from bloomery.hardware.profile import choose_device
 from bloomery.hardware.specs import cpu_spec, gpu_spec
 
 OWN = "this machine"  # as the contributor of local results
 STORED = 50  # local results
+CHECK_NOISE = 1.2  # two checks of one machine differ by up to this factor
 FILE = "measured.json"  # of local results
 
 
@@ -41,6 +43,7 @@ class Calibration(Frozen):
     device: str  # the product name
     arch: str  # gfx1031, sm_90; of a CPU its fastest instruction set
     cores: int = 0  # in use; 0: a GPU
+    cpu_check: CpuCheck | None = None  # of the CPU that was measured: another machine of its name is compared by it
     memory_gib: float
     torch: str
     rocm: str = ""
@@ -63,10 +66,33 @@ class DeviceKey(NamedTuple):
 
 
 def calibrations(machine: Machine) -> tuple[Calibration, ...]:
-    """Results for the device that training would use: local ones, newest first, then contributed ones."""
+    """Results for the device that training would use: local ones, newest first, then contributed ones.
+
+    Many virtual machines share a CPU's name. Results of a CPU are scaled by the checks of both machines, and those of
+    other machines do not count without them.
+    """
     device = device_of(machine)
     results = (*reversed(_stored()), *contributed())
-    return tuple(one for one in results if DeviceKey(one.device, one.arch, one.cores) == device)
+    same_name = (one for one in results if DeviceKey(one.device, one.arch, one.cores) == device)
+    return tuple(scaled for one in same_name if (scaled := _on(machine, one)) is not None)
+
+
+def _on(machine: Machine, result: Calibration) -> Calibration | None:
+    """The result as this machine would measure it; None where that is unknown."""
+    there, here = result.cpu_check, machine.cpu_check
+    if not result.cores:  # GPUs of one name are alike
+        return result
+    if there is None or here is None:
+        return result if result.contributor == OWN else None
+    points = []
+    for point in result.points:
+        dtype = "bfloat16" if point.precision.startswith("bfloat16") else point.precision
+        if dtype in there.gflops and dtype in here.gflops:
+            # Part of a step is matmuls, part of it passes over memory: half of each, in logarithms.
+            ratio = math.sqrt(here.gflops[dtype] / there.gflops[dtype] * here.copy_gbs / there.copy_gbs)
+            faster = ratio if abs(math.log(ratio)) > math.log(CHECK_NOISE) else 1.0
+            points.append(point.model_copy(update={"tokens_per_second": point.tokens_per_second * faster}))
+    return result.model_copy(update={"points": tuple(points)}) if points else None
 
 
 def device_of(machine: Machine) -> DeviceKey:

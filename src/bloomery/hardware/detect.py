@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlparse
 
 from bloomery.core.child import output_of
 from bloomery.core.units import MIB
+from bloomery.hardware.cpu_check import with_known_check
 from bloomery.hardware.kfd import masked_gpus, number_of, read_kfd, text_of
 from bloomery.hardware.machine import (
     Accelerator,
@@ -555,4 +556,4 @@ def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
         for one in (*amd, *nvidia_accelerators(root, start=len(amd)))
     )
     machine = Machine(accelerators=devices, host=host, software=read_software(root))
-    return with_cached_probes(machine) if root == Path("/") else machine
+    return with_known_check(with_cached_probes(machine)) if root == Path("/") else machine

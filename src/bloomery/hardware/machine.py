@@ -123,6 +123,14 @@ class Probe(Frozen):
     facts: dict[str, str] = {}  # gcnArchName, arch list, ...
 
 
+class CpuCheck(Frozen):
+    """What one core reached in the check of `hardware.cpu_check`, at its best."""
+
+    gflops: dict[str, Annotated[float, Field(gt=0)]]  # of matrix products, by dtype
+    copy_gbs: Annotated[float, Field(gt=0)]  # read and written
+    python_seconds: Annotated[float, Field(gt=0)]  # of a fixed loop: compiling is Python and C++ code
+
+
 class Host(Frozen):
     system: str  # Linux
     cpu_name: str
@@ -160,6 +168,7 @@ class Machine(Frozen):
     host: Host
     software: Software
     probes: tuple[Probe, ...] = ()  # empty: not probed
+    cpu_check: CpuCheck | None = None  # None: not checked
     origin: str = ""  # of a file: "recorded" or "constructed", and from what
 
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,6 +27,7 @@ Shapes = Sequence[tuple[int, ...]]
 # backward matmuls to bf16, and sums can be accumulated in half precision.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
 REPEATS, TIMING_SECONDS = 5, 1.0
+CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))  # rows, inputs, outputs: at most 5 ms
 
 
 def compared(error: float, dtype: str, **fields: Any) -> Result:
@@ -354,6 +356,42 @@ def bandwidth(_: str, job: Mapping[str, Any]) -> Result:
     return {"outcome": "ok", "seconds": seconds, "facts": {"gb_per_second": f"{2 * size / seconds / 1e9:.1f}"}}
 
 
+def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
+    """Rates of one core: products of matrices by dtype, a copy, and a loop of Python.
+
+    Every piece of work takes a few milliseconds at most and the best of many counts, so that other programs on the
+    cores change little: two threads are rarely undisturbed at once, one often is.
+    """
+    import torch
+
+    def best(work: Callable[[], object], seconds: float = 0.15) -> float:
+        work()
+        times: list[float] = []
+        begun = time.perf_counter()
+        while len(times) < 5 or time.perf_counter() - begun < seconds:
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    torch.set_num_threads(1)
+    facts = {}
+    for dtype in ("float32", "bfloat16"):
+        rates = []
+        for rows, inputs, outputs in CHECKED_PRODUCTS:
+            values = torch.randn(rows, inputs).to(getattr(torch, dtype))
+            matrix = torch.randn(outputs, inputs).to(getattr(torch, dtype))
+            seconds = best(partial(torch.nn.functional.linear, values, matrix))
+            rates.append(2 * rows * inputs * outputs / seconds / 1e9)
+        facts[dtype] = f"{sum(rates) / len(rates):.4g}"
+    source = torch.ones(2**20)
+    target = torch.empty_like(source)
+    seconds = best(lambda: target.copy_(source))
+    facts["copy_gbs"] = f"{2 * 4 * source.numel() / seconds / 1e9:.3g}"
+    facts["python_seconds"] = f"{best(lambda: sum(at * at for at in range(20_000))):.3g}"
+    return {"outcome": "ok", "facts": facts}
+
+
 def p2p(_: str, __: Mapping[str, Any]) -> Result:
     """Copies between every two devices: correct, and how fast."""
     import torch
@@ -383,6 +421,7 @@ PROBES: dict[str, Run] = {
     "bitsandbytes": bitsandbytes,
     "flash-attn": flash_attn,
     "bandwidth": bandwidth,
+    "cpu-check": cpu_check,
     "p2p": p2p,
     "all-reduce": all_reduce,
     "rank": be_rank,

@@ -244,7 +244,7 @@ def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None
     if device is None:
         if compiler is None:
             return Choice(False, "torch.compile requires a C++ compiler, and none is on PATH")
-        return Choice(True, f"{compiler} compiles fused loops: 10 to 35% faster")
+        return Choice(True, f"{compiler} compiles fused loops: 3 to 35% faster")
     if arch is None:
         return Choice(False, f"{device.arch} is not in gpus.toml: not tested with Triton")
     installed = bool(machine.software.torch_folder)  # not a machine given by --gpu

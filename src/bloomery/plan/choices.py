@@ -9,8 +9,9 @@ from typing import Literal
 
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
-from bloomery.core.units import format_count
+from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import NONE
+from bloomery.hardware.machine import CpuCheck
 from bloomery.hardware.profile import Profile
 from bloomery.model.attention import support as attention_facts
 from bloomery.model.config import ModelConfig, TransformersBackend
@@ -84,8 +85,10 @@ def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[
 
 
 ASKED = "set in the recipe"
-COMPILE_SECONDS = 20.0  # to compile the blocks of a model on a CPU: 18 to 20
-CPU_GAIN = 1.2  # of steps on a CPU, until this machine is measured: 1.1 to 1.35 in float32
+COMPILE_SECONDS = 29.0  # to compile the blocks of a model on two quiet cores of an AMD EPYC, caches cold: 18 to 29
+RECOMPILE_SECONDS = 9.0  # of a resumed process there, caches warm
+COMPILE_PYTHON_SECONDS = 6e-4  # of the check's loop on a core of its kind
+CPU_GAIN = 1.15  # of steps on a CPU, until this machine is measured: 1.03 to 1.35
 
 
 def choose_attention(
@@ -152,11 +155,17 @@ def compiled_attention(profile: Profile, precision: str) -> str | None:
 
 
 def choose_compile(
-    recipe: Recipe, profile: Profile, seconds: float | None, *, gain: float | None = None
+    recipe: Recipe,
+    profile: Profile,
+    seconds: float | None,
+    *,
+    gain: float | None = None,
+    check: CpuCheck | None = None,
 ) -> Choice[bool]:
-    """`seconds`: of the run uncompiled; None when unknown.
+    """Compiled where the run then ends first, compiling and one resume included.
 
-    `gain`: uncompiled over compiled step time of this model on this device; None when not measured.
+    `seconds`: of the run uncompiled; None when unknown. `gain`: uncompiled over compiled step time of this model on
+    this device; None when not measured. `check`: of this CPU, by which the time to compile is scaled.
     """
     asked = recipe.train.compile
     if asked != "auto":
@@ -168,12 +177,20 @@ def choose_compile(
     if gain is not None:
         times = f"measured on this device: compiled steps take {1 / gain:.0%} of the uncompiled time"
         saved = 0.0 if seconds is None else seconds * (1 - 1 / gain)
-        return Choice(saved > COMPILE_SECONDS, times)
+        return Choice(saved > compile_seconds(check), times)
     if profile.accelerator is not None:
         return profile.compile
-    if seconds is None or seconds * (1 - 1 / CPU_GAIN) <= COMPILE_SECONDS:
-        return Choice(False, "compilation pays off after about two minutes of training")
+    needed = compile_seconds(check)
+    if seconds is None or seconds * (1 - 1 / CPU_GAIN) <= needed:
+        pays = format_seconds(needed / (1 - 1 / CPU_GAIN))
+        return Choice(False, f"compiling takes {needed:.0f} s with one resume, and pays off after {pays} of training")
     return profile.compile
+
+
+def compile_seconds(check: CpuCheck | None) -> float:
+    """To compile the blocks of a model on a CPU at the start and after a resume."""
+    slower = 1.0 if check is None else check.python_seconds / COMPILE_PYTHON_SECONDS
+    return (COMPILE_SECONDS + RECOMPILE_SECONDS) * slower
 
 
 def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:

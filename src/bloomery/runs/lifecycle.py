@@ -22,6 +22,7 @@ from bloomery.data.prepare.pipeline import streams
 from bloomery.data.prepare.prepare import finished, prepared_folder
 from bloomery.data.prepare.split import file_roles, size_warnings
 from bloomery.data.shards import MANIFEST, read_manifest
+from bloomery.hardware.cpu_check import with_check
 from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.software import torch_missing
 from bloomery.hardware.machine import Machine, read_machine
@@ -434,6 +435,7 @@ def training_devices(loaded: LoadedRecipe, devices: str | None) -> tuple[Machine
         hosts = launch.hosts if machine.accelerators else 1  # CPUs are planned as one
         return machine, launch.world // hosts, hosts
     machine, count = chosen_devices(detect(), devices)
+    machine = with_check(machine)
     return *device_count(loaded.recipe, machine, count, named=devices not in (None, "auto")), 1
 
 

@@ -68,7 +68,12 @@ def score_traffic(step: StepShape) -> float:
     return 0.0
 
 
-COMPILED_GAIN = 1.15  # on a CPU; measured: 10 to 35%
+COMPILED_GAIN = 1.15  # on a CPU; measured: 3 to 35%
+# Of a checked CPU: the share of its products' rate that matmuls of a step reach, and the share of its copies' rate that
+# everything between them does (small kernels, casts, the optimizer). Two AMX cores take 0.118 s for a step of the demo,
+# two of an AMD EPYC 0.177 s, two without bf16 instructions 0.41 s: docs/decisions.md.
+CHECKED_PRODUCTS = (0.55, 0.80, 0.95)
+CHECKED_COPIES = (0.09, 0.125, 0.20)
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
 FUSED_ATTENTION_SHARE = 0.6  # of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
 FLASH_BACKWARD = 2.5  # five matmuls against two in forward: scores are recomputed
@@ -83,6 +88,7 @@ class Rate:
     peak: float
     share: tuple[float, float, float]  # low, typical, high
     bandwidth: float | None = None
+    bandwidth_share: tuple[float, float, float] = BANDWIDTH_SHARE
 
     def shared(self, ranks: int) -> "Rate":
         """Of each of so many processes on the cores of one CPU."""
@@ -118,11 +124,18 @@ def device_rate(profile: Profile, machine: Machine, *, precision: str, width: in
         if gpu is None or arch is None or arch.efficiency is None or peak is None:
             return None
         return Rate(peak=peak, share=arch.efficiency, bandwidth=gpu.bandwidth_gbs * 1e9)
+    gain, check = COMPILED_GAIN if compiled else 1.0, machine.cpu_check
+    if check is not None and dtype in check.gflops:
+        return Rate(
+            peak=check.gflops[dtype] * 1e9 * machine.host.cpu_cores * gain,
+            share=CHECKED_PRODUCTS,
+            bandwidth=check.copy_gbs * 1e9 * machine.host.cpu_cores * gain,
+            bandwidth_share=CHECKED_COPIES,
+        )
     per_core = profile.cpu.gflops.get(dtype) if profile.cpu else None
     if per_core is None:
         return None
     low, typical, high = cpu_efficiency(width, dtype)
-    gain = COMPILED_GAIN if compiled else 1.0
     return Rate(
         peak=per_core * 1e9 * machine.host.cpu_cores, share=(low, min(0.95, typical * gain), min(1.0, high * gain))
     )
@@ -148,7 +161,9 @@ def work_of(
     attention = quadratic * (
         1 + step.extra_forwards + (2.0 if keeps_scores(step) else FLASH_BACKWARD) + again.attention
     )
-    between = config.num_layers * (layer_traffic(step) + score_traffic(step)) * (1 + again.between / 3)
+    # On a CPU compiled steps are faster as a whole, and casts make up for the bytes that half precision saves.
+    moved = step if step.on_gpu else replace(step, compiled=False, precision="bfloat16")
+    between = config.num_layers * (layer_traffic(moved) + score_traffic(moved)) * (1 + again.between / 3)
     passes = tokens / step.tokens_per_micro_batch
     states = model.optimizer_bytes(step.optimizer, step.precision) / max(1, trained)
     weight = model.learning_bytes(step.precision) / max(1, trained)
@@ -158,15 +173,15 @@ def work_of(
         read = sum(storage_bytes((each.outputs, each.inputs), step.mode.base, step.mode.double) for each in matrices)
         dequantized = float(read + step.element * sum(each.size for each in matrices))
         casts += dequantized * (2 + again.products) * passes
-    between += LOSS[loss][int(step.compiled)] * step.outputs * step.loss_share
+    between += LOSS[loss][int(moved.compiled)] * step.outputs * step.loss_share
     between = between * (1 + step.extra_forwards / 3) * tokens + casts
     # Weights and states are read and written, gradients read, and scaled where they are clipped.
     update = trained * (3 * weight + 2 * states + (CLIPPING * weight if clips else 0))
     return Work(
         products=products * tokens,
         attention=attention * tokens,
-        between=between if step.on_gpu else 0.0,
-        update=update if step.on_gpu else 0.0,
+        between=between,
+        update=update,
         launches=LAUNCHES[int(step.compiled)] * config.num_layers * passes if step.on_gpu else 0.0,
     )
 
@@ -228,8 +243,8 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
     if rate.bandwidth is None:
         return parts
     parts["attention"] = parts["attention"].scaled(1 / FUSED_ATTENTION_SHARE)
-    parts["memory-bound"] = seconds(work.between, rate.bandwidth, BANDWIDTH_SHARE)
-    parts["optimizer"] = seconds(work.update, rate.bandwidth, BANDWIDTH_SHARE)
+    parts["memory-bound"] = seconds(work.between, rate.bandwidth, rate.bandwidth_share)
+    parts["optimizer"] = seconds(work.update, rate.bandwidth, rate.bandwidth_share)
     busy = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
     waiting = max(0.0, work.launches * LAUNCH_SECONDS - busy)
     if waiting > 0:
