@@ -144,6 +144,7 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
         self.config, self.backend = config, backend
+        self.embedding_noise = 0.0  # of NEFTune, in training
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
@@ -179,6 +180,10 @@ class Backbone(nn.Module):
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         x_BTD: Tensor = self.embed_tokens(tokens_BT)
+        if self.embedding_noise and self.training:
+            # NEFTune (arXiv:2310.05914): uniform in +-alpha / sqrt(T D), as in transformers.
+            bound = self.embedding_noise / (x_BTD.shape[1] * x_BTD.shape[2]) ** 0.5
+            x_BTD = x_BTD + torch.empty_like(x_BTD).uniform_(-bound, bound)
         if self.config.scale_embeddings:
             # Gemma rounds the factor to the weights' precision, and was trained that way.
             x_BTD = x_BTD * torch.tensor(self.config.hidden_size**0.5, dtype=x_BTD.dtype).item()

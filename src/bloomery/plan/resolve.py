@@ -109,6 +109,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             compile=step.compiled.value,
             activation_checkpointing=micro_batching.checkpointing.value,
             max_grad_norm=asked.max_grad_norm,
+            neftune_alpha=asked.neftune_alpha,
             seed=asked.seed,
             deterministic=choose_deterministic(recipe, profile).value,
             threads=max(1, threads(facts.machine) // gpus),

@@ -176,6 +176,7 @@ class TrainPlan(PlanPart):
     threads: int
     device: str  # cpu, cuda
     offload_activations: bool = False
+    neftune_alpha: float | None = None
     replicate: PositiveInt = 1  # copies of the model, each on `shard` ranks
     shard: PositiveInt = 1  # ranks that share one copy of weights, gradients and states (FSDP2)
 

@@ -55,7 +55,12 @@ def refuse_method_misfits(recipe: Recipe) -> None:
 
 
 def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -> None:
-    """Raises UserError for keys that PEFT refuses. `steps`: of the run, None where estimated."""
+    """Raises UserError for keys that the model or PEFT refuses. `steps`: of the run, None where estimated."""
+    if recipe.train.neftune_alpha is not None and config.transformers_backend is not None:
+        raise UserError(
+            "NEFTune is not supported for the transformers implementation: its embeddings are not Bloomery's",
+            where="train.neftune_alpha", fix="leave it out, or set model.implementation=native", code=2,
+        )  # fmt: skip
     if isinstance(recipe.adapter, Peft):
         method_settings(recipe.adapter, config, steps=steps)
 

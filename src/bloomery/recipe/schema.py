@@ -295,6 +295,9 @@ class Sft(ObjectiveSection):
     """Trains on the responses of conversations, as set by `data.chat.train_on`."""
 
     kind: Literal["sft"] = Field(description="Supervised fine-tuning (SFT): cross-entropy on the responses.")
+    loss: Literal["cross_entropy", "dft"] = key(
+        "cross_entropy", "dft: dynamic fine-tuning, the gradient of a token weighted by its probability."
+    )
 
 
 class Preference(ObjectiveSection):
@@ -468,6 +471,11 @@ class Train(Section):
     )
     offload_activations: bool = key(False, "Keep activations in host memory until backward.")
     max_grad_norm: PositiveOrNone = key(1.0, "Clip the gradient to this norm; none or null: no clipping.")
+    neftune_alpha: PositiveOrNone = key(
+        None,
+        "NEFTune: noise of at most alpha / sqrt(tokens x width) on the embeddings in training; 5 to 15 is usual.",
+        5.0,
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(0, "Seed of initial weights, data order and dropout.")
     deterministic: Auto | bool = key("auto", "Bitwise repeatable steps on a GPU, which are slower.")
 

@@ -71,9 +71,10 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tens
 
 
 def drops(model: Decoder) -> bool:
-    """Whether a forward applies dropout, the model's or an adapter's."""
+    """Whether a forward applies dropout, the model's or an adapter's, or noise on its embeddings."""
     config = model.config
-    rates: list[object] = [config.embedding_dropout, config.residual_dropout, config.attention_dropout]
+    rates: list[object] = [getattr(model.model, "embedding_noise", 0.0)]
+    rates += [config.embedding_dropout, config.residual_dropout, config.attention_dropout]
     rates += [each.p if isinstance(each, nn.Dropout) else getattr(each, "dropout", 0) for each in model.modules()]
     return model.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 

@@ -29,6 +29,17 @@ def next_token_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
     return LossParts(-(scores_BT * loss_mask_BT).sum(), loss_mask_BT.sum())
 
 
+def dft_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
+    """The cross-entropy, with the gradient of dynamic fine-tuning: that of a token times its probability
+    (arXiv:2508.05629, eq. 7; `loss_type="dft"` of TRL).
+
+    The value stays the cross-entropy: the weighted one also falls where probabilities do.
+    """
+    weighted_BT = scores_BT.detach().exp() * scores_BT
+    scores_BT = weighted_BT + (scores_BT - weighted_BT).detach()
+    return next_token_loss(scores_BT, loss_mask_BT)
+
+
 def sequence_sums(values_BT: Tensor, sequences_BT: Tensor) -> Tensor:
     """[S], S even: the sum over each sequence's positions; 0 for an empty slot. Padding is -1."""
     numbers = sequences_BT.flatten()

@@ -30,11 +30,12 @@ from bloomery.parallel.mesh import ALONE, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_few_positions, refuse_other_words
-from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, SimPo
+from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, Sft, SimPo
 from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
 from bloomery.train.losses import (
     LossParts,
     PairScores,
+    dft_loss,
     dpo_loss,
     ipo_loss,
     kto_kl,
@@ -250,6 +251,8 @@ def build_objective(
 ) -> Objective:
     """The plan's objective. `teacher` loads the model to distill."""
     scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
+    if isinstance(asked, Sft) and asked.loss == "dft":
+        return Objective(head=scoring, loss=lambda scores_BT, batch: dft_loss(scores_BT, batch.loss_mask))
     if asked.kind in ("pretrain", "sft"):
         return likelihood(scoring)
     disabled = reference_of(asked, plan.adapter).value == "adapters"

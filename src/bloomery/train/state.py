@@ -254,6 +254,8 @@ def build_state(
     """
     model = empty_model(plan)
     model.tie()
+    if plan.train.neftune_alpha is not None:
+        model.model.embedding_noise = plan.train.neftune_alpha
     if not isinstance(plan.adapter, Peft):  # PEFT replaces modules first
         apply(model, plan.train)
     if mesh.devices is not None:
