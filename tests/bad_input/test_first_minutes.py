@@ -204,9 +204,10 @@ class TestModelAndData:
 
     def test_pairs_with_another_objective_keep_its_rows(self, workshop, model):
         Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-        for kind in ("simpo", "orpo", "dpo", "kto"):
+        for kind, rate in {"simpo": 2e-5, "orpo": 5e-5, "dpo": 5e-5, "kto": 5e-5}.items():
             shown = made_recipe(str(model), "pairs.jsonl", [f"objective={kind}"]).shown
-            assert f"objective: {{kind: {kind}" in shown and "learning_rate: 5e-05" in shown
+            assert f"objective: {{kind: {kind}" in shown and f"learning_rate: {rate}," in shown
+        assert "learning_rate: 5e-06," in made_recipe(str(model), "pairs.jsonl", ["adapter=none"]).shown
 
     def test_a_dataset_with_a_validation_split_uses_it(self, workshop, model):
         Path("d").mkdir()

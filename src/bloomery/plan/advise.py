@@ -23,6 +23,7 @@ from bloomery.plan.estimate.memory import MeshSplit
 from bloomery.plan.estimate.speed import StepEstimator
 from bloomery.plan.estimate.states import OPTIMIZERS, StepShape, TrainedModel
 from bloomery.plan.gather import Facts
+from bloomery.plan.learning_rates import far_rates
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.resolve import resolve, shape_of
 from bloomery.plan.types import DatasetFacts, Estimate, MaxLength, PlanReport, RunPlan, Suggestion, Verdict
@@ -466,6 +467,7 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
         yield f"train.min_steps has no effect: train.{recipe.train.length_key} sets the length, not train.max_time"
     if (repeated := too_many_epochs(plan)) is not None:
         yield repeated
+    yield from far_rates(recipe, width=facts.config.hidden_size)
     yield from _lengths(plan)
     empty, sequences = plan.train.empty_sequences, plan.train.sequences_per_step
     if empty > mesh.PADDED_SHARE * sequences:

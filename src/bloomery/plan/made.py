@@ -19,6 +19,7 @@ from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, ot
 from bloomery.data.sources.splits import validation_split
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.model.published import published_config
+from bloomery.plan.learning_rates import FULL, LORA, PREFERENCES
 from bloomery.recipe.load import merged_text
 from bloomery.recipe.schema import Recipe, Source
 
@@ -34,15 +35,16 @@ class _Method:
     name: str
     objective: dict[str, Any]
     reason: str
-    rate: float
     epochs: int
     warmup: str = "3%"
 
-    def sections(self) -> dict[str, Any]:
-        """The sections after the objective."""
+    def sections(self, kind: str, *, adapted: bool) -> dict[str, Any]:
+        """The sections after the objective of this `kind`, with the learning rate of its method."""
         adapter = {"kind": "lora", "rank": 16, "alpha": 32, "target_modules": ["all-linear"]}
         decay = 0.1 if self is _TEXT else 0.0
-        optimizer = {"learning_rate": self.rate, "weight_decay": decay, "schedule": "cosine", "warmup": self.warmup}
+        full = self is _TEXT or not adapted
+        rates = PREFERENCES[kind][1 if full else 0] if kind in PREFERENCES else FULL if full else LORA
+        optimizer = {"learning_rate": rates.high, "weight_decay": decay, "schedule": "cosine", "warmup": self.warmup}
         return {
             **({} if self is _TEXT else {"adapter": adapter}),
             "optimizer": optimizer,
@@ -52,14 +54,10 @@ class _Method:
         }
 
 
-_SFT = _Method("lora", {"kind": "sft"}, "trains on the responses", 2e-4, 3)
-_TEXT = _Method("text", {"kind": "pretrain"}, "plain text: trains on every token", 2e-5, 1)
-_PAIRS = _Method(
-    "dpo-lora", {"kind": "dpo", "beta": 0.1}, "each row has a chosen and a rejected response", 5e-5, 1, "10%"
-)
-_KTO = _Method(
-    "kto-lora", {"kind": "kto", "beta": 0.1}, "each response is labeled desirable or undesirable", 5e-5, 1, "10%"
-)
+_SFT = _Method("lora", {"kind": "sft"}, "trains on the responses", 3)
+_TEXT = _Method("text", {"kind": "pretrain"}, "plain text: trains on every token", 1)
+_PAIRS = _Method("dpo-lora", {"kind": "dpo", "beta": 0.1}, "each row has a chosen and a rejected response", 1, "10%")
+_KTO = _Method("kto-lora", {"kind": "kto", "beta": 0.1}, "each response is labeled desirable or undesirable", 1, "10%")
 _OF_ROWS = {"preference": _PAIRS, "kto": _KTO}
 _OF_OBJECTIVES = {
     "pretrain": _TEXT, "sft": _SFT, "distill": _SFT, "kto": _KTO,
@@ -91,8 +89,7 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
     source = _source(ASSUMED if data is None else _place(data), typed.get("data"))
     assumed = data is None or (planning and source.path.startswith(hub.PREFIX) and not _downloaded(source.path))
     found = ("auto", {}) if assumed else peek(source)
-    objective = typed.get("objective")
-    kind = objective.get("kind") if isinstance(objective, dict) else None
+    kind = _typed_kind(typed, "objective")
     method = _OF_OBJECTIVES.get(str(kind)) or (_TEXT if found is None else _OF_ROWS.get(found[0], _SFT))
     format, columns = found or ("auto", {})
     facts = _facts(model)
@@ -106,7 +103,7 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
             **({"chat": {"template": "chatml"}} if facts.get("bare") and method is not _TEXT else {}),
         },
         "objective": method.objective if kind in (None, method.objective["kind"]) else {"kind": kind},
-        **method.sections(),
+        **method.sections(str(kind or method.objective["kind"]), adapted=_typed_kind(typed, "adapter") != "none"),
     }
     comments = {
         ("data", "columns"): describe_columns(columns) if columns else "",
@@ -118,6 +115,11 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
     unchanged = {path: comment for path, comment in comments.items() if _at(merged, path) == _at(sections, path)}
     name = f"{Path(model.partition('@')[0]).name or 'model'}-{method.name}".lower()
     return MadeRecipe(name, text, _written(merged, unchanged))
+
+
+def _typed_kind(typed: Mapping[str, Any], section: str) -> str | None:
+    value = typed.get(section)
+    return str(value["kind"]) if isinstance(value, dict) and "kind" in value else None
 
 
 def _source(path: str, typed: Any) -> Source:

@@ -94,7 +94,8 @@ def _tokens_of_a_sequence(value: object) -> object:
     return value
 
 
-SequenceLength = Annotated[int, BeforeValidator(_tokens_of_a_sequence, json_schema_input_type=int), Field(ge=2)]
+_TwoOrMore = Annotated[int, Field(ge=2)]
+SequenceLength = Annotated[_TwoOrMore, BeforeValidator(_tokens_of_a_sequence, json_schema_input_type=_TwoOrMore)]
 Auto = Literal["auto"]
 _PositiveOrNone = Annotated[float, Field(gt=0)] | Literal["none"] | None
 PositiveOrNone = Annotated[  # none is read as null
