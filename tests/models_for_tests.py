@@ -1,5 +1,6 @@
 """A tiny model with its tokenizer, as a folder and as a run with checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from bloomery.data.tokenizer.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def make_chat_model(folder: Path, *tokens: str, seed: int = 0) -> Path:
     """A model whose end of a turn, <|im_end|>, is not its end of a text; `tokens` are in its vocabulary, too."""
     tokenizer = make_tokenizer(folder).with_tokens(["<|im_start|>", "<|im_end|>", *tokens])
     tokenizer.save(folder)
-    config = make_config(tokenizer)
+    config = replace(make_config(tokenizer), max_positions=4096)
     write_model(model_state(fresh_decoder(config, seed=seed)), config, folder)
     return folder
 

@@ -32,7 +32,7 @@ class Running:
 @contextmanager
 def running(
     folders: dict[str, Path], *, limits: Limits = LIMITS, adapters: dict[str, Path] | None = None,
-    token: str | None = None, defaults: dict[str, Any] | None = None,
+    token: str | None = None, defaults: dict[str, Any] | None = None, template: str = "chatml",
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         models = []
@@ -40,7 +40,7 @@ def running(
             decoder = load_decoder(folder)
             many = Adapters(decoder, adapters) if adapters else None
             tokenizer = load_tokenizer(folder)
-            models.append(serve_loaded(decoder, tokenizer, name, limits, stack, "chatml", many))
+            models.append(serve_loaded(decoder, tokenizer, name, limits, stack, template, many))
         engine = stack.enter_context(Engine(models, limits))
         endpoints = Server(engine, token=token, defaults=defaults)
         app = endpoints.app(("127.0.0.1", "localhost"))

@@ -269,7 +269,7 @@ class TestBadInput:
         assert post(server, "/v1/completions", asked, **{"Content-Type": "text/plain"})[0] == 415
         assert post(server, "/v1/completions", b'{"prompt": "' + b"a" * 30_000 + b'"}')[0] == 413
         assert post(server, "/v1/models", asked)[0] == 405
-        assert post(server, "/v1/embeddings", asked)[0] == 404
+        assert post(server, "/v1/moderations", asked)[0] == 404
 
     def test_the_queue_has_an_end(self, folder: Path) -> None:
         with running({"tiny": folder}, limits=replace(LIMITS, slots=1, queue=0)) as server:

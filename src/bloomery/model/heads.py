@@ -43,6 +43,15 @@ class LastLogits:
 
 
 @dataclass(frozen=True)
+class Hidden:
+    """The last hidden states after the final norm, float32 [B, T, D]: those that embeddings are pooled from."""
+
+    def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+        del output, softcap
+        return hidden_BTD.float()
+
+
+@dataclass(frozen=True)
 class Values:
     """One float32 number a position, [B, T], of an output layer with one row: a reward model's."""
 

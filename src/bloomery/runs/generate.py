@@ -174,16 +174,29 @@ class JsonGrammars:
         form: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         try:
             grammar = LLMatcher.grammar_from_json_schema(schema, overrides=form)
+        except ValueError as error:  # half a character
+            raise _unsupported(str(error)) from error
+        return self.follow(grammar)
+
+    def follow(self, grammar: str) -> "JsonText":
+        """For one text of a grammar in llguidance's own form. Raises UserError for one that is not valid."""
+        from llguidance import LLMatcher
+
+        try:
             matcher = LLMatcher(self._tokens, grammar, log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # some schemas fail at the first token
             wrong = matcher.get_error() if matcher.is_error() else ""
-        except ValueError as error:  # half a character
+        except ValueError as error:
             wrong = str(error)
         if wrong:
-            problem = f"JSON schema not supported: {wrong.splitlines()[0][:200]}"
-            raise UserError(problem, where="the JSON schema", fix="see https://json-schema.org/learn", code=2)
+            raise _unsupported(wrong)
         return JsonText(matcher, self.vocab_size)
+
+
+def _unsupported(reason: str) -> UserError:
+    problem = f"JSON schema not supported: {reason.splitlines()[0][:200]}"
+    return UserError(problem, where="the JSON schema", fix="see https://json-schema.org/learn", code=2)
 
 
 class GrammarFailed(UserError):

@@ -4,25 +4,44 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from bloomery.serve.engine import Chance, End, Piece
 from bloomery.serve.limits import Refused
 from bloomery.serve.requests import Json
 from bloomery.serve.served import Served
+from bloomery.serve.tools import Delta, ToolFormat, ToolParser
+
+Events = AsyncIterator[tuple[int, Piece | End]]  # of each completion of a request, by its index
+
+
+class Answer(Protocol):
+    """How an endpoint words what the engine generates. `top`: how many of the likeliest tokens it reports."""
+
+    model: Served
+    top: int | None
+
+    async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
+        """Raises Refused where a completion failed."""
+
+    def streamed(self, events: Events, prompt_tokens: int, *, with_usage: bool) -> AsyncIterator[str]:
+        """Server-sent events."""
 
 
 @final
 class Shape:
     """How an endpoint words its answers. `top`: how many of the likeliest tokens to report; None: no
-    log-probabilities.
+    log-probabilities. `tools`: how calls are written; None: an answer is text.
     """
 
-    def __init__(self, kind: str, prefix: str, name: str, model: Served, top: int | None) -> None:
+    def __init__(
+        self, kind: str, prefix: str, name: str, model: Served, top: int | None, tools: ToolFormat | None = None
+    ) -> None:  # fmt: skip
+        self.tools = tools
         self.kind, self.model, self.chat, self.top = kind, model, kind == "chat.completion", top
         self.head = {"id": prefix + secrets.token_hex(12), "created": int(time.time()), "model": name}
 
-    async def whole(self, events: AsyncIterator[tuple[int, Piece | End]], count: int, prompt_tokens: int) -> Json:
+    async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
         """Raises Refused where a completion failed."""
         pieces: list[list[Piece]] = [[] for _ in range(count)]
         ends: dict[int, End] = {}
@@ -38,7 +57,9 @@ class Shape:
             text = "".join(part.text for part in parts)
             chances = [part.chance for part in parts if part.chance is not None]
             choice: Json = {"index": index, "finish_reason": ends[index].reason}
-            if self.chat:
+            if self.chat and self.tools is not None:
+                choice |= _called(self.tools, text, ends[index].reason)
+            elif self.chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
                 choice["text"] = text
@@ -47,18 +68,20 @@ class Shape:
         return {**self.head, "object": self.kind, "choices": choices, "usage": _usage(prompt_tokens, new)}
 
     async def streamed(
-        self, events: AsyncIterator[tuple[int, Piece | End]], prompt_tokens: int | None
+        self, events: Events, prompt_tokens: int, *, with_usage: bool
     ) -> AsyncIterator[str]:  # fmt: skip
-        """Server-sent events. `prompt_tokens`: the last event reports the usage."""
+        """Server-sent events. `with_usage`: the last one reports the tokens."""
         kind = "chat.completion.chunk" if self.chat else self.kind
         new, begun = 0, set[int]()
+        parsers = dict[int, ToolParser]()
 
         def line(choices: list[Json], **more: Any) -> str:
-            extra = {"usage": None} if prompt_tokens is not None else {}
+            extra = {"usage": None} if with_usage else {}
             return f"data: {json.dumps({**self.head, 'object': kind, 'choices': choices, **extra, **more})}\n\n"
 
         async for index, event in events:
-            reason, text, chances = None, "", list[Chance]()
+            reason: str | None = None
+            text, chances = "", list[Chance]()
             if isinstance(event, End):
                 new += event.tokens
                 if event.problem:
@@ -67,15 +90,26 @@ class Shape:
                 reason = event.reason
             else:
                 text, chances = event.text, [event.chance] if event.chance is not None else []
-            choice: Json = {"index": index, "finish_reason": reason}
-            if self.chat:
-                role = {} if index in begun else {"role": "assistant"}
-                choice["delta"] = role | ({"content": text} if reason is None else {})
+            logprobs = self._logprobs(chances) if chances else None
+            if not self.chat:
+                yield line([{"index": index, "finish_reason": reason, "text": text, "logprobs": logprobs}])
+                continue
+            if self.tools is None:
+                deltas: list[Json] = [{"content": text}] if reason is None else []
             else:
-                choice["text"] = text
-            begun.add(index)
-            yield line([choice | {"logprobs": self._logprobs(chances) if chances else None}])
-        if prompt_tokens is not None:
+                parser = parsers.setdefault(index, ToolParser(self.tools))
+                parts = parser.push(text) if reason is None else parser.flush()
+                deltas = [_delta(part) for part in parts]
+                reason = "tool_calls" if reason == "stop" and parser.calls else reason
+            if reason is not None or (chances and not deltas):
+                deltas.append({})
+            for number, delta in enumerate(deltas, 1):
+                last = number == len(deltas)
+                role = {} if index in begun else {"role": "assistant"}
+                begun.add(index)
+                choice = {"index": index, "finish_reason": reason if last else None, "delta": role | delta}
+                yield line([choice | {"logprobs": logprobs if last else None}])
+        if with_usage:
             yield line([], usage=_usage(prompt_tokens, new))
         yield "data: [DONE]\n\n"
 
@@ -93,6 +127,29 @@ class Shape:
             "tokens": [each.text for each in chances], "token_logprobs": [each.logprob for each in chances],
             "top_logprobs": [{top.text: top.logprob for top in each.top} for each in chances], "text_offset": offsets,
         }  # fmt: skip
+
+
+def _called(form: ToolFormat, text: str, reason: str) -> Json:
+    """The message and the reason of an answer that may hold calls."""
+    parser, calls, content = ToolParser(form), list[Json](), ""
+    for part in (*parser.push(text), *parser.flush()):
+        content += part.content
+        if part.name is not None:
+            calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+        elif part.call is not None:
+            calls[part.call]["function"]["arguments"] += part.arguments
+    message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message, "finish_reason": "tool_calls" if calls and reason == "stop" else reason}
+
+
+def _delta(part: Delta) -> Json:
+    if part.call is None:
+        return {"content": part.content}
+    function = {"arguments": part.arguments} | ({} if part.name is None else {"name": part.name})
+    head = {} if part.name is None else {"id": part.id, "type": "function"}
+    return {"tool_calls": [{"index": part.call, **head, "function": function}]}
 
 
 def _chance(each: Chance) -> Json:

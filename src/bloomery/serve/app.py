@@ -1,7 +1,8 @@
-"""The HTTP side of the server: OpenAI's chat and completion endpoints, /v1/models, /health, /metrics and the page."""
+"""The HTTP side of the server: OpenAI's endpoints, /health, /metrics and the page."""
 
 import asyncio
 import hmac
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -21,10 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
 
 from bloomery.core.errors import UserError
-from bloomery.data.examples import Message, Role
 from bloomery.model.decoding import Sampling, known_ids
 from bloomery.runs.generate import JsonText
-from bloomery.serve.answers import Shape
+from bloomery.serve.answers import Answer, Shape, failed
+from bloomery.serve.embeddings import MOST_INPUTS, Embedding, EmbeddingAsked, embedded
 from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull
 from bloomery.serve.limits import MOST_OPEN_BODIES, RETRY_SECONDS, Refused
 from bloomery.serve.requests import (
@@ -34,12 +35,14 @@ from bloomery.serve.requests import (
     ChatAsked,
     CompletionAsked,
     Json,
-    ObjectFormat,
-    SchemaFormat,
     parsed,
+    prompts_of,
+    schema_of,
 )
+from bloomery.serve.responses import ResponseAsked, ResponseShape
 from bloomery.serve.served import Served
 from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
+from bloomery.serve.tools import ToolFormat
 
 BODY_SECONDS = 30.0  # for a client to send its request
 DRAIN_SECONDS, DRAIN_BYTES = 1.0, 4 * 2**20  # of a request that is refused, so that its client reads the answer
@@ -77,6 +80,8 @@ class Server:
             Route("/v1/models", self.list_models), Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/responses", self.respond, methods=["POST"]),
+            Route("/v1/embeddings", self.embed, methods=["POST"]),
         ]  # fmt: skip
         handlers: Mapping[Any, Callable[[Request, Exception], Response]] = {
             Refused: _refusal, HTTPException: _http_error, ClientDisconnect: lambda *_: Response(status_code=499),
@@ -132,46 +137,135 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         async with self._read(request, ChatAsked) as asked:
-            model, adapter = self._model(asked.model)
-            if model.form is None:
-                problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
-                raise Refused(400, problem, parameter="messages")
-            turns = [
-                Message(cast(Role, "system" if turn.role == "developer" else turn.role), turn.text)
-                for turn in asked.messages
-            ]
-            num_bytes = sum(len(turn.content.encode()) for turn in turns)
-            self._measure(model, num_bytes, "messages")
-            lane = lane_of(num_bytes)
-            try:
-                ids = await self._work(request, lane, partial(model.encode_chat, turns, lane))
-            except UserError as error:
-                raise Refused(400, f"the chat template refuses this: {error.problem}", parameter="messages") from error
+            model, adapter, ids, tools = await self._encoded(request, asked)
         top = asked.top_logprobs if asked.logprobs else None
-        form = Shape("chat.completion", "chatcmpl-", asked.model or model.name, model, top)
-        ends = (*model.form.stop_ids, *model.ends), model.form.stop_strings
-        return await self._answer(request, asked, form, adapter, [ids], *ends)
+        form = Shape("chat.completion", "chatcmpl-", asked.model or model.name, model, top, tools)
+        return await self._reply(request, asked, form, adapter, ids)
+
+    async def respond(self, request: Request) -> Response:
+        async with self._read(request, ResponseAsked) as whole:
+            asked = whole.chat()
+            model, adapter, ids, _ = await self._encoded(request, asked)
+        return await self._reply(request, asked, ResponseShape(whole, model), adapter, ids)
+
+    async def _encoded(
+        self, request: Request, asked: ChatAsked
+    ) -> tuple[Served, str | None, list[int], ToolFormat | None]:  # fmt: skip
+        """Model, adapter, token ids of the conversation, and how calls are written where there are tools."""
+        model, adapter = self._model(asked.model)
+        if model.form is None:
+            problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
+            raise Refused(400, problem, parameter="messages")
+        messages, offered = [turn.message() for turn in asked.messages], asked.offered_tools
+        num_bytes = sum(len(turn.content.encode()) for turn in messages)
+        num_bytes += len(json.dumps([[turn.calls for turn in messages], offered]).encode())
+        self._measure(model, num_bytes, "messages")
+        lane, tools = lane_of(num_bytes), None
+        try:
+            if offered:
+                tools = await self._work(request, "grammar", lambda: model.tools)
+        except UserError as error:
+            raise Refused(400, f"{error.problem} ({error.fix})", parameter="tools") from error
+        try:
+            ids = await self._work(request, lane, partial(model.encode_chat, messages, offered, lane))
+        except UserError as error:
+            raise Refused(400, f"the chat template refuses this: {error.problem}", parameter="messages") from error
+        return model, adapter, ids, tools
+
+    async def _reply(
+        self, request: Request, asked: ChatAsked, form: Answer, adapter: str | None, ids: list[int]
+    ) -> Response:  # fmt: skip
+        model = form.model
+        assert model.form is not None
+        ends, texts = (*model.form.stop_ids, *model.ends), model.form.stop_strings
+        grammar = None
+        if asked.callable_tools:
+            if schema_of(asked) is not None:
+                raise Refused(400, "tools and response_format exclude each other", parameter="response_format")
+            grammar = partial(
+                model.tool_text, asked.callable_tools, required=asked.must_call, parallel=asked.parallel_tool_calls
+            )
+        return await self._answer(request, asked, form, adapter, [ids], ends, texts, grammar)
 
     async def complete(self, request: Request) -> Response:
         async with self._read(request, CompletionAsked) as asked:
             model, adapter = self._model(asked.model)
-            given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
-            several: list[Any] = [given] if given and isinstance(given[0], int) else given
+            several = prompts_of(asked.prompt)
             self._refuse_many(len(several) * asked.n)
-            prompts = list[list[int]]()
-            for prompt in several:
-                if isinstance(prompt, str):
-                    num_bytes = len(prompt.encode())
-                    self._measure(model, num_bytes, "prompt")
-                    encode = partial(model.tokenizer.encode_prompt, prompt)
-                    try:
-                        prompts.append(await self._work(request, lane_of(num_bytes), encode))
-                    except UserError as error:
-                        raise Refused(400, error.problem, parameter="prompt") from error
-                else:
-                    prompts.append(list(prompt))
+            prompts = await self._prompts(request, model, several, "prompt")
         form = Shape("text_completion", "cmpl-", asked.model or model.name, model, asked.logprobs)
-        return await self._answer(request, asked, form, adapter, prompts, model.ends, ())
+        return await self._answer(request, asked, form, adapter, prompts, model.ends, (), None)
+
+    async def embed(self, request: Request) -> Response:
+        async with self._read(request, EmbeddingAsked) as asked:
+            model, adapter = self._model(asked.model)
+            width = model.decoder.config.hidden_size
+            if asked.dimensions not in (None, width):
+                raise Refused(400, f"the embeddings of {model.name} have {width} dimensions", parameter="dimensions")
+            texts = prompts_of(asked.input)
+            if len(texts) > MOST_INPUTS:
+                problem = f"{len(texts):,} inputs in one request; at most {MOST_INPUTS}"
+                raise Refused(400, problem, parameter="input")
+            prompts = await self._prompts(request, model, texts, "input")
+        self._refuse_ids(model, prompts, "input", room=0)
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Future[list[list[float]] | End] = loop.create_future()
+
+        def settle(result: list[list[float]] | End) -> None:
+            if not arrived.done():
+                arrived.set_result(result)
+
+        def put(result: list[list[float]] | End) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(settle, result)
+
+        work = Embedding(model, prompts, adapter, asked.pooling, put)
+        self._submit(lambda: self.engine.submit_work(work))
+        try:
+            result = await _unless_gone(request, arrived)
+        finally:
+            work.canceled = True
+        if isinstance(result, End):
+            raise failed(result)
+        return JSONResponse(embedded(result, asked, asked.model or model.name, sum(map(len, prompts))))
+
+    async def _prompts(
+        self, request: Request, model: Served, texts: Sequence[str | list[int]], parameter: str
+    ) -> list[list[int]]:  # fmt: skip
+        """The ids of texts, each measured before it is tokenized; ids stay as they are. Raises Refused."""
+        for text in texts:
+            if isinstance(text, str):
+                self._measure(model, len(text.encode()), parameter)
+        prompts = list[list[int]]()
+        for text in texts:
+            if not isinstance(text, str):
+                prompts.append(list(text))
+                continue
+            encode = partial(model.tokenizer.encode_prompt, text)
+            try:
+                prompts.append(await self._work(request, lane_of(len(text.encode())), encode))
+            except UserError as error:
+                raise Refused(400, error.problem, parameter=parameter) from error
+        return prompts
+
+    def _refuse_ids(self, model: Served, prompts: Sequence[Sequence[int]], parameter: str, *, room: int) -> None:
+        """Raises Refused for prompts without tokens, with unknown ones, or that leave less room in the context."""
+        for ids in prompts or [[]]:
+            if not ids:
+                raise Refused(400, f"the {parameter} is empty", parameter=parameter)
+            if max(ids) >= model.decoder.config.vocab_size:
+                raise Refused(400, f"token {max(ids)} is not in the vocabulary", parameter=parameter)
+            if len(ids) + room > model.context:
+                problem = f"the {parameter} has {len(ids):,} tokens, which leaves no room in {self._context(model)}"
+                raise Refused(400, problem, code="context_length_exceeded", parameter=parameter)
+
+    def _submit(self, submit: Callable[[], None]) -> None:
+        """Raises Refused where as many requests wait as may."""
+        try:
+            submit()
+        except QueueFull as error:
+            problem = f"{self.engine.waiting} requests are waiting; try again later"
+            raise Refused(503, problem, code="queue_full") from error
 
     @asynccontextmanager
     async def _read(self, request: Request, kind: type[A]) -> AsyncIterator[A]:
@@ -218,18 +312,16 @@ class Server:
             raise Refused(400, problem, parameter="n")
 
     async def _answer(
-        self, request: Request, asked: Asked, form: "Shape", adapter: str | None, prompts: list[list[int]],
-        ends: Sequence[int], texts: Sequence[str],
+        self, request: Request, asked: Asked, form: Answer, adapter: str | None, prompts: list[list[int]],
+        ends: Sequence[int], texts: Sequence[str], grammar: Callable[[], JsonText] | None,
     ) -> Response:  # fmt: skip
         model = form.model
         asked = asked.model_copy(update={k: v for k, v in self.defaults.items() if k not in asked.model_fields_set})
-        schema: Json | None = None
-        match asked.response_format:
-            case ObjectFormat():
-                schema = {"type": "object"}
-            case SchemaFormat(json_schema=named):
-                schema = named.content
-        if schema is not None and asked.min_tokens:
+        must_follow = isinstance(asked, ChatAsked) and asked.must_call
+        parameter = "tools"
+        if (schema := schema_of(asked)) is not None:
+            grammar, must_follow, parameter = partial(model.json_text, schema), True, "response_format"
+        if grammar is not None and asked.min_tokens:
             raise Refused(400, "min_tokens and JSON exclude each other", parameter="min_tokens")
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         if len(stops) > MOST_STOPS:
@@ -238,17 +330,11 @@ class Server:
         if (most := asked.most_tokens) is not None and most > self.limits.new_tokens:
             problem = f"max_tokens is {most:,}; this server generates at most {self.limits.new_tokens:,}"
             raise Refused(400, problem, parameter="max_tokens")
-        for ids in prompts or [[]]:
-            if not ids:
-                raise Refused(400, "the prompt is empty", parameter="prompt")
-            if max(ids) >= model.decoder.config.vocab_size:
-                raise Refused(400, f"token {max(ids)} is not in the vocabulary", parameter="prompt")
-            if len(ids) >= model.context:
-                problem = f"the prompt has {len(ids):,} tokens, which leaves no room in {self._context(model)}"
-                raise Refused(400, problem, code="context_length_exceeded", parameter="prompt")
-        if schema is not None:
-            # A grammar may end with any of these tokens, and nothing but the grammar ends its text.
-            ends, texts = model.grammar_ends, ()
+        self._refuse_ids(model, prompts, "prompt", room=1)
+        if grammar is not None:
+            ends = model.grammar_ends  # a grammar may end with any of these tokens
+        if must_follow:
+            texts = ()  # nothing but the grammar ends its text
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**63
         sampling = Sampling(
             max_new_tokens=asked.most_tokens or self.limits.new_tokens, repetition_penalty=asked.repetition_penalty,
@@ -266,21 +352,17 @@ class Server:
 
             return put
 
-        constraints = await self._constraints(request, model, schema, len(prompts) * asked.n)
+        constraints = await self._constraints(request, grammar, len(prompts) * asked.n, parameter)
         jobs = [
             Job(model, ids, replace(sampling, seed=(seed + choice) % 2**63), (*stops, *texts),
                 put_at(number * asked.n + choice), adapter, form.top, constraints[number * asked.n + choice])
             for number, ids in enumerate(prompts) for choice in range(asked.n)
         ]  # fmt: skip
-        try:
-            self.engine.submit(jobs)
-        except QueueFull as error:
-            problem = f"{self.engine.waiting} requests are waiting; try again later"
-            raise Refused(503, problem, code="queue_full") from error
+        self._submit(lambda: self.engine.submit(jobs))
         usage = sum(len(ids) for ids in prompts)
         if asked.stream:
             wanted = bool((asked.stream_options or {}).get("include_usage"))
-            events = form.streamed(_events(arrived, jobs), usage if wanted else None)
+            events = form.streamed(_events(arrived, jobs), usage, with_usage=wanted)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         try:
             return JSONResponse(await _unless_gone(request, form.whole(_events(arrived, jobs), len(jobs), usage)))
@@ -289,15 +371,15 @@ class Server:
                 job.canceled = True
 
     async def _constraints(
-        self, request: Request, model: Served, schema: Json | None, count: int
+        self, request: Request, grammar: Callable[[], JsonText] | None, count: int, parameter: str
     ) -> "list[JsonText] | list[None]":  # fmt: skip
         """One for each completion. Raises Refused for a schema that is not supported."""
-        if schema is None:
+        if grammar is None:
             return [None] * count
         try:
-            first = await self._work(request, "grammar", partial(model.json_text, schema))
+            first = await self._work(request, "grammar", grammar)
         except UserError as error:
-            raise Refused(400, error.problem, parameter="response_format") from error
+            raise Refused(400, error.problem, parameter=parameter) from error
         return [first, *(first.copy() for _ in range(count - 1))]
 
 

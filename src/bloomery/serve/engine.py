@@ -7,7 +7,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, final
+from typing import Literal, Protocol, final
 
 from bloomery.core.errors import UserError
 from bloomery.model.decoding import Constraint, Drawn, Sampling, Text
@@ -72,6 +72,19 @@ class Job:
         self.stream, self.held = TextStream(self.model.tokenizer, self.ids), Stops(self.stops)
 
 
+class Work(Protocol):
+    """What else needs a model, in steps between those of the texts. Set `canceled` to drop it."""
+
+    canceled: bool
+    born: float
+
+    def step(self) -> bool:
+        """One forward; True when it was the last."""
+
+    def fail(self, end: End) -> None:
+        """It ends without a result."""
+
+
 class QueueFull(Exception):
     """As many requests wait as may."""
 
@@ -86,6 +99,7 @@ class Engine:
         self._wake = threading.Condition()
         self._waiting = deque[Job]()
         self._running = dict[Text, Job]()
+        self._works = deque[Work]()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -125,6 +139,30 @@ class Engine:
             self.counts["prompt_tokens"] += sum(len(job.ids) for job in jobs)
             self._wake.notify()
 
+    def submit_work(self, work: Work) -> None:
+        """Raises QueueFull."""
+        with self._wake:
+            if len(self._works) >= self.limits.queue + self.limits.slots or not self.alive:
+                self.counts["requests_refused"] += 1
+                raise QueueFull
+            self._works.append(work)
+            self._wake.notify()
+
+    def _work(self, work: Work) -> None:
+        """One step of it; then the others have their turn."""
+        if work.canceled:
+            return
+        if time.monotonic() - work.born > self.limits.seconds:
+            work.fail(End("timeout", 0, f"the request took more than {self.limits.seconds:g} seconds"))
+            return
+        try:
+            if not work.step():
+                self._works.append(work)
+        except Exception as error:  # such as out of memory: this request ends, the server does not
+            traceback.print_exc(file=sys.stderr)
+            problem = error.problem if isinstance(error, UserError) else f"internal error: {type(error).__name__}"
+            work.fail(End("error", 0, problem))
+
     def _left_waiting(self, jobs: Sequence[Job]) -> int:
         """How many wait once every free slot is taken."""
         wanted = Counter(id(job.model) for job in (*self._waiting, *jobs))
@@ -134,7 +172,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closing or self._waiting or self._running):
+                while not (self._closing or self._waiting or self._running or self._works):
                     self._wake.wait()
                 if self._closing:
                     break
@@ -143,8 +181,13 @@ class Engine:
             for model in self.models:
                 if model.batch.texts:
                     self._step(model)
+            if self._works:
+                self._work(self._works.popleft())
+        closed = End("closed", 0, "the server is shutting down")
         for job in (*self._running.values(), *self._waiting):
-            self._end(job, End("closed", 0, "the server is shutting down"))
+            self._end(job, closed)
+        for work in self._works:
+            work.fail(closed)
 
     def _admit(self) -> None:
         """Waiting requests, in their order, go into free slots of their models."""

@@ -1,17 +1,19 @@
 """The requests that the endpoints take: OpenAI's parameters, and some of vLLM's."""
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 
+from bloomery.data.examples import Message
 from bloomery.serve.limits import Refused
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 16, 20
-MOST_TURNS = 4096
+MOST_TURNS, MOST_TOOLS = 4096, 128
 MEDIA = ("image", "input_image", "image_url", "input_audio", "audio", "input_file", "file", "video", "video_url")
 Json = dict[str, Any]
 Text = Annotated[str, StringConstraints(max_length=2**21)]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -67,7 +69,7 @@ class Part(BaseModel, extra="forbid", strict=True):
     text: Text
 
 
-def _refuse_media(content: object) -> object:
+def refuse_media(content: object) -> object:
     """Raises ValueError for a part that is no text, in words that name what is missing."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
@@ -77,17 +79,88 @@ def _refuse_media(content: object) -> object:
     return content
 
 
-Content = Annotated[Text | list[Part], BeforeValidator(_refuse_media)]
+Content = Annotated[Text | list[Part], BeforeValidator(refuse_media)]
+
+
+class CalledFunction(BaseModel, extra="forbid", strict=True):
+    name: FunctionName
+    arguments: Text
+
+
+class Called(BaseModel, extra="forbid", strict=True):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
 
 
 class Turn(BaseModel, extra="forbid", strict=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    """A message. The four last fields are those that clients send back with an answer of the assistant."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
     name: str | None = None
+    tool_calls: list[Called] | None = Field(None, max_length=MOST_TOOLS)
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Json] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Turn":
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} has no tool_calls")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs its tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("the message has neither content nor tool_calls")
+        return self
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+    def message(self) -> Message:
+        """As chat templates expect it. Raises Refused for arguments that are no JSON object."""
+        calls = list[Json]()
+        for call in self.tool_calls or ():
+            try:
+                arguments = json.loads(call.function.arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                problem = f"the arguments of {call.function.name} are not a JSON object"
+                raise Refused(400, problem, parameter="messages")
+            function = {"name": call.function.name, "arguments": arguments}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        role = "system" if self.role == "developer" else self.role
+        name = None if self.role == "user" and self.name == "" else self.name
+        return Message(role, self.text, tuple(calls), name, call_id=self.tool_call_id)
+
+
+class Function(BaseModel, extra="forbid", strict=True):
+    name: FunctionName
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel, extra="forbid", strict=True):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(BaseModel, extra="forbid", strict=True):
+    name: str
+
+
+class Chosen(BaseModel, extra="forbid", strict=True):
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 class ChatAsked(Asked):
@@ -97,10 +170,43 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_TOP)
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | Chosen | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _tools_exist(self) -> "ChatAsked":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two tools have one name")
+        if isinstance(self.tool_choice, Chosen) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is no tool of the request")
+        if self.tool_choice in ("auto", "required") and not names:
+            raise ValueError("tool_choice needs tools")
+        return self
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def offered_tools(self) -> tuple[Json, ...]:
+        """The tools that the template writes; none where the model is not to call one."""
+        if self.tool_choice == "none":
+            return ()
+        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+
+    @property
+    def callable_tools(self) -> tuple[Json, ...]:
+        """Those that may be called: one where it is named."""
+        if isinstance(self.tool_choice, Chosen):
+            name = self.tool_choice.function.name
+            return tuple(tool for tool in self.offered_tools if tool["function"]["name"] == name)
+        return self.offered_tools
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Chosen)
 
 
 class CompletionAsked(Asked):
@@ -111,6 +217,25 @@ class CompletionAsked(Asked):
     echo: Literal[False] = False
     best_of: Literal[1] | None = None
     suffix: None = None
+
+
+def schema_of(asked: Asked) -> Json | None:
+    """The JSON schema that the answer must follow, if any."""
+    match asked.response_format:
+        case ObjectFormat():
+            return {"type": "object"}
+        case SchemaFormat(json_schema=named):
+            return named.content
+    return None
+
+
+def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """One prompt or several, as texts or token ids."""
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [given]
+    return cast(list[str | list[int]], given)
 
 
 A = TypeVar("A", bound=BaseModel)

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message
@@ -20,6 +21,7 @@ from bloomery.model.decoding import Batch, Past, known_ids
 from bloomery.runs.generate import JsonGrammars, JsonText
 from bloomery.serve.limits import Limits
 from bloomery.serve.tokenizing import Lane, most_bytes
+from bloomery.serve.tools import Json, ToolFormat, tool_format, tool_grammar
 from bloomery.train.model_folder import find_model, model_folder
 from bloomery.train.use import Use, load_fitting, load_used
 
@@ -45,7 +47,6 @@ class Served:
         # wait for the long ones.
         self._forms: dict[Lane, ChatFormat] = {} if form is None else {"short": form}
         self._rendering: dict[Lane, threading.Lock] = {"short": threading.Lock(), "long": threading.Lock()}
-        self._grammars: JsonGrammars | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -58,19 +59,35 @@ class Served:
         """The tokens with which a grammar may end: the model's own, and those of its chat template."""
         return known_ids(*self.ends, *(() if self.form is None else self.form.stop_ids))
 
-    def json_text(self, schema: dict[str, Any]) -> JsonText:
-        """What keeps a text to JSON of the schema. Raises UserError. For one thread."""
-        if self._grammars is None:
-            self._grammars = JsonGrammars(self.tokenizer, self.decoder.config.vocab_size, self.grammar_ends)
+    def json_text(self, schema: Json) -> JsonText:
+        """What keeps a text to JSON of the schema. Raises UserError. For the thread of grammars."""
         return self._grammars.start(schema)
 
-    def encode_chat(self, messages: Sequence[Message], lane: Lane = "short") -> list[int]:
+    def tool_text(self, tools: Sequence[Json], *, required: bool, parallel: bool) -> JsonText:
+        """What keeps calls to the schemas of the tools. Raises UserError. For the thread of grammars."""
+        grammar = tool_grammar(self.tools, self.tokenizer, tools, required=required, parallel=parallel)
+        return self._grammars.follow(grammar)
+
+    @cached_property
+    def tools(self) -> ToolFormat:
+        """How the chat template writes calls. Raises UserError where it takes no tools."""
+        assert self.form is not None and self.form.render is not None
+        with self._rendering["short"]:
+            return tool_format(self.form.render)
+
+    @cached_property
+    def _grammars(self) -> JsonGrammars:
+        return JsonGrammars(self.tokenizer, self.decoder.config.vocab_size, self.grammar_ends)
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: tuple[Json, ...] = (), lane: Lane = "short"
+    ) -> list[int]:  # fmt: skip
         """Raises UserError for turns that the template refuses."""
         assert self.form is not None
         with self._rendering[lane]:
             if lane not in self._forms:
                 self._forms[lane] = self.form if self._open_form is None else self._open_form()
-            return self._forms[lane].encode(messages)
+            return self._forms[lane].encode(messages, tools)
 
 
 def load_served(

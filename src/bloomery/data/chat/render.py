@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
@@ -204,11 +204,16 @@ class Renderer:
 
     def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
         """The prompt for the next assistant turn as ids. Raises UserError when the template refuses."""
+        return self._tokenizer.encode_rendered(self.rendered(messages, tools, prompt=True))
+
+    def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = (), *, prompt: bool = False) -> str:
+        """The text of a conversation; with `prompt`, up to where the next assistant turn begins. Raises UserError."""
         job = {"messages": [as_turn(message) for message in messages], "tools": list(tools), "train_on": None}
-        answer = self._process(bool(tools)).read([{**job, "prompt": True}])[0]
+        answer = self._process(bool(tools)).read([{**job, "prompt": prompt}])[0]
         if "error" in answer:
             raise self._process(bool(tools)).error(answer["error"])
-        return self._tokenizer.encode_rendered(answer["text"])
+        text: str = answer["text"]
+        return text
 
     def _encode_texts(self, example: Example) -> EncodedExample:
         """Prompt and response as one text, as in TRL: ids equal to those of the prompt are masked; EOS is trained
@@ -300,18 +305,27 @@ def _name(token: object) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token)
 
 
-EncodeTurns = Callable[[Sequence[Message]], list[int]]  # turns as the prompt of a response
+class EncodeTurns(Protocol):
+    """Turns as the prompt of a response."""
+
+    def __call__(self, messages: Sequence[Message], tools: tuple[Json, ...] = ()) -> list[int]: ...
+
+
+RenderTurns = Callable[[Sequence[Message], tuple[Json, ...]], str]
 
 
 @final
 @dataclass(frozen=True)
 class ChatFormat:
-    """The encoder of turns, the tokens and strings that end a response, and a line about the template."""
+    """The encoder of turns, the tokens and strings that end a response, and a line about the template. `render`: turns
+    as text, where there is a template.
+    """
 
     encode: EncodeTurns
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
     description: str
+    render: RenderTurns | None = None
 
 
 @contextmanager
@@ -331,15 +345,16 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
         response = [token for token, trained in zip(whole.ids, whole.loss_mask, strict=True) if trained]
         ends = tuple(token for token in dict.fromkeys(response) if token in control)  # after the content
         stops = () if ends else tuple(renderer.missing_tokens())
-        yield ChatFormat(renderer.prompt, ends, stops, renderer.template.origin)
+        yield ChatFormat(renderer.prompt, ends, stops, renderer.template.origin, renderer.rendered)
 
 
 def continuation(tokenizer: Tokenizer) -> EncodeTurns:
     """The encoder without a chat template: all turns are one text, which the model continues."""
 
-    def encode(turns: Sequence[Message]) -> list[int]:
+    def encode(messages: Sequence[Message], tools: tuple[Json, ...] = ()) -> list[int]:
+        del tools  # a template would write them
         text = ""
-        for turn in turns:
+        for turn in messages:
             begins = turn.role == "user" and text and not text.endswith("\n")
             text += ("\n" if begins else "") + turn.content
         return tokenizer.encode_prompt(text)

@@ -1,0 +1,225 @@
+"""Tool calls, as OpenAI's own client sees them, in the forms of Hermes and Qwen, Llama 3.1 and Mistral."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import pytest
+from server_for_tests import LIMITS, Running, running
+from test_serve import client_of, post
+
+from bloomery.core.errors import UserError
+from bloomery.model.decoding import Sampling, sample_tokens
+from bloomery.serve.tools import ToolFormat, ToolParser, tool_format
+from models_for_tests import make_chat_model
+
+LONG = replace(LIMITS, context=2048, new_tokens=400)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_chat_model(tmp_path_factory.mktemp("tools") / "chat", "<tool_call>", "</tool_call>")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running({"chat": folder}, template="qwen", limits=LONG) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return client_of(server)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Bern", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+HERMES = ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>")
+MISTRAL = ToolFormat("[TOOL_CALLS]", " [", "arguments", "]", several=True)
+LLAMA = ToolFormat("", "", "parameters", "")
+LLAMA_TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if tools and loop.first %}{{ tools | tojson }}{% endif %}
+{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}
+{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}
+{%- else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MISTRAL_TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == "user" %}
+{% if tools and loop.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+[INST] {{ m.content }}[/INST]
+{%- elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}
+{% if c.id | length != 9 %}{{ raise_exception("ids have nine letters") }}{% endif %}
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}
+{%- if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}
+{%- elif m.role == "tool" %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% else %}{{ m.content }}{{ eos_token }}
+{%- endif %}{% endfor %}"""
+
+
+def calls_of(chunks: list) -> tuple[str, list[dict], str | None]:
+    """Content, calls and reason of a stream."""
+    content, calls, reason = "", list[dict](), None
+    for chunk in chunks:
+        for choice in chunk.choices:
+            reason = choice.finish_reason or reason
+            content += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                if call.function.name is not None:
+                    assert call.index == len(calls) and call.id
+                    calls.append({"name": call.function.name, "arguments": ""})
+                calls[call.index]["arguments"] += call.function.arguments or ""
+    return content, calls, reason
+
+
+def check_weather(arguments: str) -> None:
+    found = json.loads(arguments)
+    assert set(found) == {"city", "days"} and found["city"] in ("Bern", "Rome") and 1 <= found["days"] <= 9
+
+
+class TestTools:
+    TURNS = ({"role": "user", "content": "a"},)
+
+    def test_a_named_tool_is_called_with_arguments_of_its_schema(self, client: openai.OpenAI) -> None:
+        named = {"type": "function", "function": {"name": "weather"}}
+        asked = {"model": "chat", "messages": self.TURNS, "tools": [CLOCK, WEATHER], "tool_choice": named,
+                 "parallel_tool_calls": False, "max_tokens": 300}  # fmt: skip
+        for seed in range(4):
+            choice = client.chat.completions.create(seed=seed, **asked).choices[0]
+            [call] = choice.message.tool_calls
+            assert (choice.finish_reason, call.type, call.function.name) == ("tool_calls", "function", "weather")
+            assert choice.message.content is None
+            check_weather(call.function.arguments)
+            content, calls, reason = calls_of(list(client.chat.completions.create(seed=seed, stream=True, **asked)))
+            assert (content, reason) == ("", "tool_calls")
+            assert calls == [{"name": "weather", "arguments": call.function.arguments}]
+
+    def test_a_call_and_its_result_go_back_into_the_conversation(
+        self, client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = {"model": "chat", "messages": self.TURNS, "tools": [WEATHER], "max_tokens": 300, "seed": 1}
+        message = client.chat.completions.create(tool_choice="required", **asked).choices[0].message
+        assert message.tool_calls
+        rendered, model = list[str](), server.models[0]
+        encode = model.encode_chat
+        monkeypatch.setattr(model, "encode_chat", lambda turns, *more: (
+            rendered.append(model.form.render(turns, more[0])), encode(turns, *more))[1])  # fmt: skip
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "warm"} for call in message.tool_calls]
+        turns = [*self.TURNS, message.model_dump(exclude_none=True), *results]
+        client.chat.completions.create(**asked | {"messages": turns, "max_tokens": 2})
+        call = {"name": "weather", "arguments": json.loads(message.tool_calls[0].function.arguments)}
+        assert f"<tool_call>\n{json.dumps(call)}\n</tool_call>" in rendered[0]
+        assert "<tool_response>\nwarm\n</tool_response>" in rendered[0] and "weather of a city" in rendered[0]
+
+    def test_the_model_may_answer_without_a_call_and_none_hides_the_tools(
+        self, client: openai.OpenAI, server: Running
+    ) -> None:
+        asked = {"model": "chat", "messages": self.TURNS, "temperature": 0.0, "max_tokens": 20}
+        plain = client.chat.completions.create(**asked)
+        none = client.chat.completions.create(tools=[WEATHER], tool_choice="none", **asked)
+        assert none.choices[0].message.content == plain.choices[0].message.content
+        assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+        auto = client.chat.completions.create(tools=[WEATHER], **asked | {"seed": 3, "temperature": 1.0})
+        assert auto.usage.prompt_tokens > plain.usage.prompt_tokens
+        assert auto.choices[0].finish_reason in ("stop", "length", "tool_calls")
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_a_call_that_begins_in_free_text_follows_its_schema(self, server: Running, seed: int) -> None:
+        # The model is steered to open a call; all that follows is its own.
+        model = server.models[0]
+        grammar = model.tool_text([WEATHER, CLOCK], required=False, parallel=True)
+        opening, text = model.tokenizer.id_of("<tool_call>"), "so: "
+        for token in (*model.tokenizer.encode(text), opening):
+            grammar.take(token)
+        ids = [*model.tokenizer.encode(text), opening]
+        sampling = Sampling(max_new_tokens=400, temperature=1.0, seed=seed, stop_ids=model.grammar_ends)
+        new = list(sample_tokens(model.decoder, ids, sampling, constraint=grammar))
+        parser, calls = ToolParser(model.tools), dict[int, list[str]]()
+        for part in (*parser.push(model.tokenizer.decode([*ids, *new])), *parser.flush()):
+            if part.call is None:
+                continue
+            calls.setdefault(part.call, ["", ""])
+            calls[part.call][0] += part.name or ""
+            calls[part.call][1] += part.arguments
+        assert calls
+        for name, arguments in calls.values():
+            assert name in ("weather", "clock")
+            check_weather(arguments) if name == "weather" else json.loads(arguments)
+
+    @pytest.mark.parametrize("template", [LLAMA_TEMPLATE, MISTRAL_TEMPLATE])
+    def test_the_forms_of_llama_and_mistral(self, tmp_path: Path, template: str) -> None:
+        folder = make_chat_model(tmp_path / "chat", "[TOOL_CALLS]", "[INST]", "[/INST]")
+        with running({"chat": folder}, template=template, limits=LONG) as server:
+            assert server.models[0].tools == (MISTRAL if "INST" in template else LLAMA)
+            client, asked = client_of(server), {"model": "chat", "messages": self.TURNS, "tools": [WEATHER]}
+            more = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 300, "seed": 2}
+            choice = client.chat.completions.create(**asked, **more).choices[0]
+            [call] = choice.message.tool_calls
+            check_weather(call.function.arguments)
+            chunks = list(client.chat.completions.create(**asked, **more, stream=True))
+            assert calls_of(chunks)[1] == [{"name": "weather", "arguments": call.function.arguments}]
+            result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+            turns = [*self.TURNS, choice.message.model_dump(exclude_none=True), result]
+            assert client.chat.completions.create(**asked | {"messages": turns}, max_tokens=2).choices
+
+    @pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
+    @pytest.mark.parametrize(
+        ("form", "text", "content", "calls"),
+        [
+            (HERMES, 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\" {"}}\n</tool_call>',
+             "Let me see.", [("f", {"a": '}" {'})]),
+            (HERMES, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "g", '
+             '"arguments": {"b": [1, {"c": 2}]}}\n</tool_call>', "", [("f", {}), ("g", {"b": [1, {"c": 2}]})]),
+            (HERMES, "a < b, <tool_ and so on ", "a < b, <tool_ and so on ", []),
+            (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "",
+             [("f", {"a": 1}), ("g", {})]),
+            (LLAMA, '{"name": "f", "parameters": {"a": {"b": []}}}', "", [("f", {"a": {"b": []}})]),
+            (LLAMA, "Hello {you}", "Hello {you}", []),
+        ],
+    )  # fmt: skip
+    def test_calls_are_read_however_the_text_arrives(
+        self, form: ToolFormat, text: str, content: str, calls: list, cut: int
+    ) -> None:
+        parser, found, written = ToolParser(form), list[list[str]](), ""
+        pieces = [text[at : at + cut] for at in range(0, len(text), cut)]
+        for part in [part for piece in pieces for part in parser.push(piece)] + parser.flush():
+            written += part.content
+            if part.name is not None:
+                found.append([part.name, ""])
+            elif part.call is not None:
+                found[part.call][1] += part.arguments
+        assert (written.rstrip("\n") if calls else written) == content
+        assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [({"tool_choice": "required"}, "needs tools"), ({"tools": [WEATHER, WEATHER]}, "one name"),
+         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no tool of"),
+         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "exclude each other"),
+         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, "not supported"),
+         ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
+         ({"messages": [{"role": "assistant"}]}, "neither content nor tool_calls")],
+    )  # fmt: skip
+    def test_what_is_refused(self, server: Running, body: dict, words: str) -> None:
+        status, answer = post(server, "/v1/chat/completions", {"messages": list(self.TURNS)} | body)
+        assert status == 400 and words in answer["error"]["message"], answer
+
+    def test_a_template_without_tools_is_named(self, folder: Path) -> None:
+        with running({"chat": folder}) as server:
+            status, answer = post(server, "/v1/chat/completions", {"messages": list(self.TURNS), "tools": [WEATHER]})
+        assert status == 400 and answer["error"]["param"] == "tools" and "takes no tools" in answer["error"]["message"]
+        with pytest.raises(UserError, match="form that is not supported"):
+            tool_format(lambda turns, tools: f"{tools} <call>probe_tool</call>")
