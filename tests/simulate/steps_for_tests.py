@@ -46,6 +46,7 @@ def small_plan(
         update={
             "config": replace(plan.model.config, **rates),
             "attention": attention,
+            "scores": "compiled" if attention == "compiled" else "torch",
             "score_chunk": chunk or plan.model.score_chunk,
         }
     )
@@ -105,7 +106,8 @@ def measured(plan: RunPlan) -> float:
     """Bytes that the CPU's allocator hands out, of the third step."""
     torch.set_num_threads(1)
     model_and_optimizer = build_state(plan).model_and_optimizer
-    objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile)
+    native = plan.model.scores == "compiled"
+    objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile, native=native)
     batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]  # a third holds what the second does
 
     def step() -> None:

@@ -7,6 +7,7 @@ from steps_for_tests import counted, load_of, measured, simulated, small_plan, s
 
 from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile
+from bloomery.model.native import find_compiler
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.recipe.load import load_recipe
 from bloomery.simulate.run import MeshSplit
@@ -174,3 +175,8 @@ def test_states_in_the_processors_memory_are_not_the_cards():
 @pytest.mark.parametrize("family", some(["gpt2", "llama"], set()))
 def test_compiled_blocks_agree_with_what_the_compiler_makes(family):
     all_agree(small_plan(family, precision="bfloat16", compile=True), apart=0.05)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_both_agree_with_what_a_step_of_compiled_code_holds_here():
+    all_agree(small_plan(precision="bfloat16", attention="compiled"), apart=0.03)

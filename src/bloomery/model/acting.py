@@ -40,6 +40,11 @@ def kind_of(device: torch.device) -> str:
     return _acting.kind or device.type
 
 
+def simulated() -> bool:
+    """Whether tensors stand for those of a step and have no memory."""
+    return _acting.kind is not None
+
+
 def fused(function: Callable[..., R]) -> Callable[..., R]:
     """The function as one kernel; compiled once."""
     return _compiled(function) if _acting.fuse is None else _acting.fuse(function)  # type: ignore[return-value, arg-type]

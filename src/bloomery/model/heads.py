@@ -5,7 +5,7 @@ U entries of one tile of the vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from bloomery.model import compiled_scores
 from bloomery.model.acting import fused, kind_of
 from bloomery.model.limits import CPU_TILE
 from bloomery.model.norms import widened
@@ -67,7 +68,8 @@ class LabelScores:
 
     Logits exist for `chunk` rows at a time (and on a CPU for a tile of the vocabulary), forward and backward, and are
     recomputed in backward; where one piece is all there is, it is kept instead. Rows of weight 0 are left out before
-    the matmul. `compiled`: one kernel each way between the matmuls, for chunks of one shape. `into_grad`: backward
+    the matmul. `compiled`: one kernel of torch's compiler each way between the matmuls, for chunks of one shape.
+    `native`: `model.compiled_scores` in its place, for rows as many as there are, on a CPU. `into_grad`: backward
     adds to the weight's `.grad` and returns no gradient, which saves a copy; hooks are not called.
     """
 
@@ -76,6 +78,7 @@ class LabelScores:
     chunk: int
     compiled: bool = False
     into_grad: bool = False
+    native: bool = False
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         known = {"weight"} if output.bias is None else {"weight", "bias"}
@@ -85,7 +88,7 @@ class LabelScores:
         if output.bias is not None:  # one more input, which is always 1; the joined matrix is no parameter
             flat_ND, into_grad = F.pad(flat_ND, (0, 1), value=1.0), False
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
-        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad)
+        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad, self.native)
         if torch.compiler.is_compiling():  # shapes stay as they are
             scores_N = label_scores(flat_ND, weight_VD, labels_N, settings) * (loss_mask_N != 0)
         else:
@@ -101,6 +104,7 @@ class Settings:
     chunk: int
     compiled: bool
     into_grad: bool = False
+    native: bool = False
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -112,7 +116,11 @@ def label_scores(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, setting
     """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in."""
     kind, num_rows = hidden_ND.device.type, len(labels_N)
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
-    spare = -num_rows % settings.chunk if settings.compiled else _spare(num_rows, settings.chunk, compute, kind)
+    if settings.native and settings.softcap is None and compute in compiled_scores.DTYPES:
+        settings = replace(settings, compiled=False)
+    elif settings.native:
+        settings = replace(settings, native=False)
+    spare = -num_rows % settings.chunk if settings.compiled else _spare(num_rows, settings, compute, kind)
     if spare:
         hidden_ND, labels_N = F.pad(hidden_ND, (0, 0, 0, spare)), F.pad(labels_N, (0, spare))
     inputs = hidden_ND.to(compute), weight_VD, labels_N, settings
@@ -120,13 +128,16 @@ def label_scores(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, setting
     return scores_N[:num_rows]
 
 
-def _spare(num_rows: int, chunk: int, compute: torch.dtype, kind: str) -> int:
+def _spare(num_rows: int, settings: Settings, compute: torch.dtype, kind: str) -> int:
     """Rows of zeros to put behind so that shapes repeat: a CPU keeps 0.7 MB of half-precision kernels for each product.
 
     In steps of 64 rows, a sixteenth of many at most. Float32 has no kernels of its own for a shape. Rows that nearly
     are a chunk, as of plain text, have few shapes and stay: lengthened, they made a step of the demo a tenth slower.
+    Compiled passes over their logits are quicker than products with an odd number of rows, and they are lengthened.
     """
-    if kind != "cpu" or compute not in (torch.bfloat16, torch.float16) or 0 <= chunk - num_rows < 16:
+    chunk = settings.chunk
+    few_shapes = 0 <= chunk - num_rows < 16 and not settings.native
+    if kind != "cpu" or compute not in (torch.bfloat16, torch.float16) or few_shapes:
         return 0
     spare = -num_rows % max(64, 1 << max(0, num_rows.bit_length() - 5))
     return min(spare, chunk - num_rows) if num_rows <= chunk else spare
@@ -176,6 +187,11 @@ class _LabelScores(torch.autograd.Function):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
                 logits_CU = hidden_ND[rows] @ weight_UD.T
+                if settings.native:
+                    compiled_scores.add_log_sums(
+                        logits_CU, labels_N[rows], entries.start, sums_N[rows], labelled_N[rows]
+                    )
+                    continue
                 sums_N[rows] = torch.logaddexp(sums_N[rows], log_sums(logits_CU, settings.softcap))
                 place_C, inside_C = _places(labels_N[rows], entries)
                 found_C = logits_CU.gather(1, place_C[:, None]).squeeze(1).to(exact)
@@ -199,6 +215,7 @@ class _LabelScores(torch.autograd.Function):
             d_weight = weight_VD.grad
         elif ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype)
+        grad_N = grad_N.contiguous()  # that of a sum is one number, expanded
         label_N = -torch.expm1(scores_N) * grad_N  # grad (1 - share of the label), through the soft-cap
         if settings.softcap is not None:
             label_N = label_N * (1 - ((scores_N + sums_N) / settings.softcap).square())
@@ -206,12 +223,17 @@ class _LabelScores(torch.autograd.Function):
             weight_UD = weight_VD[entries].to(hidden_ND.dtype)
             for rows in _slices(len(hidden_ND), settings.chunk):
                 gradient_CU = kept[0] if kept else hidden_ND[rows] @ weight_UD.T  # logits, so far
-                to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
-                place_C, inside_C = _places(labels_N[rows], entries)
-                every_C = torch.arange(len(place_C), device=place_C.device)
-                # equals scatter_, which passes over the whole vocabulary on a CPU
-                others_C, own_C = gradient_CU[every_C, place_C], label_N[rows].to(gradient_CU.dtype)
-                gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
+                if settings.native:
+                    compiled_scores.to_gradient(
+                        gradient_CU, labels_N[rows], entries.start, sums_N[rows], grad_N[rows], label_N[rows]
+                    )
+                else:
+                    to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
+                    place_C, inside_C = _places(labels_N[rows], entries)
+                    every_C = torch.arange(len(place_C), device=place_C.device)
+                    # equals scatter_, which passes over the whole vocabulary on a CPU
+                    others_C, own_C = gradient_CU[every_C, place_C], label_N[rows].to(gradient_CU.dtype)
+                    gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
                 d_hidden[rows] += gradient_CU @ weight_UD
                 if d_weight is None:
                     continue

@@ -26,12 +26,15 @@ class Library(NamedTuple):
 
     package: str
     file: str
+    header: str | None = None  # a file of `bloomery.model` that stands before it
 
 
 @functools.cache
 def library(source: Library) -> ctypes.CDLL:
     """The compiled file; compiling takes a few seconds, once per version, compiler and CPU. Raises Uncompiled."""
     code = files(source.package).joinpath(source.file).read_bytes()
+    if source.header is not None:
+        code = files("bloomery.model").joinpath(source.header).read_bytes() + code
     compiler = find_compiler()
     if compiler is None:
         raise Uncompiled("no C++ compiler is installed: apt install g++")

@@ -83,6 +83,8 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             source=facts.source,
             attention=step.attention.value,
             score_chunk=micro_batching.score_chunk.value,
+            # With compiled attention: one setting decides whether a run needs the machine's compiler.
+            scores="compiled" if step.attention.value == "compiled" and config.final_softcap is None else "torch",
             new_ids=facts.new_ids,
         ),
         data=DataPlan(

@@ -108,6 +108,7 @@ class ModelPlan(PlanPart):
     source: Path | None  # a folder of pretrained weights; None: fresh weights
     attention: str  # a backend of model.attention
     score_chunk: int  # tokens whose logits exist together
+    scores: Literal["torch", "compiled"] = "torch"  # who computes log-probabilities from logits
     new_ids: tuple[int, ...] = ()  # of added tokens: their embeddings start as the mean of the others
 
 

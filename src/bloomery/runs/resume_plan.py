@@ -30,7 +30,7 @@ ALLOWED = (
     "parallel.shard",
 )
 MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
-    "model": ("attention", "score_chunk"),
+    "model": ("attention", "score_chunk", "scores"),
     "data": ("pin_memory", "prefetch"),
     "optimizer": ("fused",),
     "train": (

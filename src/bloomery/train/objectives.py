@@ -241,16 +241,18 @@ class Scoring:
 
     chunk: int
     compiled: bool = False
+    native: bool = False
 
     def __call__(self, batch: Batch) -> LabelScores:
-        return LabelScores(batch.labels, batch.loss_mask, self.chunk, self.compiled, into_grad=True)
+        return LabelScores(batch.labels, batch.loss_mask, self.chunk, self.compiled, into_grad=True, native=self.native)
 
 
 def build_objective(
     plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher, mesh: Mesh = ALONE
 ) -> Objective:
     """The plan's objective. `teacher` loads the model to distill."""
-    scoring, asked = Scoring(plan.model.score_chunk, plan.train.compile), plan.objective
+    scoring = Scoring(plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled")
+    asked = plan.objective
     if isinstance(asked, Sft) and asked.loss == "dft":
         return Objective(head=scoring, loss=lambda scores_BT, batch: dft_loss(scores_BT, batch.loss_mask))
     if asked.kind in ("pretrain", "sft"):
@@ -268,9 +270,9 @@ def build_objective(
     raise AssertionError(f"a plan of objective.kind={asked.kind} is refused")
 
 
-def pretraining(*, score_chunk: int, compiled: bool = False) -> Objective:
+def pretraining(*, score_chunk: int, compiled: bool = False, native: bool = False) -> Objective:
     """Next-token loss over the loss tokens."""
-    return likelihood(Scoring(score_chunk, compiled))
+    return likelihood(Scoring(score_chunk, compiled, native))
 
 
 def likelihood(scoring: Scoring) -> Objective:

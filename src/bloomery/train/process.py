@@ -12,6 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
+from bloomery.model import compiled_scores
 from bloomery.model.attention import compiled
 from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import DeviceStats
@@ -37,15 +38,16 @@ def build_kernels(plan: RunPlan) -> None:
 
     Raises UserError: the plan names the code of every result, and another would not resume to the same bits.
     """
-    if plan.model.attention != "compiled":
-        return
     try:
-        compiled.build()
+        if plan.model.scores == "compiled":
+            compiled_scores.build()
+        if plan.model.attention == "compiled":
+            compiled.build()
     except Uncompiled as error:
         raise UserError(
-            f"compiled attention cannot be built: {error}",
-            where="train.attention",
-            fix="set train.attention=per_document, which is slower and the same up to rounding",
+            f"the C++ that this plan computes with cannot be compiled: {error}",
+            where=f"attention: {plan.model.attention}, log-probabilities: {plan.model.scores}",
+            fix="install g++ (apt install g++); or set train.attention=per_document, which computes both in PyTorch",
         ) from error
 
 

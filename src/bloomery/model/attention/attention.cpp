@@ -10,31 +10,18 @@
 // Legend: L tokens of a document, E width of a head; padded with zeros to multiples of 32.
 
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <tuple>
-#if defined __AVX512F__
-#include <immintrin.h>
-#endif
 #if defined __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-typedef int64_t Long;
-typedef uint32_t Word;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef Word Words __attribute__((vector_size(64)));
-constexpr Long LANES = 16, TILE = LANES * LANES;  // a tile is 16 words deep and 16 columns wide: 1 KiB
+constexpr Long TILE = LANES * LANES;  // a tile is 16 words deep and 16 columns wide: 1 KiB
 constexpr Long STEP = 32;                         // rows and columns of a product that share registers
 constexpr Long QUERIES = 64, KEYS = 256;          // of a block in backward
 constexpr Long FORWARD_QUERIES = 32;
-
-struct Half { uint16_t bits; };
 
 struct Input {  // [tokens, heads, E]; strides in numbers, the last axis is contiguous
     const void *numbers;
@@ -55,68 +42,6 @@ template <> struct Kind<float> { static constexpr Long PER_WORD = 1; };
 template <> struct Kind<Half> { static constexpr Long PER_WORD = 2; };
 
 static inline Long padded(Long count) { return (count + STEP - 1) / STEP * STEP; }
-static inline Floats loaded(const void *from) { Floats x; memcpy(&x, from, sizeof x); return x; }
-static inline Words words(const void *from) { Words x; memcpy(&x, from, sizeof x); return x; }
-template <class V> static inline void store(void *into, V x) { memcpy(into, &x, sizeof x); }
-static inline Floats all(float x) { return x - Floats{}; }
-static inline Floats bits(Words x) { Floats y; memcpy(&y, &x, sizeof y); return y; }
-
-static inline Half narrow(float x) {  // to the nearest, ties to even; no NaN comes here that must stay one
-    Word word; memcpy(&word, &x, sizeof word);
-    return {uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16)};
-}
-static inline void put(float *into, float x) { *into = x; }
-static inline void put(Half *into, float x) { *into = narrow(x); }
-
-// Two rows of floats as words: the first in the lower half. Rounds to the nearest, ties to even.
-static inline Words joined(Floats low, Floats high) {
-#if defined __AVX512BF16__
-    const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
-                                            4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (Words)_mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
-#endif
-    Words a, b;
-    memcpy(&a, &low, sizeof a);
-    memcpy(&b, &high, sizeof b);
-    a = (a + 0x7fff + ((a >> 16) & 1)) >> 16;
-    b = (b + 0x7fff + ((b >> 16) & 1)) & 0xffff0000u;
-    return a | b;
-}
-
-static inline float largest(Floats x) {
-#if defined __AVX512F__
-    return _mm512_reduce_max_ps((__m512)x);
-#endif
-    float y = x[0];
-    for (Long i = 1; i < LANES; i++) y = std::max(y, x[i]);
-    return y;
-}
-static inline float total(Floats x) {
-#if defined __AVX512F__
-    return _mm512_reduce_add_ps((__m512)x);
-#endif
-    float y = 0;
-    for (Long i = 0; i < LANES; i++) y += x[i];
-    return y;
-}
-
-// e^x within a few units in the last place; below -87 it is 0.
-static inline Floats exponential(Floats x) {
-    Floats limited = x > -87.0f ? x : all(-87.0f);
-    Floats turns = limited * 1.44269504f + 12582912.0f;  // rounds to a whole number
-    Words exponent; memcpy(&exponent, &turns, sizeof exponent);
-    turns -= 12582912.0f;
-    Floats rest = limited - turns * 0.693359375f + turns * 2.12194440e-4f;
-    Floats y = 1.9875691500e-4f * rest + 1.3981999507e-3f;
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * rest * rest + rest + 1.0f;
-    Words raised = ((exponent - 0x4b400000u) + 127) << 23;
-    return x > -87.0f ? y * bits(raised) : Floats{};
-}
-
 // ---- products -------------------------------------------------------------------------------------------------------
 
 template <class T> static inline Floats multiplied(Floats sum, Word a, Words b);
@@ -268,21 +193,6 @@ static inline void transpose(Word *into, Long to_row, const Word *from, Long fro
     for (Long i = 0; i < LANES; i++)
         for (Long j = 0; j < LANES; j++) into[j * to_row + i] = from[i * from_row + j];
 #endif
-}
-
-// Sixteen numbers at once.
-static inline void put_lanes(float *into, Floats x) { store(into, x); }
-static inline void put_lanes(Half *into, Floats x) {
-#if defined __AVX512BF16__
-    store(into, _mm512_cvtneps_pbh((__m512)x));
-#else
-    for (Long i = 0; i < LANES; i++) into[i] = narrow(x[i]);
-#endif
-}
-template <class T> static inline void put_row(T *into, const float *from, Long count, float factor) {
-    Long whole = count / LANES * LANES;
-    for (Long e = 0; e < whole; e += LANES) put_lanes(into + e, loaded(from + e) * factor);
-    for (Long e = whole; e < count; e++) put(into + e, from[e] * factor);
 }
 
 // The sum of products of two rows of words.

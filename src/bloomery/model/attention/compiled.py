@@ -36,7 +36,7 @@ class _Call(Structure):
 @functools.cache
 def _code() -> Any:
     """The functions of `attention.cpp`. Raises Uncompiled."""
-    code: Any = library(Library("bloomery.model.attention", "attention.cpp"))
+    code: Any = library(Library("bloomery.model.attention", "attention.cpp", "vectors.h"))
     code.attention_begin.argtypes = (c_int,)
     code.attention_begin.restype = c_char_p
     code.attention_begin(1)

@@ -383,7 +383,7 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
         hidden = tokens * (h + 2 * step.teacher.hidden_size) * step.element
         return float(FORWARD_DIVERGENCE * both + hidden), float(BACKWARD_DIVERGENCE * both + hidden)
     wide = 4 * logits_at_once if step.element < 4 else 0
-    eager = not step.compiled
+    eager = not step.compiled and step.attention != "compiled"  # the plan compiles both passes or neither
     learning = step.model.head_learns
     widened = step.mixed if learning else step.precision == "float16" and is_wide(step.model.head_name)
     copy = 2 * weights if widened else 0

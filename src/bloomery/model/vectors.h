@@ -1,0 +1,113 @@
+// Vectors of 16 numbers, float32 and bfloat16, for the C++ of this package; `native.py` puts it in front of a file.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined __AVX512F__
+#include <immintrin.h>
+#endif
+
+typedef int64_t Long;
+typedef uint32_t Word;
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef Word Words __attribute__((vector_size(64)));
+constexpr Long LANES = 16;
+
+struct Half { uint16_t bits; };  // bfloat16
+
+static inline Floats loaded(const void *from) { Floats x; memcpy(&x, from, sizeof x); return x; }
+static inline Words words(const void *from) { Words x; memcpy(&x, from, sizeof x); return x; }
+template <class V> static inline void store(void *into, V x) { memcpy(into, &x, sizeof x); }
+static inline Floats all(float x) { return x - Floats{}; }
+static inline Floats bits(Words x) { Floats y; memcpy(&y, &x, sizeof y); return y; }
+
+static inline Half narrow(float x) {  // to the nearest, ties to even; no NaN comes here that must stay one
+    Word word; memcpy(&word, &x, sizeof word);
+    return {uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16)};
+}
+static inline void put(float *into, float x) { *into = x; }
+static inline void put(Half *into, float x) { *into = narrow(x); }
+
+// Two rows of floats as words: the first in the lower half. Rounds to the nearest, ties to even.
+static inline Words joined(Floats low, Floats high) {
+#if defined __AVX512BF16__
+    const __m512i zipped = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+                                            4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (Words)_mm512_permutexvar_epi16(zipped, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#endif
+    Words a, b;
+    memcpy(&a, &low, sizeof a);
+    memcpy(&b, &high, sizeof b);
+    a = (a + 0x7fff + ((a >> 16) & 1)) >> 16;
+    b = (b + 0x7fff + ((b >> 16) & 1)) & 0xffff0000u;
+    return a | b;
+}
+
+static inline float largest(Floats x) {
+#if defined __AVX512F__
+    return _mm512_reduce_max_ps((__m512)x);
+#endif
+    float y = x[0];
+    for (Long i = 1; i < LANES; i++) y = std::max(y, x[i]);
+    return y;
+}
+static inline float total(Floats x) {
+#if defined __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#endif
+    float y = 0;
+    for (Long i = 0; i < LANES; i++) y += x[i];
+    return y;
+}
+
+// e^x within a few units in the last place, of x up to 0 or a little more; below -87 it is 0. NaN stays NaN.
+static inline Floats exponential(Floats x) {
+    Floats limited = x < -87.0f ? all(-87.0f) : x;
+    Floats turns = limited * 1.44269504f + 12582912.0f;  // rounds to a whole number
+    Words exponent; memcpy(&exponent, &turns, sizeof exponent);
+    turns -= 12582912.0f;
+    Floats rest = limited - turns * 0.693359375f + turns * 2.12194440e-4f;
+    Floats y = 1.9875691500e-4f * rest + 1.3981999507e-3f;  // the polynomial of Cephes' expf
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1.0f;
+    Words raised = ((exponent - 0x4b400000u) + 127) << 23;
+    return x < -87.0f ? Floats{} : y * bits(raised);
+}
+
+// Sixteen numbers at once.
+static inline void put_lanes(float *into, Floats x) { store(into, x); }
+static inline void put_lanes(Half *into, Floats x) {
+#if defined __AVX512BF16__
+    store(into, _mm512_cvtneps_pbh((__m512)x));
+#else
+    for (Long i = 0; i < LANES; i++) into[i] = narrow(x[i]);
+#endif
+}
+template <class T> static inline void put_row(T *into, const float *from, Long count, float factor) {
+    Long whole = count / LANES * LANES;
+    for (Long e = 0; e < whole; e += LANES) put_lanes(into + e, loaded(from + e) * factor);
+    for (Long e = whole; e < count; e++) put(into + e, from[e] * factor);
+}
+
+static inline Floats widened(const float *from) { return loaded(from); }
+static inline Floats widened(const Half *from) {
+#if defined __AVX512F__
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    Floats x;
+    for (Long i = 0; i < LANES; i++) { Word word = Word(from[i].bits) << 16; memcpy((char *)&x + 4 * i, &word, 4); }
+    return x;
+#endif
+}
+static inline float widened_one(const float *from) { return *from; }
+static inline float widened_one(const Half *from) {
+    Word word = Word(from->bits) << 16;
+    float x;
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
