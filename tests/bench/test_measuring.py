@@ -37,7 +37,8 @@ def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
     assert row.tokens_per_second == pytest.approx(2048 / row.step_seconds)
     assert 0.1 < row.peak_gib < 3 and row.planned_gib == row.plan.memory.total / 2**30
     assert phases == ["starting", "building the model", "warming up", "measuring"]
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+    # The cache keeps kernels that were compiled for this CPU.
+    assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"tiny.yaml"}
 
 
 def test_memory_that_runs_out_is_a_row(bench):

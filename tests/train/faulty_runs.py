@@ -69,7 +69,7 @@ def shuffled_inputs(batch: Batch) -> Batch:
 
 def through_the_loader(monkeypatch, change: Change) -> None:
     read = Loader.batch
-    monkeypatch.setattr(Loader, "batch", lambda self, cursor, rows: change(read(self, cursor, rows)))
+    monkeypatch.setattr(Loader, "batch", lambda *words, **settings: change(read(*words, **settings)))
 
 
 def through_the_objective(monkeypatch, change: Change) -> None:
