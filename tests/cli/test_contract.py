@@ -78,7 +78,7 @@ FLAGS = {
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
     "report": {"--data", "--prompt", "--template", "--out", "-d", "--devices"},
-    "runs": {"--json"},
+    "runs rm": {"-y", "--yes", "--dry-run", "--json"}, "runs clean": {"-y", "--yes", "--dry-run", "--json"},
 }  # fmt: skip
 DEFAULTS = {
     "optimizer": {

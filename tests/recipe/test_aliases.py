@@ -14,8 +14,8 @@ from ruamel import yaml
 
 from bloomery.cli import cli, main
 from bloomery.core.errors import UserError
-from bloomery.recipe import aliases
-from bloomery.recipe.aliases import import_recipe
+from bloomery.recipe import aliases, importing
+from bloomery.recipe.importing import import_recipe
 from bloomery.recipe.load import load_recipe, load_text
 from bloomery.recipe.schema import Recipe
 
@@ -294,7 +294,7 @@ def test_what_training_refuses_is_never_the_answer():
         assert answer.edits == () and "not supported" in answer.reason
 
 
-NAMES = sorted({name for program, name, _ in every_row() if program in aliases._SIGNS and "." not in name})
+NAMES = sorted({name for program, name, _ in every_row() if program in importing._SIGNS and "." not in name})
 LEAVES = st.one_of(st.booleans(), st.integers(-2, 2**40), st.floats(allow_nan=False), st.sampled_from([
     "", None, "auto", "yarn", "none", "grpo", "lora", "a/b", "a: b", "train", "3%", "[", "#", "é\n", "1e5", "{x}", "@x",
 ]))  # fmt: skip

@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "download": ("bloomery.cli.models:download_command", "Download a model or dataset from the Hub."),
     "push": ("bloomery.cli.models:push_command", "Upload an exported model to the Hub."),
     "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
-    "runs": ("bloomery.cli.runs:command", "List the runs in this folder."),
+    "runs": ("bloomery.cli.runs:command", "List the runs in this folder, or delete some."),
     "completion": ("bloomery.cli.common:completion_command", "Print shell completion for bash, zsh or fish."),
 }
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
 @click.option(
-    "--type", "--quantize", "--quant", "dtype",
+    "--type", "--quantize", "--quant", "dtype", metavar="TYPE",
     type=click.Choice([*DTYPES, *INTEGERS, *GGUF_TYPES, *K_TYPES], case_sensitive=False),
     help="Type of the weights [default: as in the model; GGUF: f16].",
 )  # fmt: skip
@@ -42,6 +42,9 @@ def command(
     base model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA
     adapter for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf,
     merged and vllm also take --type int8 or int4, which transformers opens with compressed-tensors.
+
+    Types of hf, merged and vllm: float32, bfloat16, float16, int8, int4. Of GGUF files: f32, f16, bf16, q8_0, q4_0,
+    q4_K_M, q5_K_M, q6_K.
 
     Example: bloomery export last --to hf --out my-model
 

@@ -404,7 +404,7 @@ def import_(file: Path, out: Path | None) -> None:
 
     Example: bloomery recipes import axolotl.yml --out mine.yaml
     """
-    from bloomery.recipe.aliases import import_recipe
+    from bloomery.recipe.importing import import_recipe
 
     text, program = import_recipe(file)
     if out is None:

@@ -22,6 +22,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
+from bloomery.cli.cleaning import clean_command, rm_command
 from bloomery.cli.common import echo, json_option, literal, print_json, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
@@ -225,13 +226,16 @@ class RunLine:
     command: str | None
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @json_option
-def command(as_json: bool) -> None:
+@click.pass_context
+def command(context: click.Context, as_json: bool) -> None:
     """List the runs in runs/, newest last, and the commands that resume them.
 
     Example: bloomery runs --json
     """
+    if context.invoked_subcommand is not None:
+        return
     lines = [describe(folder) for folder in all_runs()]
     if as_json:
         print_json({"runs": [asdict(line) for line in lines]})
@@ -249,6 +253,10 @@ def command(as_json: bool) -> None:
         echo("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
     for number, resume in enumerate([line.command for line in lines if line.command][-3:]):
         echo(f"{'' if number else 'next':<11}{resume}")
+
+
+command.add_command(rm_command)
+command.add_command(clean_command)
 
 
 def describe(folder: Path) -> RunLine:

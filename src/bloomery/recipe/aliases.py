@@ -1,25 +1,20 @@
-"""Keys and values of other programs and of version 1 of the recipe, and what to write instead (table: aliases.toml).
-
-`bloomery recipes import` turns a YAML file of Axolotl, LLaMA-Factory or TRL into a recipe: every key is mapped or
-listed with a reason.
-"""
+"""Keys and values of other programs and of version 1 of the recipe, and what to write instead (table: aliases.toml)."""
 
 import json
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from bloomery.core.errors import UserError, one_line
-from bloomery.core.files import read_input
+from bloomery.core.errors import one_line
 from bloomery.core.text import closest
 from bloomery.recipe.schema import Recipe
-from bloomery.recipe.yaml import MAX_BYTES, KeyPath, read_yaml
+from bloomery.recipe.yaml import KeyPath, read_yaml
 
 _MICRO_BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "batch_size")
 _SIMILAR = 0.88  # of a misspelled name in the table; 0.65 of a key in its own section, 0.75 of a section
@@ -83,10 +78,10 @@ def look_up(path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: 
         return Alias(shown, edits=_with_value(same[0], value))
     if same:
         return Alias(shown, reason=f"write {' or '.join('.'.join(key) for key in same)}")
-    plain = _normal(last)
-    used = re.sub(r"^(use|enable|with)", "", plain)
-    variants = (plain + "s", plain.removesuffix("s"), *([used, f".{used}"] if used != plain else []))
-    if row := next((_rows(program)[name] for name in variants if name in _rows(program)), _version_1().get(plain)):
+    simple = _normal(last)
+    used = re.sub(r"^(use|enable|with)", "", simple)
+    variants = (simple + "s", simple.removesuffix("s"), *([used, f".{used}"] if used != simple else []))
+    if row := next((_rows(program)[name] for name in variants if name in _rows(program)), _version_1().get(simple)):
         return _answer(row, shown, value, siblings)
     for family, reason in _table()["families"].items():
         if shown.startswith(family) or last.startswith(family):
@@ -97,7 +92,7 @@ def look_up(path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: 
 def look_up_value(path: KeyPath, value: Any) -> Alias | None:
     """What to write for a value that the key at `path` does not take, or None."""
     key = ".".join(part for part in path if isinstance(part, str))
-    if isinstance(value, str | int | float) and (edits := _translated(f"{key}={_plain(value)}")):
+    if isinstance(value, str | int | float) and (edits := _translated(f"{key}={plain(value)}")):
         return Alias(str(value).lower() if isinstance(value, bool) else str(value), "", *edits)
     return None
 
@@ -200,7 +195,7 @@ def _answer(row: _Row, shown: str, value: Any, siblings: Mapping[str, Any]) -> A
 
 
 def _chosen(answers: Mapping[str, str], value: Any) -> str:
-    given = str(_plain(value)).lower()
+    given = str(plain(value)).lower()
     return next((row for name, row in answers.items() if name.lower() == given), answers["else"])
 
 
@@ -232,7 +227,7 @@ def _filled(edit: str, value: Any, siblings: Mapping[str, Any]) -> str:
     def one(found: re.Match[str]) -> str:
         name, default = found.groups()
         if default is not None:
-            return str(_plain(siblings.get(name, default)))
+            return str(plain(siblings.get(name, default)))
         text = FORMATS[name](value)
         return "\0" if text is None else text
 
@@ -240,7 +235,7 @@ def _filled(edit: str, value: Any, siblings: Mapping[str, Any]) -> str:
     return text.partition("=")[0] if "\0" in text else text
 
 
-def _plain(value: Any) -> str | None:
+def plain(value: Any) -> str | None:
     """A value as YAML on one line; None for none."""
     if value is None or value == "":
         return None
@@ -249,11 +244,11 @@ def _plain(value: Any) -> str | None:
     if isinstance(value, float):
         return f"{value:.0f}" if value.is_integer() and abs(value) < 1e15 else repr(value)
     if isinstance(value, list):
-        return f"[{', '.join(str(_plain(item)) for item in value)}]"
+        return f"[{', '.join(str(plain(item)) for item in value)}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
-    plain = isinstance(value, int) or (_SAFE.fullmatch(value) and ": " not in value)
-    return str(value) if plain else json.dumps(value)
+        return "{" + ", ".join(f"{key}: {plain(item)}" for key, item in value.items()) + "}"
+    safe = isinstance(value, int) or (_SAFE.fullmatch(value) and ": " not in value)
+    return str(value) if safe else json.dumps(value)
 
 
 def _number(value: Any) -> float | None:
@@ -273,7 +268,7 @@ def _steps(value: Any) -> str | None:
     """500 -> "500 steps"; a share of the run as a percentage; words such as "2 epochs" as they are."""
     number = _number(value)
     if number is None:
-        return _plain(value) if isinstance(value, str) and value[:1].isdigit() else None
+        return plain(value) if isinstance(value, str) and value[:1].isdigit() else None
     if 0 < number < 1:
         return _percent(number)
     return f"{number:.0f} steps" if number >= 0 else None
@@ -288,11 +283,11 @@ def _per_epoch(value: Any) -> str | None:
 def _listed(value: Any) -> str | None:
     """ "a,b" -> "[a, b]"."""
     items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    return _plain(items if isinstance(items, list) else [items])
+    return plain(items if isinstance(items, list) else [items])
 
 
 FORMATS: dict[str, Callable[[Any], str | None]] = {
-    "": _plain, "steps": _steps, "percent": _percent, "per_epoch": _per_epoch, "list": _listed,
+    "": plain, "steps": _steps, "percent": _percent, "per_epoch": _per_epoch, "list": _listed,
 }  # fmt: skip
 
 
@@ -309,7 +304,7 @@ def _accumulation(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], s
 def _length(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """Version 1: "3 epochs", "2000 steps", "10B tokens", "8h" -> the key of that unit."""
     del siblings
-    text = str(_plain(value))
+    text = str(plain(value))
     amount, unit = re.sub(r"\s*(steps?|epochs?|tokens?)$", "", text), re.findall(r"(step|epoch|token)s?$", text)
     if not unit and not amount.isdigit():
         return [f"train.max_time={text}"], ""
@@ -344,9 +339,9 @@ def dataset_aliases(name: str, value: Any) -> Iterator[Alias]:
         yield Alias(f"{name}[{number}]", reason="no dataset: it has no path")
     if len(sources) == 1:
         for key, (part, origin) in sources[0].items():
-            yield Alias(origin, edits=(f"data.{key}={_plain(part)}",), reason=_FORMATTED if key == "format" else "")
+            yield Alias(origin, edits=(f"data.{key}={plain(part)}",), reason=_FORMATTED if key == "format" else "")
     elif sources:
-        text = _plain([{key: part for key, (part, _) in source.items()} for source in sources])
+        text = plain([{key: part for key, (part, _) in source.items()} for source in sources])
         origins = ", ".join(origin for source in sources for _, origin in source.values())
         yield Alias(origins, edits=(f"data.sources={text}",), reason=_FORMATTED)
     for (place, one), source in zip(found, sources, strict=True):
@@ -435,9 +430,9 @@ def _dataset_names(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], 
     """LLaMA-Factory's names of dataset_info.json as files of its folder."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list) or "/" in str(value):
-        return [f"data.path={_plain(value)}"], ""
+        return [f"data.path={plain(value)}"], ""
     paths = [f"{siblings.get('dataset_dir') or 'data'}/{name}.json" for name in names]
-    edit = f"data.path={paths[0]}" if len(paths) == 1 else f"data.sources={_plain([{'path': path} for path in paths])}"
+    edit = f"data.path={paths[0]}" if len(paths) == 1 else f"data.sources={plain([{'path': path} for path in paths])}"
     return [edit], "name the file, folder or Hub id: dataset_info.json is not read"
 
 
@@ -445,7 +440,7 @@ CALLS = {"accumulation": _accumulation, "length": _length, "datasets": _datasets
 
 
 def _with_value(key: Sequence[str], value: Any) -> tuple[str, ...]:
-    text = _plain(value)
+    text = plain(value)
     edit = ".".join(key) if text is None or isinstance(value, dict) else f"{'.'.join(key)}={text}"
     found = (_translated(edit) or ((edit,), ""))[0]
     return tuple(one if "=" not in one or accepted(one) else one.partition("=")[0] for one in found)
@@ -477,207 +472,3 @@ def sections(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in sections(inner)]
-
-
-_SIGNS = {  # keys that only this program has
-    "Axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "num_epochs", "val_set_size"},
-    "LLaMA-Factory": {"model_name_or_path", "stage", "finetuning_type", "cutoff_len", "template", "dataset"},
-    "TRL": {"model_name_or_path", "dataset_name", "use_peft", "max_length", "dataset_text_field"},
-}
-_DEFAULTS = {  # where they differ from those of a recipe
-    "Axolotl": ("data.packing=false", "data.validation=0%", "optimizer.weight_decay=0", "optimizer.betas=[0.9, 0.999]",
-                "optimizer.warmup=3%"),
-    "LLaMA-Factory": ("data.packing=false", "data.validation=0%", "optimizer.learning_rate=5e-05",
-                      "optimizer.weight_decay=0", "optimizer.betas=[0.9, 0.999]", "optimizer.schedule=linear",
-                      "optimizer.warmup=0 steps", "train.epochs=3"),
-    "TRL": ("data.packing=false", "data.validation=0%", "data.sequence_length=1024", "optimizer.weight_decay=0",
-            "optimizer.betas=[0.9, 0.999]", "optimizer.schedule=linear", "optimizer.warmup=0 steps", "train.epochs=3",
-            "train.micro_batch_size=8", "train.activation_checkpointing=full"),
-}  # fmt: skip
-_LENGTHS = ("train.max_steps", "train.max_tokens", "train.max_time", "train.epochs")  # the first that is set wins
-
-
-@dataclass
-class _Draft:
-    """`values`: YAML text and origin by recipe key; `left`: reasons by the other key; `empty`: keys without a value."""
-
-    values: dict[str, tuple[str, str]] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    empty: list[str] = field(default_factory=list)
-
-    def add(self, alias: Alias) -> None:
-        if not alias.edits or alias.guess:
-            self.left[alias.name] = re.sub(r"^leave it out(: )?", "", alias.reason) or "no such setting"
-        for edit in () if alias.guess else alias.edits:
-            key, equals, value = edit.partition("=")
-            comment = alias.name + (f": {alias.reason}" if alias.reason else "")
-            if not equals:
-                self.left[alias.name] = f"set {key} yourself" + (f": {alias.reason}" if alias.reason else "")
-            elif key not in self.values:
-                self.values[key] = (value, comment)
-            elif self.values[key][0] == value:
-                self.values[key] = (value, f"{self.values[key][1]}, {alias.name}")
-            else:
-                self.left[alias.name] = f"{key} is {self.values[key][0]} already, from {self.values[key][1]}"
-
-
-def import_recipe(path: Path) -> tuple[str, str]:
-    """The recipe as YAML and the program whose file it was. Raises UserError (code 2)."""
-    text = read_input(path, MAX_BYTES, code=2).decode("utf-8-sig", errors="replace")
-    document = read_yaml(text, source=path.name, folder=path.parent)
-    if document.mistakes:
-        wrong = document.mistakes[0]
-        raise UserError(wrong.problem, where=wrong.place, fix=wrong.fix, code=2)
-    data = document.data if isinstance(document.data, dict) else {}
-    counts = {program: len(signs & data.keys()) for program, signs in _SIGNS.items()}
-    program = max(counts, key=lambda name: counts[name])
-    if counts[program] < 2:
-        fix = "give a training file of Axolotl (base_model, datasets), LLaMA-Factory (model_name_or_path, dataset) or "
-        fix += "TRL (model_name_or_path, dataset_name)"
-        raise UserError(f"not a file of Axolotl, LLaMA-Factory or TRL: {path.name}", where=str(path), fix=fix, code=2)
-    draft = _Draft()
-    for alias in _aliases(data, (), program, draft.empty):
-        draft.add(alias)
-    _complete(draft, data, program)
-    return _text(draft, path.name, program), program
-
-
-def _aliases(data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]) -> Iterator[Alias]:
-    """An answer for each key of the file, however deep: the whole file is accounted for."""
-    for key, value in data.items():
-        inner = (*path, str(key))
-        if value in (None, "", [], {}):
-            empty.append(".".join(inner))
-            continue
-        if not path and key in _DATASETS and isinstance(value, list | dict):
-            yield from dataset_aliases(str(key), value)
-            continue
-        if inner == ("overrides_of_model_config",) and isinstance(value, dict):
-            yield from _config_aliases(value, inner, program, empty)
-            continue
-        alias = look_up(inner, value, data, program=program)
-        if alias is None and isinstance(value, dict):
-            yield from _aliases(value, inner, program, empty)
-            continue
-        alias = alias or Alias(".".join(inner))
-        yield alias
-        under = value if isinstance(value, list) else [value]
-        for number, one in enumerate(under):
-            place = (*inner[:-1], f"{inner[-1]}[{number}]") if isinstance(value, list) else inner
-            for deeper, _ in leaves(one if isinstance(one, dict) else {}, place):
-                keys = ", ".join(edit.partition("=")[0] for edit in alias.edits)
-                yield Alias(".".join(deeper), reason=f"part of {keys}" if keys else alias.reason)
-
-
-_DATASETS = ("datasets", "pretraining_dataset")
-
-
-def _config_aliases(data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]) -> Iterator[Alias]:
-    """Overrides of the model's config: RoPE and the context can be changed, nothing else."""
-    rope = {key: data[key] for key in ("rope_scaling", "rope_theta", "max_position_embeddings") if key in data}
-    for alias in _aliases(rope, (), program, empty):
-        yield replace(alias, name=".".join((*path, alias.name)))
-    for deeper, _ in leaves({key: value for key, value in data.items() if key not in rope}, path):
-        yield Alias(".".join(deeper), reason="not supported: the model's own config is used")
-
-
-def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
-    """The keys that a recipe needs and the other program implies."""
-    values = draft.values
-    lengths = [key for key in _LENGTHS if key in values]
-    for key in lengths[1:]:
-        draft.left[values.pop(key)[1]] = f"{lengths[0]} sets the length"
-    if program == "TRL":
-        _complete_trl(values)
-    if any(key.startswith("adapter.") for key in values) and values.get("adapter.kind", ("none",))[0] == "none":
-        if "adapter.kind" in values:  # full fine-tuning with settings for LoRA left in the file
-            for key in [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]:
-                draft.left[values.pop(key)[1]] = "no adapter is trained"
-        else:
-            values["adapter.kind"] = ("lora", "settings of LoRA are given")
-    if values.get("adapter.kind", ("none",))[0] == "none" and "quantize.kind" in values:
-        draft.left[values.pop("quantize.kind")[1]] = "only frozen weights are quantized, and no adapter is trained"
-    text_only = "pretraining_dataset" in data or values.get("data.format", ("",))[0] == "text"
-    default = f"the default of {program}"
-    refused = next((name for name in ("rl", "stage") if name in draft.left), None)
-    reason = default if refused is None else f"{refused}={_plain(data.get(refused))} is not supported: choose another"
-    values.setdefault("objective.kind", ("pretrain" if text_only else "sft", reason))
-    if program == "LLaMA-Factory" and values.get("adapter.kind", ("",))[0] in ("lora", "dora"):
-        rank = values.setdefault("adapter.rank", ("8", default))[0]
-        values.setdefault("adapter.alpha", (str(2 * int(rank)), default))
-        values.setdefault("adapter.target_modules", ("[all-linear]", default))
-    for edit in _DEFAULTS[program]:
-        key, _, value = edit.partition("=")
-        if key != "train.epochs" or not lengths:
-            values.setdefault(key, (value, default))
-    if not values.keys() & {"data.path", "data.sources"}:
-        values["data.path"] = ("DATASET", "set it: a file, folder or Hub id")
-    if "model.from" not in values:
-        values["model.from"] = ("MODEL", "set it: a folder or Hub id")
-    if "train.batch_size" not in values and (micro := values.get("train.micro_batch_size")):
-        values["train.batch_size"] = (micro[0], "sequences per step: without gradient accumulation, on one device")
-    kinds = [f"{key}={value}" for key, (value, _) in values.items() if key.endswith(".kind")]
-    for key in [key for key in values if not accepted(f"{key}={values[key][0]}", *kinds)]:
-        draft.left[values.pop(key)[1]] = f"{key} does not fit {values['objective.kind'][0]}"
-    _settle(draft)
-
-
-def _settle(draft: _Draft) -> None:
-    """Moves keys that the schema refuses together to the list of those left, until the recipe loads."""
-    while wrong := _refused(draft.values):
-        key, problem = wrong
-        draft.left[draft.values.pop(key)[1]] = f"{key} does not fit: {problem}"
-
-
-def _refused(values: Mapping[str, tuple[str, str]]) -> tuple[str, str] | None:
-    """A key that the schema refuses among these values, and why; None where the recipe loads."""
-    data: dict[str, Any] = {}
-    for key, (text, _) in values.items():
-        *parents, last = key.split(".")
-        section = data
-        for part in parents:
-            section = section.setdefault(part, {})
-        section[last] = read_yaml(text, source="", folder=Path()).data
-    from bloomery.recipe.load import mistakes_in  # which asks this module for answers
-
-    for mistake in mistakes_in(data):
-        place = [str(part) for part in mistake.path]
-        for size in range(len(place), 0, -1):  # the key, else one of the section that lacks a key
-            near = [key for key in values if key.split(".")[:size] == place[:size]]
-            if near:
-                return near[-1], mistake.problem
-        return list(values)[-1], mistake.problem
-    return None
-
-
-def _complete_trl(values: dict[str, tuple[str, str]]) -> None:
-    """What the commands and the model arguments of TRL set: its file names neither `sft` nor `dpo` (TRL 1.16)."""
-    if "objective.beta" in values:
-        values.setdefault("objective.kind", ("dpo", "beta is given; kto and orpo have one, too"))
-    kind = values.setdefault("objective.kind", ("sft", "of `trl sft`; set dpo, kto or reward for another command"))[0]
-    rate = {"sft": "2e-05", "reward": "0.0001"}.get(kind, "1e-06")
-    values.setdefault("optimizer.learning_rate", (rate, f"the default of TRL for {kind}"))
-    if values.setdefault("adapter.kind", ("none", "the default of TRL: use_peft is not set"))[0] == "lora":
-        for edit in ("rank=16", "alpha=32", "dropout=0.05", "target_modules=[q_proj, v_proj]"):
-            key, _, value = edit.partition("=")
-            values.setdefault(f"adapter.{key}", (value, "the default of TRL and PEFT"))
-
-
-def _text(draft: _Draft, source: str, program: str) -> str:
-    order = [".".join(key) for key in known_keys()]
-    lines = [f"# From {source} ({program}): {len(draft.values)} keys; those without a counterpart are at the end."]
-    section = ""
-    for key in sorted(draft.values, key=lambda key: order.index(key) if key in order else len(order)):
-        head, _, rest = key.rpartition(".")
-        value, comment = draft.values[key]
-        for depth, part in enumerate(parts := head.split(".") if head else []):
-            if section.split(".")[: depth + 1] != parts[: depth + 1]:
-                lines.append("  " * depth + part + ":")
-        section = head
-        lines.append(f"{'  ' * len(parts)}{rest}: {value}".ljust(48) + f"  # {comment}")
-    if draft.left:
-        width = max(map(len, draft.left))
-        lines += ["", "# Without a counterpart:", *(f"#   {name:<{width}}  {why}" for name, why in draft.left.items())]
-    if draft.empty:
-        lines += ["", f"# Empty in {source}: {', '.join(draft.empty)}"]
-    return "\n".join(lines) + "\n"

@@ -1,0 +1,168 @@
+"""What can be deleted: runs that are named, and what no run uses any more: prepared datasets, drafts, caches. No torch.
+
+A prepared dataset is used by a run whose plan names it: resuming, evaluating and reporting that run read it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import abandoned, cache_folder, open_regular, read_whole, remove, try_lock
+from bloomery.core.units import counted
+from bloomery.data.prepare.prepare import prepared_folder
+from bloomery.data.shards import MANIFEST
+from bloomery.plan.store import RUN_FILE
+from bloomery.recipe.load import load_recipe
+from bloomery.runs.folder import RunFolder, all_runs, is_run, worked_on
+
+UNUSED_DAYS = 30  # a file of the cache that was neither read nor written for so long
+Kind = Literal["run", "prepared dataset", "draft", "cache"]
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something to delete. `loss`: what is lost with it, "" when it is made again by itself."""
+
+    path: Path
+    kind: Kind
+    bytes: int
+    reason: str
+    loss: str = ""
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; a link counts itself."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size
+    total = 0
+    for inner in path.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += inner.lstat().st_size if inner.is_symlink() or inner.is_file() else 0
+    return total
+
+
+def deletable(folder: Path) -> Leftover:
+    """The run as something to delete. Raises UserError for one in progress and for a folder that is more than a run."""
+    path = folder.absolute()
+    if worked_on(folder):
+        problem, fix = "the run is running", f"`bloomery stop {RunFolder(path).name}`, then run this again"
+        raise UserError(problem, where=str(folder), fix=fix)
+    names = {entry.name for entry in folder.iterdir()}
+    here = Path.cwd()
+    if not names & {RUN_FILE, "lock", "events.jsonl"} or ".git" in names or path.resolve() in (here, *here.parents):
+        problem = "the folder is not that of a run alone; nothing was deleted"
+        raise UserError(problem, where=str(folder), fix="delete it yourself, if you want that", code=2)
+    steps = len(list((folder / "checkpoints").glob("step-*")))
+    loss = counted(steps, "checkpoints") if steps else "no checkpoint"
+    users = sorted(other.name for other in all_runs() if other.absolute() != path and _starts_from(other, path))
+    if users:
+        loss += f"; {', '.join(users)} started from it and cannot be resumed without it"
+    return Leftover(folder, "run", size_of(folder), "named", loss)
+
+
+def leftovers() -> tuple[list[Leftover], list[str]]:
+    """What no run in runs/ uses, and reasons why something else is kept."""
+    found, notes = list[Leftover](), list[str]()
+    used, unknown = dict[Path, str](), list[str]()
+    for run in all_runs():
+        folder = data_of(run)
+        if folder is None:
+            unknown.append(run.name)
+        else:
+            used[folder.resolve()] = run.name
+    if unknown:
+        notes.append(f"all prepared datasets are kept: it is not known which one {', '.join(unknown)} uses")
+    else:
+        found += _unused_data(used)
+    if used:
+        notes.append(f"kept for runs: {counted(len(used), 'prepared datasets')}")
+    for place in (Path(), Path("prepared"), Path("runs"), *all_runs(), *(run / "checkpoints" for run in all_runs())):
+        if place.is_dir() and not worked_on(place):
+            found += [
+                Leftover(path, "draft", size_of(path), "of a process that was killed")
+                for path in sorted(place.iterdir())
+                if path.name.rpartition("-")[2].isdecimal() and abandoned(path)
+            ]
+    found += _old_caches()
+    return found, notes
+
+
+def data_of(run: Path) -> Path | None:
+    """The prepared dataset of a run: from its plan, before that from its recipe; None where neither can be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+        return Path(json.loads(read_whole(run / "plan.json"))["data"]["prepared"])
+    with suppress(OSError, UserError):
+        return prepared_folder(load_recipe(run / "recipe.yaml"), Path.cwd())
+    return None
+
+
+def _starts_from(run: Path, other: Path) -> bool:
+    """Whether the model of a run is in the folder of another run."""
+    with suppress(OSError, ValueError, KeyError, TypeError, UserError):
+        source = json.loads(read_whole(run / "plan.json"))["model"]["source"]
+        return source is not None and Path(source).resolve().is_relative_to(other.resolve())
+    return False
+
+
+def _unused_data(used: dict[Path, str]) -> Iterator[Leftover]:
+    root = Path("prepared")
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if folder.name.startswith(".tmp-") or folder.resolve() in used or not folder.is_dir() or folder.is_symlink():
+            continue
+        if any(each.is_relative_to(folder.resolve()) for each in used) or _is_prepared_now(folder):
+            continue
+        if any(each.parent.name == root.name and each.name == folder.name for each in used):
+            continue  # the plan has the path from before the folders were moved
+        if (folder / MANIFEST).is_file() or (folder / ".lock").is_file():
+            loss = "prepared again from its source when a recipe needs it"
+            yield Leftover(folder, "prepared dataset", size_of(folder), "no run in runs/ uses it", loss)
+
+
+def _is_prepared_now(folder: Path) -> bool:
+    try:
+        descriptor = open_regular(folder / ".lock", os.O_RDONLY)
+    except (OSError, UserError):
+        return False
+    try:
+        return not try_lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)
+
+
+def _old_caches() -> Iterator[Leftover]:
+    """Compiled functions and measurements of this machine that nothing has used for a month."""
+    folder = cache_folder()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        facts = path.lstat()
+        if time.time() - max(facts.st_atime, facts.st_mtime) > UNUSED_DAYS * 86400:
+            yield Leftover(path, "cache", size_of(path), f"unused for {UNUSED_DAYS} days")
+
+
+def delete(found: Sequence[Leftover]) -> Iterator[Leftover]:
+    """Deletes, and yields each one that is gone. A run disappears at once: a kill leaves a draft for the next `clean`.
+
+    Raises UserError where something cannot be deleted.
+    """
+    for one in found:
+        path = one.path
+        if one.kind == "run" and (not is_run(path) or worked_on(path)):
+            raise UserError("the run was started or changed meanwhile", where=str(path), fix="run this again")
+        try:
+            if path.is_dir() and not path.is_symlink():
+                away = path.absolute().with_name(f".tmp-{path.name[:80]}-{os.getpid()}")
+                path.rename(away)
+                path = away
+            remove(path)
+        except OSError as error:
+            problem, fix = (
+                f"cannot be deleted: {error.strerror}",
+                "correct its owner or permissions, then run this again",
+            )
+            raise UserError(problem, where=str(error.filename or one.path), fix=fix) from error
+        yield one
