@@ -195,6 +195,23 @@ def test_evaluation_splits_stay_out_with_a_glob(tmp_path):
     }
 
 
+def test_a_dataset_of_the_hub_is_divided_alike(tmp_path, monkeypatch):
+    """The folder that the Hub's library leaves: links to blobs in a snapshot."""
+    kept = tmp_path / "hub" / "datasets--org--chats"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("abc")
+    (kept / "blobs").mkdir()
+    (kept / "snapshots/abc/data").mkdir(parents=True)
+    for name in ("train-00000-of-00001", "validation-00000-of-00001", "test-00000-of-00001"):
+        write_rows(kept / "blobs" / f"{name}.parquet", [{"text": name}])
+        (kept / f"snapshots/abc/data/{name}.parquet").symlink_to(f"../../../blobs/{name}.parquet")
+    monkeypatch.setattr("bloomery.data.sources.files.data_place", lambda path: kept / "snapshots/abc")
+    for glob in (None, "*.parquet", "data/*.parquet"):
+        source = Source(path="hub:org/chats", glob=glob)
+        assert [file.name for file in list_files(source)] == ["data/train-00000-of-00001.parquet"]
+        assert set(other_splits(source)) == {"validation", "test"}
+
+
 def test_evaluation_splits_alone_are_refused(tmp_path):
     for name in ("validation.jsonl", "test.jsonl"):
         (tmp_path / name).write_text("{}")

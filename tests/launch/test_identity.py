@@ -157,6 +157,15 @@ def test_overrides_write_a_new_plan_and_the_chain_holds_both(middle):
     local.resume(RUN, quiet=True, overrides=["train.max_steps=6"])
 
 
+def test_a_resumed_run_keeps_its_prepared_dataset_whatever_its_files_are_now(middle):
+    """A longer run read the names of the source files again, and refused a folder that another version had chosen."""
+    prepared = files_of(read_plan(middle / "plan.json").data.prepared)
+    (middle.parent.parent / "rows" / "validation.jsonl").write_text('{"text": "held out"}\n')
+    local.resume(RUN, quiet=True, overrides=["train.max_steps=5"])
+    assert files_of(read_plan(middle / "plan.json").data.prepared) == prepared
+    assert step_folder(middle / "checkpoints", 5).is_dir()
+
+
 def test_going_back_starts_another_chain(middle):
     local.resume(RUN, quiet=True)
     local.resume(RUN, quiet=True, step=3)
