@@ -75,6 +75,30 @@ def test_text_logits_are_those_of_the_whole_model(gemma, tmp_path):
     assert_close(again(TOKENS % 120).logits, expected, atol=1e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_mistral_small_with_vision_loads_as_its_language_model(tmp_path):
+    """mistralai/Mistral-Small-3.1-24B-Instruct-2503: Mistral3ForConditionalGeneration, an untied head."""
+    torch.manual_seed(0)
+    text = {"model_type": "mistral", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 64, "rope_theta": 1e9, "sliding_window": None}  # fmt: skip
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=vision, image_token_index=127, tie_word_embeddings=False
+    )
+    theirs = transformers.Mistral3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    for parameter in theirs.parameters():
+        parameter.data.normal_(0, 0.2)
+    theirs.save_pretrained(tmp_path)
+    assert any(name.startswith("language_model.") for name in load_file(tmp_path / "model.safetensors"))
+    expected = theirs(TOKENS % 120).logits
+    assert float(expected.std()) > 0.1
+    ours = load_decoder(tmp_path)
+    assert ours.config.family == "mistral" and ours.config.sliding_window == () and not ours.config.tie_embeddings
+    assert_close(ours(TOKENS % 120), expected, atol=1e-4, rtol=0)
+
+
 def test_a_missing_tensor_of_the_language_model_is_named(gemma, tmp_path):
     names = as_in_memory(gemma[0], tmp_path)
     del names["model.language_model.norm.weight"]

@@ -94,5 +94,12 @@ def test_llama_3_stretches_its_positions_and_groups_its_queries():
     assert published_config("meta-llama/Llama-2-7b-chat-hf").num_kv_heads == 32
 
 
+def test_only_the_first_mistral_has_a_window():
+    assert set(published_config("mistralai/Mistral-7B-v0.1").sliding_window) == {4096}
+    for name in ("Mistral-7B-v0.3", "Mistral-Nemo-Base-2407", "Mistral-Small-24B-Instruct-2501", "Mixtral-8x7B-v0.1"):
+        assert published_config(f"mistralai/{name}").sliding_window == (), name
+    assert published_config("google/gemma-2-9b").sliding_window[:2] == (4096, None)
+
+
 def test_a_model_that_is_not_in_the_table_is_unknown():
     assert published_config("org/model") is None

@@ -393,16 +393,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({
 })  # fmt: skip
 
 
-MULTIMODAL: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text"})  # model_type of the whole and of its text
+# The model_type of a multimodal model, and of its language model.
+MULTIMODAL: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text", "mistral3": "mistral"})
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of a multimodal model's language model, with the token ids of the whole; any other as it is."""
+    """The config.json of a multimodal model's language model, with what only the whole states of it; any other as it
+    is.
+    """
     kind, text = hf.get("model_type"), hf.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(text, dict):
         return hf
-    ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in hf}
-    return {**ids, **text, "model_type": MULTIMODAL[kind]}
+    shared = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    outer = {key: hf[key] for key in shared if key in hf}
+    return {**outer, **text, "model_type": MULTIMODAL[kind]}
 
 
 def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:

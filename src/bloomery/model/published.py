@@ -75,9 +75,11 @@ def published_config(name: str) -> ModelConfig | None:
 
 def entry_config(entry: Published, *, where: str) -> ModelConfig:
     """The facts of an entry; those of a mixture of experts have `experts`."""
+    # TOML has no null: Mistral's config.json writes one where there is no window.
+    null = {"sliding_window": None} if entry.kind in ("mistral", "mixtral") else {}
+    keys = {**null, **entry.config}
     if entry.kind in FAMILIES:
-        return config_from_hf({"model_type": entry.kind, **entry.config}, where=where)
-    keys = dict(entry.config)
+        return config_from_hf({"model_type": entry.kind, **keys}, where=where)
     per_token, of_gpt_oss = keys["num_experts_per_tok"], entry.kind == "gpt_oss"
     width = keys.get("moe_intermediate_size", keys["intermediate_size"])
     experts = Experts(
