@@ -203,13 +203,22 @@ class Renderer:
         return list(dict.fromkeys([*control, *begin, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]))
 
     def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
-        """The prompt for the next assistant turn as ids. Raises UserError when the template refuses."""
-        return self._tokenizer.encode_rendered(self.rendered(messages, tools, prompt=True))
+        """The prompt for the next assistant turn as ids. A control token that a message spells out stays text. Raises
+        UserError when the template refuses.
+        """
+        turns, markup = [as_turn(message) for message in messages], self._tokenizer.markup
+        if not markup.occurs([turns, tools]):
+            return self._tokenizer.encode_rendered(self._rendered(turns, tools, prompt=True))
+        (turns, offered), mark = markup.broken([turns, tools])
+        return markup.encode(self._rendered(turns, tuple(offered), prompt=True), mark)
 
-    def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = (), *, prompt: bool = False) -> str:
-        """The text of a conversation; with `prompt`, up to where the next assistant turn begins. Raises UserError."""
-        job = {"messages": [as_turn(message) for message in messages], "tools": list(tools), "train_on": None}
-        answer = self._process(bool(tools)).read([{**job, "prompt": prompt}])[0]
+    def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:
+        """The text of a conversation. Raises UserError."""
+        return self._rendered([as_turn(message) for message in messages], tools, prompt=False)
+
+    def _rendered(self, turns: list[Json], tools: tuple[Json, ...], *, prompt: bool) -> str:
+        job = {"messages": turns, "tools": list(tools), "train_on": None, "prompt": prompt}
+        answer = self._process(bool(tools)).read([job])[0]
         if "error" in answer:
             raise self._process(bool(tools)).error(answer["error"])
         text: str = answer["text"]

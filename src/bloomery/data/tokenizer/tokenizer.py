@@ -16,6 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import read_input, write_durably
 from bloomery.data.tokenizer import fast_bpe as words
 from bloomery.data.tokenizer import templates
+from bloomery.data.tokenizer.markup import Markup, ids_of
 from bloomery.data.tokenizer.sentencepiece import MADE_BY, MAX_FILE, MODEL_FILE, SentencePiece
 from bloomery.hub import cached_model, fetch_tokenizer
 from bloomery.recipe.schema import Recipe, TrainTokenizer
@@ -366,6 +367,26 @@ class Tokenizer:
         """The ids of `encode_places` alone, which take less time and memory."""
         words.refuse_long(self._size(text), words.LONGEST_PLACED)
         return self._backend.encode_rendered(text)
+
+    @cached_property
+    def markup(self) -> Markup:
+        """The control tokens that a chat template writes, and how messages that spell them out stay text."""
+        named = [self.config.get(role) for role in _ROLES]
+        names = [*self._backend.special(), *(name for name in named if isinstance(name, str))]
+        return Markup(ids_of(dict.fromkeys(names), self.id_of), lambda: self.description, self._rendered_encoder)
+
+    def _rendered_encoder(self, description: Json) -> Callable[[str], list[int]]:
+        from tokenizers import Tokenizer as Library
+
+        library = guarded(lambda: Library.from_str(canonical(description)), "cannot rename tokens", "the tokenizer")
+        call = getattr(library, "encode_batch_fast", library.encode_batch)
+
+        def encode(text: str) -> list[int]:
+            words.refuse_long(self._size(text), words.LONGEST_PLACED)
+            ids: list[int] = call([text], add_special_tokens=False)[0].ids
+            return ids
+
+        return encode
 
     def encode_prompt(self, text: str) -> list[int]:
         """A text to be continued: the BOS token, where there is one, and the ids of `encode`."""
