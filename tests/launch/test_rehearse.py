@@ -25,9 +25,10 @@ def test_a_rehearsal_does_all_that_a_run_does_and_leaves_nothing(bloomery: Bloom
     done = bloomery.run(*WORDS, "--smoke-test")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert sorted(line[:11].strip() for line in lines) == sorted(TITLES)
-    assert [line[:11].strip() for line in lines][:3] == TITLES[:3]
-    assert [line[:11].strip() for line in lines][-8:] == TITLES[-8:]
+    titles = [line[:11].strip() for line in lines if not line.startswith("warning")]  # of a small validation set
+    assert sorted(titles) == sorted(TITLES)
+    assert titles[:3] == TITLES[:3]
+    assert titles[-8:] == TITLES[-8:]
     timed = {line[:11].strip() for line in lines if re.search(r" \d[\d.]* (s|ms|min)$", line)}
     assert {"first step", "evaluation", "sampling", "save", "step", "resume", "export", "report"} <= timed
     assert "bitwise identical" in done.stdout

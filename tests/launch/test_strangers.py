@@ -32,7 +32,8 @@ def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]
         hub.hooks = asked
         with hub.shown(plan, "run"):
             hub.show(RunEnded(status="stopped"))
-    return [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
+    reasons = [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
+    return [reason for reason in reasons if "loss tokens" not in reason]  # of a small validation set
 
 
 def test_the_hook_of_a_stranger_is_shown_and_not_run(hooked) -> None:
