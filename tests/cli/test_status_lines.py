@@ -2,6 +2,7 @@
 
 import io
 import sys
+import time
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -53,3 +54,41 @@ def test_settings_of_a_bench():
 def test_phases_of_a_simulation():
     with redirect_stderr(Terminal()), plan_simulate.progress() as show:
         show(STRANGE)
+
+
+def test_a_report_says_what_it_does(monkeypatch, tmp_path, capfd):
+    """Without a terminal a line appears after the silent seconds; stdout has the path alone."""
+    from bloomery.cli import cli, common
+    from bloomery.model.decoder import Decoder
+    from models_for_tests import make_model
+
+    make_model(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common, "SILENT_SECONDS", 0.05)
+    forward = Decoder.forward
+    monkeypatch.setattr(Decoder, "forward", lambda *a, **k: (time.sleep(0.02), forward(*a, **k))[1])
+    monkeypatch.setattr("bloomery.model.compiled_step.compiled_step", lambda *_, **__: None, raising=False)
+    words = ["report", "model", "--prompt", "one", "--prompt", "two", "-d", "cpu"]
+    cli.main(words, standalone_mode=False)
+    out, err = capfd.readouterr()
+    assert out.strip().endswith("report.html") and out.count("\n") == 1
+    assert "progress   report: " in err and "response" in err
+
+
+def test_every_tensor_of_an_export_is_told_and_a_listener_ends_with_its_block(tmp_path):
+    from bloomery.core.progress import progress, told_to
+    from bloomery.export.gguf import export_gguf
+    from bloomery.export.layouts import export
+    from bloomery.train.model_folder import find_model
+    from models_for_tests import make_model
+
+    source, told = make_model(tmp_path / "model"), []
+    with told_to(told.append):
+        export(source, tmp_path / "out", dtype="bfloat16")
+        export_gguf(find_model(source), tmp_path / "x.gguf")
+    count = len(told)
+    progress("nobody listens")
+    assert len(told) == count
+    assert any("writing tensor 1 of" in text and "model.safetensors" in text for text in told)
+    assert any("opening the export in transformers" in text for text in told)
+    assert any("comparing the file" in text for text in told)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -202,6 +203,45 @@ def quantize_option(function: F) -> F:
 def loading(text: str) -> None:
     """Print on stderr what is loaded."""
     echo(f"loading    {text}", err=True)
+
+
+SILENT_SECONDS = 2.0  # after which a line says what is being done
+
+
+@contextmanager
+def progress_line(doing: str) -> Iterator[None]:
+    """Shows on stderr what a long operation does now: a line that is replaced on a terminal; elsewhere a line every few
+    seconds, the first one after two.
+    """
+    from rich.console import Console
+
+    from bloomery.core.progress import told_to
+
+    now, ended = [doing], threading.Event()
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(literal(doing)) as status, told_to(lambda text: status.update(literal(f"{doing}: {text}"))):
+            yield
+        return
+
+    def repeat() -> None:
+        shown, pause = "", SILENT_SECONDS
+        while not ended.wait(pause):
+            if now[0] != shown:
+                shown, pause = now[0], min(2 * pause, 30.0)
+                echo(f"{'progress':<11}{shown}", err=True)
+
+    def take(text: str) -> None:
+        now[0] = f"{doing}: {text}"
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        with told_to(take):
+            yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def literal(text: str) -> "Text":

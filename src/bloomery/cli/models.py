@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from bloomery.cli.common import NewPath, devices_option, echo, numbers, show_export, step_option
+from bloomery.cli.common import NewPath, devices_option, echo, numbers, progress_line, show_export, step_option
 from bloomery.core.units import format_bytes
 from bloomery.export import DTYPES, GGUF_TYPES, INTEGERS, K_TYPES
 
@@ -54,10 +54,12 @@ def command(
     """
     from bloomery.api import export
 
-    show_export(export(
-        model, out, layout=layout, dtype=dtype, weights=weights, vocabulary=vocabulary, step=step, verify=verify,
-        device=devices,
-    ))  # fmt: skip
+    with progress_line("export"):
+        done = export(
+            model, out, layout=layout, dtype=dtype, weights=weights, vocabulary=vocabulary, step=step, verify=verify,
+            device=devices,
+        )  # fmt: skip
+    show_export(done)
 
 
 @click.command()
@@ -92,10 +94,12 @@ def merge_command(
     """
     from bloomery.api import merge
 
-    show_export(merge(
-        models, out, method=method, weights=weights, base=base, density=density, dtype=dtype, verify=verify,
-        device=devices,
-    ))  # fmt: skip
+    with progress_line("merge"):
+        done = merge(
+            models, out, method=method, weights=weights, base=base, density=density, dtype=dtype, verify=verify,
+            device=devices,
+        )  # fmt: skip
+    show_export(done)
 
 
 @click.command("import")
@@ -115,7 +119,8 @@ def import_command(file: Path, out: Path, dtype: str | None) -> None:
     """
     from bloomery.export.gguf_import import import_gguf
 
-    done = import_gguf(file, out, dtype=dtype)
+    with progress_line("import"):
+        done = import_gguf(file, out, dtype=dtype)
     for proof in done.proofs:
         echo(f"read       {proof}", err=True)
     echo(f"import     {done.folder} ({format_bytes(done.bytes)})")
@@ -156,10 +161,12 @@ def convert_command(
     """
     from bloomery.api import convert
 
-    show_export(convert(
-        source, out, layout=layout, dtype=dtype, max_length=max_length, template=template, add_tokens=add_tokens,
-        checkpointing=enable_checkpoint, step=step, verify=verify, device=devices,
-    ))  # fmt: skip
+    with progress_line("convert"):
+        done = convert(
+            source, out, layout=layout, dtype=dtype, max_length=max_length, template=template, add_tokens=add_tokens,
+            checkpointing=enable_checkpoint, step=step, verify=verify, device=devices,
+        )  # fmt: skip
+    show_export(done)
 
 
 @click.command()

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import data_path, devices_option, refuse_undecoded, text_flags
+from bloomery.cli.common import data_path, devices_option, progress_line, refuse_undecoded, text_flags
 from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
 from bloomery.core.text import expanded
 from bloomery.runs.folder import chosen_use, find_run, is_run, model_path
 
@@ -84,15 +85,18 @@ def _results(
     checked: list[CheckedModel] = []
     notes: list[str] = []
     for title, each in models:
+        progress(f"loading the model ({title})")
         decoder, tokenizer = load_found(each, where=where, vocab_size=facts.config.vocab_size, use=use)
         responses = []
-        for ids in questions:
+        for number, ids in enumerate(questions, 1):
+            progress(f"response {number} of {len(questions)} ({title})")
             response = drawn(decoder, tokenizer, ids, max_new_tokens=MAX_TOKENS, ends=chat.stop_ids)
             whole = shown(tokenizer, response.ids)
             text = cut(whole, chat.stop_strings)
             responses.append(text + ("" if response.ended or text != whole else " …"))
         result, spans = None, []
         if place is not None:
+            progress(f"loss on the text ({title})")
             result, notes = evaluate(decoder, tokenizer, place, template=template)
             if tokens:
                 spans = scored_spans(tokens, next(score_documents(decoder, [tokens])), tokenizer, mask)
@@ -139,11 +143,12 @@ def command(
     run = None if data is not None or prompts else _run_of(model)
     place = (expanded(out) if out is not None else (run or Path()) / "report.html").absolute()
     refuse_place(place)
-    if run is None:
-        page = _report_model(model, place, data=data, prompts=prompts, template=template, out=out, devices=devices)
-        click.echo(page)
-    else:
-        click.echo(write_report(run, out=None if out is None else place, use=chosen_use(devices)))
+    with progress_line("report"):
+        if run is None:
+            page = _report_model(model, place, data=data, prompts=prompts, template=template, out=out, devices=devices)
+        else:
+            page = write_report(run, out=None if out is None else place, use=chosen_use(devices))
+    click.echo(page)
 
 
 def _run_of(name: str) -> Path | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.files import start_writing
+from bloomery.core.progress import progress
 from bloomery.data.chat.render import chat_format
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -286,7 +287,8 @@ def _write_file(writer: Any, path: Path, tensors: Sequence[Planned], library: An
     writer.close()
     with path.open("ab") as file:
         started = 0
-        for *_, read in tensors:
+        for number, (*_, read) in enumerate(tensors, 1):
+            progress(f"writing tensor {number:,} of {len(tensors):,}")
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
             for piece in read():
                 file.write(piece)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import abandoned, flush_to_disk, remove
+from bloomery.core.progress import progress
 from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import DTYPES as WORDS
@@ -272,6 +273,7 @@ def probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> 
     """Logits of a few tokens of `load_whole`. Raises UserError as it does, and when they are not finite; `where` is the
     model of that message.
     """
+    progress("loading a model in float32 to compare logits")
     decoder = load_whole(folder, use, base=base)
     with torch.no_grad():
         device = decoder.model.embed_tokens.weight.device
@@ -299,6 +301,7 @@ def opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: P
         kept = (tokens[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
         logits = logits[:, int(kept.max())]
         settings |= {} if base is None else {"num_labels": 1}  # initialized at random, replaced by the adapter
+    progress(f"opening the export in {name}")
     with warnings.catch_warnings(action="ignore" if base is not None else None):  # the libraries warn of each other
         model = kind.from_pretrained(draft if base is None else base, **settings)
         if base is None:

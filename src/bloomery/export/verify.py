@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
 from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import ChatTemplate, own_templates
@@ -388,6 +389,7 @@ def verify_gguf(
     path: Path, files: ModelFiles, tokenizer: Tokenizer, *, kind: str, use: Use, where: Path
 ) -> tuple[str, ...]:
     """One sentence per check that passed. Raises UserError for the first that does not; `where` is its place."""
+    progress("comparing the file with the model")
     graph = Graph(path)
     theirs = FileTokenizer(graph.facts)
     proofs = [*_check_tokens(theirs, tokenizer, where), *_check_template(theirs, tokenizer, where)]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
+from bloomery.core.progress import progress
 from bloomery.report.charts import Bars
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def write_report(
     validation_text: ValidationText | str = "the run has no plan yet"
     if record.plan is not None:
         validation_text, responses = compare_models(record.plan, run_dir / "checkpoints", parameters, use)
+    progress("drawing the page")
     text = page(record, validation_text, extras, run_dir.name, responses)
     return _write(text, out or run_dir / "report.html")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
 from bloomery.core.text import redact_secrets
 from bloomery.data.shards import Split, open_split
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -98,19 +99,24 @@ def compare_models(
         return "the validation split is empty", []
     use, trained, config = use or Use("cpu"), find_model(checkpoint), plan.model.config
 
-    def results(decoder: "Decoder") -> tuple[list[ScoredText], list[str]]:
-        spans = []
+    def results(decoder: "Decoder", when: str) -> tuple[list[ScoredText], list[str]]:
+        spans, completions = [], []
+        progress(f"loss of a validation text {when} training")
         if len(tokens) > 1:
             spans = scored_spans(tokens, next(score_documents(decoder, [tokens])), tokenizer, mask)
-        completions = [answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS) for prompt in chosen]
+        for number, prompt in enumerate(chosen, 1):
+            progress(f"response {number} of {len(chosen)} {when} training")
+            completions.append(answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS))
         return spans, [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in completions]
 
+    progress("loading the model before training")
     if plan.model.source is None:
-        before = results(fresh_decoder(config, seed=plan.train.seed, device=use.device))
+        before = results(fresh_decoder(config, seed=plan.train.seed, device=use.device), "before")
     else:  # a base may lack tokens that the run added
         base = ModelFiles(plan.model.source, None, trained.tokenizer, trained.trained)
-        before = results(load_used(base, use, dtype=torch.float32, vocab_size=config.vocab_size))
-    after = results(load_used(trained, use, dtype=torch.float32))
+        before = results(load_used(base, use, dtype=torch.float32, vocab_size=config.vocab_size), "before")
+    progress("loading the trained model")
+    after = results(load_used(trained, use, dtype=torch.float32), "after")
     before_it, after_it = _around(tokenizer) if chosen else ("", "")  # kept after another system message or turn
     bare = [_text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip() for q in chosen]
     references = [_text(tokenizer, q.reference) for q in chosen]

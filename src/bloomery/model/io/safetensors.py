@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
 from bloomery.model.config import ModelConfig
 from bloomery.model.io.stored import DTYPES, Stored, places
 
@@ -131,7 +132,8 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], produce: Callable[[str]
     said += b" " * (-len(said) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(said)) + said)
-        for name, (shape, dtype) in specs.items():
+        for number, (name, (shape, dtype)) in enumerate(specs.items(), 1):
+            progress(f"writing tensor {number:,} of {len(specs):,} of {path.name}")
             tensor = produce(name)
             assert tensor.dtype == dtype and tensor.shape == shape
             flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
