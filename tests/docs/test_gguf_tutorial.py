@@ -23,7 +23,8 @@ def run(line: str, folder: Path, environment: dict[str, str]) -> str:
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], cwd=folder, env=environment, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=1800)  # fmt: skip
     assert done.returncode == 0, f"{line}\n{done.stdout}"
-    text = re.sub(r"^(WARNING: |loading  |progress  |tokens +\d+%|checksums +\d).*\n", "", done.stdout, flags=re.MULTILINE)
+    passing = r"^(WARNING: |loading  |progress  |tokens +\d+%|checksums +\d).*\n"
+    text = re.sub(passing, "", done.stdout, flags=re.MULTILINE)
     return "".join(f"{each.rstrip()[:WIDTH]}\n" for each in text.replace(str(folder), "~/bloomery").splitlines())
 
 
