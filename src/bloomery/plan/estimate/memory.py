@@ -231,7 +231,9 @@ SPREAD = 0.20  # of an estimate from shapes alone on a GPU
 FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
 FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes per logit of each model: model.heads.Divergence, uncompiled
 CPU_RUNTIME = 420 * MIB  # interpreter, PyTorch, buffers, malloc: docs/explanation/memory.md
-CPU_FRAGMENTATION = {False: 0.25, True: 0.14}  # of activations, by compiled or not: docs/explanation/memory.md
+# Of activations and logits, by compiled or not: docs/explanation/memory.md
+CPU_FRAGMENTATION = {False: 0.45, True: 0.25}
+CPU_COMPILER = 110 * MIB  # Dynamo's and Inductor's modules and graphs
 CPU_PEFT = 60 * MIB  # its imports
 CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
 
@@ -268,8 +270,9 @@ def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
         # Attention in half precision is computed document by document, with kernels for each length.
         kernels = step.attention == "per_document" and step.element < 4
         kept = CPU_KERNELS * document_lengths(step.sequence_length)
-        runtime = CPU_RUNTIME + (CPU_PEFT if step.mode.theirs else 0)
-        holes = {"fragmentation": CPU_FRAGMENTATION[step.compiled] * parts["activations"], "runtime": runtime}
+        runtime = CPU_RUNTIME + (CPU_PEFT if step.mode.theirs else 0) + (CPU_COMPILER if step.compiled else 0)
+        fragmentation = CPU_FRAGMENTATION[step.compiled] * (parts["activations"] + parts["logits"])
+        holes = {"fragmentation": fragmentation, "runtime": runtime}
         return holes | ({"kernels": kept} if kernels else {})
     tensors = sum(parts.values())
     return {"fragmentation": FRAGMENTATION[step.expandable] * tensors, "context": step.context_bytes}
