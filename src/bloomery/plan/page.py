@@ -84,7 +84,10 @@ def page(
     ):
         lines += [*block, ""] if (block := _block(label, some)) else []
     following = [part for line in next_lines(report, source, commands, devices) for part in broken(line, WIDTH - LABEL)]
-    lines += [*textwrap.wrap(confidence(plan, profile), WIDTH), *_block("next", following)]
+    lines += [
+        *textwrap.wrap(confidence(plan, profile, checked=machine.cpu_check is not None), WIDTH),
+        *_block("next", following),
+    ]
     return [line.rstrip() for line in lines]
 
 
@@ -409,12 +412,14 @@ def _measured(plan: RunPlan) -> bool:
     return plan.step_seconds is not None and plan.step_seconds.origin == "measured"
 
 
-def confidence(plan: RunPlan, profile: Profile) -> str:
-    """Where the figures come from."""
+def confidence(plan: RunPlan, profile: Profile, *, checked: bool = False) -> str:
+    """Where the figures come from. `checked`: the speed of a CPU, by the check of this boot."""
     if plan.step_seconds is not None and _measured(plan):
         if plan.memory.origin == "measured":
             return f"Speed and memory: {plan.step_seconds.by}."
         return f"Speed: {plan.step_seconds.by}. Memory: estimated from shapes."
+    if profile.accelerator is None and checked:
+        return "Estimated from a check of this CPU, not measured: `bloomery bench` measures this model."
     if profile.accelerator is None:
         return "Estimated from CPU specifications, not measured: `bloomery bench` measures this CPU."
     if profile.gpu is None:
