@@ -1,4 +1,4 @@
-"""The passes over logits of `model.heads` on a CPU as compiled code: `scores.cpp`.
+"""The passes over logits of heads.py on a CPU as compiled code: `scores.cpp`.
 
 Legend: C rows, U entries of one tile of the vocabulary.
 """
