@@ -360,7 +360,7 @@ def describe_rows(source: Source, required_format: RequiredFormat) -> str | None
         parts.append(f"separated by {CHARACTERS[delimiter]}s")
     try:
         first = next(read_values(file.path, file.shown, file.format), None)
-    except (EOFError, OSError, zlib.error):
+    except (UserError, EOFError, OSError, zlib.error):  # which reading the dataset reports, of the columns it needs
         first = None
     if isinstance(first, Value) and isinstance(first.content, dict):
         parts += _chosen_columns(first, dataset)

@@ -91,9 +91,9 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
 def _divided(source: Source, names: list[str]) -> Division:
     """Files of a folder by split. The names of code say nothing: test.py is a program."""
     suffixes = {name: suffix_of(Path(name)) for name in names}
-    texts = [name for name, suffix in suffixes.items() if suffix in TEXT]
-    code = [name for name, suffix in suffixes.items() if suffix not in {*DATA, *TABLES, *TEXT}]
-    named = [name for name in names if name not in set(code)]
+    texts = {name for name, suffix in suffixes.items() if suffix in TEXT}
+    code = {name for name, suffix in suffixes.items() if suffix not in {*DATA, *TABLES, *TEXT}}
+    named = [name for name in names if name not in code]
     if not named:
         return Division(names, {})
     division = divide(named, texts=texts, where=source.path, chosen=source.glob is not None)

@@ -18,6 +18,7 @@ _WORDS: dict[str, Kind] = {
     **dict.fromkeys(_VALIDATION, "validation"),
     "test": "test", "testing": "test",
 }  # fmt: skip
+_ANY = re.compile("|".join(_WORDS), re.IGNORECASE)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how datasets of the Hub number the files of a split
 
 
@@ -39,13 +40,15 @@ def stem_of(name: str) -> str:
 
 
 def is_sharded(name: str) -> bool:
-    return _SHARD.search(PurePath(name).name) is not None
+    return "-of-" in name and _SHARD.search(PurePath(name).name) is not None
 
 
 def split_of(name: str) -> FileSplit | None:
     """The split that the path of a file below its dataset states; None without one. The file's own name counts before
     those of its folders, and a name that is the word alone before one that only holds it.
     """
+    if _ANY.search(name) is None:  # of most files in a large folder
+        return None
     parts = [stem_of(name), *reversed(PurePath(name).parts[:-1])]
     found = [split for part in parts if (split := _split_in(part)) is not None]
     return next((split for split in found if split.plain), found[0] if found else None)
@@ -81,7 +84,8 @@ def divide(names: Sequence[str], *, texts: Collection[str], where: str, chosen: 
     if not any(split.kind == "train" for name, split in splits.items() if name in texts):
         splits = {name: split for name, split in splits.items() if name not in texts}
     named_train = any(split.kind == "train" for split in splits.values())
-    stems = {" ".join(re.findall("[a-z]+", stem_of(name).lower())) for name in names}
+    joined = any(not split.plain for split in splits.values())
+    stems = {" ".join(re.findall("[a-z]+", stem_of(name).lower())) for name in names} if joined else set[str]()
     others = {
         name: split.name
         for name, split in splits.items()
@@ -110,7 +114,7 @@ def _main_split(train: list[str], others: dict[str, str], where: str) -> tuple[l
     are next to an evaluation split, and none is called train.
     """
     sharded = {name: stem_of(name) for name in train if is_sharded(name)}
-    if any(stem_of(name) == "train" for name in train):
+    if any("train" in name and stem_of(name) == "train" for name in train):
         extra = {name: stem for name, stem in sharded.items() if stem != "train"}
         return [name for name in train if name not in extra], extra
     candidates = sorted(set(sharded.values()))
