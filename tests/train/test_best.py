@@ -1,7 +1,6 @@
 """The best checkpoint: the lowest validation loss of a run, on disk, under one name for every reader."""
 
 import json
-import math
 import random
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +28,6 @@ from bloomery.train.model_folder import (
     newest_valid,
     saved_steps,
 )
-from bloomery.train.state import RunProgress
 
 INTERVALS = [
     *((Duration(c, "steps"), Duration(e, "steps")) for c, e in ((1000, 500), (7, 3), (10, 4), (25, 25), (9, 50))),
@@ -214,14 +212,6 @@ def test_a_best_checkpoint_that_you_deleted_is_replaced(prepared, tmp_path, monk
     second = Run(plan, tmp_path / "run", resume_from=first.checkpoint(4))
     assert "step 2, is missing" in second.of(Warned)[0].reason
     assert_one_best(tmp_path / "run", 6, losses)
-
-
-def test_progress_counts_evaluations_since_the_best():
-    progress = RunProgress()
-    for step, loss in enumerate([3.0, math.nan, 2.0, 2.0, 2.5], start=1):
-        progress.step = step
-        progress.note_evaluation(loss)
-    assert (progress.best_step, progress.best_loss, progress.evaluations_since_best) == (3, 2.0, 2)
 
 
 def test_an_early_stop_by_few_tokens_is_reported(prepared, tmp_path, monkeypatch):

@@ -1,17 +1,26 @@
-"""NEFTune and the DFT loss. Oracles: the hook of transformers, and the formula that TRL computes."""
+"""NEFTune, the DFT loss and averaged weights. Oracles: the hook of transformers, TRL's formula, sums by hand."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, resumed_bitwise
+from safetensors.torch import load_file
 
 from bloomery.core.errors import UserError
+from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import EvalDone
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.store import write_plan
 from bloomery.plan.unsupported import refuse_settings
 from bloomery.recipe.load import load_text
 from bloomery.recipe.schema import Sft
+from bloomery.runs.evaluate import evaluate_as_trained, load_to_evaluate
 from bloomery.train.losses import dft_loss, next_token_loss
+from bloomery.train.use import Use
 
 
 def test_the_noise_is_that_of_transformers():
@@ -48,8 +57,6 @@ def test_a_noisy_run_resumes_bitwise_and_evaluates_without_noise(prepared, tmp_p
 
 def test_noise_on_embeddings_of_another_implementation_is_refused():
     loaded = load_text("{model: {from: x}, data: {path: y}, train: {neftune_alpha: 5}}", name="r", source="r")
-    from dataclasses import replace
-
     with pytest.raises(UserError, match="NEFTune is not supported for the transformers implementation"):
         refuse_settings(loaded.recipe, replace(CONFIG, transformers_backend="any"), steps=3)
 
@@ -79,3 +86,59 @@ def test_a_dft_run_trains_otherwise_and_reports_cross_entropy(prepared, tmp_path
     usual, dft = (run.losses() for run in runs)
     assert usual[1] == pytest.approx(dft[1], rel=1e-6), "before the first update both report the cross-entropy"
     assert usual[5] != dft[5]
+
+
+def averaged_plan(prepared: Path, **train):
+    return tiny_plan(
+        prepared, config=CONFIG, train={"steps": 5, "ema_decay": 0.3, **train}, eval={"every_steps": 1},
+        checkpoint={"every_steps": 1, "keep": 9},
+    )  # fmt: skip
+
+
+def test_averaged_weights_are_the_sum_of_the_trained_ones(prepared, tmp_path):
+    """Decays of 2/11, 3/12, 4/13, then 0.3. The first one is of the initial weights: those of a run of no update."""
+    run = Run(averaged_plan(prepared), tmp_path / "run")
+    still = averaged_plan(prepared).model_copy(
+        update={"optimizer": averaged_plan(prepared).optimizer.model_copy(update={"learning_rate": 0.0})}
+    )
+    average = {name: tensor.double() for name, tensor in load_file(
+        Run(still, tmp_path / "still").checkpoint(1) / "model.safetensors").items()}  # fmt: skip
+    for step in range(1, 6):
+        saved = load_file(run.checkpoint(step) / "model.safetensors")
+        trained = load_file(run.checkpoint(step) / "trained.safetensors")
+        decay = min(0.3, (1 + step) / (10 + step))
+        for name, tensor in saved.items():
+            average[name] = decay * average[name] + (1 - decay) * trained[name].double()
+            torch.testing.assert_close(tensor.double(), average[name], atol=1e-6, rtol=1e-5)
+    assert not torch.equal(saved[name], trained[name])
+
+
+def test_a_run_with_averaged_weights_resumes_bitwise_and_evaluates_them(prepared, tmp_path):
+    plan = averaged_plan(prepared)
+    whole = resumed_bitwise(plan, tmp_path)
+    plain = Run(averaged_plan(prepared, ema_decay=None), tmp_path / "plain")
+    assert whole.losses() == plain.losses(), "the training itself does not change"
+    last = whole.of(EvalDone)[-1]
+    assert last.loss != plain.of(EvalDone)[-1].loss
+    write_plan(plan, whole.folder / "plan.json")
+    scores, _ = evaluate_as_trained(*load_to_evaluate(whole.folder, step="5", use=Use("cpu")), plan)
+    assert scores.loss == pytest.approx(last.loss, rel=1e-6), "the model of a checkpoint is the average"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    ["train: {precision: bfloat16-pure, ema_decay: 0.9}", "train: {ema_decay: 0.9}, optimizer: {offload: true}",
+     "train: {ema_decay: 0.9}, adapter: {kind: lora, dtype: bfloat16}"],
+)  # fmt: skip
+def test_averages_that_would_be_wrong_are_refused(edit):
+    loaded = load_text(f"{{model: {{from: x}}, data: {{path: y}}, {edit}}}", name="r", source="r")
+    with pytest.raises(UserError, match="no average of the weights with"):
+        refuse_settings(loaded.recipe, CONFIG, steps=3)
+
+
+def test_the_plan_counts_the_average():
+    recipes = [load_text(f"{{model: {{from: x}}, data: {{path: y}}, train: {{ema_decay: {decay}}}}}", name="r",
+                         source="r").recipe for decay in ("null", "0.9")]  # fmt: skip
+    without, averaged = (TrainedModel.of(recipe, CONFIG) for recipe in recipes)
+    added = averaged.optimizer_bytes("adamw", "float32") - without.optimizer_bytes("adamw", "float32")
+    assert added == 4 * parameter_count(CONFIG)

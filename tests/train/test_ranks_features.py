@@ -65,6 +65,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
         ("text", {"optimizer": {"kind": "adafactor", "stochastic_rounding": True},
                   "train": {"precision": "bfloat16-pure"}}, HALF)],
     "train.offload_activations": [("text", {"train": {"offload_activations": True}}, 1e-5)],  # no effect on a CPU
+    "train.ema_decay": [("text", {"train": {"ema_decay": 0.3}}, 1e-5)],
     "layers of transformers": [("text", {"foreign": "phi"}, 1e-5)],
 }  # fmt: skip
 REFUSED = {one.name for one in FEATURES if all(one.reason(axis) for axis in AXES)}

@@ -15,7 +15,7 @@ def worked_on(plan):
         parameter.grad = torch.full_like(parameter, 0.01 * (number + 1))
     state.model_and_optimizer.optimizer.step(1.0)
     state.cursor = Cursor(plan.train.seed, 24)
-    state.progress = RunProgress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_saved=4.6)
+    state.progress = RunProgress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_step=4)
     state.policy.decide(False, step=6, sequences=range(20, 24))
     if state.model_and_optimizer.scale is not None:
         state.model_and_optimizer.scale.update(finite=False)
@@ -73,9 +73,9 @@ def test_seeds_decide_the_weights():
 
 
 def test_the_best_is_the_lowest_finite_loss():
-    progress = RunProgress()
-    for loss in (3.0, float("nan"), 2.0, 2.5):
-        progress.note_evaluation(loss)
-    assert (progress.best_loss, progress.evaluations_since_best) == (2.0, 1)
-    marked = [progress.note_save(loss) for loss in (3.0, None, float("nan"), 2.0, 2.5)]
-    assert marked == [True, False, False, True, False]
+    progress, marked = RunProgress(), []
+    for step, loss in enumerate((3.0, float("nan"), 2.0, 2.0, 2.5), start=1):
+        progress.step = step
+        marked.append(progress.note_evaluation(loss))
+    assert marked == [True, False, True, False, False], "the first of equals"
+    assert (progress.best_step, progress.best_loss, progress.evaluations_since_best) == (3, 2.0, 2)

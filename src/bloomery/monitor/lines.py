@@ -35,7 +35,7 @@ from bloomery.monitor.events import (
 from bloomery.monitor.screen import Screen, WatchedRun, frame, picture
 from bloomery.monitor.sinks import Sink
 from bloomery.monitor.summary import RunFacts, RunSummary, in_millions, sparkline
-from bloomery.monitor.words import devices_of, eval_text, incident_text
+from bloomery.monitor.words import BEST_CHECKPOINT, devices_of, eval_text, incident_text
 
 WIDTH = 100
 TITLE = 11  # columns
@@ -312,8 +312,12 @@ class PlainView:
     def _end(self, event: RunEnded) -> None:
         took = format_seconds(self._summary.seconds)
         if event.status == "done" and self._line is not None:
-            best = ["best"] if "checkpoint (best)" in self._line.notes else []  # the last step has a checkpoint
-            self._line.notes = [*best, f"done in {took}"]
+            notes, best = [f"done in {took}"], self._summary.best
+            if best is not None and best.step < self._line.step:
+                notes.insert(0, f"best: step {best.step:,}")
+            elif BEST_CHECKPOINT in self._line.notes:  # the last step has a checkpoint
+                notes.insert(0, "best")
+            self._line.notes = notes
             self._flush()
             return
         self._flush()

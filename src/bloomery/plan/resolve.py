@@ -112,6 +112,7 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             activation_checkpointing=micro_batching.checkpointing.value,
             max_grad_norm=asked.max_grad_norm,
             neftune_alpha=asked.neftune_alpha,
+            ema_decay=asked.ema_decay,
             seed=asked.seed,
             deterministic=choose_deterministic(recipe, profile).value,
             threads=max(1, threads(facts.machine) // gpus),

@@ -178,6 +178,7 @@ class TrainPlan(PlanPart):
     device: str  # cpu, cuda
     offload_activations: bool = False
     neftune_alpha: float | None = None
+    ema_decay: float | None = None
     replicate: PositiveInt = 1  # copies of the model, each on `shard` ranks
     shard: PositiveInt = 1  # ranks that share one copy of weights, gradients and states (FSDP2)
 

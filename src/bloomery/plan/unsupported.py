@@ -56,6 +56,8 @@ def refuse_method_misfits(recipe: Recipe) -> None:
 
 def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -> None:
     """Raises UserError for keys that the model or PEFT refuses. `steps`: of the run, None where estimated."""
+    if recipe.train.ema_decay is not None:
+        _refuse_average(recipe)
     if recipe.train.neftune_alpha is not None and config.transformers_backend is not None:
         raise UserError(
             "NEFTune is not supported for the transformers implementation: its embeddings are not Bloomery's",
@@ -63,6 +65,25 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
         )  # fmt: skip
     if isinstance(recipe.adapter, Peft):
         method_settings(recipe.adapter, config, steps=steps)
+
+
+def _refuse_average(recipe: Recipe) -> None:
+    """Raises UserError for what an average of the weights cannot combine with."""
+    adapter = recipe.adapter
+    reasons = (
+        (isinstance(adapter, Peft), "adapter.kind=peft", "PEFT's methods change their parameters during training"),
+        (
+            recipe.train.precision == "bfloat16-pure",
+            "train.precision=bfloat16-pure",
+            "bfloat16 rounds it away",
+        ),
+        (isinstance(adapter, Lora) and adapter.dtype != "float32", "adapter.dtype", "bfloat16 rounds it away"),
+        (recipe.optimizer.offload, "optimizer.offload", "the average stays on the device, which offloading empties"),
+    )
+    for holds, key, reason in reasons:
+        if holds:
+            fix = f"leave out train.ema_decay, or {key}"
+            raise UserError(f"no average of the weights with {key}: {reason}", where="train.ema_decay", fix=fix, code=2)
 
 
 def quantized_choices(recipe: Recipe, reader: Choice[Dequantizer]) -> Iterator[tuple[str, Choice[str]]]:
@@ -358,6 +379,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "train.offload_activations", lambda r: r.train.offload_activations,
         shard="it moves gathered weights to the host like activations",
+    ),
+    Feature(
+        "train.ema_decay", lambda r: r.train.ema_decay is not None, shard="each rank averages whole weights",
     ),
     Feature(
         TRANSFORMERS_LAYERS, lambda r: r.model.implementation == "transformers",

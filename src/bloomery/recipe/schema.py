@@ -476,6 +476,9 @@ class Train(Section):
         "NEFTune: noise of at most alpha / sqrt(tokens x width) on the embeddings in training; 5 to 15 is usual.",
         5.0,
     )
+    ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = key(
+        None, "Train an exponential moving average of the weights, too; it is evaluated and saved as the model.", 0.999
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(0, "Seed of initial weights, data order and dropout.")
     deterministic: Auto | bool = key("auto", "Bitwise repeatable steps on a GPU, which are slower.")
 

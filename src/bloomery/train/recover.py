@@ -229,7 +229,7 @@ def _write(context: RunContext, live_parts: Callable[[], Parts], *, weights_only
         )
     best, context.best_due = context.best_due, False
     context.state.progress.seconds = context.timer.elapsed
-    with context.timer.aside() as seconds:
+    with context.timer.aside() as seconds, context.state.averaged():
         parts = context.mesh.whole(live_parts(), context.state.optimizer.is_split)
         if context.mesh.first:
             state = context.state.scalars()

@@ -1,6 +1,7 @@
 """Training state: model, optimizer, position in the data and progress, in and out of checkpoints."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, final
@@ -23,10 +24,12 @@ from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import MODEL, Parts, Write, read_part, read_state
 from bloomery.train.forward import prepare_weights
 from bloomery.train.model_folder import MANIFEST, damage
+from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
 from bloomery.train.run import Diverged
 from bloomery.train.step import LossScale, ModelAndOptimizer
 
+TRAINED = "trained"  # the part with the trained weights, where the model is their average
 Action = Literal["step", "skip", "rewind"]
 
 
@@ -225,9 +228,18 @@ class TrainState:
     def optimizer(self) -> OptimizersContainer:
         return self.model_and_optimizer.optimizer
 
+    @property
+    def average(self) -> WeightAverage | None:
+        return self.model_and_optimizer.average
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside the block the model is the one to use: with averaged weights, if there are any."""
+        return nullcontext() if self.average is None else self.average.swapped()
+
     def parts(self) -> Parts:
-        """The live tensors of a checkpoint by part."""
-        return {**self.checkpointed.parts(), "optimizer": self.optimizer.named_tensors()}
+        """The live tensors of a checkpoint by part, inside `averaged`."""
+        trained = {} if self.average is None else {TRAINED: self.average.tensors}
+        return {**self.checkpointed.parts(), **trained, "optimizer": self.optimizer.named_tensors()}
 
     def scalars(self) -> dict[str, Any]:
         """Everything else, for `state.json`."""
@@ -238,6 +250,7 @@ class TrainState:
             "optimizer": self.optimizer.scalars(),
             "loss_scale": None if scale is None else asdict(scale),
             "policy": self.policy.state(),
+            "averaged": 0 if self.average is None else self.average.updates,
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
             **self.checkpointed.scalars(),
@@ -276,6 +289,9 @@ def build_state(
     )
     checkpointed = CheckpointedModel(model, start, base, settings, method)
     state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), checkpointed, base)
+    if plan.train.ema_decay is not None:
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        model_and_optimizer.average = WeightAverage(trained, plan.train.ema_decay)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
             base.refuse_change(noted["digest"], where=str(resume_from))
@@ -308,6 +324,8 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
         state.policy.load(NonFinite().state() if folder is None else read_state(folder)["policy"])
     if folder is None:
         state.checkpointed.begin()
+        if state.average is not None:
+            state.average.restore(None, 0)
         state.optimizer.load({}, {})
         state.cursor, state.progress = Cursor(plan.train.seed, 0), RunProgress()
         return
@@ -316,6 +334,8 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
         problem = f"the checkpoint is of a run with train.seed={stored['cursor']['seed']}, not {state.cursor.seed}"
         raise UserError(problem, where=str(folder), fix="move it out of the run's checkpoints folder")
     state.checkpointed.read(folder)
+    if state.average is not None:
+        state.average.restore(read_part(folder, TRAINED), stored["averaged"])
     state.optimizer.load(read_part(folder, "optimizer"), stored["optimizer"])
     if state.model_and_optimizer.scale is not None and stored["loss_scale"] is not None:
         state.model_and_optimizer.scale = LossScale(**stored["loss_scale"])

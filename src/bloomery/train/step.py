@@ -18,6 +18,7 @@ from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.forward import forward, to_device
 from bloomery.train.losses import LossParts, added
 from bloomery.train.objectives import Objective
+from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
 
 
@@ -69,6 +70,7 @@ class ModelAndOptimizer:
     scale: LossScale | None  # float16 only
     health_check: HealthCheck | None = None  # measures the next update
     method: PeftAdapter | None = None  # a PEFT method with a schedule of its own
+    average: WeightAverage | None = None
     updating: bool = False  # True outside a step: an update was interrupted, weights and states are inconsistent
     mesh: Mesh = ALONE
 
@@ -139,6 +141,8 @@ def train_step(
         if method is not None:
             method.after_update()
         model_and_optimizer.updating = False
+    if result.taken and model_and_optimizer.average is not None:
+        model_and_optimizer.average.update()
     if scale is not None and math.isfinite(loss):
         scale.update(finite=result.taken)
     optimizer.zero_grad()

@@ -39,6 +39,7 @@ class TrainingMode:
     adapter_bytes: int = 4  # of a trainable adapter weight
     base: str = "none"
     double: bool = True
+    averages: bool = False  # a second copy of the trainable parameters
 
     @property
     def optimizer_memory(self) -> bool:
@@ -64,6 +65,7 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
         fused_backward=optimizer.fused_backward,
         base=quantize.kind,
         double=quantize.double_quant,
+        averages=recipe.train.ema_decay is not None,
     )
     adapter = counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
     if not isinstance(adapter, Lora):
@@ -260,7 +262,7 @@ class TrainedModel:
         )
 
     def optimizer_bytes(self, kind: str, precision: str) -> float:
-        """Optimizer states, on the device or in CPU memory.
+        """Optimizer states, on the device or in CPU memory, with the average of the weights.
 
         States of bfloat16 weights are bfloat16; those of small parameters are float32 with int8.
         """
@@ -270,7 +272,7 @@ class TrainedModel:
             half = states == "bfloat16" or (states == "float32" and each == 2)
             one = INT8_STATE if states == "int8" and size >= INT8_SMALLEST else 2 if half else 4
             total += count * spec.state_values(name, shape) * (4 if spec.float32_states else one)
-        return total
+        return total + (self.learning_bytes(precision) if self.mode.averages else 0.0)
 
     def state_parts(self, kind: str, precision: str) -> dict[str, float]:
         """Bytes that do not depend on the batch. With a fused backward only the largest gradient exists."""

@@ -139,7 +139,7 @@ def evaluate_and_sample(context: RunContext) -> None:
             context.emit(Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers))
 
     try:
-        with interruptible(context), context.timer.aside() as seconds:
+        with interruptible(context), context.timer.aside() as seconds, context.state.averaged():
             result = evaluate_validation(context, context.plan.eval.sequences)
             if result is not None:
                 first = context.state.progress.best_step is None
@@ -147,7 +147,7 @@ def evaluate_and_sample(context: RunContext) -> None:
                 context.emit(result.event(step))
                 warn_of_few_tokens(context, result, first=first and context.best_due)
             context.timer.note_evaluation(seconds(), context.plan)
-        with interruptible(context), context.timer.aside() as seconds:
+        with interruptible(context), context.timer.aside() as seconds, context.state.averaged():
             if isinstance(full := attempt(draw, context.state), AllocationFailed):
                 context.emit(
                     Warned(step=step, reason=full.at(f"while sampling after step {step}; samples are missing"))

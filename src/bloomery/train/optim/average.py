@@ -1,0 +1,74 @@
+"""An exponential moving average (EMA) of the trainable parameters."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from bloomery.core.errors import UserError
+
+
+@final
+class WeightAverage:
+    """The average of every trainable parameter, in its dtype on its device.
+
+    After update t it is decay * average + (1 - decay) * parameter, with min(decay, (1 + t) / (10 + t)) so that a short
+    run is not an average of its initial weights (`num_updates` of TensorFlow's ExponentialMovingAverage).
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._parameters = dict(parameters)
+        self._averages = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self._decay = decay
+        self.updates = 0
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The live averages by parameter; inside `swapped` the trained weights."""
+        return dict(self._averages)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step of the optimizer."""
+        self.updates += 1
+        decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
+        for name, average in self._averages.items():
+            average.lerp_(self._parameters[name].detach(), 1 - decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside the block the model holds the averages, and `tensors` are the trained weights."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, average in self._averages.items():
+            parameter = self._parameters[name].detach()
+            trained = parameter.clone()  # one at a time: in place, so that no view of a parameter changes
+            parameter.copy_(average)
+            average.copy_(trained)
+
+    @torch.no_grad()
+    def restore(self, trained: Mapping[str, Tensor] | None, updates: int) -> None:
+        """The model holds the averages of a checkpoint; `trained`: its trained weights, None before the first step.
+
+        Raises UserError for a checkpoint without them.
+        """
+        self.updates = updates
+        for name, average in self._averages.items():
+            average.copy_(self._parameters[name].detach())
+        if trained is None:
+            return
+        if trained.keys() != self._averages.keys():
+            fix = "resume with the recipe of the run, or start a new run"
+            raise UserError(
+                "the checkpoint has other averaged weights than this model", where="ema.safetensors", fix=fix
+            )
+        for name, tensor in trained.items():
+            self._parameters[name].detach().copy_(tensor)
