@@ -45,7 +45,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
 from bloomery.train.forward import forward
 from bloomery.train.objectives import build_objective, meta_teacher, with_text_structure
-from bloomery.train.optim.average import WeightAverage
+from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, scale_gradients, train_step
@@ -559,12 +559,8 @@ def _model_and_optimizer(
     optimizer = build_optimizer(model, plan.optimizer, mesh=ranks)
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))
-    average = None
-    if train.ema_decay is not None:
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        average = WeightAverage(trained, train.ema_decay)
     scale = LossScale() if train.precision == "float16" else None
-    return ModelAndOptimizer(model, optimizer, scale, average=average)
+    return ModelAndOptimizer(model, optimizer, scale, average=average_of(model, train.ema_decay))
 
 
 def _keep_stage(model: Decoder, place: StagePosition) -> None:

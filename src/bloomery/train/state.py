@@ -24,7 +24,7 @@ from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint import MODEL, Parts, Write, read_part, read_state
 from bloomery.train.forward import prepare_weights
 from bloomery.train.model_folder import MANIFEST, damage
-from bloomery.train.optim.average import WeightAverage
+from bloomery.train.optim.average import WeightAverage, average_of
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
 from bloomery.train.run import Diverged
 from bloomery.train.step import LossScale, ModelAndOptimizer
@@ -289,9 +289,7 @@ def build_state(
     )
     checkpointed = CheckpointedModel(model, start, base, settings, method)
     state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), checkpointed, base)
-    if plan.train.ema_decay is not None:
-        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        model_and_optimizer.average = WeightAverage(trained, plan.train.ema_decay)
+    model_and_optimizer.average = average_of(model, plan.train.ema_decay)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
             base.refuse_change(noted["digest"], where=str(resume_from))

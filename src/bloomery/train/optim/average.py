@@ -10,6 +10,13 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 
 
+def average_of(model: nn.Module, decay: float | None) -> "WeightAverage | None":
+    """Of its trainable parameters; None without a decay."""
+    if decay is None:
+        return None
+    return WeightAverage({name: each for name, each in model.named_parameters() if each.requires_grad}, decay)
+
+
 @final
 class WeightAverage:
     """The average of every trainable parameter, in its dtype on its device.
