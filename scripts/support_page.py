@@ -15,7 +15,9 @@ START = """# Support matrix
 What trains on several devices, by the axis of `parallel`.
 <!-- `python scripts/support_page.py` writes this page from the code. -->
 
-- `tested`: compared with the same training on one device, on CPU processes with gloo. No GPU has run it yet.
+- `tested`: compared with the same training on one device, on CPU processes with gloo: losses, gradients, and that the
+  feature is in effect on every rank. The test fails where the feature is off. No GPU has run it yet.
+- `not tested`: it trains, and no test on CPU processes can show a mistake.
 - Other cells are the reason why `bloomery train` and `bloomery plan` refuse it, before any text is read.
 - With `parallel` at `auto`, the plan avoids an axis that refuses a setting of the recipe.
   Where both axes refuse, `bloomery train` uses one device.
@@ -47,7 +49,7 @@ def _table() -> Iterator[str]:
 
 
 def _cell(feature: Feature, axis: Axis) -> str:
-    return feature.reason(axis) or "tested"
+    return feature.reason(axis) or (f"not tested: {feature.untested}" if feature.untested else "tested")
 
 
 def _name(feature: Feature) -> str:

@@ -15,7 +15,9 @@ from click.testing import CliRunner
 import preloaded
 from bloomery.bench import measuring
 from bloomery.cli import cli
+from bloomery.cli.bench import one_of_several
 from bloomery.core.errors import UserError
+from changed_machines import machine
 
 PATIENCE_SECONDS = 120.0  # the machine may be busy
 
@@ -159,3 +161,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "count"),
+    [("demo", 1, 1), ("demo", 8, 8), ("llama3.1-8b-full-8gpu", 1, 8), ("qwen2.5-1.5b-lora", 1, 1)],
+)
+def test_a_recipe_of_several_devices_is_told_that_one_is_measured(recipe, gpus, count):
+    computer = machine("mi300x-node", software__environment={})
+    computer = computer.model_copy(update={"accelerators": computer.accelerators[:gpus]})
+    lines = one_of_several(recipe, computer)
+    assert [f"--gpus {count}" in line and "one is measured" in line for line in lines] == [True] * (count > 1)

@@ -1,5 +1,10 @@
-"""Every feature that the support matrix calls tested trains on two ranks as on one. Oracle: one rank."""
+"""Every feature that the support matrix calls tested trains on two ranks as on one. Oracle: one rank.
 
+A feature that is off on the ranks is noticed: by the losses, or by what the first step ran.
+"""
+
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +62,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     "optimizer adafactor": [("text", {"config": WIDE, "optimizer": {"kind": "adafactor"}}, 1e-5)],
     "optimizer.state_dtype int8, bfloat16": [("text", {"config": WIDE, "optimizer": {"state_dtype": dtype}}, HALF)
                                              for dtype in ("int8", "bfloat16")],
+    # Without effect on a CPU, so that the matrix says "not tested": they train.
     "optimizer.paged, offload": [("text", {"config": WIDE, "optimizer": {"offload": True}}, 1e-5)],
     "optimizer.stochastic_rounding, adamw": [
         ("text", {"config": WIDE, "optimizer": {"stochastic_rounding": True},
@@ -64,9 +70,19 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     "optimizer.stochastic_rounding, adafactor": [
         ("text", {"optimizer": {"kind": "adafactor", "stochastic_rounding": True},
                   "train": {"precision": "bfloat16-pure"}}, HALF)],
-    "train.offload_activations": [("text", {"train": {"offload_activations": True}}, 1e-5)],  # no effect on a CPU
+    "train.offload_activations": [("text", {"train": {"offload_activations": True}}, 1e-5)],
     "train.ema_decay": [("text", {"train": {"ema_decay": 0.3}}, 1e-5)],
     "layers of transformers": [("text", {"foreign": "phi"}, 1e-5)],
+}  # fmt: skip
+# What must run on every rank where losses alone would not show that a feature is off: see `train_noting_gradients`.
+RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
+    "train.precision bfloat16": lambda facts, _: facts["products"] == ["torch.bfloat16"],
+    "train.precision bfloat16-pure": lambda facts, _: facts["products"] == ["torch.bfloat16"],
+    "train.precision float16": lambda facts, _: facts["products"] == ["torch.float16"],
+    "train.activation_checkpointing": lambda facts, _: facts["forwards"] == 2,
+    "train.compile": lambda facts, _: facts["compiled"],
+    "optimizer.state_dtype int8, bfloat16": lambda facts, changes: (
+        changes["optimizer"]["state_dtype"] in str(facts["states"])),
 }  # fmt: skip
 REFUSED = {one.name for one in FEATURES if all(one.reason(axis) for axis in AXES)}
 # `make test` takes eight steps for these and four for all others, `make soak` twenty for all.
@@ -96,7 +112,10 @@ def folders(prepared, tmp_path_factory) -> dict[str, Path]:
 
 
 def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
-    """On every rank: the events of a run; in `folder`, the whole gradients of its first step."""
+    """On every rank: the events of a run; in `folder`, the whole gradients of its first step and what ran in it."""
+    import torch
+    from torch._dynamo.utils import counters
+
     from bloomery.model.io.parameters import full
     from bloomery.train import loop
 
@@ -114,7 +133,25 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
             update(lr_scale)
 
         own.optimizer.step = noting
-        return plain(own, *arguments, **named)
+        products, graphs = list[str](), counters["stats"]["unique_graphs"]
+        linear = next(part for name, part in own.model.named_modules()
+                      if ".layers.0." in name and isinstance(part, torch.nn.Linear))  # fmt: skip
+        hook = None if named["plan"].compile else linear.register_forward_hook(
+            lambda module, inputs, output: products.append(str(output.dtype))
+        )  # fmt: skip
+        result = plain(own, *arguments, **named)
+        if hook is not None:
+            hook.remove()
+        states: dict[str, set[str]] = {}
+        for name, value in own.optimizer.named_tensors().items():
+            states.setdefault(name.rpartition(".")[2], set()).add(str(value.dtype))
+        facts = {
+            "products": sorted(set(products)), "forwards": len(products) / len(arguments[0]),
+            "states": {slot: sorted(dtypes) for slot, dtypes in sorted(states.items())},
+            "compiled": counters["stats"]["unique_graphs"] > graphs,
+        }  # fmt: skip
+        (Path(folder) / f"facts-{own.mesh.rank}.json").write_text(json.dumps(facts))
+        return result
 
     loop.train_step = first_step
     try:
@@ -171,6 +208,9 @@ def test_ranks_train_as_one_does(folders, alone, tmp_path, feature, axis, world,
     several = on_ranks(plan, **{axis: world})
     words = (several.model_dump_json(), str(tmp_path))
     many = ranks(world).call(train_noting_gradients, *words, seconds=seconds_of(several))[0]
+    facts = [json.loads((tmp_path / f"facts-{rank}.json").read_text()) for rank in range(world)]
+    assert facts == [json.loads((place / "facts-0.json").read_text())] * world
+    assert RUNS.get(feature.name, lambda facts, changes: True)(facts[0], changes), facts[0]
     assert losses(many).keys() == set(range(1, steps + 1))
     assert losses(many) == pytest.approx(losses(one), rel=0, abs=near)
     norms = [next(event["grad_norm"] for event in fields(run, "StepDone")) for run in (one, many)]

@@ -1,6 +1,7 @@
 """`bloomery bench RECIPE`: speed and memory measured on this machine, compared with the plan"""
 
 import math
+import re
 import shlex
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from bloomery.core.units import parse_duration
 
 if TYPE_CHECKING:
     from bloomery.bench.measuring import Bench, BenchResult, Largest
+    from bloomery.hardware.machine import Machine
     from bloomery.plan.types import RunPlan
 
 
@@ -79,6 +81,17 @@ def command(
     return 0 if rows[0].outcome == "ok" else 1
 
 
+def one_of_several(recipe: str, machine: "Machine") -> list[str]:
+    """The line for a recipe that trains on several devices, here or by its name (llama3.1-8b-full-8gpu); else none."""
+    from bloomery.runs.devices import chosen_devices
+
+    named = re.search(r"-(\d+)gpu(-tiny)?$", recipe)
+    count = max(chosen_devices(machine, None)[1], int(named[1]) if named else 1)
+    if count == 1:
+        return []
+    return [f"{'devices':<10}one is measured; `bloomery plan {shlex.quote(recipe)} --gpus {count}` estimates {count}"]
+
+
 @final
 class Table:
     """Prints each measurement when it is done; on a terminal, a status line shows the current one."""
@@ -115,6 +128,7 @@ class Table:
         named = f"{device.name}, {device.cores} core{'s' * (device.cores > 1)}" if device.cores else device.name
         prepared = (plan.data.prepared / "manifest.json").is_file()
         self.print(*opening(plan, recipe=bench.recipe, device=named, prepared=prepared))
+        self.print(*one_of_several(bench.recipe, bench.machine))
         largest: Largest | None = None
         trials: list[BenchResult] = []
 

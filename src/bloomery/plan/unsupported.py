@@ -314,9 +314,10 @@ AXES: tuple[Axis, ...] = ("replicate", "shard")
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`: why not; "" where it is tested.
+    """A row of the matrix. `used`: whether a recipe uses it. `replicate`, `shard`: why not; "" where it trains.
 
-    `in_model`: whether a model has it, where the recipe does not decide. `fix`: what to set instead.
+    `in_model`: whether a model has it, where the recipe does not decide. `fix`: what to set instead. `untested`: why
+    no test over several devices can fail where it trains.
     """
 
     name: str
@@ -325,6 +326,7 @@ class Feature:
     shard: str = ""
     fix: str = ""
     in_model: Callable[[ModelConfig], bool] | None = None
+    untested: str = ""
 
     def applies(self, recipe: Recipe, config: ModelConfig | None) -> bool:
         """Whether training uses it. `config`: None where the model is not read yet."""
@@ -341,6 +343,7 @@ def _lora(recipe: Recipe) -> Lora | None:
 
 ONE_GRADIENT = "its updates run inside backward, before gradients are summed over devices"
 WHOLE_WEIGHT = "it reads whole weight matrices, and each device holds some rows of them"
+NOTHING_TO_OFFLOAD = "the memory of a CPU process is the host's, so that nothing moves"
 TRANSFORMERS_LAYERS = "layers of transformers"  # of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
 FEATURES: tuple[Feature, ...] = (
@@ -371,7 +374,10 @@ FEATURES: tuple[Feature, ...] = (
         shard="its random bits follow slices of the rows of one device",
         fix="optimizer.kind=adamw optimizer.state_dtype=int8",
     ),
-    Feature("optimizer.paged, offload", lambda r: r.optimizer.paged or r.optimizer.offload),
+    Feature(
+        "optimizer.paged, offload", lambda r: r.optimizer.paged or r.optimizer.offload,
+        untested=NOTHING_TO_OFFLOAD,
+    ),
     Feature(
         "optimizer.fused_backward", lambda r: r.optimizer.fused_backward, replicate=ONE_GRADIENT, shard=ONE_GRADIENT,
         fix="optimizer.fused_backward=false",
@@ -379,6 +385,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "train.offload_activations", lambda r: r.train.offload_activations,
         shard="it moves gathered weights to the host like activations",
+        untested=NOTHING_TO_OFFLOAD,
     ),
     Feature(
         "train.ema_decay", lambda r: r.train.ema_decay is not None, shard="each rank averages whole weights",
