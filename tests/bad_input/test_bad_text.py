@@ -53,7 +53,7 @@ CASES = {
     "bytes": (put("a.txt", bytes(range(256)) * 10), "a.txt"),
     "noise": (put("a.txt", os.urandom(5000).replace(b"\0", b"\xff")), "a.txt"),
     "utf-16": (put("a.txt", ("hello " * 99).encode("utf-16")), "UTF-16"),
-    "utf-16 without a mark": (put("a.txt", ("hello " * 99).encode("utf-16-le")), "NUL"),
+    "utf-16 without a mark": (put("a.txt", ("hello " * 99).encode("utf-16-le")), "UTF-16LE"),
     "latin-1": (put("a.txt", ("café " * 99).encode("latin-1")), "0xe9"),
     "shift-jis": (put("a.txt", ("日本語" * 99).encode("shift-jis")), "UTF-8"),
     "NaN": (rows(GOOD_ROW, '{"text": NaN}'), "a.jsonl:2"),
