@@ -1,7 +1,8 @@
-"""The matrix products of a LoRA step and nothing else, paced: `side_products.py FOLDER`.
+"""The matrix products of a LoRA step and nothing else, paced: `side_products.py FOLDER OVERRIDE...`.
 
-A lower bound of the time that any float32 step of the folder's recipe takes, on the tokens of Bloomery's own steps:
-forward and input gradients of every frozen matrix over real tokens (no padding), the LoRA matrices, and the head over
+A lower bound of the time that any step of the folder's recipe takes in the plan's precision, on the tokens of
+Bloomery's own steps: forward and input gradients of every frozen matrix over real tokens (no padding), the LoRA
+matrices, and the head over
 loss tokens. Nothing is computed that a step can do without: the first layer's q, k and v need no input gradients, as
 the embeddings are frozen, and behind the keys and values of the last layer only loss tokens count. Of attention
 the two products of forward and the four of backward over the pairs of tokens that its causal mask and its documents
@@ -23,6 +24,7 @@ from bloomery.data.loader import Batch, Cursor, Loader
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import layers
 from bloomery.plan.types import RunPlan
+from bloomery.train.forward import product_dtype
 
 CHUNK = 256  # loss tokens that the head takes at once; logits of all would not stay in the cache
 
@@ -56,6 +58,7 @@ class Products:
 
     def __init__(self, plan: RunPlan, rank: int, targets: list[str], most: int, sequences: int) -> None:
         config = plan.model.config
+        torch.set_default_dtype(product_dtype(plan.train.precision))  # of every matrix below
         self.linears = linears(config, rank, targets)
         self.head = torch.randn(config.vocab_size, config.hidden_size)
         widths = {size for linear in self.linears for size in linear.weight.shape} | {rank}
@@ -121,7 +124,7 @@ def counts(batch: Batch) -> tuple[int, int, int]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    pace, plan = Pace(), planned(folder, [])
+    pace, plan = Pace(), planned(folder, sys.argv[2:])
     asked = json.loads((folder / "bench.json").read_text())
     data, sequences = plan.data, plan.train.accumulation * plan.train.micro_batch_size
     loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed)

@@ -1,10 +1,14 @@
-"""TRL's trainers, paced: `side_trl.py FOLDER sft|dpo best|best-float32|defaults MICRO_BATCH SEQUENCES`.
+"""TRL's trainers, paced: `side_trl.py FOLDER sft|dpo FORM MICRO_BATCH SEQUENCES`.
 
 FOLDER holds `init/` (weights, tokenizer and chat template), `messages.jsonl` or `pairs.jsonl`, and `bench.json` (the
 sequence length and the adapter of both sides). A step takes SEQUENCES sequences (sft) or pairs (dpo) and trains on
-assistant tokens only. best: bfloat16, no recomputation, fused AdamW, packed where the trainer can; without
-torch.compile, which took four minutes over two steps of ever new shapes. best-float32: the same without autocast, for
-CPUs that have no bf16 instructions. defaults: the trainer's own settings.
+assistant tokens only. FORM is one of these:
+
+- `best`: bfloat16 autocast, no recomputation, fused AdamW, packed where the trainer can; without torch.compile, which
+  took four minutes over two steps of ever new shapes;
+- `best-weights`: the same over a base in bfloat16, which autocast need not cast at every use;
+- `best-float32`: the same as `best` without autocast, for CPUs that have no bf16 instructions;
+- `defaults`: the trainer's own settings.
 """
 
 import json
@@ -50,7 +54,7 @@ def rows_of(file: Path) -> Dataset:
 def settings(place: str, kind: str, *, way: str, length: int, micro_batch: int, sequences: int) -> dict[str, Any]:
     """What both trainers are given. The learning rate is constant, so that a few steps lower the loss."""
     best = way.startswith("best")
-    tuned = {"bf16": way == "best", "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
+    tuned = {"bf16": way in ("best", "best-weights"), "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
     return {
         "output_dir": place, "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": max(1, sequences // micro_batch), "learning_rate": RATES[kind],
@@ -65,7 +69,8 @@ def main() -> None:
     asked = json.loads((folder / "bench.json").read_text())
     best = way.startswith("best")
     paced = Paced()
-    model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa", dtype="float32")
+    dtype = "bfloat16" if way == "best-weights" else "float32"
+    model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa", dtype=dtype)
     given = {
         "model": model,
         "processing_class": AutoTokenizer.from_pretrained(folder / "init"),

@@ -46,9 +46,9 @@ class Side:
         """Tokens that count, by round."""
         return [step["learned"] if self.positions is None else self.positions * self.real_share for step in self.steps]
 
-    def rates(self) -> list[float]:
+    def rates(self, clock: Literal["seconds", "cpu_seconds"] = "seconds") -> list[float]:
         """Tokens that count a second, by round."""
-        return [tokens / step["seconds"] for tokens, step in zip(self.counted(), self.steps, strict=True)]
+        return [tokens / step[clock] for tokens, step in zip(self.counted(), self.steps, strict=True)]
 
     @property
     def speed(self) -> float:
@@ -96,20 +96,25 @@ def compare(sides: list[Side], rounds: int) -> None:
         side.watched = side.take("watch")
 
 
-def quicker(one: Side, other: Side) -> float:
-    """How many times as many tokens that count a second: the median over rounds."""
-    return statistics.median(a / b for a, b in zip(one.rates(), other.rates(), strict=True))
+def quicker(one: Side, other: Side, clock: Literal["seconds", "cpu_seconds"] = "seconds") -> float:
+    """How many times as many tokens that count a second: the median over rounds.
+
+    `cpu_seconds`: of processor time, which other programs on the machine change little.
+    """
+    return statistics.median(a / b for a, b in zip(one.rates(clock), other.rates(clock), strict=True))
 
 
 def table(sides: Sequence[Side], names: Mapping[str, str] = MappingProxyType({}), *, counted: str) -> str:
     """A line a side. `names`: what sides are called; `counted`: which of the tokens count."""
     width = 2 + max(len(names.get(side.name, side.name)) for side in sides)
-    lines = [f"{'':<{width}}{counted + ' tok/s':>14}{'s/step':>8}{'tokens':>9}{'live MiB':>10}{'RSS MiB':>9}  losses"]
+    columns = f"{counted + ' tok/s':>14}{'s/step':>8}{'cpu s':>8}{'tokens':>9}{'live MiB':>10}{'RSS MiB':>9}"
+    lines = [f"{'':<{width}}{columns}  losses"]
     for side in sides:
         found = side.result
         losses = " ".join(f"{loss:.3f}" for loss in found["losses"] if loss is not None)
         lines.append(
             f"{names.get(side.name, side.name):<{width}}{side.speed:>14,.0f}{statistics.median(found['seconds']):>8.2f}"
+            f"{statistics.median(found['cpu_seconds']):>8.2f}"
             f"{statistics.median(side.counted()):>9,.0f}{found['live_bytes'] / 2**20:>10,.0f}"
             f"{found['resident_bytes'] / 2**20:>9,.0f}  {losses}"
         )
@@ -121,13 +126,17 @@ def judged(ours: Side, theirs: Side, figure: Literal["speed", "memory"], bar: fl
     memory = figure == "memory"
     ratio = ours.watched["live_bytes"] / theirs.watched["live_bytes"] if memory else quicker(ours, theirs)
     met = ratio <= bar if memory else ratio >= bar
-    return {"ours": ours.name, "theirs": theirs.name, "figure": figure, "ratio": ratio, "bar": bar, "met": met}
+    verdict = {"ours": ours.name, "theirs": theirs.name, "figure": figure, "ratio": ratio, "bar": bar, "met": met}
+    return verdict if memory else verdict | {"ratio_of_processor_time": quicker(ours, theirs, "cpu_seconds")}
 
 
 def told(verdict: dict, names: Mapping[str, str] = MappingProxyType({})) -> str:
     ours, theirs = (names.get(verdict[side], verdict[side]) for side in ("ours", "theirs"))
     sign, outcome = ("<=" if verdict["figure"] == "memory" else ">="), "met" if verdict["met"] else "NOT MET"
-    return f"  {ours} / {theirs}: {verdict['figure']} {verdict['ratio']:.2f} ({sign} {verdict['bar']}: {outcome})"
+    by_processor = verdict.get("ratio_of_processor_time")
+    behind = "" if by_processor is None else f"; by processor time {by_processor:.2f}"
+    found = f"{verdict['figure']} {verdict['ratio']:.2f} ({sign} {verdict['bar']}: {outcome})"
+    return f"  {ours} / {theirs}: {found}{behind}"
 
 
 def machine() -> dict:

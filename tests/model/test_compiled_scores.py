@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.heads import LabelScores
 from bloomery.model.native import find_compiler
 
@@ -54,3 +55,28 @@ def test_a_soft_cap_is_left_to_torch() -> None:
     labels, weights = torch.ones(1, 20, dtype=torch.int64), torch.ones(1, 20)
     ours, theirs = (LabelScores(labels, weights, 20, native=native)(hidden, output, 3.0) for native in (True, False))
     assert torch.equal(ours, theirs)
+
+
+def test_rows_are_added_to_the_gradient_as_autograd_adds_them() -> None:
+    """Tokens that repeat, a width that is no multiple of 16, and a gradient that is there already."""
+    weight = nn.Parameter(torch.randn(50, 37))
+    tokens = torch.randint(50, (3, 200))
+    upstream = torch.randn(3, 200, 37)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            weight.grad = torch.ones_like(weight)
+            for _ in range(2):
+                rows = RowsOf.apply(weight, tokens)
+                assert torch.equal(rows, weight[tokens])
+                rows.backward(upstream)
+            results.append(weight.grad)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    (expected,) = torch.autograd.grad(nn.functional.embedding(tokens, weight), weight, upstream)
+    assert_close(results[0], 1 + 2 * expected, atol=1e-4, rtol=0)
+    weight.grad = None
+    RowsOf.apply(weight, tokens).backward(upstream)
+    assert_close(weight.grad, expected, atol=1e-4, rtol=0)

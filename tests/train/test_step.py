@@ -7,6 +7,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bloomery.data.loader import Batch
+from bloomery.model.native import find_compiler
 from bloomery.parallel.apply import apply
 from bloomery.train.losses import LossParts
 from bloomery.train.objectives import Objective, pretraining
@@ -196,3 +197,15 @@ def test_compiled_blocks_are_asked_for_one_by_one(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append((type(self).__name__, how)))
     apply(who.model, plan.model_copy(update={"compile": True}))
     assert asked == [("Block", {"dynamic": False})] * 3
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_a_step_of_compiled_code_is_one_of_torch() -> None:
+    config, losses = tiny_config(tie_embeddings=True), []
+    for chosen in ({"attention": "per_document"}, {"attention": "compiled", "scores": "compiled"}):
+        one, plan = model_and_optimizer(config, model=chosen)
+        assert one.model.model.adds_rows == (chosen["attention"] == "compiled")
+        losses.append([train_step(one, [batch(2, i)], OBJECTIVE, plan=plan, lr_scale=1.0) for i in range(4)])
+    for ours, theirs in zip(*losses, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)

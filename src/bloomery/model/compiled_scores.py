@@ -1,4 +1,4 @@
-"""The passes over logits of heads.py on a CPU as compiled code: `scores.cpp`.
+"""The passes over logits of heads.py, and the gradient of embeddings, on a CPU as compiled code: `scores.cpp`.
 
 Legend: C rows, U entries of one tile of the vocabulary.
 """
@@ -8,7 +8,9 @@ from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bloomery.model.acting import simulated
 from bloomery.model.native import Library, library
@@ -25,7 +27,8 @@ def _code() -> Any:
     code.scores_differentiate.argtypes = (
         pointer, c_int, number, number, pointer, number, pointer, pointer, pointer, c_int,
     )  # fmt: skip
-    for function in (code.scores_add, code.scores_differentiate):
+    code.rows_add.argtypes = (pointer, pointer, pointer, number, number, c_int)
+    for function in (code.scores_add, code.scores_differentiate, code.rows_add):
         function.restype = None
     return code
 
@@ -60,6 +63,32 @@ def to_gradient(logits_CU: Tensor, labels_C: Tensor, first: int, sums_C: Tensor,
         logits_CU.data_ptr(), logits_CU.dtype == torch.bfloat16, rows, columns, labels_C.data_ptr(), first,
         sums_C.data_ptr(), grad_C.data_ptr(), own_C.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+
+
+class RowsOf(torch.autograd.Function):
+    """The rows of an embedding; backward adds to the `.grad` of its weight and returns no gradient.
+
+    Autograd's is as large as the vocabulary: of 50,000 x 384 it took 58 ms of a core for 2,048 tokens, this takes 1,
+    and it is 77 MB. Hooks of the weight are not called.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight_VD: Tensor, tokens_BT: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_VD, tokens_BT)
+        return F.embedding(tokens_BT, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[None, None]:
+        weight_VD, tokens_BT = ctx.saved_tensors
+        if weight_VD.grad is None:
+            weight_VD.grad = torch.zeros_like(weight_VD)
+        rows, places, into = grad_BTD.contiguous(), tokens_BT.contiguous(), weight_VD.grad
+        assert rows.dtype == into.dtype == torch.float32 and into.is_contiguous()
+        _code().rows_add(
+            into.data_ptr(), rows.data_ptr(), places.data_ptr(), places.numel(), into.shape[1], torch.get_num_threads()
+        )
+        return None, None
 
 
 def _checked(logits_CU: Tensor, labels_C: Tensor, *numbers_C: Tensor) -> None:

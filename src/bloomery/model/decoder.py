@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.model.attention.attend import Backend, DocumentLayout, attend, layout_of
 from bloomery.model.cache import Cache, LayerCache
+from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.config import ModelConfig
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
@@ -145,6 +146,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config, self.backend = config, backend
         self.embedding_noise = 0.0  # of NEFTune, in training
+        self.adds_rows = False  # whether backward adds to the embedding's `.grad` by itself: `compiled_scores.RowsOf`
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
@@ -179,7 +181,11 @@ class Backbone(nn.Module):
         return torch.arange(end, device=tokens_BT.device) if cache is None else cache.positions(count, tokens_BT.device)
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
-        x_BTD: Tensor = self.embed_tokens(tokens_BT)
+        x_BTD: Tensor
+        if self.adds_rows and torch.is_grad_enabled():
+            x_BTD = RowsOf.apply(self.embed_tokens.weight, tokens_BT)  # type: ignore[no-untyped-call]  # torch's `apply`
+        else:
+            x_BTD = self.embed_tokens(tokens_BT)
         if self.embedding_noise and self.training:
             # NEFTune (arXiv:2310.05914): uniform in +-alpha / sqrt(T D), as in transformers.
             bound = self.embedding_noise / (x_BTD.shape[1] * x_BTD.shape[2]) ** 0.5

@@ -1,4 +1,5 @@
-// The passes over logits between the matrix products of an output layer: log-sum-exps forward, gradients backward.
+// The passes over logits between the matrix products of an output layer: log-sum-exps forward, gradients backward. And
+// the gradient of an embedding.
 //
 // A row is read from memory once and stays in a core's first cache: torch's operators take five passes each way, and
 // compiled by torch still one for each row length. `compiled_scores.py` compiles and calls this.
@@ -44,7 +45,24 @@ static void differentiate(T *logits, Long rows, Long columns, const Long *labels
         differentiate_row(logits + i * columns, columns, labels[i] - first, sums[i], grads[i], own[i]);
 }
 
+// Each thread adds its columns of every row in turn: tokens that repeat are added in one order, whatever the threads.
+static void add_rows(float *into, const float *rows, const Long *places, Long count, Long width, int threads) {
+    Long blocks = (width + LANES - 1) / LANES;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int thread = 0; thread < threads; thread++) {
+        Long first = blocks * thread / threads * LANES, end = std::min(width, blocks * (thread + 1) / threads * LANES);
+        for (Long i = 0; i < count; i++) {
+            float *sum = into + places[i] * width;
+            const float *row = rows + i * width;
+            for (Long e = first; e < end; e++) sum[e] += row[e];
+        }
+    }
+}
+
 extern "C" {
+void rows_add(float *into, const float *rows, const Long *places, Long count, Long width, int threads) {
+    add_rows(into, rows, places, count, width, threads);
+}
 // `first`: the entry of the vocabulary in the first column. `half`: bfloat16 instead of float32.
 void scores_add(const void *logits, int half, Long rows, Long columns, const Long *labels, Long first, float *sums, float *labelled,
                 int threads) {

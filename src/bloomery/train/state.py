@@ -275,6 +275,12 @@ def build_state(
         shard(model, plan.train, mesh.devices, mesh.clock)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
+    # Whoever watches a gradient arrive (an optimizer inside backward, other ranks) must get it from autograd.
+    alone = mesh.world == 1 and not plan.optimizer.fused_backward
+    weight = model.model.embed_tokens.weight
+    model.model.adds_rows = (
+        alone and plan.model.scores == "compiled" and weight.requires_grad and weight.dtype == torch.float32
+    )
     start, adapter = InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter
     base = None if start.source is None or isinstance(adapter, NoAdapter) else base_of(start.source)
     method, settings = None, adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None
