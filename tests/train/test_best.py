@@ -6,7 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from plans_for_tests import tiny_plan
+import torch
+from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, Run
 from safetensors.torch import load_file
 
@@ -28,7 +29,9 @@ from bloomery.train.model_folder import (
     newest_valid,
     saved_steps,
 )
+from ranks import on_ranks, train
 
+CONFIG_OF_RANKS = tiny_config(vocab_size=300)  # without dropout, which differs from rank to rank
 INTERVALS = [
     *((Duration(c, "steps"), Duration(e, "steps")) for c, e in ((1000, 500), (7, 3), (10, 4), (25, 25), (9, 50))),
     *((Duration(c, "percent"), Duration(e, "percent")) for c, e in ((25, 12.5), (20, 5), (33, 10), (10, 10), (5, 20))),
@@ -225,3 +228,19 @@ def test_an_early_stop_by_few_tokens_is_reported(prepared, tmp_path, monkeypatch
     assert (first.step, last.step) == (1, 3)
     assert "100 loss tokens, fewer than 2,000" in first.reason
     assert "2 evaluations without a lower loss than that of step 1; an evaluation has 100" in last.reason
+
+
+@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2}], ids=["2 copies", "2 shards"])
+def test_ranks_save_the_best_weights_whole(prepared, tmp_path, mesh):
+    """Oracle: one rank. The checkpoint of step 3 keeps the weights of step 2, the best as of it."""
+    plan = tiny_plan(
+        prepared, config=CONFIG_OF_RANKS, train={"steps": 4}, eval={"every_steps": 2}, checkpoint={"every_steps": 3}
+    )
+    Run(plan, tmp_path / "one")
+    events = train(on_ranks(plan, **mesh), tmp_path / "two")
+    saves = [(event.step, event.best, event.weights_only) for event in events if isinstance(event, Saved)]
+    assert saves == [(2, True, True), (3, False, False), (4, True, False)]
+    one, two = (load_file(model_folder(tmp_path / name, "2") / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3)
