@@ -50,7 +50,7 @@ def test_planned_and_measured_memory_agree(smollm2, pairs, tmp_path, monkeypatch
     )
     bench = Bench(recipe="real.yaml", overrides=(), machine=detect())
     row = bench.point(f"train.compile={compiled}", on_phase=print)
-    assert row.outcome == "ok", row.said
+    assert row.outcome == "ok", row.message
     assert row.peak_gib is not None and row.planned_gib is not None
     assert row.peak_gib == pytest.approx(row.planned_gib, rel=WITHIN)
 
