@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 from bloomery.core.errors import UserError
 from bloomery.core.files import abandoned, irregular, open_regular, read_whole, remove, try_lock, write_durably
 from bloomery.core.text import closest, expanded
+from bloomery.core.units import format_bytes
 from bloomery.plan.store import RUN_FILE, begin
 from bloomery.recipe.load import LoadedRecipe, dump_recipe
 from bloomery.runs.signals import receives_signals
@@ -103,6 +105,17 @@ def propose_folder(recipe_name: str) -> Path:
     base = Path("runs").absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     tries = (base.with_name(f"{base.name}-{number}") if number else base for number in range(1000))
     return next(folder for folder in tries if not folder.exists())
+
+
+def refuse_little_disk(folder: Path, needed: int) -> None:
+    """Raises UserError where not even the first checkpoint, of `needed` bytes, fits. Later ones make room."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{format_bytes(free)} of disk are free, and a checkpoint of this run needs {format_bytes(needed)}",
+            where=str(folder),
+            fix=f"free {format_bytes(needed - free)}, or pass a --run-dir on another disk",
+        )
 
 
 @contextmanager

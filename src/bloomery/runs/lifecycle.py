@@ -4,7 +4,6 @@ The parent never imports torch: it handles Ctrl+C at once, and survives a crash 
 """
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -38,7 +37,7 @@ from bloomery.plan.unsupported import refuse_pipeline, refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, devices_of_ranks, same_devices
 from bloomery.runs.event_hub import EventHub, commands_of, event_hub, last_step, remember
-from bloomery.runs.folder import RunFolder, host_name, locked, new_run
+from bloomery.runs.folder import RunFolder, host_name, locked, new_run, refuse_little_disk
 from bloomery.runs.launchers import Board, Launch, began_by, current_launch, new_folder
 from bloomery.runs.resume_plan import (
     UP_TO_ROUNDING,
@@ -394,7 +393,7 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     facts = gather(loaded, machine, prepared=data)
     report = advise(loaded, resolve(loaded, facts, gpus=count, nodes=hosts), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
-    _refuse_little_disk(flow.folder.path, plan)
+    refuse_little_disk(flow.folder.path, round(checkpoint_bytes(plan) * CHECKPOINT_MARGIN) + CHECKPOINT_SLACK)
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
     small = size_warnings(read_manifest(data), sequence_length=loaded.recipe.data.sequence_length)
@@ -402,18 +401,6 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
         flow.hub.emit(Warned(reason=reason))
     _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
-
-
-def _refuse_little_disk(folder: Path, plan: RunPlan) -> None:
-    """Raises UserError where not even the first checkpoint fits on the disk. Later ones make room by themselves."""
-    needed = round(checkpoint_bytes(plan) * CHECKPOINT_MARGIN) + CHECKPOINT_SLACK
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"{format_bytes(free)} of disk are free, and a checkpoint of this run needs {format_bytes(needed)}",
-            where=str(folder),
-            fix=f"free {format_bytes(needed - free)}, or pass a --run-dir on another disk",
-        )
 
 
 def _write(
