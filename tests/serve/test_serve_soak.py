@@ -16,17 +16,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+from server_for_tests import running
 from test_serve import fuzzed
 
 from models_for_tests import make_model
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import serve_strangers
+
+SMALL = ["--max-body", "20000", "--max-seconds", "60"]
+
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[tuple[psutil.Process, int]]:
-    """The command on a port of its own."""
+def child(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[psutil.Process, int]]:
+    """The command on a port of its own, with small limits or the options of the test."""
     folder = make_model(tmp_path / "tiny")
     words = [sys.executable, "-m", "bloomery", "serve", str(folder), "--port", "0", "--template", "chatml", "-d", "cpu",
-             "--max-body", "20000", "--max-seconds", "60"]  # fmt: skip
+             *getattr(request, "param", SMALL)]  # fmt: skip
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ) as process:
         try:
             line = next(line for line in process.stderr if line.startswith("serving"))
@@ -105,3 +111,25 @@ def test_many_bad_requests_and_clients_leave_no_trace(child: tuple[psutil.Proces
     assert process.memory_info().rss - memory < 64 * 2**20
     assert not process.children()[1:]  # that of the chat template
     assert asked(port, json.dumps({"prompt": "a", "max_tokens": 1}).encode()) == 200
+
+
+def test_clients_are_answered_while_strangers_attack(tmp_path: Path) -> None:
+    with running({"tiny": make_model(tmp_path / "tiny")}) as server:
+        port = int(server.url.rpartition(":")[2])
+        sizes = {"silent": 60, "prompts": 2, "letters": 15_000}
+        quiet, attacked = serve_strangers.measure(port, rounds=1, seconds=1.0, tokens=4, **sizes)
+    assert quiet.failures == attacked.failures == []
+    assert len(attacked.seconds) > serve_strangers.CLIENTS and attacked.health
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("child", [["--max-context", "100"]], indirect=True)
+def test_400_silent_connections_and_16_prompts_of_2_mb_double_no_wait(
+    child: tuple[psutil.Process, int],
+) -> None:
+    process, port = child
+    before = process.memory_info().rss
+    quiet, attacked = serve_strangers.measure(port, rounds=6, seconds=6.0, tokens=32)
+    assert quiet.failures == attacked.failures == []
+    assert attacked.percentile(95) <= 2 * quiet.percentile(95) and max(attacked.health) < 1.0
+    assert process.memory_info().rss - before < 300 * 2**20

@@ -22,6 +22,9 @@ from bloomery.serve.limits import Limits
 from bloomery.serve.served import Served
 
 GRACE = 5  # seconds for answers to end
+# How long the event loop waits for the engine's thread after each call that let go of Python's lock; at the default of
+# 5 ms, a large body that arrives in hundreds of pieces keeps /health waiting for seconds.
+SWITCH_SECONDS = 0.0005
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits, **more: Any) -> uvicorn.Config:
@@ -45,6 +48,7 @@ def serve(
         listener.listen()  # another process may have begun to, while models were loaded
     except OSError as error:
         raise taken(error, host, port) from error
+    sys.setswitchinterval(SWITCH_SECONDS)
     with Engine(models, limits) as engine:
         hosts = ("127.0.0.1", "localhost", "[::1]") if host in LOCAL else ()
         endpoints = Server(engine, token=token, defaults=defaults)
