@@ -9,7 +9,7 @@ import torch
 from plans_for_tests import tiny_config
 from safetensors.torch import load_file
 
-from bloomery.monitor.events import StepDone
+from bloomery.monitor.events import StepDone, Warned
 from bloomery.train.length import Timer
 from bloomery.train.loop import run
 
@@ -41,6 +41,10 @@ class Run:
 
     def of(self, kind) -> list:
         return [event for event in self.events if isinstance(event, kind)]
+
+    def warnings(self) -> list[Warned]:
+        """Without the one that the validation set is as small as a test's."""
+        return [event for event in self.of(Warned) if "loss tokens, fewer than" not in event.reason]
 
     def steps_done(self) -> int:
         return max((event.step for event in self.of(StepDone)), default=0)

@@ -6,7 +6,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import CONFIG, RECIPE, Run, assert_same_tensors  # noqa: F401  (RECIPE: the corpus of conftest)
 from test_step import OBJECTIVE, batch, poisoned, weights
 
-from bloomery.monitor.events import StepHealth, Warned
+from bloomery.monitor.events import StepHealth
 from bloomery.train import context
 from bloomery.train.optim.build import FusedBackward
 from bloomery.train.state import build_state
@@ -175,7 +175,7 @@ def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
     assert first.losses() | second.losses() == whole.losses()
     assert_same_tensors(second.tensors(6), whole.tensors(6))
     assert whole.losses()[6] < whole.losses()[1] - 0.2
-    assert not whole.of(Warned)
+    assert not whole.warnings()
     assert all(health.no_gradient_share is None for health in whole.of(StepHealth)) == bool(
         optimizer.get("fused_backward")
     )
@@ -194,7 +194,7 @@ def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, mo
 
     monkeypatch.setattr(context, "build_state", poisoned)
     run = Run(plan, tmp_path / "run")
-    (warned,) = run.of(Warned)
+    (warned,) = run.warnings()
     assert "non-finite gradient at step 2" in warned.reason
     assert "interrupted in backward" in warned.reason
     assert [step for step, loss in run.losses().items() if loss is None] == [2]

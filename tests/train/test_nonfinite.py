@@ -8,7 +8,7 @@ from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 
 from bloomery.core.errors import UserError
 from bloomery.data.loader import Cursor, Loader
-from bloomery.monitor.events import Recovered, StepDone, Warned
+from bloomery.monitor.events import Recovered, StepDone
 from bloomery.plan import fallback as safer
 from bloomery.train import context, recover, state
 from bloomery.train.loop import run
@@ -49,7 +49,7 @@ def test_a_bad_step_is_skipped_told_and_never_printed_as_zero(plan, poison, tmp_
     assert losses.pop(5) is None
     assert all(math.isfinite(loss) and loss > 0 for loss in losses.values())
     assert [event.grad_norm for event in run.of(StepDone) if event.step == 5] == [None]
-    (warned,) = run.of(Warned)
+    (warned,) = run.warnings()
     assert "step 5" in warned.reason
     assert "sequences 16 to 19" in warned.reason
     assert all(tensor.isfinite().all() for tensor in run.tensors(10).values())
@@ -126,7 +126,7 @@ def test_an_overflow_of_float16_is_no_divergence(plan, tmp_path, monkeypatch):
     assert skipped
     assert skipped == list(range(1, len(skipped) + 1))
     assert run.of(Recovered) == []
-    assert all("float16 overflow" in event.reason for event in run.of(Warned))
+    assert all("float16 overflow" in event.reason for event in run.warnings())
 
 
 def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, tmp_path, monkeypatch):

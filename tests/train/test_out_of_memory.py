@@ -12,7 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware import detect as gpu
 from bloomery.hardware.detect import GpuProcess, gpu_processes
-from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone, Warned
+from bloomery.monitor.events import EvalDone, Recovered, Sampled, StepDone
 from bloomery.plan.lengths import MEASURED_STEPS
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
@@ -193,7 +193,7 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
     short = run_short_of_memory(eval_mode, tmp_path / "short", Allocator("evaluation", rows=1))
     assert short.outcome == "done"
     assert short.of(EvalDone) == short.of(Sampled) == []
-    told = [event.reason for event in short.of(Warned)]
+    told = [event.reason for event in short.warnings()]
     assert (
         "out of memory in the evaluation after step 3 (2.50 GiB allocation failed), "
         "micro-batch 1: no validation loss" in told
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
     stored = read_plan(tmp_path / "run/plan.json")
     assert stored.train.steps == short.steps_done() > MEASURED_STEPS
     assert stored.eval.micro_batch_size == max(1, rows // 2)
-    assert any("while sampling" in event.reason for event in short.of(Warned))
+    assert any("while sampling" in event.reason for event in short.warnings())
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_path):
@@ -243,7 +243,7 @@ def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoi
     run = Run(eager, tmp_path / "run")
     assert run.outcome == "done"
     assert run.checkpoint(6).is_dir()
-    (warned,) = run.of(Warned)
+    (warned,) = run.warnings()
     assert "checkpoints are now written synchronously" in warned.reason
 
 

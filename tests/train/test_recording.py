@@ -9,7 +9,7 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors
 from test_out_of_memory import Allocator, run_short_of_memory
 
-from bloomery.monitor.events import Phase, Recovered, Warned
+from bloomery.monitor.events import Phase, Recovered
 from bloomery.train.diagnostics import profiler as profile
 from bloomery.train.diagnostics.profiler import KEPT, SAVED_TENSORS_READABLE, Live, live_tensors, page
 from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, asked_steps
@@ -55,7 +55,7 @@ def test_checkpointed_blocks_are_not_computed_for_the_list(plan, tmp_path):
     plain = Run(plan, tmp_path / "plain")
     seen = Run(traced(plan, 3, 3), tmp_path / "seen")
     assert seen.losses() == plain.losses()
-    assert seen.of(Warned) == plain.of(Warned) == []
+    assert seen.warnings() == plain.warnings() == []
     text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
     assert not [line for line in text.splitlines() if KEPT in line and f" x {CONFIG.intermediate_size} f" in line]
     assert_same_tensors(seen.tensors(4), plain.tensors(4))
@@ -146,7 +146,7 @@ def test_a_recording_that_cannot_be_written_is_a_warning(plan, tmp_path):
     (tmp_path / "profile").write_text("in the way")
     run = Run(traced(plan, 2, 3), tmp_path)
     assert run.outcome == "done"
-    assert {event.reason.partition(":")[0] for event in run.of(Warned)} == {NOT_RECORDED}
+    assert {event.reason.partition(":")[0] for event in run.warnings()} == {NOT_RECORDED}
 
 
 def test_a_stop_in_the_middle_writes_what_was_seen(plan, tmp_path):
