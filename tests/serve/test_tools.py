@@ -7,12 +7,15 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.decoding import Sampling, sample_tokens
-from bloomery.serve.tools import ToolFormat, ToolParser, tool_format
+from bloomery.runs.generate import JsonGrammars
+from bloomery.serve.tools import ToolFormat, ToolParser, tool_format, tool_grammar
 from models_for_tests import make_chat_model
 
 LONG = replace(LIMITS, context=2048, new_tokens=400)
@@ -223,3 +226,24 @@ class TestTools:
         assert status == 400 and answer["error"]["param"] == "tools" and "takes no tools" in answer["error"]["message"]
         with pytest.raises(UserError, match="form that is not supported"):
             tool_format(lambda turns, tools: f"{tools} <call>probe_tool</call>")
+
+    @pytest.mark.parametrize("special", [True, False])  # Qwen's <tool_call> is an added token, and not special
+    @pytest.mark.parametrize("form", [HERMES, MISTRAL])
+    def test_a_grammar_takes_the_call_as_the_tokenizer_writes_it(
+        self, tmp_path: Path, form: ToolFormat, special: bool
+    ) -> None:
+        folder = make_chat_model(tmp_path / "chat", "<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+        path = folder / "tokenizer.json"
+        described = json.loads(path.read_text())
+        for entry in described["added_tokens"]:
+            entry["special"] = special if "tool" in entry["content"].lower() else entry["special"]
+        path.write_text(json.dumps(described))
+        tokenizer = load_tokenizer(folder)
+        end = tokenizer.id_of("<|im_end|>")
+        call = form.before + '{"name": "weather", "arguments": {"city": "Bern", "days": 2}}' + form.closing
+        for required, before in ((True, ""), (False, "hello ")):
+            grammar = tool_grammar(form, tokenizer, [WEATHER], required=required, parallel=True)
+            follow = JsonGrammars(tokenizer, tokenizer.vocab_size, [end]).follow(grammar)
+            for token in (*tokenizer.encode(before + form.opening + call), end):
+                assert follow.masked(torch.zeros(tokenizer.vocab_size))[token] == 0, tokenizer.decode([token])
+                follow.take(token)
