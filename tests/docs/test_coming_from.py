@@ -96,7 +96,7 @@ def test_what_no_page_claims_is_refused_before_a_download(edits, monkeypatch, tm
     monkeypatch.setattr(lifecycle, "fetch", None)
     with pytest.raises(UserError, match="not supported in this version") as refused:
         lifecycle.start(load_recipe("qwen2.5-1.5b-lora", [edits]), run_dir=tmp_path / "run")
-    alternative = "objective.kind=dpo" if edits.startswith("objective") else "parallel.shard"
+    alternative = "objective.kind to dpo" if edits.startswith("objective") else "parallel.shard"
     assert edits in refused.value.problem and alternative in refused.value.fix
 
 

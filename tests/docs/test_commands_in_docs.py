@@ -26,6 +26,7 @@ WRITTEN_IN_PIECES = {
     "reference-validation.bin",
     "set-up.log",
     "train-documents.bin",
+    "trained.safetensors",
     "train-first.bin",
     "train-kto-labels.bin",
     "train-loss-mask-00000.bin",

@@ -125,7 +125,9 @@ def test_disk_and_energy():
     report = reported(load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), dataset=dataset)
     assert report.disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
     assert report.disk["checkpoint"] == 12 * 124_242_432
-    assert report.disk["checkpoints"] == 5 * report.disk["checkpoint"]
+    # Evaluations come between checkpoints: the best weights as of each of the three that are kept.
+    assert report.disk["best_weights"] == 4 * 124_242_432
+    assert report.disk["checkpoints"] == 5 * report.disk["checkpoint"] + 3 * report.disk["best_weights"]
     assert report.energy_kwh is None
 
 
