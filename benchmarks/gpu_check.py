@@ -27,9 +27,10 @@ SECONDS = {  # the most that each part may take; together less than nine minutes
     "attention": 60, "use": 180,
 }  # fmt: skip
 MODULES = {  # as they are imported: what pip calls them
-    "click": "click", "huggingface_hub": "huggingface_hub", "jinja2": "jinja2", "numpy": "numpy", "pyarrow": "pyarrow",
-    "pynvml": "nvidia-ml-py", "pydantic": "pydantic", "rich": "rich", "ruamel.yaml": "ruamel.yaml",
-    "safetensors": "safetensors", "tokenizers": "tokenizers",
+    "click": "click", "huggingface_hub": "huggingface_hub", "jinja2": "jinja2", "llguidance": "llguidance",
+    "numpy": "numpy", "pyarrow": "pyarrow", "pynvml": "nvidia-ml-py", "pydantic": "pydantic", "rich": "rich",
+    "ruamel.yaml": "ruamel.yaml", "safetensors": "safetensors", "starlette": "starlette", "tokenizers": "tokenizers",
+    "uvicorn": "uvicorn",
 }  # fmt: skip
 TARGETS = {"full": 22.0, "lora": 17.0, "qlora": 7.5}  # GiB
 TITLES = {
