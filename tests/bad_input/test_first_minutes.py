@@ -209,6 +209,11 @@ class TestModelAndData:
             assert f"objective: {{kind: {kind}" in shown and f"learning_rate: {rate}," in shown
         assert "learning_rate: 5e-06," in made_recipe(str(model), "pairs.jsonl", ["adapter=none"]).shown
 
+    def test_rows_are_called_pairs_only_where_they_are(self, workshop, model):
+        assert "objective: {kind: dpo, beta: 0.1}\n" in made_recipe(str(model), "qa.jsonl", ["objective=dpo"]).shown
+        Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+        assert "# each row has a chosen" in made_recipe(str(model), "pairs.jsonl", ["objective=dpo"]).shown
+
     def test_a_dataset_with_a_validation_split_uses_it(self, workshop, model):
         Path("d").mkdir()
         for name in ("train", "validation"):

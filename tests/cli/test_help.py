@@ -221,3 +221,15 @@ def test_runs_are_found_by_path_name_and_last(tmp_path, monkeypatch):
 def test_json_is_one_document_without_nan(capsys):
     print_json({"loss": float("nan"), "steps": (1, 2), "place": "é"})
     assert json.loads(capsys.readouterr().out) == {"loss": None, "steps": [1, 2], "place": "é"}
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (("eval", "one", "other"), "to compare two models: bloomery eval MODEL --against OTHER"),
+        (("runs", "list"), "bloomery runs"),
+    ],
+)
+def test_a_word_too_many_is_answered_with_the_command_that_was_meant(words, fix, capsys):
+    assert exit_code(*words) == 2
+    assert f"fix:   {fix}\n" in capsys.readouterr().err

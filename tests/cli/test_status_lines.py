@@ -72,7 +72,7 @@ def test_a_report_says_what_it_does(monkeypatch, tmp_path, capfd):
     cli.main(words, standalone_mode=False)
     out, err = capfd.readouterr()
     assert out.strip().endswith("report.html") and out.count("\n") == 1
-    assert "progress   report: " in err and "response" in err
+    assert "progress   report: " in err and "response" in err and "progress   report\n" not in err
 
 
 def test_every_tensor_of_an_export_is_told_and_a_listener_ends_with_its_block(tmp_path):

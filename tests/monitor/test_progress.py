@@ -94,6 +94,9 @@ def test_a_save_that_ends_some_steps_later_is_told_below():
     lines = lines_of([*(step_done(step) for step in (1, 2, 3, 4, 5)), saved, step_done(6), saved], every=2)
     assert [int(row[:6]) for row in rows_of(lines)] == [2, 4, 6]
     assert lines[-1] == "     6     checkpoint (best) of step 4", "the numbers of steps never go backwards"
+    better = EvalDone(step=5, loss=1.0, perplexity=1.0, bits_per_byte=1.0, tokens=1, seconds=1)
+    lines = lines_of([*(step_done(step) for step in (1, 2, 3, 4, 5)), better, step_done(6), saved], every=2)
+    assert lines[-1] == "     6     checkpoint of step 4", "step 5 is the best by now"
 
 
 def test_an_exam_of_a_future_that_a_resume_gave_up_counts_no_more():

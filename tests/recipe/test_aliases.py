@@ -282,6 +282,12 @@ def test_no_nested_key_is_lost(tmp_path):
     assert (recipe.parallel.tensor, recipe.parallel.context, recipe.parallel.pipeline) == (1, 1, 1)
 
 
+def test_a_context_that_an_adapter_cannot_store_is_listed(tmp_path):
+    text, recipe = imported(NESTED + "adapter: lora\n", tmp_path)
+    assert recipe.adapter.kind == "lora" and recipe.model.rope_scaling is None and recipe.model.max_positions is None
+    assert len(re.findall(r"^#   rope_scaling\.\w+ +not supported with an adapter", text, re.MULTILINE)) == 3
+
+
 def test_what_training_refuses_is_never_the_answer():
     """Of a key or value that no table may lead to: `train` would refuse it next."""
     refused = re.compile(r"parallel\.(tensor|context|pipeline\w*)|objective\.kind=(ppo|grpo)")

@@ -150,6 +150,12 @@ def _print_error(error: UserError) -> None:
     click.echo(harmless(redact_secrets(str(error))), err=True)
 
 
+_FIXES = {  # by command and what click says of its words
+    ("bloomery eval", "got unexpected extra argument"): "to compare two models: bloomery eval MODEL --against OTHER",
+    ("bloomery runs", "no such command 'list'"): "bloomery runs",
+}
+
+
 def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:
     context = getattr(error, "ctx", None)  # None where an option lacks its value
     command = context.command_path if context is not None else _command_path(arguments)
@@ -163,8 +169,10 @@ def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserE
         name = error.option_name.lstrip("-").replace("-", "_")
         _, *after = [*" ".join(arguments).partition(error.option_name)[2].replace("=", " ", 1).split(" "), "true"]
         override = look_up(tuple(name.split(".")), after[0], {})
-    fix = str(override or f"{command} --help")
-    return UserError(message[:1].lower() + message[1:], where=f"`{command}`", fix=fix, code=error.exit_code)
+    problem = message[:1].lower() + message[1:]
+    known = next((fix for (verb, start), fix in _FIXES.items() if verb == command and problem.startswith(start)), None)
+    fix = str(override or known or f"{command} --help")
+    return UserError(problem, where=f"`{command}`", fix=fix, code=error.exit_code)
 
 
 def _command_path(arguments: Sequence[str]) -> str:

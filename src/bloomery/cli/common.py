@@ -217,7 +217,7 @@ def progress_line(doing: str) -> Iterator[None]:
 
     from bloomery.core.progress import told_to
 
-    now, ended = [doing], threading.Event()
+    now, ended = [f"{doing} ..."], threading.Event()
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(literal(doing)) as status, told_to(lambda text: status.update(literal(f"{doing}: {text}"))):

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import import_module
 from statistics import fmean
@@ -248,6 +248,9 @@ class PlainView:
                     self._since.clear()
                 news = incident_text(event) or ""
                 if isinstance(event, Saved) and event.step < self._last_step:  # written while later steps were computed
+                    best = self._summary.best
+                    if best is not None and best.step > event.step:  # the best no more
+                        news = incident_text(replace(event, best=False)) or ""
                     self.note(self._last_step, f"{news} of step {event.step}")
                 else:
                     self.note(event.step, news)

@@ -50,7 +50,9 @@ def too_many_epochs(plan: RunPlan) -> str | None:
     if repeats is None or epochs is None or dataset is None or epochs <= repeats.most * (1 + dataset.spread) + 0.05:
         return None
     edit = f"set train.epochs={repeats.usual}"
-    run = f"the run trains for {in_epochs(plan)} on its {dataset.sequences_per_epoch:,} sequences"
+    count = dataset.sequences_per_epoch
+    sequences = "one sequence" if count == 1 else f"{count:,} sequences"
+    run = f"the run trains for {in_epochs(plan)} on its {sequences}"
     return f"{run}: {repeats.reason}; {edit}"
 
 

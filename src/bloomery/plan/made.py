@@ -92,6 +92,7 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
     kind = _typed_kind(typed, "objective")
     method = _OF_OBJECTIVES.get(str(kind)) or (_TEXT if found is None else _OF_ROWS.get(found[0], _SFT))
     format, columns = found or ("auto", {})
+    seen = method is _SFT or method is _TEXT or method is _OF_ROWS.get(format)  # not typed alone
     facts = _facts(model)
     sections: dict[str, Any] = {
         "model": {"from": model},
@@ -108,7 +109,7 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
     comments = {
         ("data", "columns"): describe_columns(columns) if columns else "",
         ("data", "chat"): "the model has no chat template",
-        ("objective",): method.reason if sections["objective"] == method.objective else "",
+        ("objective",): method.reason if seen and sections["objective"] == method.objective else "",
     }
     text = _written(sections, comments)
     merged = merged_text(text, overrides)

@@ -30,6 +30,7 @@ _DEFAULTS = {  # where they differ from those of a recipe
             "optimizer.betas=[0.9, 0.999]", "optimizer.schedule=linear", "optimizer.warmup=0 steps", "train.epochs=3",
             "train.micro_batch_size=8", "train.activation_checkpointing=full"),
 }  # fmt: skip
+_CONTEXT = ("model.rope_scaling.", "model.rope_theta", "model.max_positions")
 _LENGTHS = ("train.max_steps", "train.max_tokens", "train.max_time", "train.epochs")  # the first that is set wins
 
 
@@ -133,6 +134,9 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
             values["adapter.kind"] = ("lora", "settings of LoRA are given")
     if values.get("adapter.kind", ("none",))[0] == "none" and "quantize.kind" in values:
         draft.left[values.pop("quantize.kind")[1]] = "only frozen weights are quantized, and no adapter is trained"
+    if values.get("adapter.kind", ("none",))[0] != "none":
+        for key in [key for key in values if key.startswith(_CONTEXT)]:
+            draft.left[values.pop(key)[1]] = "not supported with an adapter: change config.json of the base model"
     text_only = "pretraining_dataset" in data or values.get("data.format", ("",))[0] == "text"
     default = f"the default of {program}"
     refused = next((name for name in ("rl", "stage") if name in draft.left), None)
