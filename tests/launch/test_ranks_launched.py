@@ -21,7 +21,7 @@ import pytest
 from runs_of_bloomery import Bloomery, losses, wait_for, write_workshop
 
 from bloomery.core.errors import UserError
-from bloomery.monitor.events import Recovered, Resumed, StepDone, read_events
+from bloomery.monitor.events import Event, Recovered, Resumed, StepDone, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
@@ -178,7 +178,7 @@ def test_a_stopped_rank_is_named_though_it_says_nothing(act) -> None:
 
 def test_a_rank_that_never_begins_is_named(act, tmp_path) -> None:
     told = act(["wait"], ["late"], hang=1.5)
-    assert "rank 1 does not respond" in told
+    assert "rank 1 does not respond: it was not started" in told
     assert "all_reduce" in (tmp_path / "run/stacks/rank-0.txt").read_text()
 
 
@@ -209,14 +209,14 @@ def test_a_stop_that_no_step_answers_ends_on_the_last_checkpoint(act, monkeypatc
 
 
 def test_where_a_rank_waits_is_read_from_its_main_thread() -> None:
-    stack = '''Timeout (0:02:00)!
+    stack = """Timeout (0:02:00)!
 Thread 0x01 (most recent call first):
   File "/lib/threading.py", line 1 in wait
 Thread 0x02 (most recent call first):
   File "/lib/torch/distributed/distributed_c10d.py", line 3 in all_reduce
   File "/src/bloomery/parallel/mesh.py", line 90 in _reduced
   File "/src/bloomery/runs/worker.py", line 80 in main
-'''
+"""
     place = training_place(stack)
     assert place.waits and place.line == "_reduced (mesh.py:90)"
     assert not training_place(stack.replace("torch/distributed", "numpy")).waits
@@ -317,6 +317,50 @@ def test_processes_of_a_launch_see_its_mistakes(locked_run, sleeper, monkeypatch
     sleeper.kill()
     sleeper.wait()
     assert Board(locked_run, ours).assembly.mistake() is None  # a start after that: nobody else is there
+
+
+def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 1.0)
+    said = list[str]()
+    board = Board(RunFolder(tmp_path / "run"), by_hand(1))
+    assert board.wait(lambda: False, said.append) is None
+    assert not board.met
+    (sentence,) = said
+    assert sentence.startswith("for rank 0, at most 1 s") and str(tmp_path / "run") in sentence
+
+
+def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 1.0)
+    with pytest.raises(UserError, match="rank 0 did not come to rank 1"):
+        _follow(by_hand(1), tmp_path / "run", "cpu")
+    assert "waiting    for rank 0" in capsys.readouterr().err
+
+
+def test_a_later_rank_points_to_the_error_of_rank_0(locked_run, monkeypatch, capsys) -> None:
+    Board(locked_run, by_hand(0)).conclude(1)
+    monkeypatch.setattr("bloomery.runs.launchers.GONE_SECONDS", 0.5)
+    with monkeypatch.context() as patched:
+        patched.setattr("bloomery.runs.launchers.worked_on", lambda _: False)
+        assert _follow(by_hand(1), locked_run.path, "cpu").code == 1
+    told = capsys.readouterr().err
+    assert "ended      by rank 0, which failed" in told and str(locked_run.log) in told
+
+
+def test_rank_0_names_the_ranks_that_have_not_come(locked_run, sleeper, monkeypatch) -> None:
+    monkeypatch.setattr(supervisor, "QUIET_SECONDS", 0.0)
+    board = Board(locked_run, by_hand(0, world=3))
+    heard = list[Event]()
+    absence = supervisor._Absence(board, heard.append)
+    assert board.assembly.mistake() is None
+    another(locked_run, by_hand(1, world=3), sleeper).mistake()
+    absence.look()
+    absence.look()
+    (warning,) = heard
+    assert isinstance(warning, Warned) and "training waits for 1 of 3 ranks, such as rank 2" in warning.reason
+    another(locked_run, by_hand(2, world=3), sleeper).mistake()
+    assert board.assembly.absent() == ""
 
 
 def test_a_killed_process_is_no_second_one(locked_run, sleeper, monkeypatch) -> None:

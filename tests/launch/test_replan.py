@@ -47,8 +47,9 @@ def plan(tmp_path: Path):
     return make
 
 
-@pytest.mark.parametrize("word", ["train.max_steps=9", "eval.every=5 steps", "checkpoint.keep=1",
-    "logging.trackers=[]"])
+@pytest.mark.parametrize(
+    "word", ["train.max_steps=9", "eval.every=5 steps", "checkpoint.keep=1", "logging.trackers=[]"]
+)
 def test_what_may_be_changed(word: str) -> None:
     refuse_overrides([word])
 

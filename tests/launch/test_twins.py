@@ -35,8 +35,16 @@ def test_a_twin_is_its_recipe_but_for_size_and_data(name):
     assert recipe.quantize == twin.quantize
     theirs, ours = recipe.adapter.model_dump(), twin.adapter.model_dump()
     assert {key for key in theirs if theirs[key] != ours[key]} <= LEARNS_MORE
-    kept = ("kind", "state_dtype", "fused_backward", "stochastic_rounding", "paged", "offload", "schedule",
-        "weight_decay")
+    kept = (
+        "kind",
+        "state_dtype",
+        "fused_backward",
+        "stochastic_rounding",
+        "paged",
+        "offload",
+        "schedule",
+        "weight_decay",
+    )
     assert all(getattr(recipe.optimizer, key) == getattr(twin.optimizer, key) for key in kept)
     assert recipe.train.precision == twin.train.precision
 

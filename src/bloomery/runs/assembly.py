@@ -95,6 +95,19 @@ class Assembly:
             self._own = refused
         return error
 
+    def absent(self) -> str:
+        """The ranks that have not come, in words; "" where all have, or training has begun."""
+        if self._over or self._arrived is None:
+            return ""
+        with suppress(OSError):
+            named = [Member.of(path.name) for path in self._path.iterdir()]
+            present = {member.rank for member in named if member is not None and member.launch == self._own.launch}
+            present = {rank for rank in present if rank < self._own.world}
+            first = next((rank for rank in range(self._own.world) if rank not in present), None)
+            if first is not None:
+                return f"{self._own.world - len(present):,} of {self._own.world:,} ranks, such as rank {first}"
+        return ""
+
     def end(self) -> None:
         """Training has begun on all ranks, or this process ends: from here on there is no mistake to be found."""
         self._over = True

@@ -38,6 +38,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FIRST_WORD_SECONDS = 300.0  # for rank 0 to lock the run folder
 GONE_SECONDS = 15.0  # between two sights of its lock
 POLL_SECONDS = 0.2
+QUIET_SECONDS = 10.0  # a process that waits for another rank longer says so
 SECOND_START_SECONDS = 3.0  # until the process that has locked the run folder shows its rank
 
 
@@ -234,6 +235,7 @@ class Board:
             folder.path, rank=launch.rank, world=launch.world, launch=launch.meeting, variables=launch.variables
         )
         self.word: Word | None = None
+        self.met = False  # as another rank: whether rank 0 has been seen at work
         self._checked_at, self._is_over = 0.0, False
 
     def open(self) -> None:
@@ -285,22 +287,28 @@ class Board:
         word = word_in(self._folder)
         return word if word is not None and word.start == self.launch.start else None
 
-    def wait(self, stopped: Callable[[], bool]) -> Word | None:
+    def wait(self, stopped: Callable[[], bool], say: Callable[[str], None] = lambda _: None) -> Word | None:
         """As another rank: the word that begins the next attempt, or ends the run; it is then `word`.
 
-        None when rank 0 has ended without one, or `stopped()` became true. Raises UserError for a mistake of the
-        launch.
+        `say` gets a sentence where rank 0 does not come. None when it has ended without a word, or `stopped()` became
+        true. Raises UserError for a mistake of the launch.
         """
         before = -1 if self.word is None else self.word.attempt
         patience = FIRST_WORD_SECONDS if self.word is None else GONE_SECONDS
-        deadline = time.monotonic() + patience
+        began = time.monotonic()
+        deadline = began + patience
+        said = False
         since_ended: float | None = None
         while not stopped() and time.monotonic() < deadline:
             if (mistake := self.assembly.mistake()) is not None:
                 raise mistake
             word, works = self._current(), worked_on(self._folder.path)
             if works:
+                self.met = True
                 deadline = time.monotonic() + GONE_SECONDS
+            elif not self.met and not said and time.monotonic() - began > QUIET_SECONDS:
+                said = True
+                say(f"for rank 0, at most {patience:.0f} s: it does not work in {self._folder.path} yet")
             if word is not None and word.code is not None:
                 since_ended = since_ended or time.monotonic()
                 # Of this start, or of one before that had the same variables: rank 0 is then about to begin.

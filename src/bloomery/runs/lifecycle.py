@@ -309,13 +309,20 @@ def _board(folder: RunFolder, launch: Launch | None, hub: EventHub) -> Board | N
     return board
 
 
+def _say_waiting(text: str) -> None:
+    print(f"waiting    {text}", file=sys.stderr, flush=True)
+
+
 def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
     """Trains as a later rank of a launcher, as often as rank 0 starts it. Ends with its exit code. Raises UserError."""
     folder = RunFolder(expanded(path).absolute())
     board = Board(folder, launch)
     with stop_requests() as requests:
         # After training, the exit code of the run is that of rank 0.
-        while (word := board.wait(lambda: requests.asked and board.word is None)) is not None and word.code is None:
+        while True:
+            word = board.wait(lambda: requests.asked and board.word is None, _say_waiting)
+            if word is None or word.code is not None:
+                break
             try:
                 plan = read_plan(folder.plan)
                 machine = _rank_machine(launch, devices)
@@ -341,10 +348,18 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
                 raise
             board.leave(launch.rank, ending)
     if word is not None and word.code is not None:
+        if word.code == FAILED:
+            print(f"ended      by rank 0, which failed: see its error, or {folder.log}", file=sys.stderr)
         return EndedRun(folder.path, word.code, rank=launch.rank)
     if requests.asked:
         board.leave(launch.rank, StageResult("train", STOPPED, None, ()))
         return EndedRun(folder.path, STOPPED, rank=launch.rank)
+    if not board.met:
+        raise UserError(
+            f"rank 0 did not come to rank {launch.rank} on {host_name()}",
+            where=str(folder.path),
+            fix=f"start all {launch.world} ranks; --run-dir must be the same folder on all hosts",
+        )
     raise UserError(
         f"rank 0 has ended without a word to rank {launch.rank} on {host_name()}",
         where=str(folder.path),

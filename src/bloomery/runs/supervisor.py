@@ -23,9 +23,9 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
-from bloomery.monitor.events import Event, Phase, RunStarted, follow
+from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
 from bloomery.runs.folder import RunFolder, host_name
-from bloomery.runs.launchers import Board, rank_variables
+from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
 from bloomery.train.run import name_of
 
@@ -267,7 +267,9 @@ class _Group:
         known = next((each for each in results if each.rank in (silent or outside)[:1]), results[0])
         host = f" on {known.host}" if known.host else ""
         if silent:
-            problem = f"rank {silent[0]}{host} does not respond: it is stopped, or stuck in a driver"
+            begun = self._file(silent[0]).exists()
+            how = "it is stopped, or stuck in a driver" if begun else "it was not started, or has not begun"
+            problem = f"rank {silent[0]}{host} does not respond: {how}"
         elif outside and len(outside) < len(places):
             problem = f"rank {outside[0]}{host} hangs in {places[outside[0]].line}, and the others wait for it"
         else:
@@ -348,8 +350,9 @@ def run_stage(
         group = _Group(members, ranks, stacks, over_elsewhere)
         stop = group.stop if stage == "train" else lambda: kill_group(own[0].child.pid)
         save = partial(own[0].child.send_signal, SAVE_SIGNAL) if stage == "train" else None
+        absence = None if board is None or board.launch.rank else _Absence(board, on_event)
         with requests.handled_by(stop, save):
-            for event in follow(folder.events, partial(_over, group, board), start=size):
+            for event in follow(folder.events, partial(_over, group, board, absence), start=size):
                 group.note(event)
                 if board is not None and isinstance(event, RunStarted):
                     board.assembly.end()  # all ranks have met
@@ -357,10 +360,28 @@ def run_stage(
         return group.result(stage)
 
 
-def _over(group: _Group, board: Board | None) -> bool:
+@final
+class _Absence:
+    """Warns once that rank 0 waits for ranks that have not come."""
+
+    def __init__(self, board: Board, on_event: Callable[[Event], None]) -> None:
+        self._board, self._on_event = board, on_event
+        self._due = time.monotonic() + QUIET_SECONDS
+
+    def look(self) -> None:
+        if time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        if absent := self._board.assembly.absent():
+            self._on_event(Warned(reason=f"training waits for {absent}: start all of them, with the same --run-dir"))
+
+
+def _over(group: _Group, board: Board | None, absence: _Absence | None) -> bool:
     """Whether all ranks have ended. Raises UserError for a mistake of the launch, which would let them wait."""
     if board is not None and (mistake := board.assembly.mistake()) is not None:
         raise mistake
+    if absence is not None:
+        absence.look()
     return group.over()
 
 
