@@ -5,7 +5,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from bloomery import hub
+from bloomery import cli, hub
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
 from bloomery.model.published import published_models
@@ -126,3 +126,11 @@ def test_an_unknown_model_gets_its_neighbors(monkeypatch):
 def test_an_assumed_dataset_is_a_file_that_is_not_there(tmp_path):
     assert not (tmp_path / ASSUMED).exists()
     assert ASSUMED in made_recipe("Qwen/Qwen3-8B", None).text
+
+
+def test_a_plan_without_a_dataset_answers_at_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    cli._run(["plan", "--model", "Qwen/Qwen3-8B", "--gpu", "RTX 4090"], debug=False)
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[0].startswith("Fits")
+    assert "assumed-conversations" not in captured.err

@@ -113,12 +113,11 @@ def chosen_recipe(
     made = ["--model", model, *([] if data is None else ["--data", data])]
     loaded = load_text(recipe_made.text, name=recipe_made.name, source=shlex.join(made), overrides=overrides)
     typed = shlex.join([*made, *overrides])
-    if data is None:
-        echo(f"# generated for {typed}\n{recipe_made.shown}", err=True)
-    elif _first_time(recipe_made.shown):
-        echo(f"# generated for {typed}; save this as a file to edit it\n{recipe_made.shown}", err=True)
-    else:
-        echo(f"recipe     generated; to print it: bloomery recipes show {typed}", err=True)
+    if data is not None:  # a plan without a dataset answers at once, and its notes name what it assumes
+        if _first_time(recipe_made.shown):
+            echo(f"# generated for {typed}; save this as a file to edit it\n{recipe_made.shown}", err=True)
+        else:
+            echo(f"recipe     generated; to print it: bloomery recipes show {typed}", err=True)
     for line in reading_lines(loaded.recipe):
         echo(f"columns    {line}", err=True)
     return loaded, typed
