@@ -1,5 +1,6 @@
 """Saving and finding checkpoints: nothing damaged is used, nothing good is lost."""
 
+import errno
 import multiprocessing
 import os
 import random
@@ -288,6 +289,20 @@ def test_a_full_disk_is_made_room_on_once(tmp_path: Path, monkeypatch: pytest.Mo
     events = save(tmp_path, 4)
     assert [type(event) for event in events] == [Warned, Saved]
     assert model_folder.saved_steps(tmp_path) == [3, 4]
+
+
+def test_older_checkpoints_that_cannot_be_deleted_are_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(checkpoint, "remove_folder", refuse)
+    events = save(tmp_path, 1, 2, keep=1)
+    assert [event.step for event in events if isinstance(event, Saved)] == [1, 2]
+    (warning,) = [event.reason for event in events if isinstance(event, Warned)]
+    assert warning.startswith("older checkpoints cannot be deleted: ")
+    assert newest(tmp_path)[0] == model_folder.step_folder(tmp_path, 2)
 
 
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

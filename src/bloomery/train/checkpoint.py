@@ -204,6 +204,7 @@ class Saver:
             why = f"{error.strerror or error} ({format_bytes(staged.bytes + SLACK)} are needed)"
             self._warn(staged.step, f"the checkpoint of step {staged.step} {NOT_SAVED}: {why}")
             return why
+        self._delete_older(staged)
         target = self._target(staged)
         written = sum(path.stat().st_size for path in target.iterdir())
         seconds = time.monotonic() - begun
@@ -239,8 +240,15 @@ class Saver:
             note_best(self.folder, staged.step)
         if not staged.weights_only:
             self._before = (staged.step, seal_of(target) or "")
-        if damage(target) is None:
+
+    def _delete_older(self, staged: _Staged) -> None:
+        """Keep `keep` checkpoints and the best. A failure is a warning: this checkpoint is on the disk."""
+        if damage(self._target(staged)) is not None:
+            return
+        try:
             self._prune(keep=self.keep)
+        except OSError as error:
+            self._warn(staged.step, f"older checkpoints cannot be deleted: {error.strerror or error}")
 
     def _write(self, staged: _Staged, draft: Path) -> None:
         free = shutil.disk_usage(self.folder).free
