@@ -21,11 +21,13 @@ import pytest
 from runs_of_bloomery import Bloomery, losses, wait_for, write_workshop
 
 from bloomery.core.errors import UserError
+from bloomery.hardware.detect import detect
 from bloomery.monitor.events import Event, Recovered, Resumed, StepDone, Warned, read_events
 from bloomery.plan.store import read_plan, write_sealed
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import supervisor
 from bloomery.runs.assembly import Assembly
+from bloomery.runs.devices import chosen_devices
 from bloomery.runs.folder import RunFolder, locked, new_run, start_mark
 from bloomery.runs.launchers import Board, current_launch, new_folder
 from bloomery.runs.lifecycle import _follow, start
@@ -83,6 +85,13 @@ def test_a_variable_that_is_no_number_is_named(name, text) -> None:
     with pytest.raises(UserError, match=f"{name}={text} is not") as refused:
         current_launch(TORCHRUN | {name: text})
     assert refused.value.where and refused.value.fix and refused.value.code == 2
+
+
+def test_more_ranks_than_any_machine_has_are_refused_at_once() -> None:
+    with pytest.raises(UserError, match="1,000,000,000 ranks"):
+        current_launch(TORCHRUN | {"WORLD_SIZE": "1000000000"})
+    with pytest.raises(UserError, match="1,000 processes on one CPU"):
+        chosen_devices(detect(), ",".join(["cpu"] * 1000))
 
 
 def test_a_restart_is_another_start_of_the_same_job_and_ranks_agree_on_both() -> None:

@@ -9,6 +9,8 @@ from bloomery.hardware.profile import choose_device
 from bloomery.plan.unsupported import refusals
 from bloomery.recipe.schema import Recipe
 
+MOST_CPU_RANKS = 64  # each holds a copy of PyTorch, and they share the cores
+
 
 def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]:
     """The machine with only the given devices, and their number: "0,1", "cuda:0" (AMD too), "cpu", "cpu,cpu".
@@ -22,6 +24,9 @@ def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]
         return machine, max(1, len(alike))
     words = [word.strip() for word in devices.split(",")]
     if set(words) == {"cpu"}:
+        if len(words) > MOST_CPU_RANKS:
+            problem = f"{len(words):,} processes on one CPU: at most {MOST_CPU_RANKS} train together"
+            raise UserError(problem, where="--devices", fix="use -d cpu, which takes every core", code=2)
         return with_cached_probes(machine.model_copy(update={"accelerators": ()})), len(words)
     chosen = [_named(machine, word) for word in words]
     if len({device.index for device in chosen}) < len(chosen):

@@ -34,6 +34,7 @@ VARIABLES = (
 )  # fmt: skip
 JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+MOST_RANKS = 2**17  # the largest machine that is planned for, Frontier, has 75,264 devices
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FIRST_WORD_SECONDS = 300.0  # for rank 0 to lock the run folder
 GONE_SECONDS = 15.0  # between two sights of its lock
@@ -98,6 +99,9 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
     rank, world = int(given[names[1]]), int(given[names[2]])
     if world <= 1:
         return None
+    if world > MOST_RANKS:
+        problem = f"{names[2]}={world:,} ranks: at most {MOST_RANKS:,} train together"
+        raise UserError(problem, where="the environment", fix=f"unset {names[2]}, or correct it", code=2)
     if not 0 <= rank < world:
         problem = f"{names[1]}={rank} is not a rank of {names[2]}={world}"
         raise UserError(problem, where="the environment", fix=f"unset both, or start {world} processes", code=2)
