@@ -31,11 +31,16 @@ def packed_rows(rows: int, length: int) -> Tensor:
     return documents
 
 
-def sides(length: int, dtype: torch.dtype, dropout: float, device: str) -> dict[str, Callable[[], object]]:
+def sides(
+    length: int, dtype: torch.dtype, dropout: float, device: str
+) -> dict[str, Callable[[], object]]:
     """One function a backend, each a forward and a backward; the first is the un-isolated causal call."""
     documents = packed_rows(max(1, TOKENS // length), length).to(device)
     shape = len(documents), length, HEADS, WIDTH
-    q, k, v = (torch.randn(shape, dtype=dtype, device=device).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = (
+        torch.randn(shape, dtype=dtype, device=device).transpose(1, 2).requires_grad_()
+        for _ in range(3)
+    )
     upstream = torch.randn(shape, dtype=dtype, device=device).transpose(1, 2)
 
     def differentiated(forward: Callable[[], Tensor]) -> Callable[[], object]:
@@ -45,11 +50,21 @@ def sides(length: int, dtype: torch.dtype, dropout: float, device: str) -> dict[
         options = {"window": None, "softcap": None, "scale": SCALE, "dropout": dropout}
         return attend(q, k, v, layout_of(documents, backend=backend), backend=backend, **options)
 
-    asked = {"packed": True, "window": False, "softcap": False, "dropout": dropout > 0, "device_type": device}
+    asked = {
+        "packed": True,
+        "window": False,
+        "softcap": False,
+        "dropout": dropout > 0,
+        "device_type": device,
+    }
     build = {"float32": dtype == torch.float32, "torch": torch.__version__}
     able = [name for name in BACKENDS if supports(name, **asked, **build) is None]
-    causal = differentiated(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE))
-    return {"causal": causal} | {name: differentiated(lambda name=name: isolated(name)) for name in able}
+    causal = differentiated(
+        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
+    )
+    return {"causal": causal} | {
+        name: differentiated(lambda name=name: isolated(name)) for name in able
+    }
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -70,7 +85,9 @@ def peak(run: Callable[[], object], device: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", default="256,1024,4096")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--dropout", type=float, default=0.0)

@@ -41,17 +41,26 @@ def main() -> None:
     reads = statistics.median(copy_rate() for _ in range(5))
     peers = [name for name in sides if name.startswith("transformers")]
     best = min(statistics.median(seconds[name]) for name in peers)
-    print(f"{asked.model}, {asked.threads} threads, {asked.tokens} new tokens, median of {asked.rounds} rounds")
+    print(
+        f"{asked.model}, {asked.threads} threads, {asked.tokens} new tokens, median of {asked.rounds} rounds"
+    )
     for name, (texts, size) in sizes.items():
         median = statistics.median(seconds[name])
-        rate, spread = texts * asked.tokens / median, (max(seconds[name]) - min(seconds[name])) / median
+        rate, spread = (
+            texts * asked.tokens / median,
+            (max(seconds[name]) - min(seconds[name])) / median,
+        )
         gb = size * asked.tokens / median / 1e9
-        print(f"{name:28} {1e3 * median / asked.tokens:7.1f} ms a step  {rate:7.1f} tokens/s  "
-              f"{best * texts / median:5.2f}x  {gb:5.1f} GB/s of weights  spread {spread:.0%}")  # fmt: skip
+        print(
+            f"{name:28} {1e3 * median / asked.tokens:7.1f} ms a step  {rate:7.1f} tokens/s  "
+            f"{best * texts / median:5.2f}x  {gb:5.1f} GB/s of weights  spread {spread:.0%}"
+        )
     print(f"{'a plain copy':28} {'':42} {reads / 1e9:13.1f} GB/s read")
 
 
-def sides_of(model: Path, tokens: int) -> tuple[dict[str, Callable[[], None]], dict[str, tuple[int, int]]]:
+def sides_of(
+    model: Path, tokens: int
+) -> tuple[dict[str, Callable[[], None]], dict[str, tuple[int, int]]]:
     """What is timed, by name; and how many texts each decodes and the bytes of its weights."""
     prompt = list(range(100, 132))
     cold = Sampling(max_new_tokens=tokens, temperature=0.0)
@@ -60,13 +69,18 @@ def sides_of(model: Path, tokens: int) -> tuple[dict[str, Callable[[], None]], d
     for word in ("bfloat16", "int8", "float32"):
         dtype = torch.float32 if word == "float32" else torch.bfloat16
         ours = load_decoder(model, dtype=dtype).requires_grad_(False)
-        theirs = None if word == "int8" else AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        theirs = (
+            None if word == "int8" else AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        )
         size = sum(parameter.nbytes for parameter in ours.parameters())
-        if word == "int8":  # a byte, and a float32 for 64 of them; the embeddings are the output layer's
+        # a byte, and a float32 for 64 of them; the embeddings are the output layer's
+        if word == "int8":
             size = sum(parameter.numel() for parameter in ours.parameters()) * 68 // 64
             quantize_model(ours, Quantize(kind="int8"))
         compile_step(ours, print)
-        greedy = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        greedy = GenerationConfig(
+            max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+        )
         row = torch.tensor([prompt])
 
         def alone(ours=ours):
@@ -82,8 +96,11 @@ def sides_of(model: Path, tokens: int) -> tuple[dict[str, Callable[[], None]], d
         def peer(theirs=theirs, greedy=greedy, row=row):
             assert theirs.generate(row, generation_config=greedy).shape[1] == len(prompt) + tokens
 
-        for name, run, texts in ((f"bloomery {word}", alone, 1), (f"bloomery {word}, {TEXTS} texts", together, TEXTS),
-                                 (f"transformers {word}", peer, 1)):  # fmt: skip
+        for name, run, texts in (
+            (f"bloomery {word}", alone, 1),
+            (f"bloomery {word}, {TEXTS} texts", together, TEXTS),
+            (f"transformers {word}", peer, 1),
+        ):
             if theirs is not None or run is not peer:
                 sides[name], sizes[name] = run, (texts, size)
     return sides, sizes

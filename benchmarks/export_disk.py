@@ -24,15 +24,23 @@ from bloomery.recipe.schema import TrainTokenizer
 from bloomery.train.model_folder import find_model
 
 SHAPE = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128_256, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
 TARGET = 0.5
 PIECE = 2**24  # bytes of a plain write
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
@@ -63,16 +71,26 @@ def main() -> None:
     medians = {name: statistics.median(each) for name, each in rates.items()}
     shares = [one / other for one, other in zip(rates["export"], rates["plain"], strict=True)]
     for name, each in rates.items():
-        print(f"{name:8} {medians[name] / 1e6:8,.0f} MB/s   {', '.join(f'{rate / 1e6:,.0f}' for rate in each)}")
+        print(
+            f"{name:8} {medians[name] / 1e6:8,.0f} MB/s   {', '.join(f'{rate / 1e6:,.0f}' for rate in each)}"
+        )
     share = statistics.median(shares)
     verdict = "met" if share >= TARGET else "NOT MET"
-    print(f"{size / 1e9:.2f} GB; the export writes at {share:.2f} of the plain rate "
-          f"({min(shares):.2f} to {max(shares):.2f}), target {TARGET}: {verdict}")  # fmt: skip
-    print(f"peak memory {peak / 2**20:.2f} GiB, of which {before / 2**20:.2f} GiB before the export")
+    print(
+        f"{size / 1e9:.2f} GB; the export writes at {share:.2f} of the plain rate "
+        f"({min(shares):.2f} to {max(shares):.2f}), target {TARGET}: {verdict}"
+    )
+    print(
+        f"peak memory {peak / 2**20:.2f} GiB, of which {before / 2**20:.2f} GiB before the export"
+    )
 
 
 def peak_kib() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1])
 
 

@@ -23,27 +23,75 @@ from typing import Any
 HERE = Path(__file__).parent
 TOTAL_SECONDS = 525.0
 SECONDS = {  # the most that each part may take; together less than nine minutes
-    "probes": 90, "full": 90, "lora": 85, "qlora": 85, "theirs-lora": 50, "theirs-qlora": 55, "theirs-full": 50,
-    "attention": 60, "use": 180,
-}  # fmt: skip
+    "probes": 90,
+    "full": 90,
+    "lora": 85,
+    "qlora": 85,
+    "theirs-lora": 50,
+    "theirs-qlora": 55,
+    "theirs-full": 50,
+    "attention": 60,
+    "use": 180,
+}
 MODULES = {  # as they are imported: what pip calls them
-    "click": "click", "huggingface_hub": "huggingface_hub", "jinja2": "jinja2", "llguidance": "llguidance",
-    "numpy": "numpy", "pyarrow": "pyarrow", "pynvml": "nvidia-ml-py", "pydantic": "pydantic", "rich": "rich",
-    "ruamel.yaml": "ruamel.yaml", "safetensors": "safetensors", "starlette": "starlette", "tokenizers": "tokenizers",
+    "click": "click",
+    "huggingface_hub": "huggingface_hub",
+    "jinja2": "jinja2",
+    "llguidance": "llguidance",
+    "numpy": "numpy",
+    "pyarrow": "pyarrow",
+    "pynvml": "nvidia-ml-py",
+    "pydantic": "pydantic",
+    "rich": "rich",
+    "ruamel.yaml": "ruamel.yaml",
+    "safetensors": "safetensors",
+    "starlette": "starlette",
+    "tokenizers": "tokenizers",
     "uvicorn": "uvicorn",
-}  # fmt: skip
+}
 TARGETS = {"full": 22.0, "lora": 17.0, "qlora": 7.5}  # GiB
 TITLES = {
     "full": "Llama-2-7B, every weight, 2,048 tokens",
     "lora": "Llama-3.1-8B, LoRA, 2,048 tokens",
     "qlora": "Llama-3.1-8B, QLoRA (nf4), 2,048 tokens",
 }
-PUBLISHED = [  # torchtune's README, not measured by us: Llama-3.1-8B, 2 packed rows of 2,048 tokens, compiled
-    {"who": "torchtune", "method": "full", "card": "RTX 4090", "gib": 18.9, "tokens_per_second": 1650},
-    {"who": "torchtune", "method": "full", "card": "RTX A6000", "gib": 37.4, "tokens_per_second": 2579},
-    {"who": "torchtune", "method": "lora", "card": "RTX 4090", "gib": 16.2, "tokens_per_second": 3083},
-    {"who": "torchtune", "method": "lora", "card": "RTX A6000", "gib": 30.3, "tokens_per_second": 4699},
-    {"who": "torchtune", "method": "qlora", "card": "RTX 4090", "gib": 7.4, "tokens_per_second": 2413},
+# torchtune's README, not measured by us: Llama-3.1-8B, 2 packed rows of 2,048 tokens, compiled
+PUBLISHED = [
+    {
+        "who": "torchtune",
+        "method": "full",
+        "card": "RTX 4090",
+        "gib": 18.9,
+        "tokens_per_second": 1650,
+    },
+    {
+        "who": "torchtune",
+        "method": "full",
+        "card": "RTX A6000",
+        "gib": 37.4,
+        "tokens_per_second": 2579,
+    },
+    {
+        "who": "torchtune",
+        "method": "lora",
+        "card": "RTX 4090",
+        "gib": 16.2,
+        "tokens_per_second": 3083,
+    },
+    {
+        "who": "torchtune",
+        "method": "lora",
+        "card": "RTX A6000",
+        "gib": 30.3,
+        "tokens_per_second": 4699,
+    },
+    {
+        "who": "torchtune",
+        "method": "qlora",
+        "card": "RTX 4090",
+        "gib": 7.4,
+        "tokens_per_second": 2413,
+    },
 ]
 
 
@@ -63,7 +111,10 @@ def refuse(lacking: list[str]) -> int:
     """Says what to install. PyTorch has many builds, and which one fits is not for pip to choose."""
     print(f"missing: {', '.join(lacking)}", file=sys.stderr)
     if "torch" in lacking:
-        print("PyTorch first: https://pytorch.org/get-started names the build for this GPU", file=sys.stderr)
+        print(
+            "PyTorch first: https://pytorch.org/get-started names the build for this GPU",
+            file=sys.stderr,
+        )
     if rest := [package for package in lacking if package != "torch"]:
         print(f"{sys.executable} -m pip install {' '.join(rest)}", file=sys.stderr)
     return 2
@@ -72,10 +123,18 @@ def refuse(lacking: list[str]) -> int:
 def run_part(name: str, folder: Path, *, tiny: bool, seconds: float) -> dict[str, Any]:
     """One child from its start to its end, whatever that is."""
     out, log = folder / f"{name}.json", folder / f"{name}.log"
-    command = [sys.executable, str(HERE / "gpu_check_parts.py"), name, str(out), *(["--tiny"] if tiny else [])]
+    command = [
+        sys.executable,
+        str(HERE / "gpu_check_parts.py"),
+        name,
+        str(out),
+        *(["--tiny"] if tiny else []),
+    ]
     begun = time.perf_counter()
     with log.open("w") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code: int | None = child.wait(max(1.0, seconds))
         except subprocess.TimeoutExpired:
@@ -87,8 +146,16 @@ def run_part(name: str, folder: Path, *, tiny: bool, seconds: float) -> dict[str
         return told | json.loads(out.read_text())
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if code is None:
-        return told | {"outcome": "timeout", "message": f"no end within {seconds:.0f} s", "last": lines[-3:]}
-    return told | {"outcome": "failed", "message": (lines or [f"exit code {code}"])[-1][:300], "last": lines[-12:]}
+        return told | {
+            "outcome": "timeout",
+            "message": f"no end within {seconds:.0f} s",
+            "last": lines[-3:],
+        }
+    return told | {
+        "outcome": "failed",
+        "message": (lines or [f"exit code {code}"])[-1][:300],
+        "last": lines[-12:],
+    }
 
 
 def stop(child: "subprocess.Popen[bytes]") -> None:
@@ -107,32 +174,47 @@ def verdicts(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         held = ours.get("reserved_gib") or ours.get("peak_gib")
         rates = ours.get("tokens_per_second"), theirs.get("tokens_per_second")
         ratio = rates[0] / rates[1] if rates[0] and rates[1] else None
-        found.append({
-            "what": TITLES[name], "part": name, "target_gib": target, "measured_gib": held,
-            "memory_met": None if held is None else held < target,
-            "times_theirs": ratio, "faster": None if ratio is None else ratio > 1,
-        })  # fmt: skip
+        found.append(
+            {
+                "what": TITLES[name],
+                "part": name,
+                "target_gib": target,
+                "measured_gib": held,
+                "memory_met": None if held is None else held < target,
+                "times_theirs": ratio,
+                "faster": None if ratio is None else ratio > 1,
+            }
+        )
     return found
 
 
 def page(report: dict[str, Any]) -> str:
     """The tables that a person reads."""
     lines = [f"{report['device']}, torch {report['torch']}, {report['seconds']:.0f} s", ""]
-    lines.append(f"{'part':<14}{'outcome':<9}{'GiB':>7}{'held':>7}{'plan':>7}{'tok/s':>9}{'plan':>9}{'rows':>6}  note")
+    lines.append(
+        f"{'part':<14}{'outcome':<9}{'GiB':>7}{'held':>7}{'plan':>7}{'tok/s':>9}{'plan':>9}{'rows':>6}  note"
+    )
     for part in report["parts"]:
         cells = [part.get(key) for key in ("peak_gib", "reserved_gib", "planned_gib")]
         rates = [part.get(key) for key in ("tokens_per_second", "planned_tokens_per_second")]
         memory = "".join(f"{value:>7.2f}" if value is not None else f"{'':>7}" for value in cells)
         speed = "".join(f"{value:>9,.0f}" if value is not None else f"{'':>9}" for value in rates)
         rows = f"{part.get('micro_batch_size', ''):>6}"
-        lines.append(f"{part['part']:<14}{part['outcome']:<9}{memory}{speed}{rows}  {part.get('message', '')[:100]}")
-    lines += ["", "GiB: what tensors held at the peak (plan: as `bloomery plan` says); held: what the allocator held"]
+        lines.append(
+            f"{part['part']:<14}{part['outcome']:<9}{memory}{speed}{rows}  {part.get('message', '')[:100]}"
+        )
+    lines += [
+        "",
+        "GiB: what tensors held at the peak (plan: as `bloomery plan` says); held: what the allocator held",
+    ]
     for verdict in report["targets"]:
         lines.append(f"{verdict['what']:<42} {_judged(verdict)}")
     lines += ["", "Published by others, on other cards:"]
     for row in report["published"]:
         rate = f"{row['tokens_per_second']:,} tok/s"
-        lines.append(f"  {row['who']} {row['method']:<6} {row['card']:<10} {row['gib']:>5.1f} GiB {rate:>12}")
+        lines.append(
+            f"  {row['who']} {row['method']:<6} {row['card']:<10} {row['gib']:>5.1f} GiB {rate:>12}"
+        )
     return "\n".join(lines)
 
 
@@ -158,11 +240,18 @@ def check(out: Path | None, *, tiny: bool, only: list[str]) -> tuple[dict[str, A
         for name in only or SECONDS:
             left = TOTAL_SECONDS - (time.perf_counter() - begun)
             if left < 5:
-                skipped = {"part": name, "outcome": "skipped", "message": "time limit reached", "seconds": 0}
+                skipped = {
+                    "part": name,
+                    "outcome": "skipped",
+                    "message": "time limit reached",
+                    "seconds": 0,
+                }
                 report["parts"].append(skipped)
                 continue
             print(f"{name} ...", flush=True)
-            report["parts"].append(run_part(name, Path(place), tiny=tiny, seconds=min(SECONDS[name], left)))
+            report["parts"].append(
+                run_part(name, Path(place), tiny=tiny, seconds=min(SECONDS[name], left))
+            )
             report |= {"seconds": round(time.perf_counter() - begun, 1), "published": PUBLISHED}
             report["targets"] = [] if tiny else verdicts(report["parts"])
             path.write_text(json.dumps(report, indent=1) + "\n")
@@ -178,14 +267,20 @@ def describe() -> dict[str, Any]:
         "'memory_gib': of.total_memory / 2**30 if gpu else None, 'torch': torch.__version__, 'hip': torch.version.hip,"
         "'cuda': torch.version.cuda, 'python': platform.python_version()}))"
     )
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     found: dict[str, Any] = json.loads(asked.stdout.splitlines()[-1])
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", nargs="?", type=Path, help="benchmarks/results/gpu_check-DEVICE.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "out", nargs="?", type=Path, help="benchmarks/results/gpu_check-DEVICE.json"
+    )
     parser.add_argument("--tiny", action="store_true", help="small shapes, on whatever is here")
     parser.add_argument("--only", default="", metavar="PART,PART", help=", ".join(SECONDS))
     asked = parser.parse_args()

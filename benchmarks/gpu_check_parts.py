@@ -26,8 +26,12 @@ from bloomery.recipe.load import load_recipe
 RECIPES = {"full": "llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
 WORDS = {"qlora": ("quantize.kind=nf4", "quantize.double_quant=true")}
 STEP = ("data.sequence_length=2048", "train.tokens_per_step=8192")
-TINY_STEP = ("data.sequence_length=64", "train.tokens_per_step=128", "train.micro_batch_size=auto",
-    "train.compile=false")
+TINY_STEP = (
+    "data.sequence_length=64",
+    "train.tokens_per_step=128",
+    "train.micro_batch_size=auto",
+    "train.compile=false",
+)
 SECONDS, TINY_SECONDS = 8.0, 0.1  # of measuring
 CALM, MEASURED = 2, 3  # steps of theirs
 PROBES = ("device", "matmul", "bandwidth", "attention", "bitsandbytes", "flash-attn", "compile")
@@ -41,7 +45,10 @@ def plan_of(method: str, *, tiny: bool) -> RunPlan:
     machine = detect()
     recipe = RECIPES[method] + ("-tiny" if tiny else "")
     words = (*(TINY_STEP if tiny else STEP), *WORDS.get(method, ()))
-    loaded, there = load_recipe(recipe, words), machine if tiny else capped(machine, TARGETS[method])
+    loaded, there = (
+        load_recipe(recipe, words),
+        machine if tiny else capped(machine, TARGETS[method]),
+    )
     plan = resolve(loaded, facts_of(loaded, there))
     update: Found = {"model": plan.model.model_copy(update={"source": None})}
     if plan.train.device == "cuda":
@@ -52,7 +59,9 @@ def plan_of(method: str, *, tiny: bool) -> RunPlan:
 def capped(machine: Machine, gib: float) -> Machine:
     """The machine with so much memory on each card, and as much as its cards have where that is less."""
     cards = [
-        card.model_copy(update={"memory_bytes": min(card.memory_bytes, int(gib * GIB)), "memory_used_bytes": 0})
+        card.model_copy(
+            update={"memory_bytes": min(card.memory_bytes, int(gib * GIB)), "memory_used_bytes": 0}
+        )
         for card in machine.accelerators
     ]
     return machine.model_copy(update={"accelerators": tuple(cards)})
@@ -68,24 +77,40 @@ def ours(method: str, *, tiny: bool) -> Found:
     from bloomery.train.state import InitialWeights
 
     assert callable(InitialWeights.fill)
-    InitialWeights.fill = drawn_here  # the seeded draw of 8 billion numbers on the processor would take the whole time
-    job = {"plan": plan.model_dump(mode="json"), "seconds": TINY_SECONDS if tiny else SECONDS, "text": "random"}
+    # the seeded draw of 8 billion numbers on the processor would take the whole time
+    InitialWeights.fill = drawn_here
+    job = {
+        "plan": plan.model_dump(mode="json"),
+        "seconds": TINY_SECONDS if tiny else SECONDS,
+        "text": "random",
+    }
     told = rig.measure(job, on_phase=lambda name: print(name, flush=True))
     seconds = statistics.median(told["step_seconds"])
     planned = plan.step_seconds
     on_gpu = plan.train.device == "cuda"
     return {
-        "outcome": "ok", "message": "compiled" if plan.train.compile else "not compiled",
-        "tokens_per_second": plan.train.tokens_per_step / seconds, "step_seconds": told["step_seconds"],
-        "peak_gib": told["peak_gib"], "reserved_gib": told["reserved_gib"],
+        "outcome": "ok",
+        "message": "compiled" if plan.train.compile else "not compiled",
+        "tokens_per_second": plan.train.tokens_per_step / seconds,
+        "step_seconds": told["step_seconds"],
+        "peak_gib": told["peak_gib"],
+        "reserved_gib": told["reserved_gib"],
         "planned_gib": (plan.memory.allocated if on_gpu else plan.memory.total) / GIB,
-        "planned_parts_gib": {name: round(size / GIB, 3) for name, size in plan.memory.parts.items()},
-        "planned_tokens_per_second": planned.inverse(plan.train.tokens_per_step).value if planned else None,
+        "planned_parts_gib": {
+            name: round(size / GIB, 3) for name, size in plan.memory.parts.items()
+        },
+        "planned_tokens_per_second": planned.inverse(plan.train.tokens_per_step).value
+        if planned
+        else None,
         "cap_gib": plan.memory.limit / GIB if on_gpu else None,
-        "micro_batch_size": plan.train.micro_batch_size, "accumulation": plan.train.accumulation,
-        "checkpointing": plan.train.activation_checkpointing, "attention": plan.model.attention,
-        "precision": plan.train.precision, "optimizer": plan.optimizer.kind, "quantized_by": plan.quantized_by,
-    }  # fmt: skip
+        "micro_batch_size": plan.train.micro_batch_size,
+        "accumulation": plan.train.accumulation,
+        "checkpointing": plan.train.activation_checkpointing,
+        "attention": plan.model.attention,
+        "precision": plan.train.precision,
+        "optimizer": plan.optimizer.kind,
+        "quantized_by": plan.quantized_by,
+    }
 
 
 def drawn_here(_start: Any, model: Any) -> None:
@@ -144,11 +169,15 @@ def theirs(method: str, *, tiny: bool) -> Found:
     from bloomery.train.process import peak_memory_gib
 
     return {
-        "outcome": "ok", "message": described(method), "step_seconds": times,
+        "outcome": "ok",
+        "message": described(method),
+        "step_seconds": times,
         "tokens_per_second": plan.train.tokens_per_step / statistics.median(measured),
-        "peak_gib": peak_memory_gib(plan.train.device), "reserved_gib": reserved,
-        "micro_batch_size": plan.train.micro_batch_size, "accumulation": plan.train.accumulation,
-    }  # fmt: skip
+        "peak_gib": peak_memory_gib(plan.train.device),
+        "reserved_gib": reserved,
+        "micro_batch_size": plan.train.micro_batch_size,
+        "accumulation": plan.train.accumulation,
+    }
 
 
 def described(method: str) -> str:
@@ -170,7 +199,9 @@ def their_model(plan: RunPlan, method: str) -> Any:
     config = AutoConfig.for_model(**{str(name): value for name, value in stated.items()})
     config.use_cache = False
     with torch.device(plan.train.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     if method == "full":
         return model
     if method == "qlora":
@@ -179,7 +210,10 @@ def their_model(plan: RunPlan, method: str) -> Any:
 
     given = plan.adapter.model_dump()
     lora = LoraConfig(
-        r=given["rank"], lora_alpha=given["alpha"], target_modules=list(given["target_modules"]), task_type="CAUSAL_LM"
+        r=given["rank"],
+        lora_alpha=given["alpha"],
+        target_modules=list(given["target_modules"]),
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, lora)
 
@@ -194,9 +228,14 @@ def to_four_bits(model: Any) -> None:
             continue
         weight = linear.weight.data
         four = bitsandbytes.nn.Linear4bit(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, compute_dtype=torch.bfloat16,
-            compress_statistics=True, quant_type="nf4", device="meta",
-        )  # fmt: skip
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            compute_dtype=torch.bfloat16,
+            compress_statistics=True,
+            quant_type="nf4",
+            device="meta",
+        )
         four.weight = bitsandbytes.nn.Params4bit(
             weight, requires_grad=False, quant_type="nf4", compress_statistics=True
         )._quantize(weight.device)  # `to` leaves alone what is on a GPU already
@@ -229,14 +268,28 @@ def their_steps(model: Any, plan: RunPlan, method: str) -> list[float]:
     train, length, steps = plan.train, plan.data.sequence_length, CALM + MEASURED
     with tempfile.TemporaryDirectory() as place:
         said = {
-            "output_dir": place, "per_device_train_batch_size": train.micro_batch_size, "max_steps": steps,
-            "gradient_accumulation_steps": train.accumulation, "learning_rate": 1e-6, "bf16": True,
-            "optim": "adafactor" if method == "full" else "adamw_torch_fused", "gradient_checkpointing": True,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False}, "logging_steps": 1000, "save_strategy": "no",
-            "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "remove_unused_columns": False,
+            "output_dir": place,
+            "per_device_train_batch_size": train.micro_batch_size,
+            "max_steps": steps,
+            "gradient_accumulation_steps": train.accumulation,
+            "learning_rate": 1e-6,
+            "bf16": True,
+            "optim": "adafactor" if method == "full" else "adamw_torch_fused",
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+            "logging_steps": 1000,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            "remove_unused_columns": False,
             "use_cpu": train.device == "cpu",
-        }  # fmt: skip
-        rows = random_rows(train.micro_batch_size * train.accumulation * steps, length, plan.model.config.vocab_size)
+        }
+        rows = random_rows(
+            train.micro_batch_size * train.accumulation * steps,
+            length,
+            plan.model.config.vocab_size,
+        )
         given = {"model": model, "train_dataset": rows, "callbacks": [Timed()]}
         if importlib.util.find_spec("trl"):
             from trl import SFTConfig, SFTTrainer
@@ -265,7 +318,11 @@ def collated(rows: list[Found]) -> Found:
     import torch
 
     tokens = torch.stack([torch.as_tensor(row["input_ids"]) for row in rows])
-    return {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": torch.ones_like(tokens)}
+    return {
+        "input_ids": tokens,
+        "labels": tokens.clone(),
+        "attention_mask": torch.ones_like(tokens),
+    }
 
 
 def any_tokenizer() -> Any:
@@ -275,7 +332,9 @@ def any_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     made = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<pad>"
+    )
 
 
 # What PyTorch and the device can do
@@ -288,11 +347,17 @@ def probed(names: tuple[str, ...]) -> Found:
 
     here = detect()
     extra = attention_probes.specs(here)
-    found = run_probes(here, extra=extra, only=names, on_progress=lambda name, _done, _of: print(name, flush=True))
+    found = run_probes(
+        here, extra=extra, only=names, on_progress=lambda name, _done, _of: print(name, flush=True)
+    )
     bad = [f"{each.name} {each.outcome}" for each in found if each.outcome not in ("ok", "absent")]
     good = sum(each.outcome == "ok" for each in found)
     message = f"{good} of {len(found)} ok" + (f"; {', '.join(bad)}" if bad else "")
-    return {"outcome": "ok" if found else "failed", "message": message, "probes": [each.model_dump() for each in found]}
+    return {
+        "outcome": "ok" if found else "failed",
+        "message": message,
+        "probes": [each.model_dump() for each in found],
+    }
 
 
 def part(name: str, *, tiny: bool) -> Found:

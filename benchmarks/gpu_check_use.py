@@ -12,8 +12,20 @@ from pathlib import Path
 from typing import Any
 
 ModelFiles = dict[str, Any]
-SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_layers": 8, "num_heads": 16, "max_positions": 1024}
-TINY_SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 2, "max_positions": 256}
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_layers": 8,
+    "num_heads": 16,
+    "max_positions": 1024,
+}
+TINY_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_positions": 256,
+}
 FIRST = """
 model: {family: llama, %s}
 tokenizer: {train: {kind: bpe, vocab_size: 2048}}
@@ -38,17 +50,40 @@ def used(*, tiny: bool) -> ModelFiles:
     """Every verb in a process of its own, then one that measures what a quantized model holds beside its file."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        shape = ", ".join(f"{name}: {value}" for name, value in (TINY_SHAPE if tiny else SHAPE).items())
+        shape = ", ".join(
+            f"{name}: {value}" for name, value in (TINY_SHAPE if tiny else SHAPE).items()
+        )
         (folder / "first.yaml").write_text(FIRST % shape)
         (folder / "second.yaml").write_text(SECOND)
         device = [] if tiny else ["-d", "0"]
         run, used_as = "runs/second", ["-d", "cpu"] if tiny else device
         verbs = [
             ["train", "first.yaml", "--run-dir", "runs/first", *device],
-            ["export", "runs/first", "--to", "hf", "--out", "base", "--no-verify", "--step", "last"],
+            [
+                "export",
+                "runs/first",
+                "--to",
+                "hf",
+                "--out",
+                "base",
+                "--no-verify",
+                "--step",
+                "last",
+            ],
             ["train", "second.yaml", "--run-dir", run, *device],
             ["eval", run, "--step", "last", "--json", "--data", "second.yaml", *used_as],
-            ["eval", run, "--step", "last", "--json", "--data", "second.yaml", "--quantize", "none", *used_as],
+            [
+                "eval",
+                run,
+                "--step",
+                "last",
+                "--json",
+                "--data",
+                "second.yaml",
+                "--quantize",
+                "none",
+                *used_as,
+            ],
             ["eval", run, "--step", "last", "--json", "--data", "second.yaml", "-d", "cpu"],
             ["generate", run, "--prompt", "def f(", "--max-new-tokens", "16", *used_as],
             ["chat", run, "--template", "chatml", "--max-new-tokens", "16", *used_as],
@@ -57,14 +92,21 @@ def used(*, tiny: bool) -> ModelFiles:
         ]
         told = [_ran(verb, folder) for verb in verbs]
         measured = subprocess.run(
-            [sys.executable, __file__, str(folder / run), "cpu" if tiny else "cuda"], capture_output=True, text=True
+            [sys.executable, __file__, str(folder / run), "cpu" if tiny else "cuda"],
+            capture_output=True,
+            text=True,
         )
         failed = [each for each in told if each["code"]]
-        found: ModelFiles = json.loads(measured.stdout.splitlines()[-1]) if measured.returncode == 0 else {}
-        wrong = [f"{each['verb']}: {each['stderr']}" for each in failed] or _amiss(told, found, measured.stderr)
+        found: ModelFiles = (
+            json.loads(measured.stdout.splitlines()[-1]) if measured.returncode == 0 else {}
+        )
+        wrong = [f"{each['verb']}: {each['stderr']}" for each in failed] or _amiss(
+            told, found, measured.stderr
+        )
         return {
             "outcome": "failed" if wrong else "ok",
-            "message": "; ".join(wrong) or "loaded in {held_gib:.2f} GiB, {peak_gib:.2f} at the peak".format(**found),
+            "message": "; ".join(wrong)
+            or "loaded in {held_gib:.2f} GiB, {peak_gib:.2f} at the peak".format(**found),
             "verbs": told,
         } | found
 
@@ -75,9 +117,12 @@ def _ran(verb: list[str], folder: Path) -> ModelFiles:
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, input="Hello there\n")
     print(" ".join(verb), done.returncode, flush=True)
     return {
-        "verb": " ".join(verb), "code": done.returncode, "seconds": round(time.perf_counter() - begun, 1),
-        "stdout": done.stdout[-400:], "stderr": done.stderr[-800:],
-    }  # fmt: skip
+        "verb": " ".join(verb),
+        "code": done.returncode,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "stdout": done.stdout[-400:],
+        "stderr": done.stderr[-800:],
+    }
 
 
 def _amiss(told: list[ModelFiles], found: ModelFiles, error: str) -> list[str]:
@@ -91,9 +136,16 @@ def _amiss(told: list[ModelFiles], found: ModelFiles, error: str) -> list[str]:
     if abs(own - cpu) > 0.02 * cpu:
         wrong.append(f"the processor gives another loss ({own} and {cpu})")
     if abs(found["figure"] - found["of_the_run"]) > 1e-3 * found["of_the_run"]:
-        wrong.append(f"the run's evaluation was {found['of_the_run']}, here it is {found['figure']}")
-    if found["peak_gib"] > found["held_gib"] + max(0.25 * found["held_gib"], 0.1) and found["device"] == "cuda":
-        wrong.append("loading held {peak_gib:.2f} GiB, the model has {held_gib:.2f}".format(**found))
+        wrong.append(
+            f"the run's evaluation was {found['of_the_run']}, here it is {found['figure']}"
+        )
+    if (
+        found["peak_gib"] > found["held_gib"] + max(0.25 * found["held_gib"], 0.1)
+        and found["device"] == "cuda"
+    ):
+        wrong.append(
+            "loading held {peak_gib:.2f} GiB, the model has {held_gib:.2f}".format(**found)
+        )
     if not re.search(r"nf4 base", told[3]["stderr"]):
         wrong.append("eval did not load an nf4 base")
     return wrong
@@ -123,10 +175,22 @@ def measure(run: Path, device: str) -> ModelFiles:
         block.self_attn.backend = plan.model.attention
     decoder.model.backend = plan.model.attention
     data = plan.data
-    rows = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed,
-                  split="validation")  # fmt: skip
-    figure = evaluate(decoder, rows, build_objective(plan), plan=plan.eval, precision="float32",
-                      token_bytes=tokenizer.token_bytes(), limit=plan.eval.sequences)  # fmt: skip
+    rows = Loader(
+        data.prepared,
+        sequence_length=data.sequence_length,
+        layout=data.layout,
+        seed=plan.train.seed,
+        split="validation",
+    )
+    figure = evaluate(
+        decoder,
+        rows,
+        build_objective(plan),
+        plan=plan.eval,
+        precision="float32",
+        token_bytes=tokenizer.token_bytes(),
+        limit=plan.eval.sequences,
+    )
     assert figure is not None
     for block in decoder.model.layers:
         block.self_attn.backend = "sdpa"
@@ -135,11 +199,19 @@ def measure(run: Path, device: str) -> ModelFiles:
     begun, count = time.perf_counter(), 32
     list(generate(decoder, tokenizer, "def f(", Sampling(max_new_tokens=count)))
     seconds = time.perf_counter() - begun
-    own = [event for event in read_events(run / "events.jsonl") if isinstance(event, EvalDone)][-1].loss
+    own = [event for event in read_events(run / "events.jsonl") if isinstance(event, EvalDone)][
+        -1
+    ].loss
     return {
-        "device": device, "held_gib": held, "peak_gib": peak, "figure": figure.loss, "of_the_run": own,
-        "tokens_per_second": count / seconds, "precision": plan.train.precision, "quantized_by": plan.quantized_by,
-    }  # fmt: skip
+        "device": device,
+        "held_gib": held,
+        "peak_gib": peak,
+        "figure": figure.loss,
+        "of_the_run": own,
+        "tokens_per_second": count / seconds,
+        "precision": plan.train.precision,
+        "quantized_by": plan.quantized_by,
+    }
 
 
 if __name__ == "__main__":

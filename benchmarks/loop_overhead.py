@@ -70,7 +70,9 @@ def timed(plan: RunPlan, folder: Path, steps: int) -> tuple[list[float], list[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--work", type=Path, help="keeps the prepared text here")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -82,10 +84,15 @@ def main() -> None:
     outside = [total - step for total, step in zip(whole, inside, strict=True)]
     share = sum(outside) / sum(whole)
     report = {
-        "steps": asked.steps, "step_ms": 1e3 * statistics.median(inside),
-        "outside_ms": 1e3 * statistics.median(outside), "outside_share": share, "bar": BAR, "met": share <= BAR,
-        "cores": os.cpu_count(), "load": os.getloadavg()[0],
-    }  # fmt: skip
+        "steps": asked.steps,
+        "step_ms": 1e3 * statistics.median(inside),
+        "outside_ms": 1e3 * statistics.median(outside),
+        "outside_share": share,
+        "bar": BAR,
+        "met": share <= BAR,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
     asked.out.parent.mkdir(exist_ok=True)
     asked.out.write_text(json.dumps(report, indent=1) + "\n")
     print(

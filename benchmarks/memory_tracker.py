@@ -30,12 +30,16 @@ def recording() -> Iterator[Callable[[], int]]:
 def _peak(record: profile) -> int:
     events = record.profiler.kineto_results.events()
     changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    return max(accumulate((size for _, size in sorted(changes, key=lambda change: change[0])), initial=0))
+    return max(
+        accumulate((size for _, size in sorted(changes, key=lambda change: change[0])), initial=0)
+    )
 
 
 def held_bytes() -> int:
     """Bytes of every tensor on the CPU that Python can reach, shared storage counted once."""
-    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    found = [
+        thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
+    ]
     storages = [tensor.untyped_storage() for tensor in found if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

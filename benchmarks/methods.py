@@ -30,10 +30,12 @@ METHODS = {  # the packaged recipe and what changes in it
     "DoRA r16": ("demo-chat-lora", ("adapter=" + LORA.format(kind="dora", rank=16, alpha=32),)),
     "AdaLoRA r24 to 16": ("demo-chat-lora", ("adapter=" + ADALORA,)),
     "QLoRA r16 (nf4)": (
-        "demo-chat-lora", ("adapter=" + LORA.format(kind="lora", rank=16, alpha=32), "quantize={kind: nf4}"),
+        "demo-chat-lora",
+        ("adapter=" + LORA.format(kind="lora", rank=16, alpha=32), "quantize={kind: nf4}"),
     ),
-}  # fmt: skip
-CHANGED = {"full": "full", "LoRA r8": "LoRA r8", "LoRA r16": "LoRA r16"}  # whose changes of weights are taken apart
+}
+# whose changes of weights are taken apart
+CHANGED = {"full": "full", "LoRA r8": "LoRA r8", "LoRA r16": "LoRA r16"}
 
 
 def train(recipe: str, folder: Path, *words: str) -> list[Any]:
@@ -46,7 +48,13 @@ def train(recipe: str, folder: Path, *words: str) -> list[Any]:
 def make_base(work: Path, steps: int) -> Path:
     from bloomery.cli.demo_chat import _exported
 
-    train("demo", work / "demo", f"train.max_steps={steps}", "train.compile=false", "sample.prompts=[]")
+    train(
+        "demo",
+        work / "demo",
+        f"train.max_steps={steps}",
+        "train.compile=false",
+        "sample.prompts=[]",
+    )
     return _exported(work / "demo")
 
 
@@ -59,11 +67,19 @@ def tuned(name: str, work: Path, base: Path, steps: int, rate: float) -> Path:
     recipe, words = METHODS[name]
     folder = folder_of(f"{name} {rate:g}", work)
     same = (
-        f"model.from={base}", f"data.prepared={work / 'answers'}", f"train.max_steps={steps}",
-        f"optimizer.learning_rate={rate:g}", "train.compile=false", "eval.tokens=10M", "eval.every=20%",
-        "sample.prompts=[]", "logging.every=1 steps",
-    )  # fmt: skip
-    own = [word.replace("TINIT", str(steps // 8)).replace("TFINAL", str(steps // 3)) for word in words]
+        f"model.from={base}",
+        f"data.prepared={work / 'answers'}",
+        f"train.max_steps={steps}",
+        f"optimizer.learning_rate={rate:g}",
+        "train.compile=false",
+        "eval.tokens=10M",
+        "eval.every=20%",
+        "sample.prompts=[]",
+        "logging.every=1 steps",
+    )
+    own = [
+        word.replace("TINIT", str(steps // 8)).replace("TFINAL", str(steps // 3)) for word in words
+    ]
     shutil.rmtree(folder, ignore_errors=True)
     train(recipe, folder, *same, *own)
     return folder
@@ -79,7 +95,9 @@ def searched(name: str, work: Path, base: Path, steps: int) -> dict[float, float
     rate = load_recipe(METHODS[name][0]).recipe.optimizer.learning_rate
     while True:
         folder = folder_of(f"{name} {rate:g}", work)
-        tried[rate] = figures(name, folder if whole(folder) else tuned(name, work, base, steps, rate))["held_out"]
+        tried[rate] = figures(
+            name, folder if whole(folder) else tuned(name, work, base, steps, rate)
+        )["held_out"]
         print(f"{name} at {rate:g}: {tried[rate]:.3f}", flush=True)
         best = min(tried, key=lambda each: tried[each])
         unknown = [each for each in (2 * best, best / 2) if each not in tried]
@@ -106,18 +124,25 @@ def figures(name: str, folder: Path) -> dict[str, Any]:
     events, plan = list(read_events(folder / "events.jsonl")), read_plan(folder / "plan.json")
     taken = [event for event in events if isinstance(event, StepDone)]
     exams = [event for event in events if isinstance(event, EvalDone)]
-    quick = sorted(step.step_seconds for step in taken)[len(taken) // 10]  # other programs disturb a run at times
+    # other programs disturb a run at times
+    quick = sorted(step.step_seconds for step in taken)[len(taken) // 10]
     learned = sum(step.loss_tokens or 0 for step in taken)
     return {
-        "name": name, "folder": folder.name, "trained": _trainable(plan),
-        "learning_rate": plan.optimizer.learning_rate, "held_out": exams[-1].loss,
+        "name": name,
+        "folder": folder.name,
+        "trained": _trainable(plan),
+        "learning_rate": plan.optimizer.learning_rate,
+        "held_out": exams[-1].loss,
         "curve": [[exam.step, exam.loss] for exam in exams],
         "losses": [[step.step, step.loss] for step in taken],
-        "step_seconds": quick, "learned_per_second": learned / len(taken) / quick, "loss_tokens": learned,
+        "step_seconds": quick,
+        "learned_per_second": learned / len(taken) / quick,
+        "loss_tokens": learned,
         "tokens": taken[-1].tokens,
-        "peak_mib": max(step.memory_gib for step in taken) * 1024, "planned_mib": plan.memory.total / MIB,
+        "peak_mib": max(step.memory_gib for step in taken) * 1024,
+        "planned_mib": plan.memory.total / MIB,
         "planned_tensors_mib": plan.memory.allocated / MIB,
-    }  # fmt: skip
+    }
 
 
 def before(base: Path, work: Path) -> dict[str, Any]:
@@ -127,7 +152,11 @@ def before(base: Path, work: Path) -> dict[str, Any]:
 
     decoder, tokenizer = load_to_evaluate(base)
     found = evaluate(decoder, tokenizer, work / "answers", bos=False)[0]
-    return {"loss": found.loss, "tokens": found.tokens, "parameters": parameter_count(decoder.config)}
+    return {
+        "loss": found.loss,
+        "tokens": found.tokens,
+        "parameters": parameter_count(decoder.config),
+    }
 
 
 def spectra(base: Path, work: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -146,11 +175,19 @@ def spectra(base: Path, work: Path, rows: list[dict[str, Any]]) -> dict[str, Any
         state = merged_state(load_to_evaluate(work / row["folder"], step="last")[0], torch.float32)
         inside = [name for name in state if ".layers." in name and state[name].ndim == 2]
         values = {name: torch.linalg.svdvals(state[name] - start[name]) for name in inside}
-        shown = {name.split(".")[-2]: each for name, each in values.items() if f".layers.{middle}." in name}
+        shown = {
+            name.split(".")[-2]: each
+            for name, each in values.items()
+            if f".layers.{middle}." in name
+        }
         found[row["name"]] = {
             "layer": middle,
-            "values": {name: [round(value, 5) for value in each.tolist()] for name, each in shown.items()},
-            "caught": {str(rank): caught(list(values.values()), rank) for rank in (1, 2, 4, 8, 16, 32, 64)},
+            "values": {
+                name: [round(value, 5) for value in each.tolist()] for name, each in shown.items()
+            },
+            "caught": {
+                str(rank): caught(list(values.values()), rank) for rank in (1, 2, 4, 8, 16, 32, 64)
+            },
         }
     return found
 
@@ -166,15 +203,23 @@ def machine() -> dict[str, Any]:
 
     import torch
 
-    line = next((one for one in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in one), "")
+    line = next(
+        (one for one in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in one), ""
+    )
     return {
-        "cpu": line.partition(":")[2].strip(), "cores": os.cpu_count(), "python": platform.python_version(),
-        "torch": torch.__version__, "load": os.getloadavg()[0], "day": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+        "cpu": line.partition(":")[2].strip(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+        "day": time.strftime("%Y-%m-%d"),
+    }
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [f"before training: {report['before']['loss']:.3f} nats a token of {report['before']['tokens']:,}"]
+    lines = [
+        f"before training: {report['before']['loss']:.3f} nats a token of {report['before']['tokens']:,}"
+    ]
     head = f"{'method':<20}{'rate':>9}{'held out':>9}{'trained':>11}"
     lines.append(head + f"{'MiB':>8}{'planned':>9}{'learned/s':>11}{'x full':>8}")
     for row in report["rows"]:
@@ -186,8 +231,12 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, help="keeps runs here; base and search of an earlier call are taken")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, help="keeps runs here; base and search of an earlier call are taken"
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--base-steps", type=int, default=BASE_STEPS)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "methods.json")
@@ -207,9 +256,13 @@ def main() -> None:
             rows.append(figures(name, folder) | {"tried": sorted(tried.items())})
         rows = [row | {"times_full": rows[0]["step_seconds"] / row["step_seconds"]} for row in rows]
         report = {
-            "machine": machine(), "base_steps": asked.base_steps, "steps": asked.steps, "before": before(base, work),
-            "rows": rows, "spectra": spectra(base, work, rows),
-        }  # fmt: skip
+            "machine": machine(),
+            "base_steps": asked.base_steps,
+            "steps": asked.steps,
+            "before": before(base, work),
+            "rows": rows,
+            "spectra": spectra(base, work, rows),
+        }
     asked.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{table(report)}\n{time.perf_counter() - begun:.0f} s; written to {asked.out}")
 

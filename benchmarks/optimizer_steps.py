@@ -16,9 +16,19 @@ from bloomery.train.optim.build import build_optimizer
 
 WIDTH, INNER, LAYERS, VOCABULARY = 256, 704, 10, 8192
 PLAN = OptimizerPlan(
-    kind="adamw", learning_rate=1e-4, muon_learning_rate=1e-4, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
-    weight_decay=0.1, fused=True, schedule="constant", min_lr_ratio=0.0, warmup_steps=0, decay_steps=0,
-)  # fmt: skip
+    kind="adamw",
+    learning_rate=1e-4,
+    muon_learning_rate=1e-4,
+    momentum=0.95,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+    fused=True,
+    schedule="constant",
+    min_lr_ratio=0.0,
+    warmup_steps=0,
+    decay_steps=0,
+)
 F32, BF16 = torch.float32, torch.bfloat16
 ROUNDED = {"stochastic_rounding": True}
 
@@ -35,7 +45,9 @@ def parameters(dtype: torch.dtype) -> nn.ParameterList:
     return nn.ParameterList(found)
 
 
-def torchs(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, **settings: object) -> Callable[[], object]:
+def torchs(
+    kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype, **settings: object
+) -> Callable[[], object]:
     return kind(parameters(dtype), lr=1e-4, **settings).step
 
 
@@ -55,7 +67,9 @@ def main() -> None:
         "adafactor, bfloat16": ours(BF16, kind="adafactor"),
         "adafactor, bfloat16, stochastic rounding": ours(BF16, kind="adafactor", **ROUNDED),
         "adamw, states int8, float32": ours(F32, state_dtype="int8"),
-        "adamw, states int8, bfloat16, stochastic rounding": ours(BF16, state_dtype="int8", **ROUNDED),
+        "adamw, states int8, bfloat16, stochastic rounding": ours(
+            BF16, state_dtype="int8", **ROUNDED
+        ),
         "adamw, states bfloat16, float32": ours(F32, state_dtype="bfloat16"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -66,7 +80,9 @@ def main() -> None:
             if turn >= 2:  # the first makes the states
                 seconds[name].append(time.perf_counter() - begun)
     count = sum(parameter.numel() for parameter in parameters(F32))
-    print(f"{count:,} parameters, PyTorch {torch.__version__}, one thread, medians of {len(seconds[name])}")
+    print(
+        f"{count:,} parameters, PyTorch {torch.__version__}, one thread, medians of {len(seconds[name])}"
+    )
     for name, took in seconds.items():
         print(f"{name:<52}{statistics.median(took) * 1e3:7.1f} ms")
 

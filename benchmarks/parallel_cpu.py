@@ -34,21 +34,39 @@ def plan_of(folder: Path, *, replicate: int, shard: int, micro_batch_size: int) 
     from bloomery.recipe.load import load_recipe
 
     words = [
-        "train.max_steps=4", "train.tokens_per_step=1024", f"train.micro_batch_size={micro_batch_size}",
-        "train.precision=float32", "train.compile=false", "optimizer.kind=adamw", "data.sequence_length=128",
+        "train.max_steps=4",
+        "train.tokens_per_step=1024",
+        f"train.micro_batch_size={micro_batch_size}",
+        "train.precision=float32",
+        "train.compile=false",
+        "optimizer.kind=adamw",
+        "data.sequence_length=128",
         f"data.prepared={folder / 'prepared'}",
-        f"parallel.replicate={replicate}", f"parallel.shard={shard}",
-    ]  # fmt: skip
-    size = {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 9, "num_heads": 8, "num_kv_heads": 8}
+        f"parallel.replicate={replicate}",
+        f"parallel.shard={shard}",
+    ]
+    size = {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_layers": 9,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+    }
     words += [f"model.{key}={value}" for key, value in size.items()]
     loaded = load_recipe("demo", words)
     prepare(loaded, folder / "prepared")
-    return resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared"), gpus=replicate * shard)
+    return resolve(
+        loaded, gather(loaded, detect(), prepared=folder / "prepared"), gpus=replicate * shard
+    )
 
 
 def rank_main(job: dict[str, Any], rank: int, answers: Any) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "BLOOMERY_RENDEZVOUS": job["meeting"],
-                   "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "BLOOMERY_RENDEZVOUS": job["meeting"],
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     import torch
 
     from bloomery.parallel.mesh import join
@@ -60,7 +78,9 @@ def rank_main(job: dict[str, Any], rank: int, answers: Any) -> None:
     mesh = join(plan.train)
     start = peak_memory_gib("cpu")  # torch alone
     result = timed(plan, mesh, job["rounds"]) if job["rounds"] else one_run(plan, mesh)
-    answers.put({"rank": rank, "seconds": result, "start_gib": start, "peak_gib": peak_memory_gib("cpu")})
+    answers.put(
+        {"rank": rank, "seconds": result, "start_gib": start, "peak_gib": peak_memory_gib("cpu")}
+    )
     mesh.barrier()
 
 
@@ -83,11 +103,21 @@ def bloomery_side(plan: Any, mesh: Any) -> Any:
 
     def step(number: int) -> float:
         first, count = number * plan.train.sequences_per_step, plan.train.accumulation
-        batches = [loader.batch(Cursor(plan.train.seed, first + i * size), size) for i in range(count)]
+        batches = [
+            loader.batch(Cursor(plan.train.seed, first + i * size), size) for i in range(count)
+        ]
         mesh.barrier()
         begun = time.perf_counter()
-        train_step(state.model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0, position=first)
-        mesh.most(False, False)  # what the loop asks after each step: stop, pause, save; memory and time of each rank
+        train_step(
+            state.model_and_optimizer,
+            batches,
+            objective,
+            plan=plan.train,
+            lr_scale=1.0,
+            position=first,
+        )
+        # what the loop asks after each step: stop, pause, save; memory and time of each rank
+        mesh.most(False, False)
         mesh.any(False)
         mesh.each(0.0, 0.0)
         mesh.barrier()
@@ -108,19 +138,27 @@ def bare_side(plan: Any, mesh: Any) -> Any:
     from bloomery.train.objectives import build_objective
     from bloomery.train.step import compute_loss
 
-    model, objective = fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention), build_objective(plan)
+    model, objective = (
+        fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention),
+        build_objective(plan),
+    )
     if mesh.devices is not None:
         for module in (*model.model.layers, model):
             fully_shard(module, mesh=mesh.devices)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    loader, size = open_loader(plan, "train", mesh=mesh), plan.train.micro_batch_size * plan.train.ranks
+    loader, size = (
+        open_loader(plan, "train", mesh=mesh),
+        plan.train.micro_batch_size * plan.train.ranks,
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     together = mesh.world > 1
 
     def step(number: int) -> float:
         first, count = number * plan.train.sequences_per_step, plan.train.accumulation
-        batches = [loader.batch(Cursor(plan.train.seed, first + i * size), size) for i in range(count)]
+        batches = [
+            loader.batch(Cursor(plan.train.seed, first + i * size), size) for i in range(count)
+        ]
         mesh.barrier()
         begun = time.perf_counter()
         divisor = torch.tensor(sum(float(batch.loss_mask.sum()) for batch in batches))
@@ -156,7 +194,9 @@ def reduce_buckets(gradients: list[Any]) -> None:
         if size >= 25 * 2**20 // 4 or place == len(gradients) - 1:
             flat = torch.cat([each.reshape(-1) for each in bucket])
             dist.all_reduce(flat)
-            for each, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            for each, part in zip(
+                bucket, flat.split([each.numel() for each in bucket]), strict=True
+            ):
                 each.copy_(part.view_as(each))
             bucket, size = [], 0
 
@@ -178,7 +218,10 @@ def run_ranks(plan: Any, rounds: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         job = {"plan": plan.model_dump_json(), "rounds": rounds, "meeting": f"{place}/ranks"}
         answers = context.Queue()
-        members = [context.Process(target=rank_main, args=(job, rank, answers)) for rank in range(plan.train.ranks)]
+        members = [
+            context.Process(target=rank_main, args=(job, rank, answers))
+            for rank in range(plan.train.ranks)
+        ]
         for member in members:
             member.start()
         found = [answers.get(timeout=1800) for _ in members]
@@ -188,35 +231,62 @@ def run_ranks(plan: Any, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    report: dict[str, Any] = {"ranks": asked.ranks, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    report: dict[str, Any] = {
+        "ranks": asked.ranks,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
     peaks, start = dict[str, float](), 0.0
     with tempfile.TemporaryDirectory() as place:
         for kind in ("one device", "replicate", "shard") if asked.rounds else ():
-            sizes = {"replicate": 1, "shard": 1} | ({} if kind == "one device" else {kind: asked.ranks})
-            pairs = run_ranks(plan_of(Path(place), **sizes, micro_batch_size=4), asked.rounds)[0]["seconds"]
+            sizes = {"replicate": 1, "shard": 1} | (
+                {} if kind == "one device" else {kind: asked.ranks}
+            )
+            pairs = run_ranks(plan_of(Path(place), **sizes, micro_batch_size=4), asked.rounds)[0][
+                "seconds"
+            ]
             ratios = [ours / bare - 1 for bare, ours in pairs]
             overhead = statistics.median(ratios)
-            report[kind] = {"bare_s": [bare for bare, _ in pairs], "bloomery_s": [ours for _, ours in pairs],
-                            "overhead": overhead, "met": overhead <= BAR}  # fmt: skip
-            print(f"{kind}: {statistics.median(b for b, _ in pairs):.3f} s a bare step, Bloomery {overhead:+.1%} "
-                  f"(median of {len(pairs)} rounds, {min(ratios):+.1%} to {max(ratios):+.1%}; "
-                  f"at most {BAR:.0%}: {'met' if overhead <= BAR else 'NOT MET'})", flush=True)  # fmt: skip
+            report[kind] = {
+                "bare_s": [bare for bare, _ in pairs],
+                "bloomery_s": [ours for _, ours in pairs],
+                "overhead": overhead,
+                "met": overhead <= BAR,
+            }
+            print(
+                f"{kind}: {statistics.median(b for b, _ in pairs):.3f} s a bare step, Bloomery {overhead:+.1%} "
+                f"(median of {len(pairs)} rounds, {min(ratios):+.1%} to {max(ratios):+.1%}; "
+                f"at most {BAR:.0%}: {'met' if overhead <= BAR else 'NOT MET'})",
+                flush=True,
+            )
         for kind in ("replicate", "shard"):
             sizes = {"replicate": 1, "shard": 1} | {kind: asked.ranks}
             plan = plan_of(Path(place), **sizes, micro_batch_size=1)
             answers = run_ranks(plan, 0)
-            peaks[kind], start = max(each["peak_gib"] for each in answers), max(each["start_gib"] for each in answers)
+            peaks[kind], start = (
+                max(each["peak_gib"] for each in answers),
+                max(each["start_gib"] for each in answers),
+            )
     share = peaks["shard"] / peaks["replicate"]
     model_share = (peaks["shard"] - start) / (peaks["replicate"] - start)
-    report |= {"peak_gib": peaks, "start_gib": start, "memory_share": share, "memory_met": share <= MEMORY_BAR}
-    print(f"memory of a rank: copies {peaks['replicate']:.2f} GiB, shards {peaks['shard']:.2f} GiB: {share:.2f} "
-          f"(at most {MEMORY_BAR}: {'met' if share <= MEMORY_BAR else 'NOT MET'}); "
-          f"without the {start:.2f} GiB of torch itself {model_share:.2f}")  # fmt: skip
+    report |= {
+        "peak_gib": peaks,
+        "start_gib": start,
+        "memory_share": share,
+        "memory_met": share <= MEMORY_BAR,
+    }
+    print(
+        f"memory of a rank: copies {peaks['replicate']:.2f} GiB, shards {peaks['shard']:.2f} GiB: {share:.2f} "
+        f"(at most {MEMORY_BAR}: {'met' if share <= MEMORY_BAR else 'NOT MET'}); "
+        f"without the {start:.2f} GiB of torch itself {model_share:.2f}"
+    )
     asked.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -45,7 +45,11 @@ def write_text(path: Path, megabytes: float) -> list[str]:
 def ours(text: Path, tokenizer: Path, folder: Path, processes: int) -> float:
     """Seconds of `prepare`, checksums of sources and shards included."""
     data = {"path": str(text), "validation": 0, "num_proc": processes}
-    recipe = {"model": {"preset": "go-coder-tiny"}, "tokenizer": {"from": str(tokenizer)}, "data": data}
+    recipe = {
+        "model": {"preset": "go-coder-tiny"},
+        "tokenizer": {"from": str(tokenizer)},
+        "data": data,
+    }
     start = time.perf_counter()
     prepare(LoadedRecipe(Recipe.model_validate(recipe), "speed"), folder)
     return time.perf_counter() - start
@@ -57,16 +61,27 @@ def theirs(text: Path, tokenizer: Path, folder: Path, processes: int) -> float:
     from transformers import AutoTokenizer
 
     datasets.disable_progress_bars()
-    fast = AutoTokenizer.from_pretrained(tokenizer, split_special_tokens=True)  # "<s>" in a text is letters here too
+    # "<s>" in a text is letters here too
+    fast = AutoTokenizer.from_pretrained(tokenizer, split_special_tokens=True)
     bos, eos = fast.bos_token_id, fast.eos_token_id
 
     def encode(batch: dict) -> dict:
-        ids = fast(batch["text"], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        ids = fast(batch["text"], add_special_tokens=False, return_attention_mask=False)[
+            "input_ids"
+        ]
         return {"input_ids": [[bos, *row, eos] for row in ids]}
 
     start = time.perf_counter()
-    rows = datasets.load_dataset("json", data_files=str(text), split="train", cache_dir=str(folder / "cache"))
-    rows = rows.map(encode, batched=True, remove_columns=["text"], num_proc=processes, load_from_cache_file=False)
+    rows = datasets.load_dataset(
+        "json", data_files=str(text), split="train", cache_dir=str(folder / "cache")
+    )
+    rows = rows.map(
+        encode,
+        batched=True,
+        remove_columns=["text"],
+        num_proc=processes,
+        load_from_cache_file=False,
+    )
     rows.save_to_disk(str(folder / "out"))
     return time.perf_counter() - start
 
@@ -82,38 +97,63 @@ def same_ids(shards: Path, saved: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=float, default=40)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=50_000)
     options = parser.parse_args()
     os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a core is a core: threads inside a process would be uncounted ones
+    # a core is a core: threads inside a process would be uncounted ones
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as place:
         root = Path(place)
         texts = write_text(root / "text.jsonl", options.megabytes)
         size = sum(len(text.encode()) for text in texts) / 1e6
-        train_tokenizer(iter(texts[:600]), TrainTokenizer(vocab_size=options.vocab), root / "tokenizer")
-        print(f"{size:.1f} MB, {len(texts):,} documents, {options.vocab:,} tokens, {options.processes} process(es)")
+        train_tokenizer(
+            iter(texts[:600]), TrainTokenizer(vocab_size=options.vocab), root / "tokenizer"
+        )
+        print(
+            f"{size:.1f} MB, {len(texts):,} documents, {options.vocab:,} tokens, {options.processes} process(es)"
+        )
         rates = {"bloomery prepare": list[float](), "datasets.map": list[float]()}
         for repeat in range(options.repeats):
-            folders = {"bloomery prepare": root / f"ours{repeat}", "datasets.map": root / f"theirs{repeat}"}
+            folders = {
+                "bloomery prepare": root / f"ours{repeat}",
+                "datasets.map": root / f"theirs{repeat}",
+            }
             for name, side in (("bloomery prepare", ours), ("datasets.map", theirs)):
-                seconds = side(root / "text.jsonl", root / "tokenizer", folders[name], options.processes)
+                seconds = side(
+                    root / "text.jsonl", root / "tokenizer", folders[name], options.processes
+                )
                 rate = size / seconds / options.processes
                 rates[name].append(rate)
                 print(f"  {name:<17}{seconds:>7.1f} s {rate:>7.2f} MB/s and core")
-            assert same_ids(folders["bloomery prepare"], folders["datasets.map"] / "out"), "the sides disagree"
+            assert same_ids(folders["bloomery prepare"], folders["datasets.map"] / "out"), (
+                "the sides disagree"
+            )
             for folder in folders.values():
                 shutil.rmtree(folder)
     ours_best, theirs_best = (max(found) for found in rates.values())
-    print(f"best: {ours_best:.2f} beside {theirs_best:.2f} MB/s and core: {ours_best / theirs_best:.1f} times")
+    print(
+        f"best: {ours_best:.2f} beside {theirs_best:.2f} MB/s and core: {ours_best / theirs_best:.1f} times"
+    )
     report = {
-        "machine": {"cpu": detect().host.cpu_name, "cores": os.cpu_count(), "load": os.getloadavg()[0]},
-        "megabytes": size, "documents": len(texts), "vocabulary": options.vocab, "processes": options.processes,
-        "unit": "MB/s and core", "rates": rates, "ratio of the best": ours_best / theirs_best,
-    }  # fmt: skip
+        "machine": {
+            "cpu": detect().host.cpu_name,
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+        },
+        "megabytes": size,
+        "documents": len(texts),
+        "vocabulary": options.vocab,
+        "processes": options.processes,
+        "unit": "MB/s and core",
+        "rates": rates,
+        "ratio of the best": ours_best / theirs_best,
+    }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -25,13 +25,20 @@ LENGTH, ROWS = 1024, 16  # of a step: the guide's 2 rows, accumulated 8 times
 # The guide's shape, vocabulary and context at a width that two cores measure in a quarter of an hour.
 MINI = "{preset: go-coder-tiny, hidden_size: 384, num_layers: 6, num_heads: 6, vocab_size: 50000}"
 NAMES = {
-    "guide": "Trainer, as the guide sets it up", "plan": "Bloomery, as planned", "best": "Trainer at its best, 8 rows",
-    "best2": "Trainer at its best, 2 rows", "same": "Bloomery, as planned", "lean": "Bloomery, lean",
-}  # fmt: skip
+    "guide": "Trainer, as the guide sets it up",
+    "plan": "Bloomery, as planned",
+    "best": "Trainer at its best, 8 rows",
+    "best2": "Trainer at its best, 2 rows",
+    "same": "Bloomery, as planned",
+    "lean": "Bloomery, lean",
+}
 BARS = [  # our side, figure, bar; memory must not exceed its bar, speed must reach it
-    ("plan", "speed", 4.0), ("same", "speed", 1.3), ("same", "memory", 1.0), ("lean", "speed", 0.9),
+    ("plan", "speed", 4.0),
+    ("same", "speed", 1.3),
+    ("same", "memory", 1.0),
+    ("lean", "speed", 0.9),
     ("lean", "memory", 0.5),
-]  # fmt: skip
+]
 TRAINERS = ("guide", "best", "best2")
 
 
@@ -83,12 +90,19 @@ def verdicts_of(sides: list[Side]) -> list[dict]:
     return [judged(ours[name], theirs, figure, bar) for name, figure, bar in BARS if name in ours]
 
 
-def run(comparison: str, commands: dict[str, list[str]], shares: dict[str, float], asked: argparse.Namespace) -> dict:
+def run(
+    comparison: str,
+    commands: dict[str, list[str]],
+    shares: dict[str, float],
+    asked: argparse.Namespace,
+) -> dict:
     """Trains the sides in turn and prints what came of it."""
     print(f"\n{comparison}: {', '.join(NAMES[name] for name in commands)}", flush=True)
     with ExitStack() as stack:
         sides = [
-            stack.enter_context(started(name, command, asked.work, positions=ROWS * LENGTH, real_share=shares[name]))
+            stack.enter_context(
+                started(name, command, asked.work, positions=ROWS * LENGTH, real_share=shares[name])
+            )
             for name, command in commands.items()
         ]
         compare(sides, asked.steps)
@@ -96,13 +110,23 @@ def run(comparison: str, commands: dict[str, list[str]], shares: dict[str, float
     print(table(sides, NAMES, counted="real"))
     for verdict in verdicts:
         print(told(verdict, NAMES))
-    without_folders = {name: [Path(program).name, *rest] for name, (program, _, *rest) in commands.items()}
-    return {"sides": {side.name: side.result for side in sides}, "bars": verdicts, "commands": without_folders}
+    without_folders = {
+        name: [Path(program).name, *rest] for name, (program, _, *rest) in commands.items()
+    }
+    return {
+        "sides": {side.name: side.result for side in sides},
+        "bars": verdicts,
+        "commands": without_folders,
+    }
 
 
 def comparisons(asked: argparse.Namespace, real_share: float) -> dict:
     """Both comparisons, each with its own processes."""
-    ours, theirs, work = str(HERE / "side_bloomery.py"), str(HERE / "side_trainer.py"), str(asked.work)
+    ours, theirs, work = (
+        str(HERE / "side_bloomery.py"),
+        str(HERE / "side_trainer.py"),
+        str(asked.work),
+    )
     shares = dict.fromkeys(NAMES, 1.0) | {"guide": real_share}
     dry, rows = ["model.dropout=0"], str(ROWS)
     found = {}
@@ -121,11 +145,15 @@ def comparisons(asked: argparse.Namespace, real_share: float) -> dict:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preset", default="mini", choices=["mini", "tiny", "small", "medium"])
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
     parser.add_argument("--only", choices=["guide", "best"])
-    parser.add_argument("--set", nargs="*", default=[], help="overrides of the recipe, for every side")
+    parser.add_argument(
+        "--set", nargs="*", default=[], help="overrides of the recipe, for every side"
+    )
     parser.add_argument("--work", type=Path, help="keeps text, logs and weights here")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
@@ -138,15 +166,26 @@ def main() -> None:
         asked.work = (asked.work or Path(place)).absolute()
         asked.work.mkdir(parents=True, exist_ok=True)
         text = make_text(asked.work, asked.preset, asked.set)
-        print("documents: " + ", ".join(f"{key} {value:,.3g}" for key, value in text.items()), flush=True)
+        print(
+            "documents: " + ", ".join(f"{key} {value:,.3g}" for key, value in text.items()),
+            flush=True,
+        )
         plan = planned(asked.work, asked.set)
         found = comparisons(asked, text["real share when padded"])
     report = {
-        "machine": machine(), "preset": asked.preset, "documents": text,
-        "model": {key: value for key, value in asdict(plan.model.config).items() if isinstance(value, int | str)},
+        "machine": machine(),
+        "preset": asked.preset,
+        "documents": text,
+        "model": {
+            key: value
+            for key, value in asdict(plan.model.config).items()
+            if isinstance(value, int | str)
+        },
         "choices": {decision.key: decision.value for decision in plan.choices},
-        "tokens_per_step": ROWS * LENGTH, "comparisons": found, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+        "tokens_per_step": ROWS * LENGTH,
+        "comparisons": found,
+        "seconds": time.perf_counter() - begun,
+    }
     asked.out.parent.mkdir(exist_ok=True)
     asked.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{report['seconds']:.0f} s in all; written to {asked.out}")

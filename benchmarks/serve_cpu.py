@@ -13,7 +13,22 @@ import sys
 import threading
 import time
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "it", "rains", "in", "Spain"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "it",
+    "rains",
+    "in",
+    "Spain",
+]
 
 
 def main() -> None:
@@ -25,7 +40,17 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--quantize")
     asked = parser.parse_args()
-    words = [sys.executable, "-m", "bloomery", "serve", asked.model, "--port", str(asked.port), "-d", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        asked.model,
+        "--port",
+        str(asked.port),
+        "-d",
+        "cpu",
+    ]
     words += ["--quantize", asked.quantize] if asked.quantize else []
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
         try:
@@ -43,11 +68,16 @@ def measure(asked: argparse.Namespace) -> None:
     rates: dict[str, list[float]] = {"one at a time": [], f"{asked.clients} clients": []}
     firsts: dict[str, list[float]] = {name: [] for name in rates}
     for turn in range(asked.rounds + 1):
-        prompts = [f"{turn} {at} " + " ".join(WORDS[at % 8 : at % 8 + 6]) for at in range(asked.clients)]
+        prompts = [
+            f"{turn} {at} " + " ".join(WORDS[at % 8 : at % 8 + 6]) for at in range(asked.clients)
+        ]
         for name in rates:
             took: list[float] = []
             began = time.perf_counter()
-            threads = [threading.Thread(target=lambda p=p, took=took: took.append(ask(asked, p))) for p in prompts]
+            threads = [
+                threading.Thread(target=lambda p=p, took=took: took.append(ask(asked, p)))
+                for p in prompts
+            ]
             for thread in threads:
                 thread.start()
                 if name == "one at a time":
@@ -60,19 +90,31 @@ def measure(asked: argparse.Namespace) -> None:
                 rates[name].append(asked.clients * asked.tokens / seconds)
                 firsts[name] += took
     for name in rates:
-        print(f"{name:16} {statistics.median(rates[name]):8.1f} tokens/s   first token: median "
-              f"{1e3 * statistics.median(firsts[name]):.0f} ms, slowest {1e3 * max(firsts[name]):.0f} ms")  # fmt: skip
+        print(
+            f"{name:16} {statistics.median(rates[name]):8.1f} tokens/s   first token: median "
+            f"{1e3 * statistics.median(firsts[name]):.0f} ms, slowest {1e3 * max(firsts[name]):.0f} ms"
+        )
     alone, together = (statistics.median(each) for each in rates.values())
-    print(f"{asked.clients} clients decode {together / alone:.2f} times the tokens per second of one at a time")
+    print(
+        f"{asked.clients} clients decode {together / alone:.2f} times the tokens per second of one at a time"
+    )
 
 
 def ask(asked: argparse.Namespace, prompt: str) -> float:
     """Seconds to the first token of a greedy completion, all of whose tokens are read."""
-    body = {"prompt": prompt, "max_tokens": asked.tokens, "min_tokens": asked.tokens, "temperature": 0.0,
-            "stream": True, "logprobs": 0}  # fmt: skip
+    body = {
+        "prompt": prompt,
+        "max_tokens": asked.tokens,
+        "min_tokens": asked.tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "logprobs": 0,
+    }
     began = time.perf_counter()
     connection = http.client.HTTPConnection("127.0.0.1", asked.port, timeout=600)
-    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
     answer = connection.getresponse()
     assert answer.status == 200, answer.read()
     first, tokens = 0.0, 0

@@ -44,7 +44,9 @@ def ask(port: int, path: str, body: dict[str, Any] | bytes | None = None) -> tup
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     began = time.perf_counter()
     data = json.dumps(body).encode() if isinstance(body, dict) else body
-    connection.request("GET" if data is None else "POST", path, data, {"Content-Type": "application/json"})
+    connection.request(
+        "GET" if data is None else "POST", path, data, {"Content-Type": "application/json"}
+    )
     answer = connection.getresponse()
     answer.read()
     connection.close()
@@ -105,10 +107,14 @@ def clients(port: int, seconds: float, tokens: int, waits: Waits) -> None:
 
     body = {"prompt": "def main(", "max_tokens": tokens, "min_tokens": tokens, "temperature": 0}
     threads = [
-        threading.Thread(target=often, args=(lambda: ask(port, "/v1/completions", body), waits.seconds, 0.0))
+        threading.Thread(
+            target=often, args=(lambda: ask(port, "/v1/completions", body), waits.seconds, 0.0)
+        )
         for _ in range(CLIENTS)
     ]
-    threads.append(threading.Thread(target=often, args=(lambda: ask(port, "/health"), waits.health, 0.1)))
+    threads.append(
+        threading.Thread(target=often, args=(lambda: ask(port, "/health"), waits.health, 0.1))
+    )
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -116,9 +122,15 @@ def clients(port: int, seconds: float, tokens: int, waits: Waits) -> None:
 
 
 def measure(
-    port: int, *, rounds: int, seconds: float, tokens: int, silent: int = SILENT, prompts: int = PROMPTS,
+    port: int,
+    *,
+    rounds: int,
+    seconds: float,
+    tokens: int,
+    silent: int = SILENT,
+    prompts: int = PROMPTS,
     letters: int = LETTERS,
-) -> tuple[Waits, Waits]:  # fmt: skip
+) -> tuple[Waits, Waits]:
     """What clients wait without and with the attack, in turn, so that a busy machine slows both."""
     quiet, attacked = Waits(), Waits()
     context = multiprocessing.get_context("spawn")
@@ -126,7 +138,9 @@ def measure(
     for _ in range(rounds):
         clients(port, seconds, tokens, quiet)
         stop = context.Event()
-        attackers = context.Process(target=attack, args=(port, silent, prompts, letters, stop), daemon=True)
+        attackers = context.Process(
+            target=attack, args=(port, silent, prompts, letters, stop), daemon=True
+        )
         attackers.start()
         time.sleep(1.5)  # it begins in a process of its own
         clients(port, seconds, tokens, attacked)
@@ -158,7 +172,11 @@ def main() -> None:
             port = int(line.split()[1].rstrip("/").rpartition(":")[2])
             before = peak_mib(server.pid)
             quiet, attacked = measure(
-                port, rounds=asked.rounds, seconds=asked.seconds, tokens=asked.tokens, letters=asked.letters
+                port,
+                rounds=asked.rounds,
+                seconds=asked.seconds,
+                tokens=asked.tokens,
+                letters=asked.letters,
             )
             for name, waits in (("quiet", quiet), ("attacked", attacked)):
                 print(
@@ -166,7 +184,9 @@ def main() -> None:
                     f"{waits.percentile(95):.3f} s, /health at most {max(waits.health):.3f} s, failures: "
                     f"{len(waits.failures)} {sorted(set(waits.failures))[:3]}"
                 )
-            print(f"p95 under attack: {attacked.percentile(95) / quiet.percentile(95):.2f} of the quiet one")
+            print(
+                f"p95 under attack: {attacked.percentile(95) / quiet.percentile(95):.2f} of the quiet one"
+            )
             print(f"peak memory: {before} MiB before, {peak_mib(server.pid)} MiB after")
         finally:
             server.terminate()

@@ -26,15 +26,28 @@ HERE = Path(__file__).parent
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 SETTINGS = {  # of both sides; sequences: of a step, by objective
     "small": {
-        "length": 1024, "rank": 16, "alpha": 32, "target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
+        "length": 1024,
+        "rank": 16,
+        "alpha": 32,
+        "target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
         "sequences": {"sft": 8, "dpo": 16},
     },
-    "smollm2": {"length": 512, "rank": 16, "alpha": 32, "target_modules": ATTENTION, "sequences": {"sft": 4, "dpo": 8}},
-}  # fmt: skip
+    "smollm2": {
+        "length": 512,
+        "rank": 16,
+        "alpha": 32,
+        "target_modules": ATTENTION,
+        "sequences": {"sft": 4, "dpo": 8},
+    },
+}
 VOCABULARY = 16_384
 BARS = [("best", "speed", 1.3), ("defaults", "speed", 2.5), ("best", "memory", 0.8)]
 BOUND = "products"  # the matrix products of the same step alone, at the rate that PyTorch reaches
-REAL_BARS = {"bfloat16": [("speed", 3.0), ("memory", 0.8)], "float32": [("speed", 2.6), ("memory", 0.8)]}  # SmolLM2
+# SmolLM2
+REAL_BARS = {
+    "bfloat16": [("speed", 3.0), ("memory", 0.8)],
+    "float32": [("speed", 2.6), ("memory", 0.8)],
+}
 
 
 def make_folder(folder: Path, objective: str, model: str) -> dict:
@@ -57,7 +70,9 @@ def make_real(folder: Path) -> dict:
         if not (folder / new).exists():
             (folder / new).symlink_to(old)
     told = json.loads((folder / "init" / "tokenizer_config.json").read_text())
-    (folder / "init" / "tokenizer_config.json").write_text(json.dumps(told | {"chat_template": TEMPLATE}, indent=1))
+    (folder / "init" / "tokenizer_config.json").write_text(
+        json.dumps(told | {"chat_template": TEMPLATE}, indent=1)
+    )
     rows = len((folder / "messages.jsonl").read_text().splitlines())
     return {"rows": rows, "model": "SmolLM2-135M-Instruct"}
 
@@ -71,14 +86,29 @@ def make_small(folder: Path, length: int) -> dict:
     rows = write_rows(folder)
     init = folder / "init"
     init.mkdir(exist_ok=True)
-    texts = (json.loads(line)["messages"] for line in (folder / "messages.jsonl").read_text().splitlines())
+    texts = (
+        json.loads(line)["messages"]
+        for line in (folder / "messages.jsonl").read_text().splitlines()
+    )
     train = TrainTokenizer(vocab_size=VOCABULARY, special_tokens=SPECIAL)
-    tokenizer = train_tokenizer((message["content"] for chat in texts for message in chat), train, init)
+    tokenizer = train_tokenizer(
+        (message["content"] for chat in texts for message in chat), train, init
+    )
     told = json.loads((init / "tokenizer_config.json").read_text())
     told |= {"chat_template": TEMPLATE, "eos_token": SPECIAL[1]}
     (init / "tokenizer_config.json").write_text(json.dumps(told, indent=1))
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    shape = {"hidden_size": 384, "intermediate_size": 1056, "num_layers": 6, "num_heads": 6, "num_kv_heads": 2}
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    shape = {
+        "hidden_size": 384,
+        "intermediate_size": 1056,
+        "num_layers": 6,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+    }
     model = Model(family="qwen2", max_positions=length, tie_embeddings=True, **shape)
     config = build_config(model, vocab_size=tokenizer.vocab_size, **ids)
     write_model(model_state(fresh_decoder(config, seed=0)), config, init)
@@ -87,7 +117,7 @@ def make_small(folder: Path, length: int) -> dict:
 
 def recipe_text(objective: str, setting: dict) -> str:
     length, sequences = setting["length"], setting["sequences"][objective]
-    modules = ", ".join(setting['target_modules'])
+    modules = ", ".join(setting["target_modules"])
     lora = f"rank: {setting['rank']}, alpha: {setting['alpha']}, target_modules: [{modules}]"
     path = "messages.jsonl" if objective == "sft" else "pairs.jsonl"
     return f"""
@@ -115,8 +145,9 @@ def commands(objective: str, work: Path, model: str, precision: str) -> dict[str
             kinds = {"best fp32": "best-float32"}
         forms = {
             f"{name}, {each}": [theirs, folder, objective, kind, each, rows]
-            for name, kind in kinds.items() for each in dict.fromkeys(("1", rows))
-        }  # fmt: skip
+            for name, kind in kinds.items()
+            for each in dict.fromkeys(("1", rows))
+        }
         chosen = f"train.precision={precision}"
         bound = {BOUND: [products, folder, chosen]} if objective == "sft" else {}
         return forms | {"bloomery": [ours, folder, chosen]} | bound
@@ -139,7 +170,9 @@ def bf16_in_hardware() -> bool:
 def verdicts_of(sides: list[Side], precision: str) -> list[dict]:
     """Each bar with its measurement; `best` is the quickest of its forms, in speed and in memory."""
     by_name = {side.name: side for side in sides}
-    best = max((side for side in sides if side.name.startswith("best")), key=lambda side: side.speed)
+    best = max(
+        (side for side in sides if side.name.startswith("best")), key=lambda side: side.speed
+    )
     if "defaults" not in by_name:
         bars = REAL_BARS[precision]
         found = [judged(by_name["bloomery"], best, figure, bar) for figure, bar in bars]
@@ -149,10 +182,16 @@ def verdicts_of(sides: list[Side], precision: str) -> list[dict]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--objective", choices=["sft", "dpo"], default="sft")
     parser.add_argument("--model", choices=list(SETTINGS), default="small")
-    parser.add_argument("--precision", choices=["bfloat16", "float32"], help="of smollm2; that of this CPU unless set")
+    parser.add_argument(
+        "--precision",
+        choices=["bfloat16", "float32"],
+        help="of smollm2; that of this CPU unless set",
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side")
     parser.add_argument("--only", nargs="*", help="these sides alone, without a verdict")
     parser.add_argument("--work", type=Path, help="keeps rows, logs and weights here")
@@ -183,9 +222,13 @@ def main() -> None:
         print(*map(told, verdicts), sep="\n")
         results = {side.name: side.result for side in sides}
     report = {
-        "machine": machine(), "made": made, **SETTINGS[asked.model], "sides": results,
-        "bars": verdicts, "seconds": time.perf_counter() - begun,
-    }  # fmt: skip
+        "machine": machine(),
+        "made": made,
+        **SETTINGS[asked.model],
+        "sides": results,
+        "bars": verdicts,
+        "seconds": time.perf_counter() - begun,
+    }
     suffix = f"_smollm2_{precision}" if asked.model == "smollm2" else ""
     out = asked.out or HERE / "results" / f"{asked.objective}_cpu{suffix}.json"
     out.write_text(json.dumps(report, indent=1) + "\n")

@@ -46,7 +46,11 @@ def linears(config: ModelConfig, rank: int, targets: list[str]) -> list[Linear]:
         for matrix in layer.matrices:
             leaf = matrix.name.rpartition(".")[2]
             shape = (matrix.outputs, matrix.inputs)
-            pair = (torch.randn(rank, shape[1]), torch.randn(shape[0], rank)) if leaf in targets else None
+            pair = (
+                (torch.randn(rank, shape[1]), torch.randn(shape[0], rank))
+                if leaf in targets
+                else None
+            )
             behind = layer is stack[-1] and leaf not in ("k_proj", "v_proj")
             first = layer is stack[0] and leaf in ("q_proj", "k_proj", "v_proj")
             found.append(Linear(torch.randn(shape), pair, not first, behind))
@@ -56,7 +60,9 @@ def linears(config: ModelConfig, rank: int, targets: list[str]) -> list[Linear]:
 class Products:
     """One step's products; memory for the results is allocated once."""
 
-    def __init__(self, plan: RunPlan, rank: int, targets: list[str], most: int, sequences: int) -> None:
+    def __init__(
+        self, plan: RunPlan, rank: int, targets: list[str], most: int, sequences: int
+    ) -> None:
         config = plan.model.config
         torch.set_default_dtype(product_dtype(plan.train.precision))  # of every matrix below
         self.linears = linears(config, rank, targets)
@@ -67,7 +73,10 @@ class Products:
         self.logits = torch.randn(CHUNK, config.vocab_size)
         self.layers, heads, width = config.num_layers, config.num_heads, config.head_dim
         self.queries, self.keys = torch.randn(heads, most, width), torch.randn(heads, most, width)
-        self.heads_out, self.scores = torch.empty_like(self.queries), torch.randn(heads * most * most // sequences)
+        self.heads_out, self.scores = (
+            torch.empty_like(self.queries),
+            torch.randn(heads * most * most // sequences),
+        )
 
     def step(self, tokens: int, loss_tokens: int, pairs: int) -> None:
         for linear in self.linears:
@@ -127,9 +136,16 @@ def main() -> None:
     pace, plan = Pace(), planned(folder, sys.argv[2:])
     asked = json.loads((folder / "bench.json").read_text())
     data, sequences = plan.data, plan.train.accumulation * plan.train.micro_batch_size
-    loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed)
+    loader = Loader(
+        data.prepared,
+        sequence_length=data.sequence_length,
+        layout=data.layout,
+        seed=plan.train.seed,
+    )
     cursor = Cursor(plan.train.seed, 0)
-    products = Products(plan, asked["rank"], asked["target_modules"], sequences * data.sequence_length, sequences)
+    products = Products(
+        plan, asked["rank"], asked["target_modules"], sequences * data.sequence_length, sequences
+    )
     while True:
         tokens, loss_tokens, pairs = counts(loader.batch(cursor, sequences))
         cursor = Cursor(cursor.seed, cursor.consumed + sequences)

@@ -24,7 +24,12 @@ from bloomery.data.loader import Cursor, Loader
 from bloomery.data.shards import open_split
 
 LENGTH, SEED = 1024, 0
-BEST = {"bf16": True, "torch_compile": True, "optim": "adamw_torch_fused", "train_sampling_strategy": "sequential"}
+BEST = {
+    "bf16": True,
+    "torch_compile": True,
+    "optim": "adamw_torch_fused",
+    "train_sampling_strategy": "sequential",
+}
 
 
 class PaddedDocuments(Dataset):
@@ -39,7 +44,10 @@ class PaddedDocuments(Dataset):
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         ids = self.split.document(index)[:LENGTH].tolist()
         spare = LENGTH - len(ids)
-        return {"input_ids": ids + [self.pad_id] * spare, "attention_mask": [1] * len(ids) + [0] * spare}
+        return {
+            "input_ids": ids + [self.pad_id] * spare,
+            "attention_mask": [1] * len(ids) + [0] * spare,
+        }
 
 
 class PackedRows(Dataset):
@@ -59,26 +67,49 @@ class PackedRows(Dataset):
 def arguments(folder: str, extra: dict, *, micro_batch: int, rows: int) -> TrainingArguments:
     """The guide's, but for a learning rate that is constant, so that a few steps learn something."""
     return TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=rows // micro_batch,
-        learning_rate=5e-4, lr_scheduler_type="constant", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
-        max_grad_norm=1.0, max_steps=195_000, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
-        disable_tqdm=True, dataloader_pin_memory=False, seed=SEED, **extra,
-    )  # fmt: skip
+        output_dir=folder,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=rows // micro_batch,
+        learning_rate=5e-4,
+        lr_scheduler_type="constant",
+        weight_decay=0.1,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        max_steps=195_000,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=SEED,
+        **extra,
+    )
 
 
 def main() -> None:
     folder, kind, dropout, micro_batch, rows = Path(sys.argv[1]), *sys.argv[2:6]
     tokenizer = AutoTokenizer.from_pretrained(folder / "prepared")
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float(dropout))
-    model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa", **rates)
-    padded, packed = PaddedDocuments(folder / "prepared", tokenizer.pad_token_id), PackedRows(folder / "prepared")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "init", attn_implementation="sdpa", **rates
+    )
+    padded, packed = (
+        PaddedDocuments(folder / "prepared", tokenizer.pad_token_id),
+        PackedRows(folder / "prepared"),
+    )
     guide = kind == "guide"
     with tempfile.TemporaryDirectory() as place:
         trainer = Trainer(
             model=model,
-            args=arguments(place, {} if guide else BEST, micro_batch=int(micro_batch), rows=int(rows)),
+            args=arguments(
+                place, {} if guide else BEST, micro_batch=int(micro_batch), rows=int(rows)
+            ),
             train_dataset=padded if guide else packed,
-            data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False) if guide else default_data_collator,
+            data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False)
+            if guide
+            else default_data_collator,
             callbacks=[Paced()],
         )
         train(trainer)

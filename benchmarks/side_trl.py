@@ -38,7 +38,11 @@ class Counting:
 
     def __call__(self, rows: list[Any]) -> Mapping[str, Any]:
         batch = self.collate(rows)
-        learned = batch["labels"][:, 1:] != -100 if "labels" in batch else batch["completion_mask"][:, 1:] > 0
+        learned = (
+            batch["labels"][:, 1:] != -100
+            if "labels" in batch
+            else batch["completion_mask"][:, 1:] > 0
+        )
         self.counts.append(int(learned.sum()))
         return batch
 
@@ -51,41 +55,80 @@ def rows_of(file: Path) -> Dataset:
     return Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
 
 
-def settings(place: str, kind: str, *, way: str, length: int, micro_batch: int, sequences: int) -> dict[str, Any]:
+def settings(
+    place: str, kind: str, *, way: str, length: int, micro_batch: int, sequences: int
+) -> dict[str, Any]:
     """What both trainers are given. The learning rate is constant, so that a few steps lower the loss."""
     best = way.startswith("best")
-    tuned = {"bf16": way in ("best", "best-weights"), "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
+    tuned = {
+        "bf16": way in ("best", "best-weights"),
+        "gradient_checkpointing": False,
+        "optim": "adamw_torch_fused",
+    }
     return {
-        "output_dir": place, "per_device_train_batch_size": micro_batch,
-        "gradient_accumulation_steps": max(1, sequences // micro_batch), "learning_rate": RATES[kind],
-        "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0, "max_steps": 100_000,
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-        "dataloader_pin_memory": False, "seed": SEED, "max_length": length, **(tuned if best else {}),
-    }  # fmt: skip
+        "output_dir": place,
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": max(1, sequences // micro_batch),
+        "learning_rate": RATES[kind],
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "max_steps": 100_000,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": SEED,
+        "max_length": length,
+        **(tuned if best else {}),
+    }
 
 
 def main() -> None:
-    folder, kind, way, micro_batch, sequences = Path(sys.argv[1]), sys.argv[2], sys.argv[3], *map(int, sys.argv[4:6])
+    folder, kind, way, micro_batch, sequences = (
+        Path(sys.argv[1]),
+        sys.argv[2],
+        sys.argv[3],
+        *map(int, sys.argv[4:6]),
+    )
     asked = json.loads((folder / "bench.json").read_text())
     best = way.startswith("best")
     paced = Paced()
     dtype = "bfloat16" if way == "best-weights" else "float32"
-    model = AutoModelForCausalLM.from_pretrained(folder / "init", attn_implementation="sdpa", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "init", attn_implementation="sdpa", dtype=dtype
+    )
     given = {
         "model": model,
         "processing_class": AutoTokenizer.from_pretrained(folder / "init"),
         "peft_config": LoraConfig(
-            r=asked["rank"], lora_alpha=asked["alpha"], target_modules=asked["target_modules"], task_type="CAUSAL_LM"
+            r=asked["rank"],
+            lora_alpha=asked["alpha"],
+            target_modules=asked["target_modules"],
+            task_type="CAUSAL_LM",
         ),
         "callbacks": [paced],
     }
     with tempfile.TemporaryDirectory() as place:
-        said = settings(place, kind, way=way, length=asked["length"], micro_batch=micro_batch, sequences=sequences)
+        said = settings(
+            place,
+            kind,
+            way=way,
+            length=asked["length"],
+            micro_batch=micro_batch,
+            sequences=sequences,
+        )
         if kind == "sft":
             said |= {"assistant_only_loss": True, "packing": best}
-            trainer = SFTTrainer(args=SFTConfig(**said), train_dataset=rows_of(folder / "messages.jsonl"), **given)
+            trainer = SFTTrainer(
+                args=SFTConfig(**said), train_dataset=rows_of(folder / "messages.jsonl"), **given
+            )
         else:
-            trainer = DPOTrainer(args=DPOConfig(**said), train_dataset=rows_of(folder / "pairs.jsonl"), **given)
+            trainer = DPOTrainer(
+                args=DPOConfig(**said), train_dataset=rows_of(folder / "pairs.jsonl"), **given
+            )
         trainer.data_collator = counting = Counting(trainer.data_collator)
         paced.learned = partial(counting.take, said["gradient_accumulation_steps"])
         train(trainer)

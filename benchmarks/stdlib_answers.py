@@ -29,7 +29,11 @@ def answers() -> Iterator[tuple[str, str]]:
             warnings.simplefilter("ignore", SyntaxWarning)
             tree = ast.parse(source)
         for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef) or not (told := ast.get_docstring(node)) or len(node.body) < 2:
+            if (
+                not isinstance(node, ast.FunctionDef)
+                or not (told := ast.get_docstring(node))
+                or len(node.body) < 2
+            ):
                 continue
             head = lines[node.lineno - 1 : node.body[0].lineno - 1]
             code = textwrap.dedent("".join(head + lines[node.body[0].end_lineno : node.end_lineno]))
@@ -42,10 +46,15 @@ def answers() -> Iterator[tuple[str, str]]:
 def write_rows(folder: Path) -> int:
     """messages.jsonl and pairs.jsonl; returns how many. The rejected answer of a pair is that of the next question."""
     found = list(answers())
-    with (folder / "messages.jsonl").open("w") as chats, (folder / "pairs.jsonl").open("w") as pairs:
+    with (
+        (folder / "messages.jsonl").open("w") as chats,
+        (folder / "pairs.jsonl").open("w") as pairs,
+    ):
         for (asked, code), (_, other) in zip(found, found[1:] + found[:1], strict=True):
             prompt = [{"role": "user", "content": asked}]
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in (code, other))
             chats.write(json.dumps({"messages": prompt + chosen}) + "\n")
-            pairs.write(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n")
+            pairs.write(
+                json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}) + "\n"
+            )
     return len(found)

@@ -27,15 +27,23 @@ def pieces() -> Iterator[str]:
 
 def write_pieces(path: Path) -> None:
     """JSON lines with the column `text`."""
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in pieces()), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in pieces()), encoding="utf-8"
+    )
 
 
 def described(lengths: np.ndarray, *, sequence_length: int) -> dict[str, float]:
     """The distribution of document lengths in tokens, and what padding makes of it."""
     kept = np.minimum(lengths, sequence_length)
-    deciles = {f"p{share}": float(np.percentile(lengths, share)) for share in (10, 25, 50, 75, 90, 99)}
+    deciles = {
+        f"p{share}": float(np.percentile(lengths, share)) for share in (10, 25, 50, 75, 90, 99)
+    }
     return {
-        "documents": len(lengths), "tokens": int(lengths.sum()), "mean": float(lengths.mean()), **deciles,
-        "max": int(lengths.max()), "real share when padded": float(kept.sum() / (len(kept) * sequence_length)),
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "mean": float(lengths.mean()),
+        **deciles,
+        "max": int(lengths.max()),
+        "real share when padded": float(kept.sum() / (len(kept) * sequence_length)),
         "tokens cut off when padded": float(1 - kept.sum() / lengths.sum()),
-    }  # fmt: skip
+    }

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}  # unless the environment says others
-WARM = 2  # steps that are not measured: both sides compile in the first, the Trainer once more in the second
+# unless the environment says others
+THREADS = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}
+# steps that are not measured: both sides compile in the first, the Trainer once more in the second
+WARM = 2
 
 
 @dataclass
@@ -39,16 +41,23 @@ class Side:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}; see {self.name}.log")
+            raise SystemExit(
+                f"{self.name} ended with exit code {self.process.wait()}; see {self.name}.log"
+            )
         return json.loads(answer)
 
     def counted(self) -> list[float]:
         """Tokens that count, by round."""
-        return [step["learned"] if self.positions is None else self.positions * self.real_share for step in self.steps]
+        return [
+            step["learned"] if self.positions is None else self.positions * self.real_share
+            for step in self.steps
+        ]
 
     def rates(self, clock: Literal["seconds", "cpu_seconds"] = "seconds") -> list[float]:
         """Tokens that count a second, by round."""
-        return [tokens / step[clock] for tokens, step in zip(self.counted(), self.steps, strict=True)]
+        return [
+            tokens / step[clock] for tokens, step in zip(self.counted(), self.steps, strict=True)
+        ]
 
     @property
     def speed(self) -> float:
@@ -58,7 +67,8 @@ class Side:
     @property
     def result(self) -> dict:
         return {
-            "real_tokens_per_second": self.speed, "real_share": self.real_share,
+            "real_tokens_per_second": self.speed,
+            "real_share": self.real_share,
             "seconds": [step["seconds"] for step in self.steps],
             "cpu_seconds": [step["cpu_seconds"] for step in self.steps],
             "warm_seconds": [step["seconds"] for step in self.warm],
@@ -66,17 +76,28 @@ class Side:
             "resident_bytes": max(step["resident_bytes"] for step in self.steps),
             "learned": [step["learned"] for step in self.steps],
             "losses": [step["loss"] for step in (*self.warm, *self.steps, self.watched)],
-        }  # fmt: skip
+        }
 
 
 @contextmanager
-def started(name: str, command: Sequence[str], folder: Path, *, positions: int | None = None, real_share: float = 1.0):
+def started(
+    name: str,
+    command: Sequence[str],
+    folder: Path,
+    *,
+    positions: int | None = None,
+    real_share: float = 1.0,
+):
     """A side that waits for orders; it ends with the block."""
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
             env=THREADS | os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )  # fmt: skip
+        )
         try:
             yield Side(name, process, real_share, positions)
         finally:
@@ -87,11 +108,17 @@ def compare(sides: list[Side], rounds: int) -> None:
     """Warm steps; then one each in turn, back and forth; then one with memory watched."""
     for side in sides:
         side.warm = [side.take("step") for _ in range(WARM)]
-        print(f"  {side.name}: warm after {sum(step['seconds'] for step in side.warm):.0f} s", flush=True)
+        print(
+            f"  {side.name}: warm after {sum(step['seconds'] for step in side.warm):.0f} s",
+            flush=True,
+        )
     for number in range(rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
             side.steps.append(side.take("step"))
-        print("  " + ", ".join(f"{side.name} {side.steps[-1]['seconds']:.2f} s" for side in sides), flush=True)
+        print(
+            "  " + ", ".join(f"{side.name} {side.steps[-1]['seconds']:.2f} s" for side in sides),
+            flush=True,
+        )
     for side in sides:
         side.watched = side.take("watch")
 
@@ -101,10 +128,14 @@ def quicker(one: Side, other: Side, clock: Literal["seconds", "cpu_seconds"] = "
 
     `cpu_seconds`: of processor time, which other programs on the machine change little.
     """
-    return statistics.median(a / b for a, b in zip(one.rates(clock), other.rates(clock), strict=True))
+    return statistics.median(
+        a / b for a, b in zip(one.rates(clock), other.rates(clock), strict=True)
+    )
 
 
-def table(sides: Sequence[Side], names: Mapping[str, str] = MappingProxyType({}), *, counted: str) -> str:
+def table(
+    sides: Sequence[Side], names: Mapping[str, str] = MappingProxyType({}), *, counted: str
+) -> str:
     """A line a side. `names`: what sides are called; `counted`: which of the tokens count."""
     width = 2 + max(len(names.get(side.name, side.name)) for side in sides)
     columns = f"{counted + ' tok/s':>14}{'s/step':>8}{'cpu s':>8}{'tokens':>9}{'live MiB':>10}{'RSS MiB':>9}"
@@ -124,15 +155,33 @@ def table(sides: Sequence[Side], names: Mapping[str, str] = MappingProxyType({})
 def judged(ours: Side, theirs: Side, figure: Literal["speed", "memory"], bar: float) -> dict:
     """A bar beside what was measured: memory must not exceed it, speed, compared round by round, must reach it."""
     memory = figure == "memory"
-    ratio = ours.watched["live_bytes"] / theirs.watched["live_bytes"] if memory else quicker(ours, theirs)
+    ratio = (
+        ours.watched["live_bytes"] / theirs.watched["live_bytes"]
+        if memory
+        else quicker(ours, theirs)
+    )
     met = ratio <= bar if memory else ratio >= bar
-    verdict = {"ours": ours.name, "theirs": theirs.name, "figure": figure, "ratio": ratio, "bar": bar, "met": met}
-    return verdict if memory else verdict | {"ratio_of_processor_time": quicker(ours, theirs, "cpu_seconds")}
+    verdict = {
+        "ours": ours.name,
+        "theirs": theirs.name,
+        "figure": figure,
+        "ratio": ratio,
+        "bar": bar,
+        "met": met,
+    }
+    return (
+        verdict
+        if memory
+        else verdict | {"ratio_of_processor_time": quicker(ours, theirs, "cpu_seconds")}
+    )
 
 
 def told(verdict: dict, names: Mapping[str, str] = MappingProxyType({})) -> str:
     ours, theirs = (names.get(verdict[side], verdict[side]) for side in ("ours", "theirs"))
-    sign, outcome = ("<=" if verdict["figure"] == "memory" else ">="), "met" if verdict["met"] else "NOT MET"
+    sign, outcome = (
+        ("<=" if verdict["figure"] == "memory" else ">="),
+        "met" if verdict["met"] else "NOT MET",
+    )
     by_processor = verdict.get("ratio_of_processor_time")
     behind = "" if by_processor is None else f"; by processor time {by_processor:.2f}"
     found = f"{verdict['figure']} {verdict['ratio']:.2f} ({sign} {verdict['bar']}: {outcome})"
@@ -146,10 +195,18 @@ def machine() -> dict:
     import transformers
     import trl
 
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
+    model = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
     return {
-        "cpu": model.partition(":")[2].strip(), "cores": os.cpu_count(),
-        "threads": (THREADS | os.environ)["OMP_NUM_THREADS"], "load": os.getloadavg()[0],
-        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "peft": peft.__version__, "trl": trl.__version__,
-    }  # fmt: skip
+        "cpu": model.partition(":")[2].strip(),
+        "cores": os.cpu_count(),
+        "threads": (THREADS | os.environ)["OMP_NUM_THREADS"],
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "trl": trl.__version__,
+    }

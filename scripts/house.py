@@ -17,8 +17,13 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[1]
 NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-}  # fmt: skip
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -28,14 +33,19 @@ def code_lines(text: str, tree: ast.Module) -> int:
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | Function)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return len(lines)
 
 
 def main() -> int:
     root = Path(sys.argv[1] if len(sys.argv) > 1 else HOME / "src" / "bloomery")
-    spine = set(tomllib.loads((HOME / "pyproject.toml").read_text())["tool"]["bloomery"]["spine"]["files"])
+    spine = set(
+        tomllib.loads((HOME / "pyproject.toml").read_text())["tool"]["bloomery"]["spine"]["files"]
+    )
     lines: Counter[str] = Counter()
     files: Counter[str] = Counter()
     function_lengths: list[int] = []
@@ -52,7 +62,9 @@ def main() -> int:
         if name.as_posix() in spine:
             spine_lines += count
             missing_files.discard(name.as_posix())
-        function_lengths += [(n.end_lineno or 0) - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, Function)]
+        function_lengths += [
+            (n.end_lineno or 0) - n.lineno + 1 for n in ast.walk(tree) if isinstance(n, Function)
+        ]
     function_lengths.sort()
 
     print(f"{'':<22}{'code':>8}{'files':>8}")

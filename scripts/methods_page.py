@@ -48,16 +48,24 @@ SEVEN = {  # the settings of each method for Llama 2 7B: a packaged recipe and w
     "DoRA r16": (BASE, (f"adapter={{kind: dora, rank: 16, alpha: 32, {ALL}}}",)),
     "AdaLoRA r24 to 16": (
         BASE,
-        ("adapter={kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: 100, tfinal: 100, lora_alpha: 48, "
-         "target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}", "train.max_steps=1000"),
+        (
+            "adapter={kind: peft, method: adalora, init_r: 24, target_r: 16, tinit: 100, tfinal: 100, lora_alpha: 48, "
+            "target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}",
+            "train.max_steps=1000",
+        ),
     ),
-    "QLoRA r16 (nf4)": (BASE, (f"adapter={{kind: lora, rank: 16, alpha: 32, {ALL}}}", "quantize={kind: nf4}")),
-}  # fmt: skip
+    "QLoRA r16 (nf4)": (
+        BASE,
+        (f"adapter={{kind: lora, rank: 16, alpha: 32, {ALL}}}", "quantize={kind: nf4}"),
+    ),
+}
 
 
 def refreshed(text: str) -> str:
     """The page with today's content in each of its blocks."""
-    return BLOCK.sub(lambda found: f"<!-- methods: {found[1]} -->\n{BLOCKS[found[1]]()}\n<!-- end -->", text)
+    return BLOCK.sub(
+        lambda found: f"<!-- methods: {found[1]} -->\n{BLOCKS[found[1]]()}\n<!-- end -->", text
+    )
 
 
 def report() -> dict[str, Any]:
@@ -87,7 +95,10 @@ def searched() -> str:
     """Validation loss by learning rate."""
     tried = {row["name"]: dict(row["tried"]) for row in report()["rows"]}
     rates = sorted({rate for losses in tried.values() for rate in losses})
-    lines = ["| | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "--:|" * len(rates)]
+    lines = [
+        "| | " + " | ".join(f"{rate:g}" for rate in rates) + " |",
+        "|---|" + "--:|" * len(rates),
+    ]
     for name, losses in tried.items():
         cells = (f"{losses[rate]:.3f}" if rate in losses else "" for rate in rates)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -122,18 +133,27 @@ def planned() -> str:
     ]
     for name in SEVEN:
         plan = planned_for(LARGE, name)
-        least = planned_for(LARGE, name, "train.micro_batch_size=1", "train.tokens_per_step=2048",
-                            "train.activation_checkpointing=full")  # fmt: skip
+        least = planned_for(
+            LARGE,
+            name,
+            "train.micro_batch_size=1",
+            "train.tokens_per_step=2048",
+            "train.activation_checkpointing=full",
+        )
         trained = TrainedModel.of(plan, plan.model.config).trained_count
         cells = " | ".join(_rate(each) for each in (planned_for(SMALL, name), plan))
-        lines.append(f"| {name} | {format_count(trained)} | {least.memory.total / GIB:.1f} | {cells} |")
+        lines.append(
+            f"| {name} | {format_count(trained)} | {least.memory.total / GIB:.1f} | {cells} |"
+        )
     return "\n".join(lines)
 
 
 def _rate(plan: RunPlan) -> str:
     if not plan.fits:
         return f"no: {plan.memory.total / GIB:.1f} GiB"
-    rate = plan.step_seconds.inverse(plan.train.tokens_per_step).value if plan.step_seconds else None
+    rate = (
+        plan.step_seconds.inverse(plan.train.tokens_per_step).value if plan.step_seconds else None
+    )
     again = "*" if plan.train.activation_checkpointing == "full" else ""
     return f"{two_digits(rate)} tokens/s{again}" if rate else "fits"
 
@@ -173,16 +193,26 @@ def caught() -> str:
     """How much of the change of all matrices the best matrices of a rank hold."""
     spectra = report()["spectra"]
     ranks = list(next(iter(spectra.values()))["caught"])
-    lines = ["| | " + " | ".join(f"rank {rank}" for rank in ranks) + " |", "|---|" + "--:|" * len(ranks)]
+    lines = [
+        "| | " + " | ".join(f"rank {rank}" for rank in ranks) + " |",
+        "|---|" + "--:|" * len(ranks),
+    ]
     for name, found in spectra.items():
-        lines.append(f"| {name} | " + " | ".join(f"{share:.0%}" for share in found["caught"].values()) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join(f"{share:.0%}" for share in found["caught"].values()) + " |"
+        )
     return "\n".join(lines)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "measured": measured, "searched": searched, "setting": setting, "planned": planned, "arithmetic": arithmetic,
-    "seven": seven, "caught": caught,
-}  # fmt: skip
+    "measured": measured,
+    "searched": searched,
+    "setting": setting,
+    "planned": planned,
+    "arithmetic": arithmetic,
+    "seven": seven,
+    "caught": caught,
+}
 
 
 # Pictures
@@ -236,7 +266,15 @@ def loss_curves(found: dict[str, Any]) -> str:
     for at, row in enumerate(found["rows"]):
         points = [(0, found["before"]["loss"]), *map(tuple, row["curve"])]
         curves.append(Series(f"{row['name']}: {row['held_out']:.3f}", points, f"d{at}"))
-    return str(line_chart("Validation loss of each method", curves, unit="nats per token", height=300, shape="image"))
+    return str(
+        line_chart(
+            "Validation loss of each method",
+            curves,
+            unit="nats per token",
+            height=300,
+            shape="image",
+        )
+    )
 
 
 def singular_values(found: dict[str, Any]) -> str:
@@ -244,9 +282,14 @@ def singular_values(found: dict[str, Any]) -> str:
     spectra, parts = found["spectra"], []
     for at, name in enumerate(("q_proj", "v_proj", "up_proj", "down_proj")):
         left, top, width, height = 60 + at % 2 * 345, 62 + at // 2 * 240, 270, 160
-        curves = {who: [v for v in each["values"][name] if v > each["values"][name][0] * 1e-5]
-                  for who, each in spectra.items()}  # fmt: skip
-        values, most = [value for curve in curves.values() for value in curve], max(map(len, curves.values()))
+        curves = {
+            who: [v for v in each["values"][name] if v > each["values"][name][0] * 1e-5]
+            for who, each in spectra.items()
+        }
+        values, most = (
+            [value for curve in curves.values() for value in curve],
+            max(map(len, curves.values())),
+        )
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         parts.append(_text(left, top - 12, f"{name}, layer {spectra['full']['layer'] + 1}"))
         for power in range(low, high + 1):
@@ -262,28 +305,51 @@ def singular_values(found: dict[str, Any]) -> str:
                 f"{top + height * (high - math.log10(value)) / (high - low):.1f}"
                 for n, value in enumerate(curve, 1)
             )
-            parts.append(f'<polyline points="{points}" fill="none" stroke="var(--{color})" stroke-width="1.8"/>')
-        parts.append(_text(left + width / 2, top + height + 32, "singular value number", anchor="middle", soft=True))
+            parts.append(
+                f'<polyline points="{points}" fill="none" stroke="var(--{color})" stroke-width="1.8"/>'
+            )
+        parts.append(
+            _text(
+                left + width / 2,
+                top + height + 32,
+                "singular value number",
+                anchor="middle",
+                soft=True,
+            )
+        )
     for at, (color, who) in enumerate(zip(COLORS, spectra, strict=True)):
         parts += [_box(60 + 150 * at, 14, 18, 10, color), _text(84 + 150 * at, 24, who)]
-    return _svg(720, 520, "Singular values of the change of four matrices, by full training and by LoRA", parts)
+    return _svg(
+        720,
+        520,
+        "Singular values of the change of four matrices, by full training and by LoRA",
+        parts,
+    )
 
 
 def shapes(_found: dict[str, Any]) -> str:
     """W, B and A of Llama 2 7B's q_proj; areas to scale except for the rank."""
     width, rank, side, thin = planned_for(LARGE, "LoRA r16").model.config.hidden_size, 16, 220, 8
     trained = 2 * rank * width
-    return _svg(720, 285, "W, B and A of a LoRA of rank 16", [
-        _box(20, 20, side, side, "weights"),
-        _text(20 + side / 2, 115, "W, frozen", anchor="middle"),
-        _text(20 + side / 2, 135, f"{width:,} x {width:,}", anchor="middle"),
-        _text(20 + side / 2, 155, f"{width * width:,} numbers", anchor="middle"),
-        _text(280, 135, "+ s x", anchor="middle"),
-        _box(335, 20, thin, side, "second"), _text(335 + thin / 2, 262, f"B: {width:,} x {rank}", anchor="middle"),
-        _text(390, 135, "x", anchor="middle"),
-        _box(435, 20, side, thin, "second"), _text(435, 50, f"A: {rank} x {width:,}"),
-        _text(435, 125, f"trainable: {trained:,} numbers,"), _text(435, 145, f"{trained / width**2:.2%} of W's"),
-    ])  # fmt: skip
+    return _svg(
+        720,
+        285,
+        "W, B and A of a LoRA of rank 16",
+        [
+            _box(20, 20, side, side, "weights"),
+            _text(20 + side / 2, 115, "W, frozen", anchor="middle"),
+            _text(20 + side / 2, 135, f"{width:,} x {width:,}", anchor="middle"),
+            _text(20 + side / 2, 155, f"{width * width:,} numbers", anchor="middle"),
+            _text(280, 135, "+ s x", anchor="middle"),
+            _box(335, 20, thin, side, "second"),
+            _text(335 + thin / 2, 262, f"B: {width:,} x {rank}", anchor="middle"),
+            _text(390, 135, "x", anchor="middle"),
+            _box(435, 20, side, thin, "second"),
+            _text(435, 50, f"A: {rank} x {width:,}"),
+            _text(435, 125, f"trainable: {trained:,} numbers,"),
+            _text(435, 145, f"{trained / width**2:.2%} of W's"),
+        ],
+    )
 
 
 def memory(_found: dict[str, Any]) -> str:
@@ -301,12 +367,20 @@ def memory(_found: dict[str, Any]) -> str:
     for at, (kind, color) in enumerate(kinds.items()):
         drawn += [_box(150 + 120 * at, 16, 18, 10, color), _text(174 + 120 * at, 26, kind)]
     drawn.append(_text(700, 190, "before any activation", anchor="end", soft=True))
-    return _svg(720, 200, "Weights, gradients and states of Llama 2 7B, in full, with LoRA and with QLoRA", drawn)
+    return _svg(
+        720,
+        200,
+        "Weights, gradients and states of Llama 2 7B, in full, with LoRA and with QLoRA",
+        drawn,
+    )
 
 
 PICTURES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "lora-shapes": shapes, "lora-memory": memory, "lora-loss": loss_curves, "lora-singular-values": singular_values,
-}  # fmt: skip
+    "lora-shapes": shapes,
+    "lora-memory": memory,
+    "lora-loss": loss_curves,
+    "lora-singular-values": singular_values,
+}
 
 
 if __name__ == "__main__":
@@ -315,4 +389,6 @@ if __name__ == "__main__":
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
         page.write_text(refreshed(before), encoding="utf-8")
-        sys.stdout.write(f"{page.relative_to(ROOT)}{'' if refreshed(before) == before else ' is rewritten'}\n")
+        sys.stdout.write(
+            f"{page.relative_to(ROOT)}{'' if refreshed(before) == before else ' is rewritten'}\n"
+        )

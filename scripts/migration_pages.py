@@ -16,7 +16,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs/how-to").glob("migrate-from-*.md"))
 TABLE = re.compile(r"<!-- keys: ([^\n]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 FIRST = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
-SIBLINGS = {"per_device_train_batch_size": 2, "micro_batch_size": 2, "batch_size": 2, "dataset_dir": "data"}
+SIBLINGS = {
+    "per_device_train_batch_size": 2,
+    "micro_batch_size": 2,
+    "batch_size": 2,
+    "dataset_dir": "data",
+}
 
 
 def refreshed(text: str) -> str:
@@ -26,7 +31,15 @@ def refreshed(text: str) -> str:
 
 def _table(program: str, lines: list[str]) -> str:
     rows = [f"| `{line}` | {answer(line, program)} |" for line in lines]
-    return "\n".join([f"<!-- keys: {program} -->", f"| {program} | Bloomery |", "|---|---|", *rows, "<!-- end -->"])
+    return "\n".join(
+        [
+            f"<!-- keys: {program} -->",
+            f"| {program} | Bloomery |",
+            "|---|---|",
+            *rows,
+            "<!-- end -->",
+        ]
+    )
 
 
 def answer(line: str, program: str) -> str:
@@ -48,4 +61,6 @@ if __name__ == "__main__":
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
         page.write_text(refreshed(before), encoding="utf-8")
-        sys.stdout.write(f"{page.relative_to(ROOT)}{'' if refreshed(before) == before else ' is rewritten'}\n")
+        sys.stdout.write(
+            f"{page.relative_to(ROOT)}{'' if refreshed(before) == before else ' is rewritten'}\n"
+        )

@@ -16,7 +16,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-PLACE = Path(__file__).resolve().parents[1] / "src" / "bloomery" / "runs" / "tasks" / "stdlib-functions.jsonl"
+PLACE = (
+    Path(__file__).resolve().parents[1]
+    / "src"
+    / "bloomery"
+    / "runs"
+    / "tasks"
+    / "stdlib-functions.jsonl"
+)
 SHOWN = 2  # calls in the prompt
 LONGEST = 1200  # characters of a docstring
 PATHS = ["os", "posixpath", "ntpath", "genericpath", "pathlib"]
@@ -54,12 +61,10 @@ CALLS = {
         "('', '*')"
     ),
     "fnmatch.filter re posixpath os": (
-        "(['a.py', 'b.txt', 'c.py'], '*.py'); (['x'], '?'); ([], '*'); "
-        "(['ab', 'b', 'abb'], 'a*b')"
+        "(['a.py', 'b.txt', 'c.py'], '*.py'); (['x'], '?'); ([], '*'); (['ab', 'b', 'abb'], 'a*b')"
     ),
     "genericpath.commonprefix " + " ".join(PATHS): (
-        "(['/usr/lib', '/usr/local'],); (['abc', 'abd'],); ([],); (['a', ''],); "
-        "(['x'],)"
+        "(['/usr/lib', '/usr/local'],); (['abc', 'abd'],); ([],); (['a', ''],); (['x'],)"
     ),
     "glob.escape re": "('a*b',); ('plain',); ('[x]?',); ('**',)",
     "heapq.nlargest _heapq": "(2, [5, 1, 9, 3]); (1, [2, 2]); (0, [1]); (9, [3, 1, 2])",
@@ -74,7 +79,8 @@ CALLS = {
     "math.lcm fractions": "(4, 6); (0, 5); (7,); (2, 3, 8)",
     "math.perm itertools": "(5, 2); (5,); (3, 4); (10, 0)",
     "math.prod functools operator": "([2, 3, 4],); ([],); ([1.5, 2],)",
-    "ntpath.splitdrive " + " ".join(PATHS): "('c:/dir',); ('plain',); ('//host/computer/dir',); ('d:',)",
+    "ntpath.splitdrive "
+    + " ".join(PATHS): "('c:/dir',); ('plain',); ('//host/computer/dir',); ('d:',)",
     "operator.countOf _operator": "([1, 2, 1], 1); ('banana', 'a'); ([], 3)",
     "operator.indexOf _operator": "([4, 2, 1], 2); ('banana', 'n'); ((3,), 3)",
     "pickle.decode_long": "(b'',); (b'\\xff\\x00',); (b'\\xff\\x7f',); (b'\\x00\\xff',); (b'\\x80',); (b'\\x7f',)",
@@ -85,10 +91,13 @@ CALLS = {
         "(['x//y/', 'x/y'],)"
     ),
     "posixpath.dirname " + " ".join(PATHS): "('/a/b.txt',); ('plain',); ('/a/b/',); ('/a//b',)",
-    "posixpath.join " + " ".join(PATHS): "('a', 'b'); ('a/', 'b', 'c'); ('a', '/b'); ('', 'x'); ('a', '')",
-    "posixpath.normpath " + " ".join(PATHS): "('a//b/../c',); ('./a/.',); ('',); ('/../a',); ('../../x',); ('//a',)",
+    "posixpath.join "
+    + " ".join(PATHS): "('a', 'b'); ('a/', 'b', 'c'); ('a', '/b'); ('', 'x'); ('a', '')",
+    "posixpath.normpath "
+    + " ".join(PATHS): "('a//b/../c',); ('./a/.',); ('',); ('/../a',); ('../../x',); ('//a',)",
     "posixpath.split " + " ".join(PATHS): "('/a/b.txt',); ('plain',); ('/a/b/',); ('/',)",
-    "posixpath.splitext " + " ".join(PATHS): "('a.tar.gz',); ('/x.y/z',); ('.bashrc',); ('a.',); ('..a.b',)",
+    "posixpath.splitext "
+    + " ".join(PATHS): "('a.tar.gz',); ('/x.y/z',); ('.bashrc',); ('a.',); ('..a.b',)",
     "quopri.quote": "(b'=',); (b'\\xe4',); (b' ',)",
     "quopri.unhex": "(b'ff',); (b'0A',); (b'3d',)",
     "re.escape": "('a.b',); ('plain',); ('1+1=2?',); ('[x]',)",
@@ -120,7 +129,7 @@ CALLS = {
     "xml.sax.saxutils.unescape html": "('a &lt; b &amp; c',); ('&gt;',); ('&amp;lt;',); ('&quot;', {'&quot;': '\"'})",
     "zlib.adler32 binascii": "(b'abc',); (b'',); (b'hello', 7)",
     "zlib.crc32 binascii": "(b'abc',); (b'',); (b'hello', 7)",
-}  # fmt: skip
+}
 
 
 def task_of(key: str, calls: str) -> dict[str, Any]:
@@ -132,20 +141,33 @@ def task_of(key: str, calls: str) -> dict[str, Any]:
     assert all(ast.literal_eval(repr(value)) == value for _, value in values), name
     words = inspect.cleandoc(function.__doc__ or "").partition(">>>")[0].strip()
     words = words if len(words) <= LONGEST else words[:LONGEST].rpartition("\n\n")[0]
-    shown = [f">>> {short}({', '.join(map(repr, each))})\n{value!r}" for each, value in values[:SHOWN]]
+    shown = [
+        f">>> {short}({', '.join(map(repr, each))})\n{value!r}" for each, value in values[:SHOWN]
+    ]
     quoted = '"""' + "\n".join([words, "", *shown, '"""']).lstrip("\n")
     quoted = textwrap.indent("r" * ("\\" in quoted) + quoted, "    ")
     prompt = f"def {short}{inspect.signature(function)}:\n{quoted}\n"
     ast.parse(prompt)
-    lines = [f"    assert same(candidate({', '.join(map(repr, each))}), {value!r})" for each, value in values]
+    lines = [
+        f"    assert same(candidate({', '.join(map(repr, each))}), {value!r})"
+        for each, value in values
+    ]
     test = "\n".join([f"{SAME}", "def check(candidate):", *lines, ""])
-    return {"task_id": name, "prompt": prompt, "entry_point": short, "test": test, "banned": [module, *banned]}
+    return {
+        "task_id": name,
+        "prompt": prompt,
+        "entry_point": short,
+        "test": test,
+        "banned": [module, *banned],
+    }
 
 
 def main() -> int:
     text = "".join(json.dumps(task_of(key, calls)) + "\n" for key, calls in CALLS.items())
     if "--check" in sys.argv:
-        print(f"{len(CALLS)} tasks, {'as written' if PLACE.read_text() == text else 'the file differs'}")
+        print(
+            f"{len(CALLS)} tasks, {'as written' if PLACE.read_text() == text else 'the file differs'}"
+        )
         return PLACE.read_text() != text
     PLACE.write_text(text)
     print(f"{PLACE.name}: {len(CALLS)} tasks, {len(text):,} bytes")

@@ -40,28 +40,44 @@ RECIPE = re.compile(r"`(\w+\.yaml)`[^\n]*\n```yaml\n(.*?)```", re.DOTALL)
 HOLDS = re.compile(r"<!-- holds: ([^\n]*) -->\n.*?<!-- end -->", re.DOTALL)
 MEMORY = re.compile(r"<!-- memory: ([^,\n]*), ([^\n]*) -->\n(.*?)<!-- end -->", re.DOTALL)
 VRAM = re.compile(r"<!-- vram: ([^\n]*) -->\n.*?<!-- end -->", re.DOTALL)
-SMALLEST = ("data.sequence_length=2048", "train.micro_batch_size=1", "train.activation_checkpointing=full")
+SMALLEST = (
+    "data.sequence_length=2048",
+    "train.micro_batch_size=1",
+    "train.activation_checkpointing=full",
+)
 METHODS = {  # column: edits of qwen2.5-1.5b-lora
     "QLoRA, nf4": ("adapter.target_modules=[all-linear]", "quantize.kind=nf4"),
     "LoRA, bf16": ("adapter.target_modules=[all-linear]",),
     "full, bfloat16-pure, Adafactor fused into backward": (
-        "adapter.kind=none", "train.precision=bfloat16-pure", "optimizer.kind=adafactor",
-        "optimizer.fused_backward=true", "train.tokens_per_step=2048",
+        "adapter.kind=none",
+        "train.precision=bfloat16-pure",
+        "optimizer.kind=adafactor",
+        "optimizer.fused_backward=true",
+        "train.tokens_per_step=2048",
     ),
     "full, mixed precision, AdamW": ("adapter.kind=none",),
-}  # fmt: skip
-LATER = ("claims", "warnings", "suggested", "settings")  # what `...` leaves out begins with one of these
+}
+# what `...` leaves out begins with one of these
+LATER = ("claims", "warnings", "suggested", "settings")
 
 
 def pages() -> list[Path]:
-    found = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))}
-    return [path for path, text in found.items() if any(part.search(text) for part in (BLOCK, HOLDS, MEMORY, VRAM))]
+    found = {
+        path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))
+    }
+    return [
+        path
+        for path, text in found.items()
+        if any(part.search(text) for part in (BLOCK, HOLDS, MEMORY, VRAM))
+    ]
 
 
 def refreshed(text: str) -> str:
     """The page with today's output in each of its blocks."""
     recipes = dict(RECIPE.findall(text))
-    text = BLOCK.sub(lambda match: _block(match[1], recipes, cut=match[2].split()[-1:] == ["..."]), text)
+    text = BLOCK.sub(
+        lambda match: _block(match[1], recipes, cut=match[2].split()[-1:] == ["..."]), text
+    )
     text = MEMORY.sub(lambda match: _savings(*match.groups()), text)
     text = VRAM.sub(lambda match: _by_method(match[1]), text)
     return HOLDS.sub(lambda match: _table(match[1]), text)
@@ -73,10 +89,19 @@ def _savings(recipe: str, gpu: str, table: str) -> str:
         edits += re.findall(r"`([^`]+)`", cell)
         plan = _planned(recipe, gpu, edits)
         needs = plan.memory.total / GIB
-        speed = two_digits(plan.step_seconds.inverse(plan.train.tokens_per_step).value) if plan.step_seconds else ""
-        rows.append(f"| {cell.strip()} | {needs:.1f} GiB | {f'{before - needs:.1f} GiB' if before else ''} | {speed} |")
+        speed = (
+            two_digits(plan.step_seconds.inverse(plan.train.tokens_per_step).value)
+            if plan.step_seconds
+            else ""
+        )
+        rows.append(
+            f"| {cell.strip()} | {needs:.1f} GiB | {f'{before - needs:.1f} GiB' if before else ''} | {speed} |"
+        )
         before = needs
-    head = ["| setting, added to the rows above | peak memory | saved | tokens/s |", "|---|--:|--:|--:|"]
+    head = [
+        "| setting, added to the rows above | peak memory | saved | tokens/s |",
+        "|---|--:|--:|--:|",
+    ]
     return "\n".join([f"<!-- memory: {recipe}, {gpu} -->", *head, *rows, "<!-- end -->"])
 
 
@@ -84,7 +109,9 @@ def _by_method(models: str) -> str:
     rows = ["| model | " + " | ".join(METHODS) + " |", "|---|" + "--:|" * len(METHODS)]
     for model in models.split(", "):
         own = [f"model.from={model}", *SMALLEST]
-        plans = [_planned("qwen2.5-1.5b-lora", "RTX 4090", [*own, *edits]) for edits in METHODS.values()]
+        plans = [
+            _planned("qwen2.5-1.5b-lora", "RTX 4090", [*own, *edits]) for edits in METHODS.values()
+        ]
         needs = " | ".join(f"{plan.memory.total / GIB:,.1f}" for plan in plans)
         rows.append(f"| {model.partition('/')[2]} | {needs} |")
     return "\n".join([f"<!-- vram: {models} -->", *rows, "<!-- end -->"])
@@ -99,7 +126,10 @@ def _planned(recipe: str, gpu: str, edits: list[str]) -> RunPlan:
 def _table(gpus: str) -> str:
     names = gpus.split(", ")
     head = ["| recipe | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
-    rows = [f"| `{recipe}` | " + " | ".join(_cell(recipe, gpu) for gpu in names) + " |" for recipe in tuning()]
+    rows = [
+        f"| `{recipe}` | " + " | ".join(_cell(recipe, gpu) for gpu in names) + " |"
+        for recipe in tuning()
+    ]
     return "\n".join([f"<!-- holds: {gpus} -->", *head, *rows, "<!-- end -->"])
 
 
@@ -122,12 +152,19 @@ def _cell(recipe: str, gpu: str) -> str:
 def _block(words: str, recipes: Mapping[str, str], *, cut: bool) -> str:
     lines = printed(words, recipes)
     if cut:
-        lines = [*lines[: next(at for at, line in enumerate(lines) if line.startswith(LATER))], "..."]
+        lines = [
+            *lines[: next(at for at, line in enumerate(lines) if line.startswith(LATER))],
+            "...",
+        ]
     return "\n".join(["```console", f"$ {words}", *lines, "```"])
 
 
 def pictures() -> list[Path]:
-    return [path for path in sorted((ROOT / "docs/figures").glob("*.svg")) if PICTURE.search(path.read_text("utf-8"))]
+    return [
+        path
+        for path in sorted((ROOT / "docs/figures").glob("*.svg"))
+        if PICTURE.search(path.read_text("utf-8"))
+    ]
 
 
 def drawn(text: str) -> str:
@@ -135,7 +172,10 @@ def drawn(text: str) -> str:
     named = PICTURE.findall(text)[0]
     words = named.replace("&quot;", '"')
     lines = printed(words, {})
-    lines = [f"$ {words}", *lines[: next(at for at, line in enumerate(lines) if line.startswith(LATER))]]
+    lines = [
+        f"$ {words}",
+        *lines[: next(at for at, line in enumerate(lines) if line.startswith(LATER))],
+    ]
     while not lines[-1].strip():
         lines.pop()
     wide, high = max(map(len, lines)), 19 * len(lines) + 24
@@ -167,7 +207,9 @@ def printed(words: str, recipes: Mapping[str, str]) -> list[str]:
     ):
         for name, recipe in recipes.items():
             Path(name).write_text(recipe, encoding="utf-8")
-        result = CliRunner().invoke(command, shlex.split(words)[2:], standalone_mode=False, catch_exceptions=False)
+        result = CliRunner().invoke(
+            command, shlex.split(words)[2:], standalone_mode=False, catch_exceptions=False
+        )
     return result.stdout.rstrip().split("\n")
 
 
@@ -183,10 +225,18 @@ def _away(folder: str) -> Iterator[None]:
 
 def computer() -> Machine:
     host = Host(
-        system="Linux", cpu_name="a CPU", cpu_cores=8, cpu_flags=("avx2",), memory_bytes=64 * GIB,
-        memory_free_bytes=60 * GIB, disk_free_bytes=500 * GIB, compiler="/usr/bin/g++",
-    )  # fmt: skip
-    return Machine(accelerators=(), host=host, software=Software(python="3.12.4", torch="2.13.0", build="cpu"))
+        system="Linux",
+        cpu_name="a CPU",
+        cpu_cores=8,
+        cpu_flags=("avx2",),
+        memory_bytes=64 * GIB,
+        memory_free_bytes=60 * GIB,
+        disk_free_bytes=500 * GIB,
+        compiler="/usr/bin/g++",
+    )
+    return Machine(
+        accelerators=(), host=host, software=Software(python="3.12.4", torch="2.13.0", build="cpu")
+    )
 
 
 if __name__ == "__main__":
@@ -195,4 +245,6 @@ if __name__ == "__main__":
     for page in pages():
         before = page.read_text(encoding="utf-8")
         page.write_text(refreshed(before), encoding="utf-8")
-        sys.stdout.write(f"{page.relative_to(ROOT)}{'' if refreshed(before) == before else ' is rewritten'}\n")
+        sys.stdout.write(
+            f"{page.relative_to(ROOT)}{'' if refreshed(before) == before else ' is rewritten'}\n"
+        )

@@ -13,9 +13,19 @@ from bloomery.recipe.load import json_schema
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, EVERYTHING = ROOT / "docs/reference/recipe.md", ROOT / "src/bloomery/recipes/everything.yaml"
 SHOWN = {  # examples that everything.yaml sets, as a recipe needs a model and data
-    "preset", "path", "glob", "columns", "train", "tokens", "epochs", "tokens_per_second", "duration", "memory",
-    "perplexity", "prompts",
-}  # fmt: skip
+    "preset",
+    "path",
+    "glob",
+    "columns",
+    "train",
+    "tokens",
+    "epochs",
+    "tokens_per_second",
+    "duration",
+    "memory",
+    "perplexity",
+    "prompts",
+}
 LENGTHS = "2000 steps, 10B tokens, 3 epochs, 20% or 8h"
 PAGE_HEAD = f"""# Recipe reference
 
@@ -44,14 +54,24 @@ def sections_of(schema: dict[str, Any], part: dict[str, Any]) -> list[dict[str, 
     if "$ref" in part:
         found = resolved(schema, part)
         return [found] if "properties" in found else []
-    members = part.get("anyOf", []) + part.get("oneOf", []) + [part[key] for key in ("items",) if key in part]
-    return list({id(one): one for member in members for one in sections_of(schema, member)}.values())
+    members = (
+        part.get("anyOf", [])
+        + part.get("oneOf", [])
+        + [part[key] for key in ("items",) if key in part]
+    )
+    return list(
+        {id(one): one for member in members for one in sections_of(schema, member)}.values()
+    )
 
 
 def allowed(schema: dict[str, Any], part: dict[str, Any]) -> list[str]:
     """The values that a key takes, as text."""
     if "$ref" in part:
-        return ["a section"] if "properties" in resolved(schema, part) else allowed(schema, resolved(schema, part))
+        return (
+            ["a section"]
+            if "properties" in resolved(schema, part)
+            else allowed(schema, resolved(schema, part))
+        )
     if members := part.get("anyOf", part.get("oneOf")):
         words = list(dict.fromkeys(word for member in members for word in allowed(schema, member)))
         return [word for word in words if word != "null"]
@@ -59,20 +79,37 @@ def allowed(schema: dict[str, Any], part: dict[str, Any]) -> list[str]:
         return [f"`{value}`" for value in part.get("enum", [part.get("const")])]
     kind = part.get("type")
     if kind in ("integer", "number"):
-        bounds = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
-        limits = [f"{sign} {part[key]:g}" for key, sign in bounds if key in part and abs(part[key]) < 2**31]
+        bounds = (
+            ("exclusiveMinimum", ">"),
+            ("minimum", ">="),
+            ("exclusiveMaximum", "<"),
+            ("maximum", "<="),
+        )
+        limits = [
+            f"{sign} {part[key]:g}"
+            for key, sign in bounds
+            if key in part and abs(part[key]) < 2**31
+        ]
         return [" ".join([str(kind), *limits])]
     if kind == "array":
         if "prefixItems" in part:
             return ["list of 2 numbers"]
         return ["list of " + " or ".join(allowed(schema, part.get("items", {})))]
-    return {"string": ["text"], "boolean": ["`true`", "`false`"], "object": ["keys with values"]}.get(str(kind), [])
+    return {
+        "string": ["text"],
+        "boolean": ["`true`", "`false`"],
+        "object": ["keys with values"],
+    }.get(str(kind), [])
 
 
 def value(found: Any) -> str:
     """As YAML in one line; most JSON is."""
     if isinstance(found, str):
-        plain = found and not set(found) & set("*#:[]{},\"'&!<>") and found.lower() not in ("true", "false", "null")
+        plain = (
+            found
+            and not set(found) & set("*#:[]{},\"'&!<>")
+            and found.lower() not in ("true", "false", "null")
+        )
         return found if plain else json.dumps(found)
     if isinstance(found, list):
         return f"[{', '.join(map(value, found))}]"
@@ -81,7 +118,9 @@ def value(found: Any) -> str:
     return json.dumps(found) if found is None or isinstance(found, bool) else f"{found:.12g}"
 
 
-def tables(schema: dict[str, Any], path: tuple[str, ...], section: dict[str, Any], about: str) -> Iterator[str]:
+def tables(
+    schema: dict[str, Any], path: tuple[str, ...], section: dict[str, Any], about: str
+) -> Iterator[str]:
     """The table of a section and those of the sections in it."""
     kinds = allowed(schema, section["properties"].get("kind", {}))
     of = f" ({', '.join(kinds)})" if kinds and path[0] in ("objective", "adapter") else ""
@@ -104,7 +143,9 @@ def tables(schema: dict[str, Any], path: tuple[str, ...], section: dict[str, Any
 
 def page() -> str:
     schema = json_schema()
-    body = "\n".join(tables(schema, ("recipe",), schema, "The sections.")).replace("## recipe.", "## ")
+    body = "\n".join(tables(schema, ("recipe",), schema, "The sections.")).replace(
+        "## recipe.", "## "
+    )
     return PAGE_HEAD + "\n" + body.replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 
@@ -118,12 +159,26 @@ def entries(
         return indent + text if at is None else f"{at}# {indent[len(at) :]}{text}"
 
     for key, part in section["properties"].items():
-        examples, default, found = part.get("examples", []), part.get("default"), sections_of(schema, part)
+        examples, default, found = (
+            part.get("examples", []),
+            part.get("default"),
+            sections_of(schema, part),
+        )
         words, about = allowed(schema, part), part.get("description", "")
-        chosen = [word.strip("`") for word in words if word.startswith("`") and word not in ("`true`", "`false`")]
+        chosen = [
+            word.strip("`")
+            for word in words
+            if word.startswith("`") and word not in ("`true`", "`false`")
+        ]
         about += f" One of {', '.join(chosen)}." if len(chosen) > 1 else ""
-        if found and (isinstance(default, dict) or key in ("model", "data", "train", "rope_scaling")):
-            first = [one for one in found if not isinstance(default, dict) or takes(one, default.get("kind"))][:1]
+        if found and (
+            isinstance(default, dict) or key in ("model", "data", "train", "rope_scaling")
+        ):
+            first = [
+                one
+                for one in found
+                if not isinstance(default, dict) or takes(one, default.get("kind"))
+            ][:1]
             hidden = off if off is not None else indent if key == "rope_scaling" else None
             yield line(f"{key}:", hidden is not None), part.get("description", "")
             for one in [*first, *(other for other in found if other not in first)]:

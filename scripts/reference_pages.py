@@ -34,15 +34,21 @@ BUILT = [kind for kind, spec in OBJECTIVES.items() if not spec.rollouts]
 
 
 def commands_page() -> str:
-    return "\n".join([
-        "# Commands", "",
-        "Every command, argument and option. `--help` after a command prints the same text.", NOTE, "",
-        "- RECIPE is a YAML file or the name of a packaged recipe. `section.key=value` after it overrides a key.",
-        "- RUN is a path, a name below `runs/`, or `last`.",
-        "- MODEL is a RUN, a Hugging Face folder, a Hub id, or `BASE+ADAPTER`.",
-        "- [Exit codes](exit-codes.md) lists what each command returns.", "",
-        *_command(cli, []),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# Commands",
+            "",
+            "Every command, argument and option. `--help` after a command prints the same text.",
+            NOTE,
+            "",
+            "- RECIPE is a YAML file or the name of a packaged recipe. `section.key=value` after it overrides a key.",
+            "- RUN is a path, a name below `runs/`, or `last`.",
+            "- MODEL is a RUN, a Hugging Face folder, a Hub id, or `BASE+ADAPTER`.",
+            "- [Exit codes](exit-codes.md) lists what each command returns.",
+            "",
+            *_command(cli, []),
+        ]
+    )
 
 
 def _command(command: click.Command, path: list[str]) -> Iterator[str]:
@@ -51,11 +57,14 @@ def _command(command: click.Command, path: list[str]) -> Iterator[str]:
     if path:
         yield f"{'#' * (1 + len(path))} {' '.join(path)}\n"
         if not isinstance(command, click.Group):
-            usage = " ".join(command.get_usage(context).removeprefix("Usage: ").replace("[OPTIONS] ", "").split())
+            usage = " ".join(
+                command.get_usage(context).removeprefix("Usage: ").replace("[OPTIONS] ", "").split()
+            )
             yield f"```text\n{usage}\n```\n"
         about, *examples = re.split(r"Example: ", (command.help or "").replace("\b", ""))
         lines = [line.strip() for example in examples for line in example.strip().split("\n")]
-        shown = re.sub(r"\n(?=--)", " \\\\\n    ", "\n".join(lines)).rstrip(".")  # options of the line above
+        # options of the line above
+        shown = re.sub(r"\n(?=--)", " \\\\\n    ", "\n".join(lines)).rstrip(".")
         yield f"{_text(about)}\n" + (f"\n```bash\n{shown}\n```\n" if shown else "")
     options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     if options:
@@ -75,7 +84,11 @@ def _option(option: click.Option) -> str:
     about, shown = option.help or "", ""
     if found := re.search(r" ?\[default: (.*?)\]", about):
         about, shown = about.replace(found[0], ""), found[1]
-    elif not option.is_flag and isinstance(option.default, str | int | float) and option.default != "":
+    elif (
+        not option.is_flag
+        and isinstance(option.default, str | int | float)
+        and option.default != ""
+    ):
         shown = f"`{option.default}`"
     elif option.secondary_opts:
         shown = f"`{option.opts[0] if option.default else option.secondary_opts[0]}`"
@@ -88,9 +101,14 @@ def _kind(kind: click.ParamType) -> str:
     if isinstance(kind, click.Choice):
         return ", ".join(f"`{one}`" for one in kind.choices)
     if isinstance(kind, click.IntRange | click.FloatRange):
-        limits = [f"{sign}{'' if opened else '='} {limit:g}" for sign, limit, opened in
-                  ((">", kind.min, kind.min_open), ("<", kind.max, kind.max_open))
-                  if limit is not None and limit < 2**31]  # fmt: skip
+        limits = [
+            f"{sign}{'' if opened else '='} {limit:g}"
+            for sign, limit, opened in (
+                (">", kind.min, kind.min_open),
+                ("<", kind.max, kind.max_open),
+            )
+            if limit is not None and limit < 2**31
+        ]
         return " ".join([kind.name.removesuffix(" range"), *limits])
     return kind.name
 
@@ -107,7 +125,10 @@ TURNS = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "c
 WEATHER = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 TOOL = {
     "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
 }
 SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
     "messages": [
@@ -122,10 +143,21 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
             ],
         },
     ],
-    "sharegpt": [{"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]}],
+    "sharegpt": [
+        {
+            "conversations": [
+                {"from": "human", "value": "What is 2 + 2?"},
+                {"from": "gpt", "value": "4"},
+            ]
+        }
+    ],
     "alpaca": [
         {"instruction": "Translate to German.", "input": "Good morning", "output": "Guten Morgen"},
-        {"instruction": "And in French?", "output": "Bonjour", "history": [["Translate hello to German.", "Hallo"]]},
+        {
+            "instruction": "And in French?",
+            "output": "Bonjour",
+            "history": [["Translate hello to German.", "Hallo"]],
+        },
     ],
     "completion": [
         {"prompt": "The capital of Norway is", "completion": " Oslo."},
@@ -206,11 +238,21 @@ def formats_page() -> str:
         for name, one in FORMATS.items()
     ]
     sections = [
-        "\n".join([f"\n## {name}\n", f"{ABOUT[name]}\n", "```json", *map(json.dumps, SAMPLES[name]), "```"])
+        "\n".join(
+            [
+                f"\n## {name}\n",
+                f"{ABOUT[name]}\n",
+                "```json",
+                *map(json.dumps, SAMPLES[name]),
+                "```",
+            ]
+        )
         for name in FORMATS
     ]
     head = "| `data.format` | required columns | optional roles | objectives |\n|---|---|---|---|"
-    plain = f"| [`text`](#text) | one text column | | {_names(k for k in BUILT if _reads_text(k))} |"
+    plain = (
+        f"| [`text`](#text) | one text column | | {_names(k for k in BUILT if _reads_text(k))} |"
+    )
     tokens = "| [`tokens`](#tokens) | one column of token ids | a loss mask | `pretrain`, `sft`, `distill` |"
     return "\n".join([HEAD_OF_FORMATS, head, *rows, plain, tokens, *sections]) + "\n" + PLAIN
 
@@ -226,7 +268,11 @@ def takers(name: str) -> list[str]:
     """The objectives that train on rows of a format; `pretrain` trains on all tokens of conversations."""
     example = example_of(name, SAMPLES[name][0])
     turns = example.kind in ("chat", "completion")
-    return [kind for kind in BUILT if _takes(kind, example) and (turns or OBJECTIVES[kind].data_kind != "any")]
+    return [
+        kind
+        for kind in BUILT
+        if _takes(kind, example) and (turns or OBJECTIVES[kind].data_kind != "any")
+    ]
 
 
 def _takes(kind: str, example: Example) -> bool:
@@ -252,7 +298,9 @@ BLOCK = re.compile(r"<!-- objectives -->\n.*?<!-- end -->", re.DOTALL)
 def objectives_page() -> str:
     """The page with a new table; its other text is written by hand."""
     text = (HOME / "objectives.md").read_text(encoding="utf-8")
-    return BLOCK.sub("<!-- objectives -->\n" + "\n".join(objectives_table()) + "\n<!-- end -->", text)
+    return BLOCK.sub(
+        "<!-- objectives -->\n" + "\n".join(objectives_table()) + "\n<!-- end -->", text
+    )
 
 
 def objectives_table() -> Iterator[str]:
@@ -263,11 +311,18 @@ def objectives_table() -> Iterator[str]:
     for kind in BUILT:
         spec = OBJECTIVES[kind]
         section = next(one for one in sections if recipe_page.takes(one, kind))
-        keys = {key: part.get("default") for key, part in section["properties"].items() if key != "kind"}
-        words = (f"`{key}`" + ("" if value is None else f" {recipe_page.value(value)}") for key, value in keys.items())
+        keys = {
+            key: part.get("default") for key, part in section["properties"].items() if key != "kind"
+        }
+        words = (
+            f"`{key}`" + ("" if value is None else f" {recipe_page.value(value)}")
+            for key, value in keys.items()
+        )
         formats = [name for name in FORMATS if kind in takers(name)]
         formats += ["text", "tokens"] if _reads_text(kind) else []
-        unit = {"answer": "response", "token": "loss token", "label": "loss token"}.get(spec.loss_unit, spec.loss_unit)
+        unit = {"answer": "response", "token": "loss token", "label": "loss token"}.get(
+            spec.loss_unit, spec.loss_unit
+        )
         reference = "yes" if spec.reference else "teacher" if spec.extra_forwards else "no"
         yield f"| [`{kind}`](#{kind}) | {_names(formats)} | {unit} | {reference} | {', '.join(words)} |"
 
@@ -305,7 +360,10 @@ def events_page() -> str:
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name in events.KINDS:
             about = " ".join((ast.get_docstring(node) or "").replace("None", "null").split())
-            parts += [f"## {node.name}\n\n{about}\n", "| field | type | default | meaning |\n|---|---|---|---|"]
+            parts += [
+                f"## {node.name}\n\n{about}\n",
+                "| field | type | default | meaning |\n|---|---|---|---|",
+            ]
             parts += [_field(one, lines) for one in node.body if isinstance(one, ast.AnnAssign)]
             parts.append("")
     return "\n".join(parts)
@@ -314,7 +372,13 @@ def events_page() -> str:
 def _field(node: ast.AnnAssign, lines: list[str]) -> str:
     """A row of the table: the comment behind a field is its meaning."""
     kind = ast.unparse(node.annotation).replace(" | None", " or null").replace("None", "null")
-    default = "" if node.value is None else "`{}`" if isinstance(node.value, ast.Call) else _as_json(node.value)
+    default = (
+        ""
+        if node.value is None
+        else "`{}`"
+        if isinstance(node.value, ast.Call)
+        else _as_json(node.value)
+    )
     about = lines[node.lineno - 1].partition("  # ")[2].replace("None", "null")
     return f"| `{ast.unparse(node.target)}` | {kind} | {default} | {about} |"
 
@@ -349,10 +413,21 @@ A GPU that is not listed is reported as unknown. Bloomery never substitutes a si
 
 
 def hardware_page() -> str:
-    columns = ("architecture", "precision", "matrix units", "flash attention", "`torch.compile`", "speed")
+    columns = (
+        "architecture",
+        "precision",
+        "matrix units",
+        "flash attention",
+        "`torch.compile`",
+        "speed",
+    )
     lines = [HEAD_OF_HARDWARE, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for arch in sorted(table().arch, key=lambda one: one.vendor):
-        share = " to ".join(f"{100 * one:.0f}" for one in arch.efficiency[::2]) if arch.efficiency else "unknown"
+        share = (
+            " to ".join(f"{100 * one:.0f}" for one in arch.efficiency[::2])
+            if arch.efficiency
+            else "unknown"
+        )
         typical = f" ({100 * arch.efficiency[1]:.0f})" if arch.efficiency else ""
         flash = "no" if arch.fused_attention == "none" else arch.fused_attention
         flash = flash if arch.varlen_attention else "memory-efficient instead"
@@ -362,10 +437,13 @@ def hardware_page() -> str:
             f"| {share}%{typical}: {arch.efficiency_source} |"
         )
     lines += [
-        "", "## GPUs", "",
+        "",
+        "## GPUs",
+        "",
         "Peaks are dense TFLOP/s in the precision named. `~`: computed from units, clock and rate per clock. "
-        "Other peaks are the vendor's.", "",
-    ]  # fmt: skip
+        "Other peaks are the vendor's.",
+        "",
+    ]
     for vendor, title in (("amd", "AMD"), ("nvidia", "NVIDIA")):
         head = "| GPU | architecture | memory, GB | bandwidth, GB/s | peak |\n|---|---|--:|--:|--:|"
         lines += [f"### {title}\n", head]
@@ -389,8 +467,14 @@ def _precision(arch: Any) -> str:
 
 
 def _gpu(spec: GpuSpec) -> str:
-    kind = next((name for name in ("bfloat16", "float16", "float32") if name in spec.peak_tflops), "")
-    peak = f"{'~' if spec.peaks_estimated else ''}{spec.peak_tflops[kind]:g} {kind}" if kind else "unknown"
+    kind = next(
+        (name for name in ("bfloat16", "float16", "float32") if name in spec.peak_tflops), ""
+    )
+    peak = (
+        f"{'~' if spec.peaks_estimated else ''}{spec.peak_tflops[kind]:g} {kind}"
+        if kind
+        else "unknown"
+    )
     memory = " or ".join(map(str, spec.memory_gib)) or "shared"
     return f"| {spec.name} | {spec.arch} | {memory} | {spec.bandwidth_gbs:,g} | {peak} |"
 

@@ -36,13 +36,24 @@ SHAPE = {
     "num_heads": 4,
     "num_kv_heads": 2,
 }
-LORA = {"kind": "lora", "rank": 4, "dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+LORA = {
+    "kind": "lora",
+    "rank": 4,
+    "dropout": 0.1,
+    "target_modules": ["q_proj", "v_proj", "down_proj"],
+}
 
 # Keys are those of the newest recipe schema; `as_version_1` gives the older names.
 COMMON = {
     "data": {"sequence_length": 128, "validation": 0.05},
     "optimizer": {"learning_rate": 1e-3, "warmup": "2 steps"},
-    "train": {"max_steps": STEPS, "tokens_per_step": 1024, "micro_batch_size": 4, "precision": "float32", "seed": 3},
+    "train": {
+        "max_steps": STEPS,
+        "tokens_per_step": 1024,
+        "micro_batch_size": 4,
+        "precision": "float32",
+        "seed": 3,
+    },
     "checkpoint": {"every": "3 steps", "keep": 2},
     "eval": {"every": "4 steps", "tokens": 2048},
 }
@@ -62,7 +73,10 @@ CASES: dict[str, list[dict]] = {
         {"train": {"precision": "bfloat16-pure"}, "optimizer": {"stochastic_rounding": True}},
     ],
     "pretrain compiled": [PRETRAIN, {"train": {"compile": True}}],
-    "pretrain recomputed": [PRETRAIN, {"train": {"activation_checkpointing": "full", "attention": "blockwise"}}],
+    "pretrain recomputed": [
+        PRETRAIN,
+        {"train": {"activation_checkpointing": "full", "attention": "blockwise"}},
+    ],
     "pretrain muon": [PRETRAIN, {"optimizer": {"kind": "muon"}}],
     "pretrain adafactor in backward": [
         PRETRAIN,
@@ -89,10 +103,13 @@ CASES: dict[str, list[dict]] = {
     "distill": [SFT, {"objective": {"kind": "distill", "teacher": "teacher"}}],
 }
 RENAMED_SINCE_1 = {
-    ("optimizer", "fused_backward"): "in_backward", ("optimizer", "state_dtype"): "states",
-    ("train", "micro_batch_size"): "micro_batch", ("train", "max_grad_norm"): "clip",
-    ("adapter", "target_modules"): "targets", ("quantize", "kind"): "base",
-}  # fmt: skip
+    ("optimizer", "fused_backward"): "in_backward",
+    ("optimizer", "state_dtype"): "states",
+    ("train", "micro_batch_size"): "micro_batch",
+    ("train", "max_grad_norm"): "clip",
+    ("adapter", "target_modules"): "targets",
+    ("quantize", "kind"): "base",
+}
 
 
 def merged(parts: list[dict]) -> dict:
@@ -124,14 +141,19 @@ def write_data(folder: Path) -> None:
     for path in sorted(library.glob("*.py"))[:40]:
         shutil.copyfile(path, folder / "code" / path.name)
     chance = random.Random(0)
-    words = sorted({word for word in (library / "argparse.py").read_text().split() if word.isalpha()})
+    words = sorted(
+        {word for word in (library / "argparse.py").read_text().split() if word.isalpha()}
+    )
 
     def some(least: int, most: int) -> str:
         return " ".join(chance.choices(words, k=chance.randint(least, most)))
 
     chats, pairs, marked = [], [], []
     for _ in range(160):
-        turns = [{"role": role, "content": some(3, 25)} for role in ("user", "assistant") * chance.randint(1, 2)]
+        turns = [
+            {"role": role, "content": some(3, 25)}
+            for role in ("user", "assistant") * chance.randint(1, 2)
+        ]
         chats.append({"messages": turns})
         asked = [{"role": "user", "content": some(3, 12)}]
         good, bad = ([{"role": "assistant", "content": some(3, 20)}] for _ in "gb")
@@ -145,11 +167,21 @@ def write_data(folder: Path) -> None:
 
 
 def bloomery(checkout: Path, folder: Path, *words: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout / "src"),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
     return subprocess.Popen(
-        [sys.executable, "-m", "bloomery", *words], cwd=folder, env=environment, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, "-m", "bloomery", *words],
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def finish(process: subprocess.Popen) -> None:
@@ -160,7 +192,8 @@ def finish(process: subprocess.Popen) -> None:
 
 def write_recipe(path: Path, checkout: Path, recipe: dict) -> None:
     version_2 = "micro_batch_size" in (checkout / "src/bloomery/recipe/schema.py").read_text()
-    path.write_text(json.dumps(recipe if version_2 else as_version_1(recipe), indent=1))  # JSON is YAML
+    # JSON is YAML
+    path.write_text(json.dumps(recipe if version_2 else as_version_1(recipe), indent=1))
 
 
 def make_inputs(checkout: Path, folder: Path) -> None:
@@ -174,7 +207,11 @@ def make_inputs(checkout: Path, folder: Path) -> None:
         "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
         "{% else %}{{ message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    fresh = {"model": {**SHAPE}, "tokenizer": {"train": {"vocab_size": 600}}, "train": {"max_steps": 2}}
+    fresh = {
+        "model": {**SHAPE},
+        "tokenizer": {"train": {"vocab_size": 600}},
+        "train": {"max_steps": 2},
+    }
     for name in ("base", "teacher"):
         seed = {"train": {**fresh["train"], "seed": len(name)}}
         tokenizer = {} if name == "base" else {"tokenizer": {"from": "base"}}
@@ -182,10 +219,18 @@ def make_inputs(checkout: Path, folder: Path) -> None:
         if name == "base":
             recipe["tokenizer"].pop("from")
         write_recipe(folder / f"make-{name}.yaml", checkout, recipe)
-        finish(bloomery(checkout, folder, "train", f"make-{name}.yaml", "--run-dir", f"runs/{name}"))
-        finish(bloomery(checkout, folder, "export", f"runs/{name}", "--to", "hf", "--out", f"{name}-made"))
+        finish(
+            bloomery(checkout, folder, "train", f"make-{name}.yaml", "--run-dir", f"runs/{name}")
+        )
+        finish(
+            bloomery(
+                checkout, folder, "export", f"runs/{name}", "--to", "hf", "--out", f"{name}-made"
+            )
+        )
         settings = folder / f"{name}-made" / "tokenizer_config.json"
-        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+        settings.write_text(
+            json.dumps({**json.loads(settings.read_text()), "chat_template": template})
+        )
         (folder / f"{name}-made").rename(folder / name)
 
 
@@ -207,7 +252,11 @@ def train_one(case: str, checkout: Path, inputs: Path) -> dict:
         run, events = folder / "runs" / "case", folder / "runs" / "case" / "events.jsonl"
         process = bloomery(checkout, folder, "train", "case.yaml", "--run-dir", "runs/case")
         deadline = time.monotonic() + LIMIT_SECONDS
-        while process.poll() is None and last_step(events) < KILL_AFTER and time.monotonic() < deadline:
+        while (
+            process.poll() is None
+            and last_step(events) < KILL_AFTER
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -215,8 +264,14 @@ def train_one(case: str, checkout: Path, inputs: Path) -> dict:
         elif process.returncode:
             raise RuntimeError(process.communicate()[0].decode(errors="replace")[-2000:])
         finish(bloomery(checkout, folder, "resume", "runs/case"))
-        lines = [json.loads(line) for line in events.read_text().splitlines() if line.startswith("{")]
-        steps = {str(line["step"]): [line["loss"], line["grad_norm"]] for line in lines if line["event"] == "StepDone"}
+        lines = [
+            json.loads(line) for line in events.read_text().splitlines() if line.startswith("{")
+        ]
+        steps = {
+            str(line["step"]): [line["loss"], line["grad_norm"]]
+            for line in lines
+            if line["event"] == "StepDone"
+        }
         evals = {str(line["step"]): line["loss"] for line in lines if line["event"] == "EvalDone"}
         weights, others = {}, []
         for path in sorted(sorted((run / "checkpoints").glob("step-*"))[-1].rglob("*.safetensors")):
@@ -242,10 +297,14 @@ def checkout_of(name: str, stack: list[Path]) -> tuple[Path, str | None]:
     """A folder as it is; of a revision a copy. The second value is the commit, None where the tree may change."""
     if Path(name).is_dir():
         return Path(name).resolve(), None
-    commit = subprocess.check_output(["git", "rev-parse", name + "^{commit}"], cwd=HOME, text=True).strip()
+    commit = subprocess.check_output(
+        ["git", "rev-parse", name + "^{commit}"], cwd=HOME, text=True
+    ).strip()
     folder = Path(tempfile.mkdtemp(prefix="same-runs-tree-"))
     stack.append(folder)
-    archive = subprocess.run(["git", "archive", commit, "src"], cwd=HOME, check=True, capture_output=True)
+    archive = subprocess.run(
+        ["git", "archive", commit, "src"], cwd=HOME, check=True, capture_output=True
+    )
     subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
     return folder, commit
 
@@ -256,7 +315,11 @@ def results_of(
     kept = inputs.parent / f"{commit}.json"
     results = json.loads(kept.read_text()) if commit and kept.exists() else {}
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(train_one, case, checkout, inputs): case for case in cases if case not in results}
+        waiting = {
+            pool.submit(train_one, case, checkout, inputs): case
+            for case in cases
+            if case not in results
+        }
         for done in concurrent.futures.as_completed(waiting):
             case = waiting[done]
             try:
@@ -285,11 +348,17 @@ def difference(before: dict | None, after: dict | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("base", help="a git revision or a folder")
     parser.add_argument("head", help="a git revision or a folder")
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="cases whose name contains one of these"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="cases whose name contains one of these",
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     asked = parser.parse_args()

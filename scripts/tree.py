@@ -46,7 +46,11 @@ def sentence(path: Path) -> str:
     name = path.relative_to(SOURCE).as_posix()
     if name in TABLES:
         return TABLES[name]
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0].rstrip(".")
+    return (
+        (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+        .split("\n")[0]
+        .rstrip(".")
+    )
 
 
 def page() -> str:
@@ -55,12 +59,17 @@ def page() -> str:
     assert known <= set(PACKAGES), f"describe in PACKAGES: {sorted(known - set(PACKAGES))}"
     lines = [HEAD]
     for package, what in PACKAGES.items():
-        lines += [f"## {package or 'bloomery'}\n\n{what[0].upper()}{what[1:]}.\n", "| file | what it is |\n|---|---|"]
+        lines += [
+            f"## {package or 'bloomery'}\n\n{what[0].upper()}{what[1:]}.\n",
+            "| file | what it is |\n|---|---|",
+        ]
         found = (SOURCE / package).rglob("*") if package else SOURCE.glob("*")
         for path in sorted(found, key=lambda path: (path.parent != SOURCE / package, path)):
             if path.suffix in (".py", ".toml", ".css") and (said := sentence(path)):
                 name = path.relative_to(SOURCE).as_posix()
-                lines.append(f"| [{name}](../../src/bloomery/{name}) | {said.replace('|', chr(92) + '|')} |")
+                lines.append(
+                    f"| [{name}](../../src/bloomery/{name}) | {said.replace('|', chr(92) + '|')} |"
+                )
         lines.append("")
     return "\n".join(lines)
 

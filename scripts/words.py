@@ -27,8 +27,11 @@ HOME = Path(__file__).resolve().parents[1]
 TABLE = HOME / "scripts" / "words.toml"
 PLACES = ["README.md", "benchmarks/README.md", "docs", "scripts", "src/bloomery"]
 SKIPPED = (  # history; generated from docstrings; the table itself; the answers to old keys
-    "docs/decisions.md", "docs/contributing/code-map.md", "scripts/words.toml", "src/bloomery/recipe/aliases",
-)  # fmt: skip
+    "docs/decisions.md",
+    "docs/contributing/code-map.md",
+    "scripts/words.toml",
+    "src/bloomery/recipe/aliases",
+)
 SUFFIXES = {".py", ".sh", ".toml", ".yaml", ".md", ".jinja", ".html"}
 BREAK = "\x01"  # between the parts of a file
 MARGIN = 60  # characters around a stem that are searched
@@ -116,7 +119,9 @@ def stems_of(parsed: Iterable[tuple[object, Any]]) -> frozenset[str]:
 
 
 def literal_start(parsed: Iterable[tuple[object, Any]]) -> str:
-    return "".join(chr(v).lower() for _, v in takewhile(lambda item: item[0] is re._constants.LITERAL, parsed))
+    return "".join(
+        chr(v).lower() for _, v in takewhile(lambda item: item[0] is re._constants.LITERAL, parsed)
+    )
 
 
 class Part(NamedTuple):
@@ -139,13 +144,20 @@ class Hit(NamedTuple):
 def load_table() -> tuple[list[Entry], dict[str, int], list[str]]:
     """The entries, the budget of each package, the field's terms."""
     raw = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    entries = [Entry(**{key: tuple(v) if isinstance(v, list) else v for key, v in e.items()}) for e in raw["entry"]]
+    entries = [
+        Entry(**{key: tuple(v) if isinstance(v, list) else v for key, v in e.items()})
+        for e in raw["entry"]
+    ]
     return entries, raw["budget"], raw["terms"]
 
 
 def spaced(pattern: str) -> str:
     """A blank of the table matches any whitespace, line breaks too; END the end of a clause."""
-    return pattern.replace(" ?", r"\s*").replace(" ", r"\s+").replace("END", rf"\s*(?:[,.;:()|{BREAK}]|\Z)")
+    return (
+        pattern.replace(" ?", r"\s*")
+        .replace(" ", r"\s+")
+        .replace("END", rf"\s*(?:[,.;:()|{BREAK}]|\Z)")
+    )
 
 
 def words_in(name: str) -> str:
@@ -189,7 +201,10 @@ def finished(kind: str, line: int, text: str) -> Iterator[Part]:
 
 def names_of(block: ast.AST) -> Iterator[Part]:
     """Functions, classes, arguments, fields and constants of a block; the line of each docstring."""
-    if isinstance(block, ast.Module | ast.ClassDef | Function) and ast.get_docstring(block, clean=False) is not None:
+    if (
+        isinstance(block, ast.Module | ast.ClassDef | Function)
+        and ast.get_docstring(block, clean=False) is not None
+    ):
         yield Part("docstring", block.body[0].lineno, "")
     for node in [statement for name in BLOCKS for statement in getattr(block, name, ())]:
         if isinstance(node, Function | ast.ClassDef):
@@ -215,32 +230,44 @@ def page_parts(text: str, suffix: str) -> Iterator[Part]:
         text = blanked(re.compile(r"^[\w.\-]+ *=|^\[.*\]$", re.MULTILINE), text)
     elif suffix in (".jinja", ".html"):
         text = blanked(MARKUP, text)
-    yield Part("page", 1, blanked(NO_PROSE, re.sub(r"^#+ ", lambda m: " " * len(m[0]), text, flags=re.MULTILINE)))
+    yield Part(
+        "page",
+        1,
+        blanked(NO_PROSE, re.sub(r"^#+ ", lambda m: " " * len(m[0]), text, flags=re.MULTILINE)),
+    )
 
 
 def files_of(places: list[Path]) -> Iterator[Path]:
     for place in places:
         for path in [place] if place.is_file() else sorted(place.rglob("*")):
-            if path.suffix in SUFFIXES and not path.relative_to(HOME).as_posix().startswith(SKIPPED):
+            if path.suffix in SUFFIXES and not path.relative_to(HOME).as_posix().startswith(
+                SKIPPED
+            ):
                 yield path
 
 
 def hits_in(path: Path, entries: list[Entry]) -> Iterator[Hit]:
     place, source = path.relative_to(HOME).as_posix(), path.read_text(encoding="utf-8")
     lines = source.splitlines()
-    for kind, line, found, entry in hits_in_source(source, path.suffix, [e for e in entries if e.applies_to(place)]):
+    for kind, line, found, entry in hits_in_source(
+        source, path.suffix, [e for e in entries if e.applies_to(place)]
+    ):
         if not entry.allows(place, lines[line - 1]):
             yield Hit(place, line, kind, found, entry)
 
 
-def hits_in_source(source: str, suffix: str, entries: list[Entry]) -> Iterator[tuple[str, int, str, Entry]]:
+def hits_in_source(
+    source: str, suffix: str, entries: list[Entry]
+) -> Iterator[tuple[str, int, str, Entry]]:
     """Kind, line and text of each hit, by line."""
     parts = list(python_parts(source) if suffix == ".py" else page_parts(source, suffix))
     found = [
         (part.kind, part.line, part.text, entry)
-        for part in parts if part.kind in ("name", "key")
-        for entry in retiring(part.text) if entry in entries
-    ]  # fmt: skip
+        for part in parts
+        if part.kind in ("name", "key")
+        for entry in retiring(part.text)
+        if entry in entries
+    ]
     parts = [part for part in parts if part.kind not in ("name", "key")]
     text = BREAK.join(part.text for part in parts)
     starts = list(accumulate((len(part.text) + 1 for part in parts), initial=0))
@@ -259,7 +286,11 @@ def hits_in_source(source: str, suffix: str, entries: list[Entry]) -> Iterator[t
 def retiring(name: str) -> list[Entry]:
     """The entries that retire a name, wherever it is."""
     words, entries = words_in(name), load_table()[0]
-    return [e for e in entries if e.name and e.name_pattern.fullmatch(words)] if any_name().fullmatch(words) else []
+    return (
+        [e for e in entries if e.name and e.name_pattern.fullmatch(words)]
+        if any_name().fullmatch(words)
+        else []
+    )
 
 
 @cache
@@ -289,7 +320,9 @@ def compare(counts: Counter[str], budget: dict[str, int]) -> list[str]:
     print(f"{'':<22}{'hits':>8}{'budget':>9}")
     for package in sorted({*counts, *budget}):
         count, limit = counts[package], budget.get(package, 0)
-        print(f"{package:<22}{count:>8,}{limit:>9,}{'   lower it: --lower' if count < limit else ''}")
+        print(
+            f"{package:<22}{count:>8,}{limit:>9,}{'   lower it: --lower' if count < limit else ''}"
+        )
     print(f"{'all':<22}{counts.total():>8,}{sum(budget.values()):>9,}")
     return [package for package, count in counts.items() if count > budget.get(package, 0)]
 
@@ -297,16 +330,28 @@ def compare(counts: Counter[str], budget: dict[str, int]) -> list[str]:
 def lower_budgets(counts: Counter[str], budget: dict[str, int]) -> None:
     table = TABLE.read_text(encoding="utf-8")
     for package, limit in budget.items():
-        table = table.replace(f'"{package}" = {limit}\n', f'"{package}" = {min(limit, counts[package])}\n')
+        table = table.replace(
+            f'"{package}" = {limit}\n', f'"{package}" = {min(limit, counts[package])}\n'
+        )
     TABLE.write_text(table, encoding="utf-8")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, action="append", help="print the hits of a file or folder")
-    parser.add_argument("--counts", action="store_true", help="print the hits per package and per entry")
-    parser.add_argument("--lower", action="store_true", help="lower the budgets to the present counts")
-    parser.add_argument("--terms", action="store_true", help="count the field's terms in README and docs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--path", type=Path, action="append", help="print the hits of a file or folder"
+    )
+    parser.add_argument(
+        "--counts", action="store_true", help="print the hits per package and per entry"
+    )
+    parser.add_argument(
+        "--lower", action="store_true", help="lower the budgets to the present counts"
+    )
+    parser.add_argument(
+        "--terms", action="store_true", help="count the field's terms in README and docs"
+    )
     options = parser.parse_args()
     gc.disable()  # the trees of a few hundred files: collecting takes a quarter of the time
     entries, budget, terms = load_table()
@@ -330,7 +375,9 @@ def main() -> int:
                 print(f"{hit.path}:{hit.line}: {hit.found} ({hit.kind}) -> {hit.entry.write}")
     over = compare(counts, budget)
     if over and not options.path:
-        print(f"read these again: {', '.join(over)}. A reader decides, no build fails: scripts/words.py --path FOLDER")
+        print(
+            f"read these again: {', '.join(over)}. A reader decides, no build fails: scripts/words.py --path FOLDER"
+        )
     return 1 if over and options.path else 0
 
 

@@ -13,7 +13,8 @@ def kept_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
+            # held, so that no address is used twice
+            kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -22,7 +22,9 @@ def machine(name: str = "rx-6700-xt", **changed) -> Machine:
 
 def changed_part(part, path, value):
     name, *rest = path
-    return part.model_copy(update={name: changed_part(getattr(part, name), rest, value) if rest else value})
+    return part.model_copy(
+        update={name: changed_part(getattr(part, name), rest, value) if rest else value}
+    )
 
 
 def ids(one: Machine) -> list[str]:

@@ -25,10 +25,12 @@ class FakeHub:
     hold: bool = False
     stalled: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
-    pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)  # repository -> name -> content
+    # repository -> name -> content
+    pushed: dict[str, dict[str, bytes]] = field(default_factory=dict)
     created: dict[str, str] = field(default_factory=dict)  # repository -> visibility
     writer: str = "hf_writer"  # the token that may write
-    asked: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)  # method, path, Range, token
+    # method, path, Range, token
+    asked: list[tuple[str, str, str | None, str | None]] = field(default_factory=list)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -45,7 +47,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         token = self.headers.get("Authorization")
         self.hub.asked.append((self.command, path, self.headers.get("Range"), token))
-        if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+?)(/revision/(.+))?(/tree/(.+))?", path):
+        if match := re.fullmatch(
+            r"/api/(models|datasets)/([^/]+/[^/]+?)(/revision/(.+))?(/tree/(.+))?", path
+        ):
             return self.api(match[1], match[2], match[4], match[6] is not None, token)
         if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self.file(match[2], match[4], token)
@@ -63,12 +67,16 @@ class _Handler(BaseHTTPRequestHandler):
             wanted = json.loads(content)
             repo = f"{wanted['organization']}/{wanted['name']}"
             self.hub.created.setdefault(repo, wanted.get("visibility", "public"))
-            return self.answer(200, json.dumps({"url": f"{self.hub.url}/{repo}", "name": repo}).encode(), json_)
+            return self.answer(
+                200, json.dumps({"url": f"{self.hub.url}/{repo}", "name": repo}).encode(), json_
+            )
         if path == "/api/validate-yaml":
             return self.answer(200, b'{"warnings": [], "errors": []}', json_)
         if re.fullmatch(r"/api/models/[^/]+/[^/]+/preupload/main", path):
-            rows = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
-                    for each in json.loads(content)["files"]]  # fmt: skip
+            rows = [
+                {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for each in json.loads(content)["files"]
+            ]
             return self.answer(200, json.dumps({"files": rows}).encode(), json_)
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/main", path):
             held = self.hub.pushed.setdefault(match[1], {})
@@ -84,7 +92,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self, status, body, headers=()):
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "X-Request-Id": "test", **dict(headers)}.items():
+        for name, value in {
+            "Content-Length": str(len(body)),
+            "X-Request-Id": "test",
+            **dict(headers),
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -106,11 +118,22 @@ class _Handler(BaseHTTPRequestHandler):
             return self.refuse(404, "RevisionNotFound")
         files = self.hub.files[repo]
         if tree:
-            rows = [{"type": "file", "path": n, "size": len(c), "oid": _etag(c)} for n, c in files.items()]
+            rows = [
+                {"type": "file", "path": n, "size": len(c), "oid": _etag(c)}
+                for n, c in files.items()
+            ]
             return self.answer(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
         rows = [{"rfilename": n, "size": len(c), "blobId": _etag(c)} for n, c in files.items()]
-        info = {"id": repo, "_id": "x", "sha": COMMIT, "private": False, "downloads": 0, "likes": 0, "tags": [],
-                "siblings": rows}  # fmt: skip
+        info = {
+            "id": repo,
+            "_id": "x",
+            "sha": COMMIT,
+            "private": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+            "siblings": rows,
+        }
         return self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
 
     def file(self, repo, name, token):

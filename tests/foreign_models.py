@@ -4,18 +4,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 _COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-_LLAMA = _COMMON | {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_LLAMA = _COMMON | {
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, dict[str, Any]] = {
     "gpt_neox": _COMMON | {"intermediate_size": 48, "max_position_embeddings": 64},
-    "phi": _COMMON | {"intermediate_size": 48, "max_position_embeddings": 64},  # its head has a bias
+    # its head has a bias
+    "phi": _COMMON | {"intermediate_size": 48, "max_position_embeddings": 64},
     "cohere": _LLAMA | _TOKENS,  # scales its logits, and ties its head
-    "opt": _COMMON | {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, **_TOKENS},
+    "opt": _COMMON
+    | {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, **_TOKENS},
     "falcon": _COMMON | {"new_decoder_architecture": False, **_TOKENS},
-    "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},  # attention of its own
+    # attention of its own
+    "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "llama": _LLAMA | _TOKENS,
 }
 
@@ -34,13 +46,34 @@ def saved_model(kind: str, folder: Path, **changed: Any) -> Any:
 def saved_gemma3(folder: Path, vocab_size: int = 128) -> Any:
     """A random Gemma 3 with a vision tower, and its files in `folder` as google/gemma-3-4b-it has them."""
     torch.manual_seed(0)
-    text = {"vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-            "sliding_window": 8, "query_pre_attn_scalar": 8, "pad_token_id": 0,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14, "vision_use_head": False}  # fmt: skip
-    last = {"image_token_index": vocab_size - 1, "boi_token_index": vocab_size - 3, "eoi_token_index": vocab_size - 2}
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "pad_token_id": 0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    last = {
+        "image_token_index": vocab_size - 1,
+        "boi_token_index": vocab_size - 3,
+        "eoi_token_index": vocab_size - 2,
+    }
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **last)
     model = Gemma3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():

@@ -45,15 +45,26 @@ def saved_adapter(base: Path, folder: Path, targets: list[str]) -> Path:
             torch.nn.init.normal_(parameter, 0, 0.2)
     model.save_pretrained(folder)
     path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)})
+    )
     return folder
 
 
 def tokens(length: int = 24) -> list[int]:
-    return torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(3)).tolist()
+    return torch.randint(
+        0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(3)
+    ).tolist()
 
 
-def saved_pieces(folder: Path, vocab_size: int, *, changed: dict | None = None, files: str = "[a-b]*.py", **settings):
+def saved_pieces(
+    folder: Path,
+    vocab_size: int,
+    *,
+    changed: dict | None = None,
+    files: str = "[a-b]*.py",
+    **settings,
+):
     """A Llama 2 with a SentencePiece model as Llama 2's, and no tokenizer.json; returns its folder, the model file and
     the lines that it was trained on. `settings`: of the trainer.
     """
@@ -61,15 +72,26 @@ def saved_pieces(folder: Path, vocab_size: int, *, changed: dict | None = None, 
 
     import sentencepiece
 
-    lines = [line for path in sorted(Path(os.__file__).parent.glob(files))
-             for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]  # fmt: skip
+    lines = [
+        line
+        for path in sorted(Path(os.__file__).parent.glob(files))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     folder.mkdir(parents=True)
     (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text.txt"), model_prefix=str(folder / "m"), vocab_size=vocab_size, model_type="bpe",
-        **{"split_digits": True} | settings, byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
-    )  # fmt: skip
+        input=str(folder / "text.txt"),
+        model_prefix=str(folder / "m"),
+        vocab_size=vocab_size,
+        model_type="bpe",
+        **{"split_digits": True} | settings,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+    )
     model = saved_case("llama2", folder / "model", vocab_size=vocab_size, **changed or {})
     for path in model.glob("token*"):
         path.unlink()

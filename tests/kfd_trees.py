@@ -75,7 +75,9 @@ GFX1031 = (
     "gfx_target_version 100301\nvendor_id 4098\ndevice_id 29663\nlocation_id 768\ndomain 0\n"
     "drm_render_minor 128\nlocal_mem_size 0\nnum_xcc 1\n"
 )
-GFX1036 = GFX1031.replace("100301", "100306").replace("29663", "5710").replace("minor 128", "minor 129")
+GFX1036 = (
+    GFX1031.replace("100301", "100306").replace("29663", "5710").replace("minor 128", "minor 129")
+)
 
 
 def write(path: Path, text: str) -> None:
@@ -101,7 +103,9 @@ def drm_device(root: Path, minor: int, **files: str) -> None:
         write(root / f"sys/class/drm/renderD{minor}/device/{name}", text + "\n")
 
 
-def pci_device(root: Path, address: str, *, kind: str, vendor: str, device: str, driver: str = "") -> None:
+def pci_device(
+    root: Path, address: str, *, kind: str, vendor: str, device: str, driver: str = ""
+) -> None:
     folder = root / f"sys/bus/pci/devices/{address}"
     for name, text in (("class", kind), ("vendor", vendor), ("device", device)):
         write(folder / name, text + "\n")

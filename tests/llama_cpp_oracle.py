@@ -10,9 +10,18 @@ import numpy as np
 class Oracle:
     def __init__(self, path: Path, context: int, lora: Path | None = None) -> None:
         self.model = llama_cpp.Llama(
-            str(path), n_ctx=context, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False,
-            type_k=0, type_v=0, n_gpu_layers=0, lora_path=None if lora is None else str(lora), flash_attn=False,
-        )  # fmt: skip
+            str(path),
+            n_ctx=context,
+            n_threads=1,
+            n_threads_batch=1,
+            logits_all=True,
+            verbose=False,
+            type_k=0,
+            type_v=0,
+            n_gpu_layers=0,
+            lora_path=None if lora is None else str(lora),
+            flash_attn=False,
+        )
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         self.model.reset()

@@ -28,7 +28,11 @@ def make_tokenizer(folder: Path) -> Tokenizer:
 
 def make_config(tokenizer: Tokenizer, family: str = "llama") -> ModelConfig:
     model = Model(family=family, hidden_size=32, num_layers=2, num_heads=2, max_positions=128)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
     return build_config(model, vocab_size=tokenizer.vocab_size, **ids)
 
 
@@ -56,22 +60,50 @@ def make_run(folder: Path, *steps: int, best: int | None = None) -> Path:
     with EventLog(folder / "events.jsonl") as log:
         log(
             RunStarted(
-                schema=2, version="0", parameters=1, steps=max(steps, default=0), attention="sdpa", device="a small CPU"
+                schema=2,
+                version="0",
+                parameters=1,
+                steps=max(steps, default=0),
+                attention="sdpa",
+                device="a small CPU",
             )
         )
         for step in steps:
-            log(StepDone(
-                step=step, loss=5.0 - step / 100, learning_rate=1e-3, grad_norm=1.0, tokens=step * 64,
-                tokens_per_second=64.0, sequences_per_second=1.0, step_seconds=1.0, data_wait_seconds=0.0,
-                memory_gib=0.1,
-            ))  # fmt: skip
-            log(EvalDone(step=step, loss=4.0, perplexity=54.6, bits_per_byte=2.5, tokens=100, seconds=1.0))
+            log(
+                StepDone(
+                    step=step,
+                    loss=5.0 - step / 100,
+                    learning_rate=1e-3,
+                    grad_norm=1.0,
+                    tokens=step * 64,
+                    tokens_per_second=64.0,
+                    sequences_per_second=1.0,
+                    step_seconds=1.0,
+                    data_wait_seconds=0.0,
+                    memory_gib=0.1,
+                )
+            )
+            log(
+                EvalDone(
+                    step=step, loss=4.0, perplexity=54.6, bits_per_byte=2.5, tokens=100, seconds=1.0
+                )
+            )
     for step in steps:
-        save_model(folder / "checkpoints", step, fresh_decoder(config, seed=step), folder / "tokenizer", step == best)
+        save_model(
+            folder / "checkpoints",
+            step,
+            fresh_decoder(config, seed=step),
+            folder / "tokenizer",
+            step == best,
+        )
     return folder
 
 
-def save_model(checkpoints: Path, step: int, model: Decoder, tokenizer: Path, best: bool = True) -> None:
+def save_model(
+    checkpoints: Path, step: int, model: Decoder, tokenizer: Path, best: bool = True
+) -> None:
     """A checkpoint that holds the model alone."""
     kept = CheckpointedModel(model, InitialWeights(None, 0), None)
-    Saver(checkpoints, 5, False, writer=kept.writer, tokenizer=tokenizer).save(step, kept.parts(), {}, best=best)
+    Saver(checkpoints, 5, False, writer=kept.writer, tokenizer=tokenizer).save(
+        step, kept.parts(), {}, best=best
+    )

@@ -31,15 +31,56 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 # Children by `core.child`: their second argument is their parent.
-TALKING = ("bloomery.simulate.run", "bloomery.bench.child", "bloomery.bench.attention_probes",
-           "bloomery.hardware.probe_worker", "bloomery.data.prepare.workers")  # fmt: skip
-CHILDREN = ("bloomery.runs.worker", "dying_worker", "paper_worker", "paper_rank_worker", "ranks", *TALKING)
-MODULES = ("torch", "torch._dynamo", "bloomery.train.loop", "bloomery.runs.lifecycle", "bloomery.runs.worker",
-           "bloomery.simulate.step", "bloomery.runs.generate", "bloomery.export.layouts",
-           "bloomery.bench.rig")  # fmt: skip
+TALKING = (
+    "bloomery.simulate.run",
+    "bloomery.bench.child",
+    "bloomery.bench.attention_probes",
+    "bloomery.hardware.probe_worker",
+    "bloomery.data.prepare.workers",
+)
+CHILDREN = (
+    "bloomery.runs.worker",
+    "dying_worker",
+    "paper_worker",
+    "paper_rank_worker",
+    "ranks",
+    *TALKING,
+)
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "bloomery.train.loop",
+    "bloomery.runs.lifecycle",
+    "bloomery.runs.worker",
+    "bloomery.simulate.step",
+    "bloomery.runs.generate",
+    "bloomery.export.layouts",
+    "bloomery.bench.rig",
+)
 # Read when an interpreter or a library starts: only a process that would start with the same ones may be forked.
-EARLY = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_",
-         "CUDA_", "HIP_", "ROC", "HSA_", "NCCL_", "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_")  # fmt: skip
+EARLY = (
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "LD_",
+    "MALLOC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+    "HIP_",
+    "ROC",
+    "HSA_",
+    "NCCL_",
+    "ATEN_",
+    "DNNL_",
+    "ONEDNN_",
+    "GLIBC_",
+)
 # Of those, what a process that runs already can take over.
 TAKEN_OVER = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_")
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
@@ -47,8 +88,12 @@ ROOM = 8192  # bytes for the command line that the system shows, and for the var
 
 
 def early(environment: Any) -> dict[str, str]:
-    return {name: value for name, value in environment.items()
-            if name.startswith(EARLY) and name not in ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}  # fmt: skip
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(EARLY)
+        and name not in ("PYTHONPATH", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    }
 
 
 def alike(environment: Any, here: dict[str, str]) -> bool:
@@ -61,7 +106,11 @@ def alike(environment: Any, here: dict[str, str]) -> bool:
 
 def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[str, Any] | None:
     """What a forked process has to know of arguments to `Popen._execute_child`; None if it is to start from nothing."""
-    words = [os.fspath(word) for word in bound["args"]] if isinstance(bound["args"], list | tuple) else []
+    words = (
+        [os.fspath(word) for word in bound["args"]]
+        if isinstance(bound["args"], list | tuple)
+        else []
+    )
     environment = dict(os.environ if bound["env"] is None else bound["env"])
     how = next((word for word in words[1:6] if word in ("-m", "-c")), "none")
     flags = words[1 : words.index(how)] if how in words else ["none"]
@@ -78,16 +127,43 @@ def job_of(bound: dict[str, Any], modules: tuple[str, ...], here: Any) -> dict[s
     if not fit:
         return None
     return {
-        "words": words, "flags": flags, "module": module, "arguments": words[len(flags) + 3 :],
-        "environment": environment, "cwd": os.fspath(bound["cwd"] or Path.cwd()),
-        "session": bool(bound["start_new_session"]), "passed": list(bound["pass_fds"]),
-    }  # fmt: skip
+        "words": words,
+        "flags": flags,
+        "module": module,
+        "arguments": words[len(flags) + 3 :],
+        "environment": environment,
+        "cwd": os.fspath(bound["cwd"] or Path.cwd()),
+        "session": bool(bound["start_new_session"]),
+        "passed": list(bound["pass_fds"]),
+    }
 
 
 def bound_arguments(names: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
-    order = ("args", "executable", "preexec_fn", "close_fds", "pass_fds", "cwd", "env", "startupinfo", "creationflags",
-             "shell", "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite", "restore_signals", "gid",
-             "gids", "uid", "umask", "start_new_session", "process_group")  # fmt: skip
+    order = (
+        "args",
+        "executable",
+        "preexec_fn",
+        "close_fds",
+        "pass_fds",
+        "cwd",
+        "env",
+        "startupinfo",
+        "creationflags",
+        "shell",
+        "p2cread",
+        "p2cwrite",
+        "c2pread",
+        "c2pwrite",
+        "errread",
+        "errwrite",
+        "restore_signals",
+        "gid",
+        "gids",
+        "uid",
+        "umask",
+        "start_new_session",
+        "process_group",
+    )
     return dict(zip(order, names, strict=False)) | values
 
 
@@ -102,9 +178,11 @@ class Server:
         self.early = early(os.environ)
         self.process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", __file__, str(theirs.fileno()), "-" * ROOM],
-            stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),), start_new_session=True,
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
             env=os.environ | {"ROOM": "-" * ROOM},
-        )  # fmt: skip
+        )
         theirs.close()
         atexit.register(self.end)
 
@@ -141,7 +219,11 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *names: Any, **values: Any) -> None:
         bound = bound_arguments(names, values)
-        job = job_of(bound, ("-c", "bloomery", *CHILDREN), early(os.environ) if _server is None else _server.early)
+        job = job_of(
+            bound,
+            ("-c", "bloomery", *CHILDREN),
+            early(os.environ) if _server is None else _server.early,
+        )
         if job is None:
             super()._execute_child(*names, **values)
             return
@@ -153,8 +235,12 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
             job["arguments"][1] = str(server().process.pid)
         self.pid, self._ending = server().fork(job, [*chosen, *job["passed"]])
         self._child_created = True
-        self._close_pipe_fds(*[bound[name] for name in
-                               ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")])  # fmt: skip
+        self._close_pipe_fds(
+            *[
+                bound[name]
+                for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            ]
+        )
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._ending is None:
@@ -167,7 +253,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         self._ending.close()
         return self.pid, int(told)
 
-    def _internal_poll(self, _deadstate: int | None = None, *defaults: Any, **values: Any) -> int | None:
+    def _internal_poll(
+        self, _deadstate: int | None = None, *defaults: Any, **values: Any
+    ) -> int | None:
         if self._ending is None:
             return super()._internal_poll(_deadstate, *defaults, **values)
         if self.returncode is None and self._waitpid_lock.acquire(False):
@@ -176,7 +264,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
                     number, status = self._try_wait(os.WNOHANG)
                     if number == self.pid:
                         self._handle_exitstatus(status)
-            except ChildProcessError:  # as when the tests have ended and nobody waits: `__del__` gives a state
+            except (
+                ChildProcessError
+            ):  # as when the tests have ended and nobody waits: `__del__` gives a state
                 if _deadstate is None:
                     raise
                 self.returncode = _deadstate
@@ -203,7 +293,8 @@ def run(
 # In the process that forks, and in those that it has forked
 
 
-_kept: list[Any] = []  # streams of the parent: closing one would write what the parent has not written yet
+# streams of the parent: closing one would write what the parent has not written yet
+_kept: list[Any] = []
 
 
 def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -238,7 +329,9 @@ def serve(talk: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def show(words: list[str], environment: dict[str, str]) -> None:
     """As the command line and the variables of this process, which tests look for."""
-    begin, end, first, last = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49])
+    begin, end, first, last = map(
+        int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
+    )
     lines = [f"{name}={value}" for name, value in environment.items()]
     for start, size, texts in ((begin, end - begin, words), (first, last - first, lines)):
         shown = b"".join(os.fsencode(text) + b"\0" for text in texts)[: size - 1]
@@ -283,9 +376,11 @@ def become(job: dict[str, Any], given: list[int]) -> NoReturn:
             continue
         buffer = io.BufferedReader(raw) if name == "stdin" else io.BufferedWriter(raw)
         stream = io.TextIOWrapper(
-            buffer, encoding=sys.__stdout__.encoding, errors=getattr(sys, f"__{name}__").errors,
+            buffer,
+            encoding=sys.__stdout__.encoding,
+            errors=getattr(sys, f"__{name}__").errors,
             line_buffering=name == "stderr" or raw.isatty(),
-        )  # fmt: skip
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     faulthandler.disable()
@@ -312,7 +407,8 @@ def become(job: dict[str, Any], given: list[int]) -> NoReturn:
             print(code, file=sys.stderr)
         code = 0 if code is None else code if isinstance(code, int) else 1
     except BaseException as raised:
-        raised.__traceback__ = raised.__traceback__ and raised.__traceback__.tb_next  # without this function
+        # without this function
+        raised.__traceback__ = raised.__traceback__ and raised.__traceback__.tb_next
         sys.excepthook(type(raised), raised, raised.__traceback__)
         if isinstance(raised, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -353,8 +449,12 @@ def fork_children() -> None:
             finally:
                 os._exit(1)
         self._child_created = True
-        self._close_pipe_fds(*[bound[name] for name in
-                               ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")])  # fmt: skip
+        self._close_pipe_fds(
+            *[
+                bound[name]
+                for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+            ]
+        )
 
     subprocess.Popen._execute_child = execute  # type: ignore[method-assign]
 

@@ -30,9 +30,11 @@ class Ranks:
             ours, theirs = multiprocessing.Pipe()
             with theirs:
                 process = preloaded.Popen(
-                    [sys.executable, "-P", "-m", "ranks", str(theirs.fileno())], stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),), env=os.environ | {"PYTHONPATH": paths},
-                )  # fmt: skip
+                    [sys.executable, "-P", "-m", "ranks", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=os.environ | {"PYTHONPATH": paths},
+                )
             self._members.append((process, ours))
 
     def call(self, function, *arguments, seconds: float = SECONDS) -> list[Any]:
@@ -45,7 +47,9 @@ class Ranks:
                 end = time.monotonic() + seconds
                 for rank, (_, pipe) in enumerate(self._members):
                     silent = ("silent", Path(folder) / f"stack-{rank}")
-                    answers.append(pipe.recv() if pipe.poll(max(0.0, end - time.monotonic())) else silent)
+                    answers.append(
+                        pipe.recv() if pipe.poll(max(0.0, end - time.monotonic())) else silent
+                    )
             finally:  # a pool whose members may be in different cases is of no more use
                 if any(kind != "done" for kind, _ in answers) or len(answers) < self.world:
                     self.close()
@@ -89,9 +93,12 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "GLOO_SOCKET_IFNAME": "lo",
             "BLOOMERY_RENDEZVOUS": f"{folder}/meeting",
-        }  # fmt: skip
+        }
         with Path(folder, f"stack-{rank}").open("w") as stack:
             faulthandler.dump_traceback_later(seconds - 10, file=stack)
             try:
@@ -113,9 +120,14 @@ def on_ranks(plan, *, replicate: int = 1, shard: int = 1):
     most = -(-sequences // world)  # of one rank
     micro = max(size for size in range(1, plan.train.micro_batch_size + 1) if most % size == 0)
     train = plan.train.model_copy(
-        update={"replicate": replicate, "shard": shard, "micro_batch_size": micro,
-                "accumulation": most // micro, "empty_sequences": most * world - sequences}
-    )  # fmt: skip
+        update={
+            "replicate": replicate,
+            "shard": shard,
+            "micro_batch_size": micro,
+            "accumulation": most // micro,
+            "empty_sequences": most * world - sequences,
+        }
+    )
     return plan.model_copy(update={"train": train})
 
 
@@ -124,17 +136,23 @@ def seconds_of(plan) -> float:
     return SECONDS + (COMPILING_SECONDS if plan.train.compile else 0.0)
 
 
-def train(plan, folder: Path, *, resume_from: Path | None = None, stop_after: int | None = None) -> list[Any]:
+def train(
+    plan, folder: Path, *, resume_from: Path | None = None, stop_after: int | None = None
+) -> list[Any]:
     """Train on the plan's ranks; the events of the first one."""
     world = plan.train.ranks
     folder.mkdir(exist_ok=True)
     if world == 1:
-        return train_here(plan.model_dump_json(), str(folder), resume_from and str(resume_from), stop_after)
+        return train_here(
+            plan.model_dump_json(), str(folder), resume_from and str(resume_from), stop_after
+        )
     words = (plan.model_dump_json(), str(folder), resume_from and str(resume_from), stop_after)
     return ranks(world).call(train_here, *words, seconds=seconds_of(plan))[0]
 
 
-def train_here(plan_json: str, folder: str, resume_from: str | None, stop_after: int | None) -> list[Any]:
+def train_here(
+    plan_json: str, folder: str, resume_from: str | None, stop_after: int | None
+) -> list[Any]:
     """One rank of a run; its events."""
     import torch
 

@@ -37,10 +37,22 @@ def converted(source: Path, out: Path, *words: str):
 def test_a_model_is_cast_extended_and_grown_as_by_transformers(model, tmp_path):
     out = tmp_path / "out"
     tokens = [word for token in ADDED for word in ("--add-tokens", token)]
-    said = converted(model, out, "--dtype", "float32", "--max-length", "512", "-t", "chatml", "--enable-checkpoint",
-                     *tokens)  # fmt: skip
+    said = converted(
+        model,
+        out,
+        "--dtype",
+        "float32",
+        "--max-length",
+        "512",
+        "-t",
+        "chatml",
+        "--enable-checkpoint",
+        *tokens,
+    )
     assert str(out) in said
-    theirs, ours = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (model, out))
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (model, out)
+    )
     old = theirs.config.vocab_size
     theirs.resize_token_embeddings(old + 2, mean_resizing=False)
     for layer in {theirs.get_input_embeddings(), theirs.get_output_embeddings()}:
@@ -50,9 +62,15 @@ def test_a_model_is_cast_extended_and_grown_as_by_transformers(model, tmp_path):
     assert_close(ours.eval()(ids).logits, theirs.eval()(ids).logits, atol=1e-5, rtol=1e-5)
     assert ours.config.max_position_embeddings == 512
     for each, recomputes in ((ours, True), (theirs, False)):
-        assert any(getattr(module, "gradient_checkpointing", False) for module in each.modules()) == recomputes
+        assert (
+            any(getattr(module, "gradient_checkpointing", False) for module in each.modules())
+            == recomputes
+        )
     tokenizer = AutoTokenizer.from_pretrained(out)
-    assert tokenizer.model_max_length == 512 and tokenizer.convert_tokens_to_ids(list(ADDED)) == [old, old + 1]
+    assert tokenizer.model_max_length == 512 and tokenizer.convert_tokens_to_ids(list(ADDED)) == [
+        old,
+        old + 1,
+    ]
     rendered = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert rendered == "<|im_start|>user\nf(x)?<|im_end|>\n<|im_start|>assistant\nx + 1<|im_end|>\n"
     assert tokenizer(rendered, add_special_tokens=False).input_ids.count(old) == 2
@@ -63,7 +81,9 @@ def test_a_dtype_rounds_each_weight_once(model, tmp_path):
     converted(model, tmp_path / "half", "--dtype", "bf16", "--max-length", "64")
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def test_spare_rows_of_a_padded_vocabulary_are_taken_first(model, tmp_path):
@@ -91,22 +111,33 @@ def test_a_run_becomes_gguf_and_a_folder_again(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(back)
     ids = torch.tensor([[5, 17, 40]])
     assert_close(again(ids).logits[..., :-1], first(ids).logits, atol=1e-5, rtol=1e-5)
-    assert read_config(back).max_positions == 100 and load_tokenizer(back).id_of("<x>") == first.config.vocab_size
+    assert (
+        read_config(back).max_positions == 100
+        and load_tokenizer(back).id_of("<x>") == first.config.vocab_size
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "model.gguf", "run"]
 
 
 def test_without_changes_the_bytes_of_tensors_stay(model, tmp_path):
     api.convert(model, tmp_path / "out", device="cpu")
     assert find_tensors(tmp_path / "out").keys() == find_tensors(model).keys()
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert "gradient_checkpointing" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        model / "model.safetensors"
+    ).read_bytes()
+    assert "gradient_checkpointing" not in json.loads(
+        (tmp_path / "out" / "config.json").read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "where"),
-    [(["--dtype", "q8_0"], "--dtype"), (["-t", "no-such-template"], "--template"),
-     (["--to", "gguf", "-t", "no-such-template"], "--template"), (["--add-tokens", ""], "--add-tokens")],
-)  # fmt: skip
+    [
+        (["--dtype", "q8_0"], "--dtype"),
+        (["-t", "no-such-template"], "--template"),
+        (["--to", "gguf", "-t", "no-such-template"], "--template"),
+        (["--add-tokens", ""], "--add-tokens"),
+    ],
+)
 def test_what_does_not_fit_is_named_and_leaves_nothing(model, tmp_path, words, where):
     with pytest.raises(UserError) as found:
         converted(model, tmp_path / "out", *words)

@@ -26,9 +26,15 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def decoder(tokenizer):
     config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2,
-        num_kv_heads=1, head_dim=8, max_positions=512,
-    )  # fmt: skip
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        max_positions=512,
+    )
     torch.manual_seed(0)
     model = Decoder(config)
     with torch.no_grad():
@@ -57,7 +63,9 @@ def test_a_text_file_is_one_document_and_every_token_is_scored(decoder, tokenize
     assert result.tokens == len(ids) and result.bytes == len(PROSE.encode()) and notes == []
     assert math.isclose(result.loss, nats / len(ids), rel_tol=1e-5)
     assert math.isclose(result.perplexity, math.exp(nats / len(ids)), rel_tol=1e-4)
-    assert math.isclose(result.bits_per_byte, nats / math.log(2) / len(PROSE.encode()), rel_tol=1e-5)
+    assert math.isclose(
+        result.bits_per_byte, nats / math.log(2) / len(PROSE.encode()), rel_tol=1e-5
+    )
 
 
 def test_without_bos_the_first_token_and_its_bytes_are_left_out(decoder, tokenizer, tmp_path):
@@ -72,13 +80,17 @@ def test_a_long_text_says_that_it_was_scored_in_windows(decoder, tokenizer, tmp_
     path = file_of(tmp_path, "long.txt", PROSE * 40)
     result, notes = evaluate(decoder, tokenizer, path)
     assert result.tokens == len(tokenizer.encode(PROSE * 40)) > 512
-    assert "longer than the context of 512 tokens and scored in half-overlapping windows" in notes[0]
+    assert (
+        "longer than the context of 512 tokens and scored in half-overlapping windows" in notes[0]
+    )
 
 
 def test_the_mean_is_over_tokens_not_over_documents(decoder, tokenizer, tmp_path):
     """And not the Go coder guide's `mean loss x batch / tokens`, which divides by the length twice."""
     rows = ["ab", PROSE * 2]
-    path = file_of(tmp_path, "rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
+    path = file_of(
+        tmp_path, "rows.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows)
+    )
     result, _ = evaluate(decoder, tokenizer, path)
     documents = [[tokenizer.bos_id, *tokenizer.encode(row)] for row in rows]
     sums = [nats_by_hand(decoder, ids) for ids in documents]
@@ -109,7 +121,11 @@ def test_the_bytes_of_an_unprintable_text_are_its_own(decoder, tokenizer, tmp_pa
     path = tmp_path / "b.txt"
     path.write_bytes(text.encode())
     result, _ = evaluate(decoder, tokenizer, path)
-    assert result.bytes == len(text.encode()) == int(tokenizer.token_bytes()[tokenizer.encode(text)].sum())
+    assert (
+        result.bytes
+        == len(text.encode())
+        == int(tokenizer.token_bytes()[tokenizer.encode(text)].sum())
+    )
 
 
 @pytest.mark.parametrize("text", ["", "a"])
@@ -138,7 +154,9 @@ def test_tokens_that_somebody_else_made_are_scored_as_they_are(decoder, tokenize
     path = file_of(tmp_path, "rows.jsonl", json.dumps({"input_ids": ids}) + "\n")
     (text,) = texts_of(path, tokenizer)
     assert text.tokens == [tokenizer.bos_id, *ids] and text.bytes == len(PROSE.encode())
-    assert np.isclose(evaluate(decoder, tokenizer, path)[0].loss, nats_by_hand(decoder, text.tokens) / len(ids))
+    assert np.isclose(
+        evaluate(decoder, tokenizer, path)[0].loss, nats_by_hand(decoder, text.tokens) / len(ids)
+    )
 
 
 TEMPLATE = (
@@ -162,7 +180,10 @@ def test_of_conversations_the_answers_are_scored(decoder, tokenizer, tmp_path):
     talks = [[("the dog", "jumps."), ("fox?", "naïve")], [("brown", "lazy")]]
     roles = ("user", "assistant")
     said = [[turn for pair in talk for turn in zip(roles, pair, strict=True)] for talk in talks]
-    rows = [{"messages": [{"role": role, "content": content} for role, content in talk]} for talk in said]
+    rows = [
+        {"messages": [{"role": role, "content": content} for role, content in talk]}
+        for talk in said
+    ]
     path = file_of(tmp_path, "talk.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     result, notes = evaluate(decoder, tokenizer, path, template=TEMPLATE)
     sums = [chat_by_hand(decoder, tokenizer, talk) for talk in talks]
@@ -173,33 +194,53 @@ def test_of_conversations_the_answers_are_scored(decoder, tokenizer, tmp_path):
     assert f"assistant tokens of 2 conversations, {tokens} of " in notes[0]
 
 
-def test_of_pairs_the_chosen_answers_are_scored_and_of_marked_ones_the_desirable(decoder, tokenizer, tmp_path):
+def test_of_pairs_the_chosen_answers_are_scored_and_of_marked_ones_the_desirable(
+    decoder, tokenizer, tmp_path
+):
     pair = {"prompt": "the dog\n", "chosen": "jumps", "rejected": "lazy lazy"}
-    marked = [{"prompt": "the dog\n", "completion": c, "label": c == "jumps"} for c in ("jumps", "lazy lazy")]
+    marked = [
+        {"prompt": "the dog\n", "completion": c, "label": c == "jumps"}
+        for c in ("jumps", "lazy lazy")
+    ]
     pairs, kto = file_of(tmp_path, "a.jsonl", json.dumps(pair)), tmp_path / "b.jsonl"
     kto.write_text("".join(json.dumps(row) + "\n" for row in marked))
     asked, answer = tokenizer.encode("the dog\n"), [*tokenizer.encode("jumps"), tokenizer.eos_id]
     start = [tokenizer.bos_id, *asked]
     nats = nats_by_hand(decoder, start + answer) - nats_by_hand(decoder, start)
-    told = {pairs: "the chosen response of 1 pair",
-            kto: "1 desirable response"}  # fmt: skip
+    told = {pairs: "the chosen response of 1 pair", kto: "1 desirable response"}
     for path, said in told.items():
         result, notes = evaluate(decoder, tokenizer, path)
         assert notes[0].startswith(f"scored: {said}, {len(answer)} of ")
-        assert result.tokens == len(answer) and math.isclose(result.loss, nats / len(answer), rel_tol=1e-5)
+        assert result.tokens == len(answer) and math.isclose(
+            result.loss, nats / len(answer), rel_tol=1e-5
+        )
 
 
-def test_the_validation_split_of_conversations_is_scored_as_it_was_prepared(decoder, tokenizer, tmp_path, monkeypatch):
+def test_the_validation_split_of_conversations_is_scored_as_it_was_prepared(
+    decoder, tokenizer, tmp_path, monkeypatch
+):
     from bloomery.data.prepare.prepare import prepare
     from bloomery.recipe.load import load_recipe
 
     monkeypatch.chdir(tmp_path)
     tokenizer.save(tmp_path / "words")
-    rows = [{"messages": [{"role": "user", "content": f"the {n}"}, {"role": "assistant", "content": f"fox {n}"}]}
-            for n in range(60)]  # fmt: skip
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"the {n}"},
+                {"role": "assistant", "content": f"fox {n}"},
+            ]
+        }
+        for n in range(60)
+    ]
     file_of(tmp_path, "talk.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    words = ["objective.kind=sft", "data.path=talk.jsonl", "data.validation=20%", "tokenizer.from=words",
-             "data.sequence_length=64"]  # fmt: skip
+    words = [
+        "objective.kind=sft",
+        "data.path=talk.jsonl",
+        "data.validation=20%",
+        "tokenizer.from=words",
+        "data.sequence_length=64",
+    ]
     loaded = load_recipe("go-coder-tiny", [*words, f"data.chat.template={json.dumps(TEMPLATE)}"])
     manifest = prepare(loaded, tmp_path / "prepared")
     result, notes = evaluate(decoder, tokenizer, tmp_path / "prepared")

@@ -32,11 +32,17 @@ TOKENS = torch.arange(40)[None]
 def test_an_export_opens_in_transformers_with_equal_logits(family: str, tmp_path: Path) -> None:
     source = make_model(tmp_path / "source", family)
     done = export(source, tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(done.folder, attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        done.folder, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(TOKENS).logits, load_decoder(source)(TOKENS), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            theirs(TOKENS).logits, load_decoder(source)(TOKENS), atol=1e-4, rtol=0
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder)
-    assert tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False).input_ids) == "def f(x):"
+    assert (
+        tokenizer.decode(tokenizer("def f(x):", add_special_tokens=False).input_ids) == "def f(x):"
+    )
     assert theirs.generation_config.eos_token_id == 2
     assert len(done.proofs) == 2
     assert transformers.__version__ in done.proofs[1]
@@ -48,27 +54,49 @@ def test_an_export_of_a_run_tells_where_it_comes_from(tmp_path: Path) -> None:
     done = export(run / "checkpoints" / "step-00000010", tmp_path / "out", verify=False)
     assert done.proofs == ()
     assert {path.name for path in done.folder.iterdir()} == {
-        "README.md", "config.json", "generation_config.json", "loss.svg", "model.safetensors", "tokenizer.json",
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "loss.svg",
+        "model.safetensors",
+        "tokenizer.json",
         "tokenizer_config.json",
-    }  # fmt: skip
+    }
     card = (done.folder / "README.md").read_text()
-    for told in ("corpus.txt", "10 steps", "640", "a small CPU", "| 4.000 | 54.60 | 2.500 |", "4.900 nats"):
+    for told in (
+        "corpus.txt",
+        "10 steps",
+        "640",
+        "a small CPU",
+        "| 4.000 | 54.60 | 2.500 |",
+        "4.900 nats",
+    ):
         assert told in card
     assert "secret" not in card, "a path tells more of its owner than the reader needs"
     assert "{" not in card.split("```")[0]
-    first, second = (model_state(load_decoder(folder)) for folder in (run / "checkpoints/step-00000010", done.folder))
+    first, second = (
+        model_state(load_decoder(folder))
+        for folder in (run / "checkpoints/step-00000010", done.folder)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(("lines", "limit"), [
-    ("", "not trained to follow instructions"),
-    ("objective: {kind: sft}\n", "answers like its training data"),
-    ("model: {from: org/base}\n", "catastrophic forgetting"),
-])  # fmt: skip
-def test_a_card_promises_no_less_and_no_more_than_was_trained(tmp_path: Path, lines: str, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("lines", "limit"),
+    [
+        ("", "not trained to follow instructions"),
+        ("objective: {kind: sft}\n", "answers like its training data"),
+        ("model: {from: org/base}\n", "catastrophic forgetting"),
+    ],
+)
+def test_a_card_promises_no_less_and_no_more_than_was_trained(
+    tmp_path: Path, lines: str, limit: str
+) -> None:
     run = make_run(tmp_path / "tiny", 10)
     data = "data: {path: corpus.txt}\n"
-    (run / "recipe.yaml").write_text(data + (lines if "model" in lines else lines + "model: {preset: go-coder-tiny}\n"))
+    (run / "recipe.yaml").write_text(
+        data + (lines if "model" in lines else lines + "model: {preset: go-coder-tiny}\n")
+    )
     training = training_of(run / "checkpoints" / "step-00000010")
     card = model_card("tiny", read_config(run / "checkpoints" / "step-00000010"), training)
     assert limit in card.partition("## Limitations")[2]
@@ -82,7 +110,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         export(source, tmp_path / "out", verify=False)
 
 
-def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_model(tmp_path / "source")
     (source / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="tokenizer"):
@@ -90,7 +120,9 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_every_file_is_on_the_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch) -> None:
+def test_every_file_is_on_the_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch
+) -> None:
     flushed: list[str] = []
 
     def flush(path: Path) -> None:
@@ -99,7 +131,9 @@ def test_every_file_is_on_the_disk_before_the_folder_has_its_name(tmp_path: Path
 
     monkeypatch.setattr(hf, "flush_to_disk", flush)
     done = export(make_model(tmp_path / "model"), tmp_path / "out", verify=False)
-    assert {path.name for path in done.folder.iterdir()} < set(flushed) and flushed[-1] == tmp_path.name
+    assert {path.name for path in done.folder.iterdir()} < set(flushed) and flushed[
+        -1
+    ] == tmp_path.name
 
 
 def test_the_draft_of_an_export_that_was_killed_goes_with_the_next(tmp_path: Path) -> None:
@@ -108,7 +142,11 @@ def test_the_draft_of_an_export_that_was_killed_goes_with_the_next(tmp_path: Pat
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
     export(source, tmp_path / "out", verify=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-other-4194999", "out", "source"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".tmp-other-4194999",
+        "out",
+        "source",
+    ]
 
 
 def test_a_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +196,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(again, UserError) and again.code == 1
 
 
-@pytest.mark.parametrize(("layout", "kind", "fix"), [
-    ("gguf", "int8", "hf or merged"), ("ollama", "int4", "hf or merged"), ("hf", "q8_0", "gguf"),
-])  # fmt: skip
-def test_a_type_of_another_format_is_refused(tmp_path: Path, layout: str, kind: str, fix: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kind", "fix"),
+    [
+        ("gguf", "int8", "hf or merged"),
+        ("ollama", "int4", "hf or merged"),
+        ("hf", "q8_0", "gguf"),
+    ],
+)
+def test_a_type_of_another_format_is_refused(
+    tmp_path: Path, layout: str, kind: str, fix: str
+) -> None:
     words = ["export", "any", "--to", layout, "--type", kind, "--out", str(tmp_path / "out.gguf")]
     refused = CliRunner().invoke(cli, words).exception
-    assert isinstance(refused, UserError) and refused.where == "--type" and refused.fix.endswith(f"--to {fix}")
+    assert (
+        isinstance(refused, UserError)
+        and refused.where == "--type"
+        and refused.fix.endswith(f"--to {fix}")
+    )
 
 
 def test_generation_settings_that_are_no_object_are_named(tmp_path: Path) -> None:
@@ -189,14 +238,19 @@ def test_a_card_has_license_plot_energy_and_recipe(tmp_path: Path) -> None:
     checkpoint = run / "checkpoints" / "step-00000020"
     done = export(checkpoint, tmp_path / "plain", verify=False)
     card = (done.folder / "README.md").read_text()
-    assert "energy: not measured" in card and "license:" not in card.split("---")[1] and "Not stated" in card
+    assert (
+        "energy: not measured" in card
+        and "license:" not in card.split("---")[1]
+        and "Not stated" in card
+    )
     assert "](loss.svg)" in card and (done.folder / "loss.svg").read_text().startswith("<svg")
     recipe = card.partition("```yaml")[2].partition("```")[0]
     assert yaml_of(recipe)["data"] == {"path": "corpus.txt", "sequence_length": 64}
     with EventLog(run / "events.jsonl") as log:
         for seconds in (10.0, 20.0):
             log(DeviceStats(step=10, device=0, name="a GPU", seconds=seconds, power=120.0))
-        log(DeviceStats(step=30, device=0, name="a GPU", seconds=1e6, power=120.0))  # after the checkpoint
+        # after the checkpoint
+        log(DeviceStats(step=30, device=0, name="a GPU", seconds=1e6, power=120.0))
     with (run / "recipe.yaml").open("a") as file:
         file.write("logging: {trackers: {command: /home/ada/hook.sh}}\n")
     (checkpoint / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
@@ -206,44 +260,81 @@ def test_a_card_has_license_plot_energy_and_recipe(tmp_path: Path) -> None:
     assert "hook.sh" in card and "/ada" not in card
 
 
-@pytest.mark.parametrize(("base", "merge", "relation"), [
-    ("org/base", None, "adapter"), (None, Merge("linear", (("org/a", 1.0), ("b", 1.0))), "merge"), (None, None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "merge", "relation"),
+    [
+        ("org/base", None, "adapter"),
+        (None, Merge("linear", (("org/a", 1.0), ("b", 1.0))), "merge"),
+        (None, None, None),
+    ],
+)
 def test_a_card_names_the_models_that_it_comes_from(tmp_path: Path, base, merge, relation) -> None:
-    card = model_card("x", read_config(make_model(tmp_path / "m")), None, base=base, merge=merge, license_="mit")
+    card = model_card(
+        "x", read_config(make_model(tmp_path / "m")), None, base=base, merge=merge, license_="mit"
+    )
     head = yaml_of(card.split("---")[1])
     assert head["license"] == "mit" and head.get("base_model_relation") == relation
     assert head.get("base_model") == ({"adapter": ["org/base"], "merge": ["org/a"]}.get(relation))
 
 
-CARDS = {  # lines of the recipe, whether the tokenizer has a chat template, what an export is, words of its card
-    "pretrained": ("", False, "hf", "Language model, pretrained.", "bloomery generate", {"pretrain"}),
+# lines of the recipe, whether the tokenizer has a chat template, what an export is, words of its card
+CARDS = {
+    "pretrained": (
+        "",
+        False,
+        "hf",
+        "Language model, pretrained.",
+        "bloomery generate",
+        {"pretrain"},
+    ),
     "chat": (
-        "model: {from: org/base}\nobjective: {kind: sft}\ndata: {path: 'hub:org/chats'}\n", True, "hf",
-        "Chat model, fine-tuned, from org/base.", "bloomery chat out", {"sft", "conversational"},
+        "model: {from: org/base}\nobjective: {kind: sft}\ndata: {path: 'hub:org/chats'}\n",
+        True,
+        "hf",
+        "Chat model, fine-tuned, from org/base.",
+        "bloomery chat out",
+        {"sft", "conversational"},
     ),
     "preferences": (
-        "model: {from: org/base}\nobjective: {kind: dpo}\nadapter: {kind: lora}\n", True, "hf",
-        "Chat model, trained with DPO, from org/base.", "bloomery chat out", {"dpo", "lora"},
+        "model: {from: org/base}\nobjective: {kind: dpo}\nadapter: {kind: lora}\n",
+        True,
+        "hf",
+        "Chat model, trained with DPO, from org/base.",
+        "bloomery chat out",
+        {"dpo", "lora"},
     ),
     "continued": (
-        "model: {from: org/base}\nobjective: {kind: pretrain}\n", False, "hf",
-        "Language model, pretrained, from org/base.", "bloomery generate out", {"pretrain"},
+        "model: {from: org/base}\nobjective: {kind: pretrain}\n",
+        False,
+        "hf",
+        "Language model, pretrained, from org/base.",
+        "bloomery generate out",
+        {"pretrain"},
     ),
     "adapter": (
-        "model: {from: org/base}\nobjective: {kind: sft}\nadapter: {kind: lora}\n", True, "adapter",
-        "LoRA adapter that makes a chat model, of org/base.", "bloomery chat org/base+out", {"sft", "lora"},
+        "model: {from: org/base}\nobjective: {kind: sft}\nadapter: {kind: lora}\n",
+        True,
+        "adapter",
+        "LoRA adapter that makes a chat model, of org/base.",
+        "bloomery chat org/base+out",
+        {"sft", "lora"},
     ),
     "reward": (
-        "model: {from: org/base}\nobjective: {kind: reward}\n", True, "reward",
-        "Reward model, trained on preferences, from org/base.", "bloomery eval out", {"reward"},
+        "model: {from: org/base}\nobjective: {kind: reward}\n",
+        True,
+        "reward",
+        "Reward model, trained on preferences, from org/base.",
+        "bloomery eval out",
+        {"reward"},
     ),
-}  # fmt: skip
+}
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}{% endfor %}"
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_a_card_says_what_was_trained_and_its_program_runs(name, tmp_path, monkeypatch, capsys) -> None:
+def test_a_card_says_what_was_trained_and_its_program_runs(
+    name, tmp_path, monkeypatch, capsys
+) -> None:
     """The first words, the metadata and the command; the Python of the card runs, the base from a folder."""
     lines, chat, kind, first, command, tags = CARDS[name]
     run = make_run(tmp_path / "tiny", 10)
@@ -255,8 +346,16 @@ def test_a_card_says_what_was_trained_and_its_program_runs(name, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     if kind == "reward":
         theirs = transformers.LlamaForSequenceClassification(
-            transformers.LlamaConfig(vocab_size=320, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-                                     num_attention_heads=2, num_labels=1, pad_token_id=0))  # fmt: skip
+            transformers.LlamaConfig(
+                vocab_size=320,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_labels=1,
+                pad_token_id=0,
+            )
+        )
         theirs.save_pretrained("out")
         config = replace(config, head="values")
     elif kind == "adapter":
@@ -272,9 +371,13 @@ def test_a_card_says_what_was_trained_and_its_program_runs(name, tmp_path, monke
     assert f"`{command}" in card.partition("## Use")[2]
     head = ModelCard(card).data
     assert head.base_model == (["org/base"] if "org/base" in lines else None)
-    assert head.base_model_relation == ("adapter" if base else "finetune") if head.base_model else True
+    assert (
+        head.base_model_relation == ("adapter" if base else "finetune") if head.base_model else True
+    )
     assert head.datasets == (["org/chats"] if "hub:" in lines else None)
-    assert head.library_name == ("peft" if base else "transformers") and {"bloomery"} | tags <= set(head.tags)
+    assert head.library_name == ("peft" if base else "transformers") and {"bloomery"} | tags <= set(
+        head.tags
+    )
     program = card.partition("```python\n")[2].partition("```")[0]
     assert ("apply_chat_template" in program) == chat and ("PeftModel" in program) == bool(base)
     program = program.replace("org/base", "base").replace("max_new_tokens=200", "max_new_tokens=3")
@@ -283,7 +386,14 @@ def test_a_card_says_what_was_trained_and_its_program_runs(name, tmp_path, monke
 
 
 def test_the_card_of_a_converted_model_knows_its_new_template(tmp_path: Path) -> None:
-    words = ["convert", str(make_model(tmp_path / "m")), str(tmp_path / "out"), "-t", "chatml", "--no-verify"]
+    words = [
+        "convert",
+        str(make_model(tmp_path / "m")),
+        str(tmp_path / "out"),
+        "-t",
+        "chatml",
+        "--no-verify",
+    ]
     words += ["--add-tokens", "<|im_start|>", "--add-tokens", "<|im_end|>"]
     assert CliRunner().invoke(cli, words, catch_exceptions=False).exit_code == 0
     assert "`bloomery chat out`" in (tmp_path / "out" / "README.md").read_text()

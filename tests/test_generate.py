@@ -44,15 +44,22 @@ def test_streaming_random_tokens_equals_decoding_them_where_they_are_text(folder
         text = "".join(choose.choice(["ü", "東", "🙂", "ab", " ", "\n"]) for _ in range(10))
         ids = tokenizer.encode(text)
         stream = TextStream(tokenizer, [])
-        assert "".join(stream.push(token) for token in ids) + stream.flush() == tokenizer.decode(ids)
+        assert "".join(stream.push(token) for token in ids) + stream.flush() == tokenizer.decode(
+            ids
+        )
 
 
 def test_generate_is_sampling_after_bos(folder: Path) -> None:
     decoder, tokenizer = load_model(folder)
     ids = [tokenizer.bos_id, *tokenizer.encode("def f")]
-    drawn = sample_tokens(decoder, ids, Sampling(max_new_tokens=30, temperature=0.0, stop_ids=(tokenizer.eos_id,)))
+    drawn = sample_tokens(
+        decoder, ids, Sampling(max_new_tokens=30, temperature=0.0, stop_ids=(tokenizer.eos_id,))
+    )
     expected = tokenizer.decode(ids + list(drawn))[len(tokenizer.decode(ids)) :]
-    assert "".join(generate(decoder, tokenizer, "def f", Sampling(max_new_tokens=30, temperature=0.0))) == expected
+    assert (
+        "".join(generate(decoder, tokenizer, "def f", Sampling(max_new_tokens=30, temperature=0.0)))
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +104,9 @@ class TestModelFolder:
     def run(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         return make_run(tmp_path_factory.mktemp("runs") / "tiny", 10, 20, 30, best=20)
 
-    @pytest.mark.parametrize(("step", "name"), [("best", 20), ("last", 30), ("10", 10), ("00010", 10)])
+    @pytest.mark.parametrize(
+        ("step", "name"), [("best", 20), ("last", 30), ("10", 10), ("00010", 10)]
+    )
     def test_steps(self, run: Path, step: str, name: int) -> None:
         assert model_folder(run, step).name == f"step-{name:08d}"
 
@@ -122,7 +131,9 @@ class TestModelFolder:
         with pytest.raises(UserError, match="no checkpoint yet"):
             model_folder(make_run(tmp_path / "run"))
 
-    def test_damage_is_passed_over_loudly(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_damage_is_passed_over_loudly(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         run = make_run(tmp_path / "run", 10, 20)
         (run / "checkpoints" / "step-00000020" / "model.safetensors").write_bytes(b"x")
         assert model_folder(run, "last").name == "step-00000010"
@@ -136,40 +147,116 @@ class TestCommandLine:
         return preloaded.run([sys.executable, "-m", "bloomery", *words], text=True, cwd=cwd)
 
     def test_a_prompt_is_continued_on_stdout(self, folder: Path) -> None:
-        words = ("generate", str(folder), "--prompt", "def", "--max-new-tokens", "20", "--temperature", "0")
+        words = (
+            "generate",
+            str(folder),
+            "--prompt",
+            "def",
+            "--max-new-tokens",
+            "20",
+            "--temperature",
+            "0",
+        )
         done = self.bloomery(*words, cwd=folder)
         decoder, tokenizer = load_decoder(folder), load_tokenizer(folder)
-        expected = "".join(generate(decoder, tokenizer, "def", Sampling(max_new_tokens=20, temperature=0.0)))
+        expected = "".join(
+            generate(decoder, tokenizer, "def", Sampling(max_new_tokens=20, temperature=0.0))
+        )
         assert (done.returncode, done.stdout) == (0, "def" + expected + "\n")
 
-    def test_a_run_by_its_name_and_json(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_by_its_name_and_json(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(tmp_path)
         make_run(tmp_path / "runs" / "tiny", 10)
         (tmp_path / "prompts.txt").write_text("def\n\nclass\n")
-        words = ("generate", "tiny", "--prompts", "prompts.txt", "--json", "--max-new-tokens", "8", "--top-k", "5",
-                 "--top-p", "0.9", "--min-p", "0.01", "--repetition-penalty", "1.1", "--stop", "zzz", "--seed", "4",
-                 "--step", "last")  # fmt: skip
+        words = (
+            "generate",
+            "tiny",
+            "--prompts",
+            "prompts.txt",
+            "--json",
+            "--max-new-tokens",
+            "8",
+            "--top-k",
+            "5",
+            "--top-p",
+            "0.9",
+            "--min-p",
+            "0.01",
+            "--repetition-penalty",
+            "1.1",
+            "--stop",
+            "zzz",
+            "--seed",
+            "4",
+            "--step",
+            "last",
+        )
         done = CliRunner().invoke(cli, words, catch_exceptions=False)
-        assert [result["prompt"] for result in json.loads(done.stdout)["results"]] == ["def", "class"]
+        assert [result["prompt"] for result in json.loads(done.stdout)["results"]] == [
+            "def",
+            "class",
+        ]
 
-    def test_prompts_decode_together_and_speculate_as_each_alone(self, folder: Path, tmp_path: Path) -> None:
-        prompts = ["def f(x):", "a", "für Größe, naïve café", "return x", "x", "def f(x): def f(x): de", "1", "+", "é"]
+    def test_prompts_decode_together_and_speculate_as_each_alone(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        prompts = [
+            "def f(x):",
+            "a",
+            "für Größe, naïve café",
+            "return x",
+            "x",
+            "def f(x): def f(x): de",
+            "1",
+            "+",
+            "é",
+        ]
         (tmp_path / "prompts.txt").write_text("\n".join(prompts))
-        words = ("generate", str(folder), "--max-new-tokens", "12", "--temperature", "0.7", "--stop", "é")
-        alone = [CliRunner().invoke(cli, (*words, "--prompt", text), catch_exceptions=False).stdout for text in prompts]
+        words = (
+            "generate",
+            str(folder),
+            "--max-new-tokens",
+            "12",
+            "--temperature",
+            "0.7",
+            "--stop",
+            "é",
+        )
+        alone = [
+            CliRunner().invoke(cli, (*words, "--prompt", text), catch_exceptions=False).stdout
+            for text in prompts
+        ]
         for more in ((), ("--prompt-lookup", "3"), ("--draft", str(folder))):
-            done = CliRunner().invoke(cli, (*words, "--prompts", str(tmp_path / "prompts.txt"), "--jsonl", *more))
+            done = CliRunner().invoke(
+                cli, (*words, "--prompts", str(tmp_path / "prompts.txt"), "--jsonl", *more)
+            )
             lines = [json.loads(line) for line in done.stdout.splitlines()]
             assert [line["prompt"] + line["text"] + "\n" for line in lines] == alone
             assert ("accepted" in done.stderr) == bool(more)
 
     def test_json_of_a_schema(self, folder: Path, tmp_path: Path) -> None:
         fields = {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}}
-        schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+        schema = {
+            "type": "object",
+            "properties": fields,
+            "required": [*fields],
+            "additionalProperties": False,
+        }
         path = tmp_path / "schema.json"
         path.write_text(json.dumps(schema))
-        words = ("generate", str(folder), "--prompt", "def", "--max-new-tokens", "60", "--json", "--json-schema",
-                 str(path))  # fmt: skip
+        words = (
+            "generate",
+            str(folder),
+            "--prompt",
+            "def",
+            "--max-new-tokens",
+            "60",
+            "--json",
+            "--json-schema",
+            str(path),
+        )
         for seed in range(4):
             more = "--seed", str(seed), "--prompt-lookup", "4"
             done = CliRunner().invoke(cli, (*words, *more), catch_exceptions=False)
@@ -215,10 +302,14 @@ def test_turns_that_begin_alike_are_read_once_and_say_the_same(family: str, tmp_
         ids = [*ids, *said, *more]
     if not any(layer.rolls for layer in past.cache.layers):
         assert past.rest(ids[:10], 50) == ids[9:10]
-    assert list(sample_tokens(decoder, [2, *ids[1:]], cold, past)) == list(sample_tokens(decoder, [2, *ids[1:]], cold))
+    assert list(sample_tokens(decoder, [2, *ids[1:]], cold, past)) == list(
+        sample_tokens(decoder, [2, *ids[1:]], cold)
+    )
 
 
-def test_a_past_that_was_interrupted_is_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_past_that_was_interrupted_is_forgotten(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder, _ = load_model(folder)
     past, cold = Past(decoder), Sampling(max_new_tokens=4, temperature=0.0)
     said = list(sample_tokens(decoder, [1, 5, 9], cold, past))
@@ -241,7 +332,9 @@ def test_from_python(folder: Path, tmp_path: Path) -> None:
     from bloomery.export.layouts import Exported
     from bloomery.plan.types import RunPlan
 
-    assert all(callable(getattr(bloomery, name)) for name in set(bloomery.__all__) - {"__version__"})
+    assert all(
+        callable(getattr(bloomery, name)) for name in set(bloomery.__all__) - {"__version__"}
+    )
     cold = Sampling(max_new_tokens=5, temperature=0.0)
     text = bloomery.generate(folder, "def ", max_new_tokens=5, temperature=0.0, device="cpu")
     assert text == "".join(generate(*load_model(folder), "def ", cold))

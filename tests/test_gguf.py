@@ -40,20 +40,49 @@ from models_for_tests import make_model
 # Facts that llama.cpp's graph fixes, in cases that have others
 FITTING = {"gemma2": {"query_pre_attn_scalar": 20}, "gemma3": {"query_pre_attn_scalar": 20}}
 EXPORTED = ["gpt2", "llama3-gqa-tied", "gemma2", "qwen3"]
-ALSO = ["gpt2-erf-wide", "llama2", "llama-biases-head-dim", "llama-linear", "llama-dynamic", "llama-yarn", "gemma",
-        "mistral-window", "mistral-head-dim", "qwen2", "qwen2.5-window-tied", "gemma3", "smollm3",
-        "olmo2", "phi3", "phi3-window", "phi4-partial", "phi3-longrope", "phi3-longrope-short"]  # fmt: skip
-REFUSED = ["gpt2-unscaled", "llama-yarn-mscale", "qwen3-bias-yarn", "gemma2-uncapped", "smollm3-window", "olmo2-bias",
-           "gemma-mqa-untied"]  # fmt: skip
+ALSO = [
+    "gpt2-erf-wide",
+    "llama2",
+    "llama-biases-head-dim",
+    "llama-linear",
+    "llama-dynamic",
+    "llama-yarn",
+    "gemma",
+    "mistral-window",
+    "mistral-head-dim",
+    "qwen2",
+    "qwen2.5-window-tied",
+    "gemma3",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "phi3-window",
+    "phi4-partial",
+    "phi3-longrope",
+    "phi3-longrope-short",
+]
+REFUSED = [
+    "gpt2-unscaled",
+    "llama-yarn-mscale",
+    "qwen3-bias-yarn",
+    "gemma2-uncapped",
+    "smollm3-window",
+    "olmo2-bias",
+    "gemma-mqa-untied",
+]
 
 
-def exported(case: str, folder: Path, kind: str = "f32", **changed) -> tuple[Path, Path, tuple[str, ...]]:
+def exported(
+    case: str, folder: Path, kind: str = "f32", **changed
+) -> tuple[Path, Path, tuple[str, ...]]:
     source = saved_case(case, folder / "source", **FITTING.get(case, {}) | changed)
     done = export_gguf(find_model(source), folder / "out.gguf", kind=kind)
     return source, done.folder, done.proofs
 
 
-@pytest.mark.parametrize("case", [*EXPORTED, *(pytest.param(case, marks=pytest.mark.soak) for case in ALSO)])
+@pytest.mark.parametrize(
+    "case", [*EXPORTED, *(pytest.param(case, marks=pytest.mark.soak) for case in ALSO)]
+)
 def test_every_family_computes_the_same_and_comes_back_whole(case: str, tmp_path: Path) -> None:
     source, path, proofs = exported(case, tmp_path)
     kinds = [proof.split()[0] for proof in proofs if not proof.startswith("differs")]
@@ -64,12 +93,23 @@ def test_every_family_computes_the_same_and_comes_back_whole(case: str, tmp_path
     for name, values in theirs.items():  # Gemma's norms have 1 added in the file
         torch.testing.assert_close(ours[name], values, atol=1e-6 if "norm" in name else 0, rtol=0)
     tokens = torch.arange(40)[None]
-    limit = {"mistral-window": 8, "qwen2.5-window-tied": 8, "phi3-window": 8, "llama-dynamic": 24}.get(case, 40)
-    before, after = (load_decoder(folder)(tokens[:, :limit]) for folder in (source, tmp_path / "back"))
-    torch.testing.assert_close(after, before, atol=2e-3 if case == "gpt2-erf-wide" else 1e-5, rtol=0)
+    limit = {
+        "mistral-window": 8,
+        "qwen2.5-window-tied": 8,
+        "phi3-window": 8,
+        "llama-dynamic": 24,
+    }.get(case, 40)
+    before, after = (
+        load_decoder(folder)(tokens[:, :limit]) for folder in (source, tmp_path / "back")
+    )
+    torch.testing.assert_close(
+        after, before, atol=2e-3 if case == "gpt2-erf-wide" else 1e-5, rtol=0
+    )
 
 
-@pytest.mark.parametrize("case", [REFUSED[0], *(pytest.param(case, marks=pytest.mark.soak) for case in REFUSED[1:])])
+@pytest.mark.parametrize(
+    "case", [REFUSED[0], *(pytest.param(case, marks=pytest.mark.soak) for case in REFUSED[1:])]
+)
 def test_what_the_graph_cannot_compute_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"llama\.cpp's .* graph"):
         exported(case, tmp_path)
@@ -80,7 +120,9 @@ def test_what_the_graph_cannot_compute_is_refused(case: str, tmp_path: Path) -> 
 def test_types(kind: str, tmp_path: Path) -> None:
     _, path, proofs = exported("llama2", tmp_path, kind, hidden_size=64, intermediate_size=96)
     assert any(proof.startswith(kind) for proof in proofs)
-    stored = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(path).tensors}
+    stored = {
+        tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(path).tensors
+    }
     assert stored["blk.0.ffn_down.weight"] == kind
     assert stored["blk.0.attn_norm.weight"] == "f32"
     assert stored["output.weight"] == ("q8_0" if kind == "q4_0" else kind)
@@ -89,15 +131,23 @@ def test_types(kind: str, tmp_path: Path) -> None:
 def test_an_adapter_is_merged_or_goes_alone(tmp_path: Path) -> None:
     """llama.cpp adds alpha / rank * B @ A, the rows of B in the order of its q and k."""
     source = saved_case("llama3-gqa-tied", tmp_path / "source")
-    adapter = find_model(saved_adapter(source, tmp_path / "adapter", ["q_proj", "k_proj", "down_proj"]))
+    adapter = find_model(
+        saved_adapter(source, tmp_path / "adapter", ["q_proj", "k_proj", "down_proj"])
+    )
     merged = export_gguf(adapter, tmp_path / "merged.gguf", kind="f32")
     assert any("53 of 53 tokens" in proof for proof in merged.proofs)
     base = export_gguf(find_model(source), tmp_path / "base.gguf", kind="f32", verify=False)
     lora = export_gguf_adapter(adapter, tmp_path / "lora.gguf", kind="f32")
     facts = {name: field.contents() for name, field in gguf.GGUFReader(lora.folder).fields.items()}
-    assert {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 1.0}.items() <= facts.items()
-    pairs, whole, plain = ({each.name: each.data for each in gguf.GGUFReader(path).tensors}
-                           for path in (lora.folder, merged.folder, base.folder))  # fmt: skip
+    assert {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": 1.0,
+    }.items() <= facts.items()
+    pairs, whole, plain = (
+        {each.name: each.data for each in gguf.GGUFReader(path).tensors}
+        for path in (lora.folder, merged.folder, base.folder)
+    )
     for name in ("blk.0.attn_q.weight", "blk.1.attn_k.weight", "blk.3.ffn_down.weight"):
         A, B = pairs[f"{name}.lora_a"], pairs[f"{name}.lora_b"]
         assert np.abs(whole[name] - plain[name]).max() > 0.1
@@ -114,18 +164,26 @@ def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["order of q and k", "rope base", "norm", "merges"])
-def test_the_check_finds_what_would_answer_nonsense(harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_what_would_answer_nonsense(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if harm == "order of q and k":
         apply = Piece.apply
-        monkeypatch.setattr(Piece, "apply", lambda self, whole, *, undo=False: apply(self, whole, undo=True))
+        monkeypatch.setattr(
+            Piece, "apply", lambda self, whole, *, undo=False: apply(self, whole, undo=True)
+        )
     elif harm == "rope base":
         monkeypatch.setattr(gguf.GGUFWriter, "add_rope_freq_base", lambda self, base: None)
     elif harm == "norm":
         key = "llama.attention.layer_norm_rms_epsilon"
-        monkeypatch.setattr(gguf.GGUFWriter, "add_layer_norm_rms_eps", lambda self, eps: self.add_float32(key, 1e-2))
+        monkeypatch.setattr(
+            gguf.GGUFWriter, "add_layer_norm_rms_eps", lambda self, eps: self.add_float32(key, 1e-2)
+        )
     else:
         add = gguf.GGUFWriter.add_token_merges
-        monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", lambda self, merges: add(self, merges[:9]))
+        monkeypatch.setattr(
+            gguf.GGUFWriter, "add_token_merges", lambda self, merges: add(self, merges[:9])
+        )
     problem = "tokens for" if harm == "merges" else "logits of the file differ|changes the model"
     with pytest.raises(UserError, match=problem):
         exported("llama3-gqa-tied", tmp_path)
@@ -147,30 +205,45 @@ def test_metadata_and_bytes(tmp_path: Path) -> None:
     facts = {name: field.contents() for name, field in gguf.GGUFReader(first.folder).fields.items()}
     tokenizer = load_tokenizer(source)
     assert {
-        "general.architecture": "llama", "general.name": "a", "general.license": "apache-2.0", "general.file_type": 1,
-        "llama.context_length": 64, "llama.attention.head_count_kv": 2, "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_id, "tokenizer.ggml.add_bos_token": True,
-    }.items() <= facts.items()  # fmt: skip
+        "general.architecture": "llama",
+        "general.name": "a",
+        "general.license": "apache-2.0",
+        "general.file_type": 1,
+        "llama.context_length": 64,
+        "llama.attention.head_count_kv": 2,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_id,
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_id,
+        "tokenizer.ggml.add_bos_token": True,
+    }.items() <= facts.items()
     assert facts["tokenizer.ggml.token_type"][:5] == [3, 3, 3, 3, 1]
     assert "rope_freqs.weight" in {tensor.name for tensor in gguf.GGUFReader(first.folder).tensors}
 
 
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-LATER = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-         r"|\s+(?!\S)|\s+")  # fmt: skip
+LATER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 
 
 def split(expression: str) -> dict:
-    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    return {
+        "type": "Split",
+        "pattern": {"Regex": expression},
+        "behavior": "Isolated",
+        "invert": False,
+    }
 
 
 PRE = {
-    "gpt-2": [LEVEL], "smollm": [{"type": "Digits", "individual_digits": True}, LEVEL],
+    "gpt-2": [LEVEL],
+    "smollm": [{"type": "Digits", "individual_digits": True}, LEVEL],
     "qwen2": [split(LATER % ""), LEVEL | {"use_regex": False}],
     "llama-bpe": [split(LATER % "{1,3}"), LEVEL | {"use_regex": False}],
     "dbrx": [split(LATER % "{1,3}"), LEVEL | {"use_regex": False}],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PRE)
@@ -180,7 +253,10 @@ def test_the_pre_tokenizer_is_found_by_how_it_splits(name: str, tmp_path: Path) 
     description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PRE[name]}
     description["model"]["ignore_merges"] = name == "llama-bpe"
     assert vocabulary(description, 320, where="").pre == name
-    other = {"type": "Sequence", "pretokenizers": [{"type": "Punctuation", "behavior": "Isolated"}, *PRE["gpt-2"]]}
+    other = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Punctuation", "behavior": "Isolated"}, *PRE["gpt-2"]],
+    }
     with pytest.raises(UserError, match="splits words in another way"):
         vocabulary({**description, "pre_tokenizer": other}, 320, where="")
 
@@ -192,9 +268,13 @@ def test_no_other_model_is_named_phi_3(tmp_path: Path) -> None:
     assert gguf.GGUFReader(done.folder).fields["general.name"].contents() == "like-phi_3"
 
 
-def test_a_few_rows_at_a_time_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_rows_at_a_time_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but q and k, whose heads are reordered as a whole."""
-    files = find_model(saved_case("llama2", tmp_path / "source", hidden_size=64, intermediate_size=128))
+    files = find_model(
+        saved_case("llama2", tmp_path / "source", hidden_size=64, intermediate_size=128)
+    )
     whole = export_gguf(files, tmp_path / "a" / "out.gguf", verify=False).folder.read_bytes()
     largest, encode = dict[str, int](), gguf_export.encoded
 
@@ -206,7 +286,10 @@ def test_a_few_rows_at_a_time_are_in_memory(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("bloomery.model.io.safetensors.STAGE_BYTES", 2048)
     parts = export_gguf(files, tmp_path / "b" / "out.gguf", verify=False).folder.read_bytes()
     assert parts == whole
-    assert max(size for name, size in largest.items() if "attn_q" not in name and "attn_k" not in name) <= 2048
+    assert (
+        max(size for name, size in largest.items() if "attn_q" not in name and "attn_k" not in name)
+        <= 2048
+    )
 
 
 PEAK = """
@@ -229,7 +312,11 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         folder = saved_case("llama2", tmp_path / f"model-{layers}", torch_dtype="bfloat16", **sizes)
         done = preloaded.run([sys.executable, "-c", PEAK, folder], text=True)
         peaks.append(int(done.stdout) // 1024)
-    assert (tmp_path / "model-24.gguf").stat().st_size > 600e6 > 10 * (tmp_path / "model-2.gguf").stat().st_size
+    assert (
+        (tmp_path / "model-24.gguf").stat().st_size
+        > 600e6
+        > 10 * (tmp_path / "model-2.gguf").stat().st_size
+    )
     assert peaks[1] - peaks[0] < 100, peaks  # MiB
 
 
@@ -258,16 +345,34 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.01, 0.0, 0.6, 0.999])
-@pytest.mark.parametrize("what", ["gguf", "gguf-adapter", *(pytest.param(what, marks=pytest.mark.soak)
-                                                            for what in ("ollama", "import"))])  # fmt: skip
-def test_a_disk_that_fills_at_any_byte_leaves_nothing(what: str, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "what",
+    [
+        "gguf",
+        "gguf-adapter",
+        *(pytest.param(what, marks=pytest.mark.soak) for what in ("ollama", "import")),
+    ],
+)
+def test_a_disk_that_fills_at_any_byte_leaves_nothing(
+    what: str, share: float, tmp_path: Path
+) -> None:
     """The kernel refuses to let a file grow beyond a limit, in the header or at its end."""
     source = saved_case("llama3-gqa-tied", tmp_path / "source")
-    adapter = saved_adapter(source, tmp_path / "adapter", ["q_proj"]) if what == "gguf-adapter" else source
-    whole = export_gguf(find_model(source), tmp_path / "whole.gguf", kind="f32", verify=False).folder
+    adapter = (
+        saved_adapter(source, tmp_path / "adapter", ["q_proj"])
+        if what == "gguf-adapter"
+        else source
+    )
+    whole = export_gguf(
+        find_model(source), tmp_path / "whole.gguf", kind="f32", verify=False
+    ).folder
     write = {
-        "gguf": lambda out: export_gguf(find_model(source), out.with_suffix(".gguf"), kind="f32", verify=False),
-        "gguf-adapter": lambda out: export_gguf_adapter(find_model(adapter), out.with_suffix(".gguf"), kind="f32"),
+        "gguf": lambda out: export_gguf(
+            find_model(source), out.with_suffix(".gguf"), kind="f32", verify=False
+        ),
+        "gguf-adapter": lambda out: export_gguf_adapter(
+            find_model(adapter), out.with_suffix(".gguf"), kind="f32"
+        ),
         "ollama": lambda out: export_ollama(find_model(source), out, kind="f32", verify=False),
         "import": lambda out: import_gguf(whole, out),
     }[what]
@@ -314,7 +419,9 @@ def test_a_killed_export_leaves_no_file_and_the_next_one_clears_its_draft(tmp_pa
 
 @pytest.mark.soak
 def test_exports_killed_at_any_moment(tmp_path: Path) -> None:
-    source = saved_case("llama3-gqa-tied", tmp_path / "source", hidden_size=256, intermediate_size=1024)
+    source = saved_case(
+        "llama3-gqa-tied", tmp_path / "source", hidden_size=256, intermediate_size=1024
+    )
     draw = random.Random(0)
 
     def start() -> subprocess.Popen[str]:
@@ -341,7 +448,9 @@ def test_exports_killed_at_any_moment(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out.gguf", "source"]
 
 
-def test_without_the_package_the_error_has_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_has_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_model(tmp_path / "source")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError) as raised:
@@ -363,8 +472,12 @@ def test_a_model_with_a_sentencepiece_file_alone(tmp_path: Path) -> None:
 
 def test_rows_that_no_k_block_divides_are_named(tmp_path: Path) -> None:
     config = read_config(make_model(tmp_path))
-    assert [note.split(":")[0] for note in fallbacks(config, "q4_K_M")] == ["16 of 16 matrices are a larger type"]
-    assert not list(fallbacks(replace(config, hidden_size=256, intermediate_size=256, head_dim=128), "q6_K"))
+    assert [note.split(":")[0] for note in fallbacks(config, "q4_K_M")] == [
+        "16 of 16 matrices are a larger type"
+    ]
+    assert not list(
+        fallbacks(replace(config, hidden_size=256, intermediate_size=256, head_dim=128), "q6_K")
+    )
 
 
 def test_k_types_need_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,19 +487,25 @@ def test_k_types_need_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         export_gguf(find_model(source), tmp_path / "out.gguf", kind="q4_K_M")
 
 
-def test_a_prompt_is_continued_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_continued_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In numpy, as PyTorch continues it; by a program on the PATH, which gets the prompt as text; or not quietly."""
     source = make_model(tmp_path / "source")
     path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32", verify=False).folder
     tokenizer, decoder = load_tokenizer(source), load_decoder(source)
     prompt = [tokenizer.bos_id, *tokenizer.encode("def f(x):\n\\n")]
-    expected = tokenizer.decode(list(sample_tokens(decoder, prompt, Sampling(max_new_tokens=20, temperature=0.0))))
+    expected = tokenizer.decode(
+        list(sample_tokens(decoder, prompt, Sampling(max_new_tokens=20, temperature=0.0)))
+    )
     monkeypatch.setattr(llama_cpp, "find_spec", lambda _: None)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     done = continue_greedily(path, prompt, tokenizer, most=20)
     assert (done.text, done.real) == (expected, False)
     program = tmp_path / "llama-completion"
-    program.write_text(f'#!/bin/sh\nprintf "%s|" "$@" > {tmp_path}/words\necho " y = 1 [end of text]"\necho\n')
+    program.write_text(
+        f'#!/bin/sh\nprintf "%s|" "$@" > {tmp_path}/words\necho " y = 1 [end of text]"\necho\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     done = continue_greedily(path, prompt, tokenizer, most=20)
@@ -403,12 +522,18 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["export", "model", "--to", "gguf", "--type", "f32", "--devices", "cpu", "--out"]
     done = CliRunner().invoke(cli, [*words, "new/model.gguf"], catch_exceptions=False)
-    assert done.stdout.startswith("export     new/model.gguf (") and done.stderr.count("verified") == 4
-    back = CliRunner().invoke(cli, ["import", "new/model.gguf", "--out", "back"], catch_exceptions=False)
+    assert (
+        done.stdout.startswith("export     new/model.gguf (") and done.stderr.count("verified") == 4
+    )
+    back = CliRunner().invoke(
+        cli, ["import", "new/model.gguf", "--out", "back"], catch_exceptions=False
+    )
     assert back.stdout.startswith("import     back (")
     assert read_config(Path("back")) == read_config(Path("model"))
     text = "def f(x): größer 東京 <s>"
-    one, other = (load_tokenizer(Path(name)).encode(text, special=True) for name in ("back", "model"))
+    one, other = (
+        load_tokenizer(Path(name)).encode(text, special=True) for name in ("back", "model")
+    )
     assert one == other
     for out, problem in (("new/model.gguf", "exists"), ("plain", "ends in .gguf")):
         raised = CliRunner().invoke(cli, [*words, out]).exception
@@ -417,14 +542,31 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_quantize_is_another_name_of_type(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
-    for number, (option, kind) in enumerate((("--type", "q8_0"), ("--quantize", "Q8_0"), ("--quant", "q8_0"))):
-        words = ["export", str(tmp_path / "model"), "--to", "gguf", option, kind, "--no-verify", "--out"]
-        done = CliRunner().invoke(cli, [*words, str(tmp_path / f"{number}.gguf")], catch_exceptions=False)
+    for number, (option, kind) in enumerate(
+        (("--type", "q8_0"), ("--quantize", "Q8_0"), ("--quant", "q8_0"))
+    ):
+        words = [
+            "export",
+            str(tmp_path / "model"),
+            "--to",
+            "gguf",
+            option,
+            kind,
+            "--no-verify",
+            "--out",
+        ]
+        done = CliRunner().invoke(
+            cli, [*words, str(tmp_path / f"{number}.gguf")], catch_exceptions=False
+        )
         assert done.exit_code == 0, done.output
     made = [(tmp_path / f"{number}.gguf").stat().st_size for number in range(3)]
     assert made[0] == made[1] == made[2]
     refused = CliRunner().invoke(cli, [*words[:5], "q4_k_x", "--out", str(tmp_path / "x")])
-    assert refused.exit_code == 2 and "--quantize" in refused.output and "q4_k_m" in refused.output.lower()
+    assert (
+        refused.exit_code == 2
+        and "--quantize" in refused.output
+        and "q4_k_m" in refused.output.lower()
+    )
 
 
 # Files made to harm
@@ -442,16 +584,22 @@ def array(kind: int, count: int, rest: bytes = b"") -> bytes:
     return text("k") + struct.pack("<IIQ", 9, kind, count) + rest
 
 
-def tensor(name: str = "t", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
+def tensor(
+    name: str = "t", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0
+) -> bytes:
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
 HOSTILE = {
-    "empty": b"", "magic": b"GGML" + bytes(40), "version": header(version=99, rest=bytes(64)),
-    "2^63 tensors": header(2**63, 0, bytes(64)), "2^63 keys": header(0, 2**63, bytes(64)),
+    "empty": b"",
+    "magic": b"GGML" + bytes(40),
+    "version": header(version=99, rest=bytes(64)),
+    "2^63 tensors": header(2**63, 0, bytes(64)),
+    "2^63 keys": header(0, 2**63, bytes(64)),
     "2^63 letters": header(0, 1, struct.pack("<Q", 2**63) + bytes(64)),
     "value of 2^63 letters": header(0, 1, text("k") + struct.pack("<IQ", 8, 2**63) + bytes(64)),
-    "2^40 numbers": header(0, 1, array(4, 2**40, bytes(64))), "2^40 texts": header(0, 1, array(8, 2**40, bytes(64))),
+    "2^40 numbers": header(0, 1, array(4, 2**40, bytes(64))),
+    "2^40 texts": header(0, 1, array(8, 2**40, bytes(64))),
     "2^64 / 4 numbers": header(0, 1, array(4, 2**62, bytes(64))),
     "nested": header(0, 1, array(9, 1, struct.pack("<IQ", 9, 1) * 50_000)),
     "unknown type": header(0, 1, text("k") + struct.pack("<I", 77) + bytes(64)),
@@ -466,9 +614,13 @@ HOSTILE = {
     "in two places of one": header(2, 0, tensor("a") + tensor("b") + bytes(512)),
     "a gap": header(2, 0, tensor("a") + tensor("b", offset=256) + bytes(1024)),
     "more bytes than tensors": header(1, 0, tensor() + bytes(4096)),
-    "many entries": header(0, 2, (array(0, 2**21 + 1, bytes(2**21 + 1)) * 2).replace(b"k", b"l", 1)),
-    "alignment 0": header(1, 1, text("general.alignment") + struct.pack("<II", 4, 0) + tensor() + bytes(512)),
-}  # fmt: skip
+    "many entries": header(
+        0, 2, (array(0, 2**21 + 1, bytes(2**21 + 1)) * 2).replace(b"k", b"l", 1)
+    ),
+    "alignment 0": header(
+        1, 1, text("general.alignment") + struct.pack("<II", 4, 0) + tensor() + bytes(512)
+    ),
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -492,7 +644,9 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         for number in (b"\xff\xff", b"\x00\x7c"):  # NaN and infinity as float16
             content[place.data_offset : place.data_offset + 2] = number
             path.write_bytes(content)
-            with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight holds numbers that are not finite"):
+            with pytest.raises(
+                UserError, match=r"blk\.1\.ffn_up\.weight holds numbers that are not finite"
+            ):
                 import_gguf(path, tmp_path / "out")
             assert not (tmp_path / "out").exists()
 
@@ -500,7 +654,9 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_numbers_beyond_the_range_of_the_type_are_refused(tmp_path: Path) -> None:
     _, path, _ = exported("llama2", tmp_path, "f32")
     content = bytearray(path.read_bytes())
-    place = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight")
+    place = next(
+        each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight"
+    )
     content[place.data_offset : place.data_offset + 4] = struct.pack("<f", 1e6)
     path.write_bytes(content)
     with pytest.raises(UserError, match="beyond the range of float16"):
@@ -532,25 +688,42 @@ def test_pickles_and_folders_are_refused_with_what_to_use(tmp_path: Path) -> Non
         folder.mkdir()
         (folder / name).write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
         for path, command in ((folder, "import"), (folder / name, "import"), (folder, "convert")):
-            words = [command, str(path), *(["--out"] if command == "import" else []), str(tmp_path / "out")]
+            words = [
+                command,
+                str(path),
+                *(["--out"] if command == "import" else []),
+                str(tmp_path / "out"),
+            ]
             raised = CliRunner().invoke(cli, words).exception
             assert isinstance(raised, UserError), raised
             assert "pickle" in raised.problem and "safetensors" in raised.fix, raised
     make_model(tmp_path / "model")
-    raised = CliRunner().invoke(cli, ["import", str(tmp_path / "model"), "--out", str(tmp_path / "out")]).exception
+    raised = (
+        CliRunner()
+        .invoke(cli, ["import", str(tmp_path / "model"), "--out", str(tmp_path / "out")])
+        .exception
+    )
     assert isinstance(raised, UserError) and "as it is" in raised.fix
 
 
 def fuzzed(rounds: int, tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     export_gguf(find_model(tmp_path / "model"), tmp_path / "good.gguf", verify=False)
-    good, choose, path = (tmp_path / "good.gguf").read_bytes(), random.Random(0), tmp_path / "bad.gguf"
-    end = len(good) - sum(block.data.nbytes for block in read_gguf(tmp_path / "good.gguf")[1].values())
+    good, choose, path = (
+        (tmp_path / "good.gguf").read_bytes(),
+        random.Random(0),
+        tmp_path / "bad.gguf",
+    )
+    end = len(good) - sum(
+        block.data.nbytes for block in read_gguf(tmp_path / "good.gguf")[1].values()
+    )
     for _ in range(rounds):
         content = bytearray(good)
         for _ in range(choose.choice((1, 1, 2, 8))):
             at = choose.randrange(4, end)
-            content[at : at + 8] = choose.choice((bytes(8), b"\xff" * 8, struct.pack("<Q", 2**63), choose.randbytes(8)))
+            content[at : at + 8] = choose.choice(
+                (bytes(8), b"\xff" * 8, struct.pack("<Q", 2**63), choose.randbytes(8))
+            )
         path.write_bytes(content[: choose.choice((len(content), len(content), end, at))])
         begin = time.monotonic()
         try:
@@ -573,7 +746,9 @@ def test_many_fuzzed_headers_are_read_or_refused(tmp_path: Path) -> None:
 def test_every_float_of_a_quantized_file_is_what_the_package_makes_of_it(tmp_path: Path) -> None:
     _, path, _ = exported("llama2", tmp_path, "q8_0", hidden_size=64, intermediate_size=96)
     import_gguf(path, tmp_path / "back", dtype="float32")
-    stored = next(each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight")
+    stored = next(
+        each for each in gguf.GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight"
+    )
     expected = gguf.quants.dequantize(stored.data, stored.tensor_type)
     found = load_file(tmp_path / "back" / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
     assert np.array_equal(found.numpy(), expected)

@@ -25,7 +25,9 @@ from bloomery.train.model_folder import find_model
 from gguf_models import saved_adapter, saved_case, saved_pieces, tokens
 from models_for_tests import make_model
 
-pytest.importorskip("llama_cpp", reason="not installed: pip install llama-cpp-python builds it in ten minutes")
+pytest.importorskip(
+    "llama_cpp", reason="not installed: pip install llama-cpp-python builds it in ten minutes"
+)
 from llama_cpp_oracle import Oracle
 
 pytestmark = pytest.mark.soak
@@ -35,17 +37,27 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 
 GPT2 = {"n_embd": 64, "n_positions": CONTEXT}
 GEMMA = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 16}
 FAMILIES = {
-    "Llama 3": ("llama3-gqa-tied", SIZES), "Llama 2": ("llama2", SIZES), "Mistral": ("mistral-head-dim", SIZES),
-    "Qwen 2": ("qwen2", SIZES), "Qwen 3": ("qwen3", SIZES), "Gemma": ("gemma", SIZES | {"head_dim": 16}),
-    "Gemma 2": ("gemma2", GEMMA), "Gemma 3": ("gemma3", GEMMA), "Phi-3": ("phi3", SIZES), "GPT-2": ("gpt2", GPT2),
-    "GPT-2, exact GELU": ("gpt2-erf-wide", GPT2 | {"n_inner": 96}), "OLMo 2": ("olmo2", SIZES),
+    "Llama 3": ("llama3-gqa-tied", SIZES),
+    "Llama 2": ("llama2", SIZES),
+    "Mistral": ("mistral-head-dim", SIZES),
+    "Qwen 2": ("qwen2", SIZES),
+    "Qwen 3": ("qwen3", SIZES),
+    "Gemma": ("gemma", SIZES | {"head_dim": 16}),
+    "Gemma 2": ("gemma2", GEMMA),
+    "Gemma 3": ("gemma3", GEMMA),
+    "Phi-3": ("phi3", SIZES),
+    "GPT-2": ("gpt2", GPT2),
+    "GPT-2, exact GELU": ("gpt2-erf-wide", GPT2 | {"n_inner": 96}),
+    "OLMo 2": ("olmo2", SIZES),
     "SmolLM3": ("smollm3", SIZES),
-}  # fmt: skip
+}
 # Of the largest logit, in float32: ggml takes GELU from a table in float16, and SiLU from an exact function
 MOST = {"Gemma": 3e-3, "Gemma 2": 3e-3, "Gemma 3": 3e-3, "GPT-2": 3e-3, "GPT-2, exact GELU": 3e-3}
 
 
-def measured(folder: Path, out: Path, kind: str, context: int) -> tuple[Parity, float, float, float]:
+def measured(
+    folder: Path, out: Path, kind: str, context: int
+) -> tuple[Parity, float, float, float]:
     """Of a model folder: the verifier against PyTorch; llama.cpp against the verifier (the largest difference, of the
     largest logit), and against PyTorch (KL divergence, share of equal best tokens).
     """
@@ -77,7 +89,9 @@ def measured(folder: Path, out: Path, kind: str, context: int) -> tuple[Parity, 
 
 def row(name: str, kind: str, parity: Parity, own: float, kl: float, same: float) -> str:
     greedy = "" if parity.greedy is None else f"{parity.greedy} of {parity.asked}"
-    mine = f"{parity.difference / parity.scale:.0e} | {parity.kl:.1e} | {parity.top1:.0%} | {greedy}"
+    mine = (
+        f"{parity.difference / parity.scale:.0e} | {parity.kl:.1e} | {parity.top1:.0%} | {greedy}"
+    )
     return f"| {name} | `{kind}` | {mine} | {own:.0e} | {max(kl, 0):.1e} | {same:.0%} |"
 
 
@@ -133,13 +147,22 @@ def test_llama_cpp_agrees(name: str, kind: str, tmp_path: Path) -> None:
     found[name, kind] = row(name, kind, parity, own, kl, same)
     assert parity.difference <= (2e-2 if "exact" in name else 1e-4) * parity.scale
     # activations are rounded to the type of the weights, next to q8_0 and q4_0 to 8 bits: of these the KL is the check
-    assert own <= {"f32": MOST.get(name, 1e-4), "f16": 1e-2, "bf16": 5e-2, "q8_0": 2e-1, "q4_0": 2e-1}[kind]
+    assert (
+        own
+        <= {"f32": MOST.get(name, 1e-4), "f16": 1e-2, "bf16": 5e-2, "q8_0": 2e-1, "q4_0": 2e-1}[
+            kind
+        ]
+    )
     assert kl <= 2 * parity.kl + {"f32": 1e-4, "f16": 1e-3}.get(kind, 5e-2)
 
 
 @pytest.mark.parametrize("kind", [*GGUF_TYPES, *K_TYPES])
-def test_llama_cpp_agrees_on_a_real_model(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    cache = Path(os.environ.get("BLOOMERY_REAL_MODEL", Path.home() / ".cache" / "bloomery-real-model"))
+def test_llama_cpp_agrees_on_a_real_model(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    cache = Path(
+        os.environ.get("BLOOMERY_REAL_MODEL", Path.home() / ".cache" / "bloomery-real-model")
+    )
     if not (cache / "model" / "config.json").is_file():
         pytest.skip(f"no real model in {cache}: python scripts/smollm2.py {cache}")
     needs_quantize(kind)
@@ -162,35 +185,50 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 def test_llama_quantize_writes_what_both_read(case: str, kind: str, tmp_path: Path) -> None:
     """A model whose rows are whole blocks of 256 numbers, so that no matrix gets another type."""
     needs_quantize(kind)
-    folder = saved_case(case, tmp_path / "model", **SIZES | WIDE | ({"head_dim": 64} if case == "qwen3" else {}))
+    folder = saved_case(
+        case, tmp_path / "model", **SIZES | WIDE | ({"head_dim": 64} if case == "qwen3" else {})
+    )
     name = {"qwen3": "Qwen 3, 256 wide"}.get(case, "Llama 3, 256 wide")
     parity, own, kl, same = measured(folder, tmp_path / "out.gguf", kind, CONTEXT)
     found[name, kind] = row(name, kind, parity, own, kl, same)
-    types = {each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "out.gguf").tensors if len(each.shape) > 1}
+    types = {
+        each.tensor_type.name
+        for each in gguf.GGUFReader(tmp_path / "out.gguf").tensors
+        if len(each.shape) > 1
+    }
     assert {kind.upper()[:4]} <= types <= {"Q4_K", "Q5_K", "Q6_K"}
     assert parity.difference <= 1e-4 * parity.scale
-    assert own <= 3e-1 and kl <= 2 * parity.kl + 5e-2  # 256 activations are rounded with one scale, not 32
+    # 256 activations are rounded with one scale, not 32
+    assert own <= 3e-1 and kl <= 2 * parity.kl + 5e-2
 
 
 PIECES = {  # as Llama 2's, with and without the space before a text, and with tokens of a chat
-    "llama-2": {}, "no prefix": {"add_dummy_prefix": False},
+    "llama-2": {},
+    "no prefix": {"add_dummy_prefix": False},
     "chat": {"user_defined_symbols": ["<|im_start|>", "<|im_end|>"], "split_digits": False},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PIECES)
 def test_llama_cpp_reads_sentencepiece_models_as_they_are(name: str, tmp_path: Path) -> None:
     """The ids of the sentencepiece library, of the file in the verifier, and of llama.cpp's own tokenizer."""
     sentencepiece = pytest.importorskip("sentencepiece")
-    folder, model, lines = saved_pieces(tmp_path / "sp", 1000, changed=SIZES, files="[a-c]*.py", **PIECES[name])
+    folder, model, lines = saved_pieces(
+        tmp_path / "sp", 1000, changed=SIZES, files="[a-c]*.py", **PIECES[name]
+    )
     done = export_gguf(find_model(folder), tmp_path / "out.gguf", kind="f32")
     assert any(proof.startswith("token ids   equal") for proof in done.proofs)
     oracle, ours = Oracle(done.folder, CONTEXT), FileTokenizer(Graph(done.folder).facts)
     library, draw = sentencepiece.SentencePieceProcessor(model_file=str(model)), random.Random(0)
     texts = [text for text in TEXTS if "<" not in text]
     texts += ["\n".join(draw.sample(lines, 8)) for _ in range(50)]
-    texts += ["".join(chr(draw.choice((32, draw.randrange(32, 127), draw.randrange(160, 0x3000)))) for _ in range(30))
-              for _ in range(50)]  # fmt: skip
+    texts += [
+        "".join(
+            chr(draw.choice((32, draw.randrange(32, 127), draw.randrange(160, 0x3000))))
+            for _ in range(30)
+        )
+        for _ in range(50)
+    ]
     for text in texts:
         if not any(0x80 <= ord(letter) < 0xA0 for letter in text):
             assert oracle.tokens(text) == ours.encode(text) == library.encode(text), text
@@ -204,14 +242,23 @@ def test_llama_cpp_continues_a_prompt_as_pytorch_does(tmp_path: Path) -> None:
     path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32", verify=False).folder
     tokenizer, decoder = load_tokenizer(source), load_decoder(source)
     prompt = [tokenizer.bos_id, *tokenizer.encode("def f(x):\n    ")]
-    expected = tokenizer.decode(list(sample_tokens(decoder, prompt, Sampling(max_new_tokens=30, temperature=0.0))))
+    expected = tokenizer.decode(
+        list(sample_tokens(decoder, prompt, Sampling(max_new_tokens=30, temperature=0.0)))
+    )
     done = continue_greedily(path, prompt, tokenizer, most=30)
-    assert done.program.startswith("llama.cpp (llama-cpp-python ") and (done.text, done.real) == (expected, True)
+    assert done.program.startswith("llama.cpp (llama-cpp-python ") and (done.text, done.real) == (
+        expected,
+        True,
+    )
     if shutil.which("llama-completion"):
         with pytest.MonkeyPatch.context() as without:
             without.setattr(runner, "find_spec", lambda _: None)
             done = continue_greedily(path, prompt, tokenizer, most=30)
-        assert (done.program, done.text, done.real) == ("llama.cpp (llama-completion)", expected, True)
+        assert (done.program, done.text, done.real) == (
+            "llama.cpp (llama-completion)",
+            expected,
+            True,
+        )
 
 
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "gpt2", "phi3"])
@@ -219,13 +266,18 @@ def test_llama_cpp_runs_a_lora(case: str, tmp_path: Path) -> None:
     """The adapter next to its base computes what the merged model computes."""
     folder = saved_case(case, tmp_path / "model", **(GPT2 if case == "gpt2" else SIZES))
     targets = {"gpt2": ["c_attn", "c_proj"], "phi3": ["qkv_proj", "gate_up_proj", "o_proj"]}
-    saved_adapter(folder, tmp_path / "adapter", targets.get(case, ["q_proj", "k_proj", "down_proj"]))
+    saved_adapter(
+        folder, tmp_path / "adapter", targets.get(case, ["q_proj", "k_proj", "down_proj"])
+    )
     base = export_gguf(find_model(folder), tmp_path / "base.gguf", kind="f32", verify=False).folder
     files = find_model(tmp_path / "adapter")
     lora = export_gguf_adapter(files, tmp_path / "lora.gguf", kind="f32").folder
     merged = export_gguf(files, tmp_path / "merged.gguf", kind="f32").folder
     probe = tokens(24)
-    with_lora, plain = Oracle(base, CONTEXT, lora).logits(probe), Oracle(base, CONTEXT).logits(probe)
+    with_lora, plain = (
+        Oracle(base, CONTEXT, lora).logits(probe),
+        Oracle(base, CONTEXT).logits(probe),
+    )
     expected = Graph(merged).forward(probe)
     assert np.abs(plain - expected).max() > 0.1
     assert np.abs(with_lora - expected).max() <= 3e-3 * np.abs(expected).max()

@@ -19,14 +19,24 @@ from fake_hub import COMMIT, FakeHub, fake_hub
 
 WEIGHTS = os.urandom(25_000_000)  # the library writes ten million bytes at a time
 MODEL = {
-    "config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": b"weights", "pytorch_model.bin": b"pickle",
-    "modeling.py": b"import os", "original/consolidated.safetensors": b"once more", "onnx/config.json": b"{}",
-}  # fmt: skip
+    "config.json": b"{}",
+    "tokenizer.json": b"[]",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"pickle",
+    "modeling.py": b"import os",
+    "original/consolidated.safetensors": b"once more",
+    "onnx/config.json": b"{}",
+}
 FILES = {
     "org/model": MODEL,
     "org/large": {"config.json": b"{}", "model.safetensors": WEIGHTS},
     "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
-    "org/rows": {"data/train-0.parquet": b"1", "data/test-0.parquet": b"2", "README.md": b"# x", "x.py": b"import os"},
+    "org/rows": {
+        "data/train-0.parquet": b"1",
+        "data/test-0.parquet": b"2",
+        "README.md": b"# x",
+        "x.py": b"import os",
+    },
     "org/script": {"rows.py": b"import os"},
     "org/gguf": {"model-Q4.gguf": b"GGUF"},
     "org/evil": {"config.json": b"{}", "model.safetensors": b"", "../../out.json": b"{}"},
@@ -59,8 +69,13 @@ class Client:
         self.environment = kept | own | variables
 
     def start(self, *words):
-        return subprocess.Popen([sys.executable, "-c", CODE, *words], env=self.environment, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, "-c", CODE, *words],
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def __call__(self, *words):
         process = self.start(*words)
@@ -78,10 +93,14 @@ def until(true, seconds=30):
 
 def asked(server: FakeHub, name: str) -> list[str | None]:
     """The Range of each GET of a file."""
-    return [part for method, path, part, _ in server.asked if method == "GET" and path.endswith(name)]
+    return [
+        part for method, path, part, _ in server.asked if method == "GET" and path.endswith(name)
+    ]
 
 
-def test_a_model_is_fetched_without_pickles_programs_and_copies_and_then_needs_no_network(server, tmp_path):
+def test_a_model_is_fetched_without_pickles_programs_and_copies_and_then_needs_no_network(
+    server, tmp_path
+):
     client = Client(tmp_path, server.url)
     folder, told = client("fetch_model", "org/model")
     names = sorted(path.name for path in (tmp_path / folder).iterdir())
@@ -96,8 +115,13 @@ def test_planning_fetches_no_weights_and_training_the_rest(server, tmp_path):
     client = Client(tmp_path, server.url)
     server.asked.clear()
     planning = "print(hub.fetch_model('org/model', weights=False))"
-    done = subprocess.run([sys.executable, "-c", f"from bloomery import hub; {planning}"], env=client.environment,
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", f"from bloomery import hub; {planning}"],
+        env=client.environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert asked(server, "model.safetensors") == [] and asked(server, "config.json") == [None]
     folder, _ = client("fetch_model", "org/model")
     assert folder == done.stdout.strip()
@@ -115,7 +139,9 @@ def test_a_file_whose_connection_breaks_goes_on_in_its_middle(server, tmp_path):
 
 def test_a_download_that_was_killed_keeps_its_whole_files_and_leaves_no_rest_behind(tmp_path):
     files = {"config.json": b"{}", "first.safetensors": b"1", "model.safetensors": WEIGHTS}
-    with fake_hub({"org/large": files}, hold=True, cut_after={"model.safetensors": 22_000_000}) as server:
+    with fake_hub(
+        {"org/large": files}, hold=True, cut_after={"model.safetensors": 22_000_000}
+    ) as server:
         client = Client(tmp_path, server.url)
         process = client.start("fetch_model", "org/large")
         assert server.stalled.wait(30)
@@ -132,13 +158,19 @@ def test_a_download_that_was_killed_keeps_its_whole_files_and_leaves_no_rest_beh
 def test_a_download_into_a_folder_holds_files_and_no_links(server, tmp_path):
     code = "from pathlib import Path; from bloomery import hub; hub.download('org/model', to=Path('here'))"
     environment = Client(tmp_path, server.url).environment
-    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True
+    )
     files = [path for path in (tmp_path / "here").iterdir() if path.is_file()]
     assert len(files) == 3 and not any(path.is_symlink() for path in files)
 
 
 def test_a_data_set_is_a_folder_of_its_data_files(server, tmp_path):
-    calls = [("fetch_dataset", "hub:org/rows"), ("data_place", "hub:org/rows"), ("data_place", "hub:org/other")]
+    calls = [
+        ("fetch_dataset", "hub:org/rows"),
+        ("data_place", "hub:org/rows"),
+        ("data_place", "hub:org/other"),
+    ]
     (_, folder), *places = each_told(Client(tmp_path, server.url), calls)
     files = [path.relative_to(folder) for path in (tmp_path / folder).rglob("*") if path.is_file()]
     assert sorted(map(str, files)) == ["data/test-0.parquet", "data/train-0.parquet"]
@@ -156,16 +188,32 @@ def test_the_token_is_that_of_the_environment_and_never_the_one_that_lies_about(
 
 
 REFUSED = [
-    (("fetch_model", "org/pickled"), "pickle files, which can run code when opened: pytorch_model.bin", "safetensors"),
-    (("fetch_model", "org/nobody"), "no model on the Hub, or it is private: org/nobody", "export HF_TOKEN"),
+    (
+        ("fetch_model", "org/pickled"),
+        "pickle files, which can run code when opened: pytorch_model.bin",
+        "safetensors",
+    ),
+    (
+        ("fetch_model", "org/nobody"),
+        "no model on the Hub, or it is private: org/nobody",
+        "export HF_TOKEN",
+    ),
     (("fetch_model", "org/gguf"), "no config.json", "converted from"),
     (("fetch_model", "org/rows"), "no config.json", "bloomery download org/rows --dataset"),
-    (("fetch_model", "org/evil"), "leads out of its folder: '../../out.json'", "a source that you trust"),
+    (
+        ("fetch_model", "org/evil"),
+        "leads out of its folder: '../../out.json'",
+        "a source that you trust",
+    ),
     (("fetch_model", "org/model@nowhere"), "no such revision: nowhere", "tree/main"),
     (("fetch_model", "./nothing/here"), "no such folder", "write ORG/NAME"),
     (("download", "/tmp"), "local path", "use the path"),
     (("fetch_dataset", "org/script"), "loading script: rows.py", "org/script@refs/convert/parquet"),
-    (("fetch_dataset", "org/nothing"), "no dataset on the Hub, or it is private: org/nothing", "correct the name"),
+    (
+        ("fetch_dataset", "org/nothing"),
+        "no dataset on the Hub, or it is private: org/nothing",
+        "correct the name",
+    ),
     (("local_model", "org/nobody"), "org/nobody is not downloaded", "bloomery download org/nobody"),
 ]
 EACH = """
@@ -212,8 +260,12 @@ def test_a_gated_model_says_where_to_agree(tmp_path):
 
 
 def test_offline_and_without_a_network_nothing_is_waited_for(tmp_path):
-    offline = Client(tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")("fetch_model", "org/model")[1]
-    assert "HF_HUB_OFFLINE prevents" in offline and "bloomery download org/model --to DIR" in offline
+    offline = Client(tmp_path, "http://127.0.0.1:9", HF_HUB_OFFLINE="1")(
+        "fetch_model", "org/model"
+    )[1]
+    assert (
+        "HF_HUB_OFFLINE prevents" in offline and "bloomery download org/model --to DIR" in offline
+    )
     unreachable = Client(tmp_path, "http://127.0.0.1:9")("fetch_model", "org/model")[1]
     assert "cannot reach the Hub" in unreachable and "refused" in unreachable.lower()
 
@@ -222,11 +274,22 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "_snapshot", None)
     assert hub.fetch_model(tmp_path) == tmp_path and hub.cached_model(str(tmp_path)) == tmp_path
     assert hub.data_place("some/where.jsonl").name == "where.jsonl"
-    assert not hub.is_hub_id(str(tmp_path)) and hub.is_hub_id("Qwen/Qwen2.5-0.5B") and not hub.is_hub_id("a/../b")
-    assert hub.is_hub_id("a/b@refs/pr/1") and not hub.is_hub_id("a/b@/etc/x"), "a path would lead out of the cache"
-    for name in ("models/meta-llama--Llama-2-7b-hf", "a/b.git", "a-/b", "a/b.", "a/-b"):  # huggingface_hub raises
+    assert (
+        not hub.is_hub_id(str(tmp_path))
+        and hub.is_hub_id("Qwen/Qwen2.5-0.5B")
+        and not hub.is_hub_id("a/../b")
+    )
+    assert hub.is_hub_id("a/b@refs/pr/1") and not hub.is_hub_id("a/b@/etc/x"), (
+        "a path would lead out of the cache"
+    )
+    # huggingface_hub raises
+    for name in ("models/meta-llama--Llama-2-7b-hf", "a/b.git", "a-/b", "a/b.", "a/-b"):
         assert not hub.is_hub_id(name), name
-    assert hub.is_hub_id("a/b-1.0_x@feature--2") and hub.is_hub_id("a/b") and hub.is_hub_id("ab/c.d@v1.git")
+    assert (
+        hub.is_hub_id("a/b-1.0_x@feature--2")
+        and hub.is_hub_id("a/b")
+        and hub.is_hub_id("ab/c.d@v1.git")
+    )
 
 
 def test_a_link_that_leads_out_of_the_cache_is_refused(tmp_path):
@@ -252,9 +315,15 @@ def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path,
     from bloomery.recipe.load import load_recipe
 
     monkeypatch.chdir(tmp_path)
-    words = ["model.from=org/model", "tokenizer.from=org/words", "objective.kind=distill",
+    words = [
+        "model.from=org/model",
+        "tokenizer.from=org/words",
+        "objective.kind=distill",
         "objective.teacher=org/large",
-             "data.path=hub:org/rows", "data.glob=*.parquet", "data.validation=hub:org/held"]  # fmt: skip
+        "data.path=hub:org/rows",
+        "data.glob=*.parquet",
+        "data.validation=hub:org/held",
+    ]
     (tmp_path / "r.yaml").write_text("model: {from: a/b}")
     recipe = load_recipe("r.yaml", words).recipe
     assert recipe.data.path == "hub:org/rows" and recipe.data.validation == "hub:org/held"
@@ -271,8 +340,15 @@ def test_a_recipe_names_the_hub_and_is_planned_without_weights(server, tmp_path,
     assert asked == [("org/model", "config", None), ("org/large", "config", None)]
     asked.clear()
     fetched.fetch(recipe, weights=True)
-    assert asked[:3] == [("org/model", "model", None), ("org/large", "model", None), ("org/words", "tokenizer", None)]
-    assert asked[-2:] == [("org/rows", "dataset", "*.parquet"), ("org/held", "dataset", "*.parquet")]
+    assert asked[:3] == [
+        ("org/model", "model", None),
+        ("org/large", "model", None),
+        ("org/words", "tokenizer", None),
+    ]
+    assert asked[-2:] == [
+        ("org/rows", "dataset", "*.parquet"),
+        ("org/held", "dataset", "*.parquet"),
+    ]
     assert Named("org/rows", None, "dataset").command == "bloomery download org/rows --dataset"
 
 
@@ -297,8 +373,12 @@ def to_push(tmp_path):
     folder = tmp_path / "my-model"
     (folder / ".cache").mkdir(parents=True)
     (folder / ".cache" / "left").write_bytes(b"x")
-    files = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"---\nlicense: mit\n---\n",
-             "tokenizer.json": b'{"password": 123456}'}  # fmt: skip
+    files = {
+        "config.json": b"{}",
+        "model.safetensors": b"weights",
+        "README.md": b"---\nlicense: mit\n---\n",
+        "tokenizer.json": b'{"password": 123456}',
+    }
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder, files
@@ -319,8 +399,12 @@ except UserError as error:
 
 
 def pushed(client, *words):
-    done = subprocess.run([sys.executable, "-c", PUSH, *map(str, words)], env=client.environment, text=True,
-                          capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PUSH, *map(str, words)],
+        env=client.environment,
+        text=True,
+        capture_output=True,
+    )
     assert "hf_" not in done.stdout + done.stderr.replace("hf_xet", ""), "a token in the output"
     return done
 
@@ -328,13 +412,20 @@ def pushed(client, *words):
 def test_a_push_creates_a_private_repository_and_uploads_every_file(to_push, tmp_path):
     folder, files = to_push
     with fake_hub({}) as server:
-        done = pushed(Client(tmp_path / "home", server.url, HF_TOKEN="hf_writer"), folder, "me/mine", "me/open=public")
+        done = pushed(
+            Client(tmp_path / "home", server.url, HF_TOKEN="hf_writer"),
+            folder,
+            "me/mine",
+            "me/open=public",
+        )
         assert done.returncode == 0, done.stderr
         assert server.pushed == {"me/mine": files, "me/open": files}
         assert server.created == {"me/mine": "private", "me/open": "public"}
 
 
-@pytest.mark.parametrize(("token", "problem"), [("", "no token"), ("hf_reader", "write access to me/mine")])
+@pytest.mark.parametrize(
+    ("token", "problem"), [("", "no token"), ("hf_reader", "write access to me/mine")]
+)
 def test_a_push_without_the_right_to_write_is_refused(to_push, tmp_path, token, problem):
     with fake_hub({}) as server:
         done = pushed(Client(tmp_path / "home", server.url, HF_TOKEN=token), to_push[0], "me/mine")
@@ -345,12 +436,19 @@ def test_a_push_without_the_right_to_write_is_refused(to_push, tmp_path, token, 
 def test_a_dry_run_lists_the_files_without_network_or_token(to_push, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     folder, files = to_push
-    done = CliRunner().invoke(cli, ["push", str(folder), "me/mine", "--dry-run"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        cli, ["push", str(folder), "me/mine", "--dry-run"], catch_exceptions=False
+    )
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
-    assert [line.split()[2] for line in lines[:-1]] == sorted(files) and lines[-1].endswith("/me/mine")
+    assert [line.split()[2] for line in lines[:-1]] == sorted(files) and lines[-1].endswith(
+        "/me/mine"
+    )
     (folder / "README.md").write_text("# no head")
-    assert "states no license" in CliRunner().invoke(cli, ["push", str(folder), "me/mine", "--dry-run"]).stderr
+    assert (
+        "states no license"
+        in CliRunner().invoke(cli, ["push", str(folder), "me/mine", "--dry-run"]).stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,23 @@ import bloomery
 
 ROOT = Path(bloomery.__file__).parent
 WITHOUT_TORCH = [
-    "core", "recipe", "hardware", "plan", "cli", "api.py", "model/config.py", "model/limits.py",
-    "model/families.py", "model/attention/support.py", "data/sources", "data/tokenizer/tokenizer.py",
-    "data/prepare", "data/shards.py",
-    "data/packing.py", "monitor",
-]  # fmt: skip
+    "core",
+    "recipe",
+    "hardware",
+    "plan",
+    "cli",
+    "api.py",
+    "model/config.py",
+    "model/limits.py",
+    "model/families.py",
+    "model/attention/support.py",
+    "data/sources",
+    "data/tokenizer/tokenizer.py",
+    "data/prepare",
+    "data/shards.py",
+    "data/packing.py",
+    "monitor",
+]
 
 
 def modules():

@@ -32,7 +32,10 @@ def models(tmp_path_factory) -> dict[str, Path]:
     for seed, name in enumerate(("a", "b", "c")):
         shutil.copytree(base, folder / name)
         random = torch.Generator().manual_seed(seed)
-        changed = {key: each + 0.02 * torch.randn(each.shape, generator=random) for key, each in weights.items()}
+        changed = {
+            key: each + 0.02 * torch.randn(each.shape, generator=random)
+            for key, each in weights.items()
+        }
         save_file(changed, folder / name / "model.safetensors", metadata={"format": "pt"})
     return {name: folder / name for name in ("base", "a", "b", "c")}
 
@@ -59,8 +62,15 @@ def test_a_linear_merge_is_the_weighted_mean(models, tmp_path):
 
 @pytest.mark.parametrize(("density", "weights"), [(0.2, [1.0, 1.0, 1.0]), (0.5, [0.7, 0.2, 0.4])])
 def test_ties_is_that_of_peft(models, tmp_path, density, weights):
-    done = merge(found(models, "a", "b", "c"), tmp_path / "out", method="ties", base=find_model(models["base"]),
-                 density=density, weights=weights, verify=False)  # fmt: skip
+    done = merge(
+        found(models, "a", "b", "c"),
+        tmp_path / "out",
+        method="ties",
+        base=find_model(models["base"]),
+        density=density,
+        weights=weights,
+        verify=False,
+    )
     base, mine = stored(models["base"]), stored(done.folder)
     every = [stored(models[name]) for name in "abc"]
     for name, value in mine.items():
@@ -73,7 +83,9 @@ def test_ties_by_hand():
     """The example of figure 1 of the paper in numbers: trimmed, the sign of the larger sum, the mean of those."""
     changes = [torch.tensor([4.0, -3.0, 1.0, 0.1]), torch.tensor([2.0, 5.0, -4.0, 0.2])]
     assert ties(changes, [1.0, 1.0], 0.5).tolist() == [4.0, 5.0, -4.0, 0.0]
-    assert ties([torch.tensor([1.0, 1.0, 1.0])], [1.0], 0.4).tolist() == [1.0, 1.0, 1.0], "equal numbers are all kept"
+    assert ties([torch.tensor([1.0, 1.0, 1.0])], [1.0], 0.4).tolist() == [1.0, 1.0, 1.0], (
+        "equal numbers are all kept"
+    )
     assert ties(changes, [1.0, 1.0], 0.1).tolist() == [0.0] * 4, "less than one number is kept"
 
 
@@ -97,9 +109,17 @@ def test_the_same_models_give_the_same_bytes(models, tmp_path):
     for method in ("slerp", "ties"):
         base = find_model(models["base"]) if method == "ties" else None
         for out in ("one", "two"):
-            merge(found(models, "a", "b"), tmp_path / method / out / "m", method=method, base=base, verify=False)
+            merge(
+                found(models, "a", "b"),
+                tmp_path / method / out / "m",
+                method=method,
+                base=base,
+                verify=False,
+            )
         folders = (tmp_path / method / out / "m" for out in ("one", "two"))
-        one, two = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+        one, two = (
+            {path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders
+        )
         assert one == two
 
 
@@ -107,10 +127,14 @@ def test_the_same_models_give_the_same_bytes(models, tmp_path):
 def adapters(models, tmp_path_factory) -> list[Path]:
     """Two adapters of other ranks and target modules."""
     folder, made = tmp_path_factory.mktemp("adapters"), []
-    for seed, (rank, targets) in enumerate(((4, ["q_proj", "down_proj"]), (8, ["q_proj", "v_proj"]))):
+    for seed, (rank, targets) in enumerate(
+        ((4, ["q_proj", "down_proj"]), (8, ["q_proj", "v_proj"]))
+    ):
         torch.manual_seed(seed)
         base = transformers.AutoModelForCausalLM.from_pretrained(models["base"])
-        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, init_lora_weights=False)
+        config = peft.LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules=targets, init_lora_weights=False
+        )
         peft.get_peft_model(base, config).save_pretrained(folder / f"adapter{seed}")
         made.append(folder / f"adapter{seed}")
     return made
@@ -128,13 +152,28 @@ def test_adapters_with_weights_are_those_of_peft(models, adapters, tmp_path):
     expected, mine = theirs.merge_and_unload().state_dict(), stored(done.folder)
     for name, value in mine.items():
         assert_close(value, expected[name], atol=1e-6, rtol=0)
-    assert not torch.equal(mine["model.layers.0.self_attn.v_proj.weight"],
-                           stored(models["base"])["model.layers.0.self_attn.v_proj.weight"])  # fmt: skip
+    assert not torch.equal(
+        mine["model.layers.0.self_attn.v_proj.weight"],
+        stored(models["base"])["model.layers.0.self_attn.v_proj.weight"],
+    )
 
 
 def test_the_command_merges_and_the_card_tells(models, tmp_path):
-    words = ["merge", str(models["a"]), str(models["b"]), "--method", "ties", "--base", str(models["base"]),
-             "--weights", "1,0.5", "--type", "bfloat16", "--out", str(tmp_path / "out")]  # fmt: skip
+    words = [
+        "merge",
+        str(models["a"]),
+        str(models["b"]),
+        "--method",
+        "ties",
+        "--base",
+        str(models["base"]),
+        "--weights",
+        "1,0.5",
+        "--type",
+        "bfloat16",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = CliRunner().invoke(cli, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     card = (tmp_path / "out" / "README.md").read_text()
@@ -170,13 +209,17 @@ def test_models_that_do_not_fit_are_refused(models, tmp_path):
         merge([*found(models, "a"), find_model(other)], tmp_path / "out")
     changed = shutil.copytree(models["b"], tmp_path / "changed")
     config = json.loads((changed / "config.json").read_text())
-    (changed / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5, "rope_parameters": None}))
+    (changed / "config.json").write_text(
+        json.dumps(config | {"rope_theta": 5e5, "rope_parameters": None})
+    )
     with pytest.raises(UserError, match=r"differ in rope_theta: 500000\.0 instead of 10000\.0"):
         merge([*found(models, "a"), find_model(changed)], tmp_path / "out")
     renamed = shutil.copytree(models["b"], tmp_path / "renamed")
     text = (renamed / "tokenizer.json").read_text()
     description = json.loads(text)
-    one, two = (token for token, index in description["model"]["vocab"].items() if index in (300, 301))
+    one, two = (
+        token for token, index in description["model"]["vocab"].items() if index in (300, 301)
+    )
     vocab = description["model"]["vocab"]
     vocab[one], vocab[two] = vocab[two], vocab[one]
     (renamed / "tokenizer.json").write_text(json.dumps(description))
@@ -223,5 +266,12 @@ def test_a_weight_that_float16_cannot_hold_is_refused(tmp_path):
 
 def test_a_merge_that_float16_cannot_hold_is_refused(models, tmp_path):
     with pytest.raises(UserError, match="65,504"):
-        merge(found(models, "a", "b"), tmp_path / "out", method="task-arithmetic", base=find_model(models["base"]),
-              weights=[1.0, 1e9], dtype="float16", verify=False)  # fmt: skip
+        merge(
+            found(models, "a", "b"),
+            tmp_path / "out",
+            method="task-arithmetic",
+            base=find_model(models["base"]),
+            weights=[1.0, 1e9],
+            dtype="float16",
+            verify=False,
+        )

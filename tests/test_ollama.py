@@ -30,9 +30,14 @@ def evaluated(template: str, messages: list[Message]) -> str:
     """The subset of Go's templates that is written here, by Jinja: the actions differ in their spelling alone."""
     import jinja2
 
-    rules = {"{{ if .System }}": "{% if system %}", "{{ .System }}": "{{ system }}", "{{ else }}": "{% else %}",
-             '{{ if eq .Role "user" }}': "{% if m.role == 'user' %}", "{{ .Content }}": "{{ m.content }}",
-             '{{ else if eq .Role "assistant" }}': "{% elif m.role == 'assistant' %}"}  # fmt: skip
+    rules = {
+        "{{ if .System }}": "{% if system %}",
+        "{{ .System }}": "{{ system }}",
+        "{{ else }}": "{% else %}",
+        '{{ if eq .Role "user" }}': "{% if m.role == 'user' %}",
+        "{{ .Content }}": "{{ m.content }}",
+        '{{ else if eq .Role "assistant" }}': "{% elif m.role == 'assistant' %}",
+    }
     before, loop, after = template.partition("{{ range .Messages }}")
     body, ends, tail = after.rpartition("{{ end }}{{ end }}")
     before = before.replace("{{ end }}", "{% endif %}")
@@ -41,7 +46,11 @@ def evaluated(template: str, messages: list[Message]) -> str:
         text = text.replace(go, jinja)
     assert loop and ends
     system = next((message.content for message in messages if message.role == "system"), "")
-    return jinja2.Environment(keep_trailing_newline=True).from_string(text).render(messages=messages, system=system)
+    return (
+        jinja2.Environment(keep_trailing_newline=True)
+        .from_string(text)
+        .render(messages=messages, system=system)
+    )
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "qwen"])
@@ -53,8 +62,15 @@ def test_the_go_template_writes_what_the_chat_template_writes(name: str, tmp_pat
     from bloomery.data.chat.render import Renderer
 
     tokenizer = load_tokenizer(source)
-    for messages in ([Message("user", "a b")], [Message("system", "x"), Message("user", "1"), Message("assistant", "2"),
-                                                Message("user", "3")]):  # fmt: skip
+    for messages in (
+        [Message("user", "a b")],
+        [
+            Message("system", "x"),
+            Message("user", "1"),
+            Message("assistant", "2"),
+            Message("user", "3"),
+        ],
+    ):
         with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
             expected = tokenizer.decode(renderer.prompt(messages))
         assert evaluated(go, messages) == expected.removeprefix("<s>")
@@ -69,7 +85,9 @@ def test_a_template_of_another_form_is_named(tmp_path: Path) -> None:
 
 def test_chatml_as_go() -> None:
     def render(messages: list[Message]) -> str:
-        turns = [f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in messages]
+        turns = [
+            f"<|im_start|>{message.role}\n{message.content}<|im_end|>\n" for message in messages
+        ]
         return "".join(turns) + "<|im_start|>assistant\n"
 
     made = translate(render)
@@ -86,4 +104,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name for path in Path("mine").iterdir()} == {"mine.gguf", "Modelfile"}
     lines = Path("mine/Modelfile").read_text().splitlines()
     assert lines[0] == "FROM ./mine.gguf"
-    assert {"PARAMETER num_ctx 128", "PARAMETER temperature 0.7", "PARAMETER top_k 20"} <= set(lines)
+    assert {"PARAMETER num_ctx 128", "PARAMETER temperature 0.7", "PARAMETER top_k 20"} <= set(
+        lines
+    )

@@ -17,8 +17,16 @@ VERSION = [sys.executable, "-m", "bloomery", "--version"]
 
 
 def ended(popen, words, folder, **variables):
-    with popen(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-               env=os.environ | variables, start_new_session=True) as process:  # fmt: skip
+    with popen(
+        words,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+        start_new_session=True,
+    ) as process:
         out, err = process.communicate(timeout=120)
         return process, process.returncode, out, err
 
@@ -26,13 +34,27 @@ def ended(popen, words, folder, **variables):
 CODE = "import sys; print(__name__, sys.argv); sys.exit(f'{sys.stdin.read()!r}')"
 
 
-@pytest.mark.parametrize("words", [
-    *(["-m", "bloomery", *words] for words in (["--version"], ["plan", "absent.yaml"], ["no-such-command"],
-                                               ["runs", "--json"])),
-    ["-c", CODE, "a b", "-m"], ["-c", "1 / 0"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["-m", "bloomery", *words]
+            for words in (
+                ["--version"],
+                ["plan", "absent.yaml"],
+                ["no-such-command"],
+                ["runs", "--json"],
+            )
+        ),
+        ["-c", CODE, "a b", "-m"],
+        ["-c", "1 / 0"],
+    ],
+)
 def test_exit_code_and_streams(tmp_path, words):
-    told = [ended(popen, [sys.executable, *words], tmp_path) for popen in (subprocess.Popen, preloaded.Popen)]
+    told = [
+        ended(popen, [sys.executable, *words], tmp_path)
+        for popen in (subprocess.Popen, preloaded.Popen)
+    ]
     assert told[0][1:] == told[1][1:]
     assert told[1][0]._ending is not None, "it was not forked"
 
@@ -52,8 +74,10 @@ print(torch.get_num_threads(), layer.weight.grad.sum().item().hex())
 
 
 def test_a_forked_process_computes_with_the_threads_of_its_variables(tmp_path):
-    told = [ended(popen, [sys.executable, "-c", THREADS], tmp_path, OMP_NUM_THREADS="2")
-            for popen in (subprocess.Popen, preloaded.Popen)]  # fmt: skip
+    told = [
+        ended(popen, [sys.executable, "-c", THREADS], tmp_path, OMP_NUM_THREADS="2")
+        for popen in (subprocess.Popen, preloaded.Popen)
+    ]
     assert told[0][1:] == told[1][1:] and told[0][2].split()[0] == "2"
     assert told[1][0]._ending is not None, "it was not forked"
 
@@ -67,11 +91,15 @@ def test_a_forked_run_takes_the_steps_of_one_from_nothing(tmp_path):
     )
     (tmp_path / "text").mkdir()
     for number in range(20):
-        (tmp_path / f"text/{number}.txt").write_text(f"the cat number {number} sat on the mat " * 40)
+        (tmp_path / f"text/{number}.txt").write_text(
+            f"the cat number {number} sat on the mat " * 40
+        )
     losses = []
     for popen in (subprocess.Popen, preloaded.Popen):
         words = [*VERSION[:3], "train", "tiny.yaml", "--run-dir", popen.__module__]
-        process, code, out, err = ended(popen, words, tmp_path, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536")
+        process, code, out, err = ended(
+            popen, words, tmp_path, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536"
+        )
         assert code == 0, out + err
         assert (getattr(process, "_ending", None) is None) == (popen is subprocess.Popen)
         events = read_events(tmp_path / popen.__module__ / "events.jsonl")
@@ -82,18 +110,26 @@ def test_a_forked_run_takes_the_steps_of_one_from_nothing(tmp_path):
 def test_its_session_folder_and_words_are_its_own_and_its_ending_is_told(tmp_path):
     os.mkfifo(tmp_path / "pipe.log")
     with preloaded.Popen(
-        [*VERSION[:3], "doctor", "--explain", "pipe.log"], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"MARK": "here"},
-    ) as process:  # fmt: skip
+        [*VERSION[:3], "doctor", "--explain", "pipe.log"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=os.environ | {"MARK": "here"},
+    ) as process:
         assert process.poll() is None and process._ending is not None
         about = Path(f"/proc/{process.pid}")
-        with (tmp_path / "pipe.log").open("wb"):  # it reads there by now, as that process and as no other
+        # it reads there by now, as that process and as no other
+        with (tmp_path / "pipe.log").open("wb"):
             words = [word for word in (about / "cmdline").read_bytes().split(b"\0") if word]
             assert words == [os.fsencode(word) for word in process.args]
             assert b"MARK=here" in (about / "environ").read_bytes().split(b"\0")
             assert os.getsid(process.pid) == process.pid
             assert (about / "cwd").readlink() == tmp_path
-            assert not [path for path in (about / "fd").iterdir() if "socket" in str(path.readlink())]
+            assert not [
+                path for path in (about / "fd").iterdir() if "socket" in str(path.readlink())
+            ]
             process.send_signal(signal.SIGKILL)
             assert process.wait(60) == -signal.SIGKILL
 

@@ -32,7 +32,9 @@ def alone() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_numbers_are_those_of_the_library(bits: int) -> None:
     random = torch.Generator().manual_seed(bits)
-    levels = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (7, 96), generator=random).to(torch.int8)
+    levels = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (7, 96), generator=random).to(
+        torch.int8
+    )
     assert pack(levels, bits).equal(pack_to_int32(levels, bits))
     assert unpack(pack(levels, bits), bits).equal(levels)
     assert unpack_from_int32(pack(levels, bits), bits, levels.shape).equal(levels)
@@ -44,10 +46,19 @@ def test_levels_are_the_nearest_and_a_clipped_scale_is_no_worse(bits: int) -> No
     weight[0, 0], weight[1] = 30.0, 0.0  # an outlier, and a row of zeros
     levels, scales = quantize(weight, bits, 64, torch.float32)
     spread = scales.repeat_interleave(64, 1)
-    assert_close(levels, (weight / spread).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8))
+    assert_close(
+        levels,
+        (weight / spread).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8),
+    )
     error = (levels * spread - weight).square().sum()
-    plain = weight.view(16, 2, 64).abs().amax(-1).repeat_interleave(64, 1).clamp_min(1e-9) / (2 ** (bits - 1) - 0.5)
-    naive = ((weight / plain).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * plain - weight).square().sum()
+    plain = weight.view(16, 2, 64).abs().amax(-1).repeat_interleave(64, 1).clamp_min(1e-9) / (
+        2 ** (bits - 1) - 0.5
+    )
+    naive = (
+        ((weight / plain).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * plain - weight)
+        .square()
+        .sum()
+    )
     assert error <= naive * 1.0001
     assert levels[1].any().logical_not()
     inside = weight.abs() <= (2 ** (bits - 1) - 0.5) * spread  # not clipped: within half a step
@@ -60,7 +71,9 @@ def test_transformers_opens_a_quantized_folder(tmp_path: Path, kind: str) -> Non
     source = make_model(tmp_path / "source")
     done = export_quantized(find_model(source), tmp_path / "out", kind=kind)
     assert [proof.split()[0] for proof in done.proofs] == ["14", "KL", "loaded"]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(done.folder, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        done.folder, dtype=torch.float32
+    ).eval()
     mine = read_quantized(done.folder, kind)
     with torch.no_grad():
         assert_close(theirs(TOKENS).logits, mine(TOKENS), atol=1e-4, rtol=0)
@@ -69,12 +82,18 @@ def test_transformers_opens_a_quantized_folder(tmp_path: Path, kind: str) -> Non
     stored = load_file(done.folder / "model.safetensors")
     assert stored["model.layers.0.mlp.down_proj.weight_packed"].dtype == torch.int32
     assert stored["model.embed_tokens.weight"].dtype == torch.float32
-    assert json.loads((done.folder / "config.json").read_text())["quantization_config"]["format"] == "pack-quantized"
+    assert (
+        json.loads((done.folder / "config.json").read_text())["quantization_config"]["format"]
+        == "pack-quantized"
+    )
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     source = make_model(tmp_path / "source")
-    one, two = (export_quantized(find_model(source), tmp_path / name / "m", kind="int4", verify=False) for name in "ab")
+    one, two = (
+        export_quantized(find_model(source), tmp_path / name / "m", kind="int4", verify=False)
+        for name in "ab"
+    )
     for path in one.folder.iterdir():
         assert path.read_bytes() == (two.folder / path.name).read_bytes()
 
@@ -84,11 +103,15 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no linear layers"):
         export_quantized(find_model(source), tmp_path / "out", kind="int4")
     assert not (tmp_path / "out").exists()
-    done = CliRunner().invoke(cli, ["export", str(source), "--to", "adapter", "--type", "int4", "--out", "x"])
+    done = CliRunner().invoke(
+        cli, ["export", str(source), "--to", "adapter", "--type", "int4", "--out", "x"]
+    )
     assert isinstance(done.exception, UserError) and done.exception.where == "--type"
 
 
 def test_a_quantized_folder_is_refused_by_name(tmp_path: Path) -> None:
-    done = export_quantized(find_model(make_model(tmp_path / "source")), tmp_path / "out", kind="int8", verify=False)
+    done = export_quantized(
+        find_model(make_model(tmp_path / "source")), tmp_path / "out", kind="int8", verify=False
+    )
     with pytest.raises(UserError, match="quantized"):
         load_decoder(done.folder)

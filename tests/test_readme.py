@@ -20,10 +20,16 @@ def page(script: dict[str, Any]) -> str:
     return text
 
 
-def test_the_code_map_is_what_the_files_say_of_themselves(script: dict[str, Any], page: str) -> None:
+def test_the_code_map_is_what_the_files_say_of_themselves(
+    script: dict[str, Any], page: str
+) -> None:
     assert script["PAGE"].read_text(encoding="utf-8") == page, "run: python scripts/tree.py"
 
 
 def test_every_source_file_has_a_line(script: dict[str, Any], page: str) -> None:
     modules = [path for path in script["SOURCE"].rglob("*.py") if path.name != "__init__.py"]
-    assert [path.name for path in modules if f"[{path.relative_to(script['SOURCE']).as_posix()}]" not in page] == []
+    assert [
+        path.name
+        for path in modules
+        if f"[{path.relative_to(script['SOURCE']).as_posix()}]" not in page
+    ] == []

@@ -25,7 +25,16 @@ from bloomery.monitor.events import (
 )
 from bloomery.recipe.schema import TrainTokenizer
 from bloomery.report import Bars, write_report
-from bloomery.report.charts import Mark, Series, bar_chart, downsample, line_chart, part, prose, ticks
+from bloomery.report.charts import (
+    Mark,
+    Series,
+    bar_chart,
+    downsample,
+    line_chart,
+    part,
+    prose,
+    ticks,
+)
 from bloomery.report.record import check_claims, incidents_of, read_record, repeated_steps
 from bloomery.report.validation_text import HEAT_LEGEND, ScoredText, heat_level, scored_spans
 
@@ -35,20 +44,42 @@ VOID = {"meta", "br", "hr"}
 
 def step_done(step, loss=2.0, time=None, **changes):
     figures = {
-        "step": step, "time": float(step) if time is None else time, "loss": loss, "learning_rate": 1e-3,
-        "grad_norm": None if loss is None else 1.0, "tokens": step * 1000, "tokens_per_second": 500.0,
-        "sequences_per_second": 1.0, "step_seconds": 2.0, "data_wait_seconds": 0.1, "memory_gib": 3.5,
-    }  # fmt: skip
+        "step": step,
+        "time": float(step) if time is None else time,
+        "loss": loss,
+        "learning_rate": 1e-3,
+        "grad_norm": None if loss is None else 1.0,
+        "tokens": step * 1000,
+        "tokens_per_second": 500.0,
+        "sequences_per_second": 1.0,
+        "step_seconds": 2.0,
+        "data_wait_seconds": 0.1,
+        "memory_gib": 3.5,
+    }
     return StepDone(**{**figures, **changes})
 
 
 def exam(step, perplexity):
     loss = float(np.log(perplexity))
-    return EvalDone(step=step, loss=loss, perplexity=perplexity, bits_per_byte=loss, tokens=10, seconds=1.0, time=step)
+    return EvalDone(
+        step=step,
+        loss=loss,
+        perplexity=perplexity,
+        bits_per_byte=loss,
+        tokens=10,
+        seconds=1.0,
+        time=step,
+    )
 
 
 STARTED = RunStarted(
-    schema=2, version="0.1.0", parameters=124_000_000, steps=100, attention="sdpa", device="cpu", time=0.0
+    schema=2,
+    version="0.1.0",
+    parameters=124_000_000,
+    steps=100,
+    attention="sdpa",
+    device="cpu",
+    time=0.0,
 )
 RECIPE = """\
 model: {preset: go-coder-tiny}
@@ -110,16 +141,37 @@ def read(path):
 def test_the_report_of_a_whole_run(tmp_path):
     folder = run_folder(tmp_path, whole_run())
     machine = Machine(
-        accelerators=(Accelerator(index=0, vendor="amd", name="RX 6700 XT", arch="gfx1031", memory_bytes=2**33),),
+        accelerators=(
+            Accelerator(
+                index=0, vendor="amd", name="RX 6700 XT", arch="gfx1031", memory_bytes=2**33
+            ),
+        ),
         host=Host(
-            system="Linux", cpu_name="EPYC", cpu_cores=2, memory_bytes=2**34, memory_free_bytes=2**33, disk_free_bytes=1
+            system="Linux",
+            cpu_name="EPYC",
+            cpu_cores=2,
+            memory_bytes=2**34,
+            memory_free_bytes=2**33,
+            disk_free_bytes=1,
         ),
         software=Software(python="3.11.7", torch="2.13.0", build="cpu"),
     )
     (folder / "machine.json").write_text(machine.model_dump_json())
-    bars = Bars("Exam", [("gzip -9", 2.12), ("this model", 1.77)], "bits/byte", "Lower is better.", own="this model")
+    bars = Bars(
+        "Exam",
+        [("gzip -9", 2.12), ("this model", 1.77)],
+        "bits/byte",
+        "Lower is better.",
+        own="this model",
+    )
     page = read(write_report(folder, extras=[bars]))
-    for words in ("100 of 100 steps", "gzip -9", "2.12 bits/byte", "RX 6700 XT · gfx1031", "bits per byte"):
+    for words in (
+        "100 of 100 steps",
+        "gzip -9",
+        "2.12 bits/byte",
+        "RX 6700 XT · gfx1031",
+        "bits per byte",
+    ):
         assert words in page.text, words
     assert "bloomery train runs/demo/recipe.yaml --run-dir runs/demo-again" in page.text
     assert "Claims" in page.text and "Learning rate" in page.text and "Gradient norm" in page.text
@@ -175,10 +227,16 @@ def test_texts_of_a_run_are_never_markup_and_nothing_is_fetched(tmp_path):
     path = write_report(folder, extras=[Bars(evil, [(evil, 1.0)], evil, evil)])
     page = read(path)
     assert not {tag for tag, _ in page.tags} & {"script", "img", "link", "iframe", "object"}
-    assert all(not name.startswith("on") and name not in ("src", "href") for _, at in page.tags for name in at)
+    assert all(
+        not name.startswith("on") and name not in ("src", "href")
+        for _, at in page.tags
+        for name in at
+    )
     assert page.text.count("<script>") >= 6
     assert not re.search(r"url\(|@import", path.read_text())
-    policy = next(at["content"] for tag, at in page.tags if at.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        at["content"] for tag, at in page.tags if at.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -186,14 +244,26 @@ def test_no_secret_and_no_home_folder_reaches_the_page(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("MY_API_KEY", "swordfish-of-mine")
     events = [STARTED, step_done(1), Sampled(step=1, prompt=CANARY, completion="swordfish-of-mine")]
-    recipe = RECIPE.replace("corpus", "/home/somebody/corpus") + f"# https://me:{CANARY}@example.org\n"
+    recipe = (
+        RECIPE.replace("corpus", "/home/somebody/corpus") + f"# https://me:{CANARY}@example.org\n"
+    )
     text = write_report(run_folder(tmp_path, events, recipe)).read_text()
-    assert CANARY not in text and "swordfish" not in text and "somebody" not in text and "~/corpus" in text
+    assert (
+        CANARY not in text
+        and "swordfish" not in text
+        and "somebody" not in text
+        and "~/corpus" in text
+    )
 
 
 def test_taking_out_a_secret_leaves_the_markup_whole(tmp_path):
     """A scrubber that ran over the finished page would eat the tag behind `password=`."""
-    events = [STARTED, step_done(1), Sampled(step=1, prompt="password=", completion="x"), Warned(reason="secret: ")]
+    events = [
+        STARTED,
+        step_done(1),
+        Sampled(step=1, prompt="password=", completion="x"),
+        Warned(reason="secret: "),
+    ]
     assert "password=" in read(write_report(run_folder(tmp_path, events))).text
 
 
@@ -221,12 +291,21 @@ def test_claims_about_the_end_stay_open_before_it(tmp_path):
 
 def killed_run(again=2.0):
     return [
-        STARTED, step_done(1), step_done(2), step_done(3),
-        RunStarted(**{**vars(STARTED), "time": 9.0}), Resumed(step=1, path="c/step-1", seconds=1.5, time=10.0),
-        step_done(2, again, time=11.0), step_done(3, time=12.0), step_done(4, None, time=13.0),
-        Recovered(step=4, reason="not finite", action="back to step 1, and on with row 9", time=14.0),
-        step_done(2, 7.0, time=15.0), RunEnded(step=2, status="stopped", time=16.0),
-    ]  # fmt: skip
+        STARTED,
+        step_done(1),
+        step_done(2),
+        step_done(3),
+        RunStarted(**{**vars(STARTED), "time": 9.0}),
+        Resumed(step=1, path="c/step-1", seconds=1.5, time=10.0),
+        step_done(2, again, time=11.0),
+        step_done(3, time=12.0),
+        step_done(4, None, time=13.0),
+        Recovered(
+            step=4, reason="not finite", action="back to step 1, and on with row 9", time=14.0
+        ),
+        step_done(2, 7.0, time=15.0),
+        RunEnded(step=2, status="stopped", time=16.0),
+    ]
 
 
 def test_incidents_are_read_off_the_events():
@@ -235,13 +314,21 @@ def test_incidents_are_read_off_the_events():
 
 
 def test_incidents_lie_after_the_beginning_though_the_clock_was_set_back():
-    events = [replace(event, time=event.time - 3600 * (at > 4)) for at, event in enumerate(killed_run())]
+    events = [
+        replace(event, time=event.time - 3600 * (at > 4)) for at, event in enumerate(killed_run())
+    ]
     told = [incident.seconds for incident in incidents_of(events)]
     assert told == sorted(told) and told[0] >= 0
 
 
 def test_a_stop_is_not_a_kill():
-    events = [STARTED, step_done(1), RunEnded(step=1, status="stopped", time=2.0), STARTED, Resumed(step=1, path="x")]
+    events = [
+        STARTED,
+        step_done(1),
+        RunEnded(step=1, status="stopped", time=2.0),
+        STARTED,
+        Resumed(step=1, path="x"),
+    ]
     assert [incident.kind for incident in incidents_of(events)] == ["stop", "resume"]
 
 
@@ -267,13 +354,19 @@ def test_a_worker_that_died_is_marked_on_the_curve_like_a_kill(tmp_path):
     folder = run_folder(tmp_path, events)
     assert [(mark.step, mark.kind) for mark in read_record(folder).marks] == [(2, "kill")]
     told = write_report(folder).read_text()
-    assert "killed or failed" in told and "<code>SIGKILL</code>" in told and "`" not in told.partition("<body>")[2]
+    assert (
+        "killed or failed" in told
+        and "<code>SIGKILL</code>" in told
+        and "`" not in told.partition("<body>")[2]
+    )
 
 
 def test_a_preference_run_has_charts_of_its_rewards_and_margin(tmp_path):
     figures = {"accuracy": 0.75, "margin": 0.5, "chosen_reward": 0.25, "rejected_reward": -0.25}
     steps = [step_done(step, metrics=figures) for step in (1, 2, 3)]
-    folder = run_folder(tmp_path, [STARTED, *steps, replace(exam(3, 2.0), metrics={"margin": 0.75})])
+    folder = run_folder(
+        tmp_path, [STARTED, *steps, replace(exam(3, 2.0), metrics={"margin": 0.75})]
+    )
     told = write_report(folder).read_text()
     charts = re.findall(r'aria-label="([A-Z][^"]*) from step 1 to 3', told)
     assert charts[:4] == ["Loss", "Rewards", "Accuracy", "Margin"]
@@ -286,16 +379,23 @@ def test_the_report_and_the_terminal_have_one_planned_time_and_one_of_the_run():
     from bloomery.report import page
 
     plan = SimpleNamespace(
-        step_seconds=SimpleNamespace(value=2.0), seconds=SimpleNamespace(value=104.0), parallel=None,
-        train=SimpleNamespace(tokens_per_step=10, blocks=()), memory=SimpleNamespace(total=2**30),
-    )  # fmt: skip
+        step_seconds=SimpleNamespace(value=2.0),
+        seconds=SimpleNamespace(value=104.0),
+        parallel=None,
+        train=SimpleNamespace(tokens_per_step=10, blocks=()),
+        memory=SimpleNamespace(total=2**30),
+    )
     summary = SimpleNamespace(training_seconds=149.0, peak_gib=1.0)
-    record = SimpleNamespace(plan=plan, summary=summary, steps=[step_done(1)], state="done", tokens_per_second=5.0)
+    record = SimpleNamespace(
+        plan=plan, summary=summary, steps=[step_done(1)], state="done", tokens_per_second=5.0
+    )
     assert ("training time, s", 104.0, 149.0) in page.compared(record)
 
 
 def test_both_axes_of_a_chart_have_a_name():
-    drawn = line_chart("Speed", [Series("speed", [(1, 2.0), (2, 3.0)])], unit="tokens/s", across="minute")
+    drawn = line_chart(
+        "Speed", [Series("speed", [(1, 2.0), (2, 3.0)])], unit="tokens/s", across="minute"
+    )
     assert re.findall(r'class="axis[^>]*>([^<]*)<', drawn) == ["minute", "tokens/s"]
 
 
@@ -313,18 +413,27 @@ def test_thinning_loses_no_spike():
 
 
 def test_a_chart_names_its_range_and_its_marks():
-    chart = line_chart("Loss", [Series("x", [(1, 2.0), (5, 4.0)])], [Mark(3, "kill", "killed")], unit="nats")
-    assert 'aria-label="Loss from step 1 to 5, between 2 and 4 nats"' in chart and "step 3: killed" in chart
+    chart = line_chart(
+        "Loss", [Series("x", [(1, 2.0), (5, 4.0)])], [Mark(3, "kill", "killed")], unit="nats"
+    )
+    assert (
+        'aria-label="Loss from step 1 to 5, between 2 and 4 nats"' in chart
+        and "step 3: killed" in chart
+    )
     assert "not measured" in line_chart("Loss", [Series("x", [])])
 
 
 def test_bars_are_proportional():
-    widths = re.findall(r"width:([\d.]+)%", bar_chart(Bars("b", [("a", 1.0), ("b", 4.0), ("zero", 0.0)])))
+    widths = re.findall(
+        r"width:([\d.]+)%", bar_chart(Bars("b", [("a", 1.0), ("b", 4.0), ("zero", 0.0)]))
+    )
     assert widths == ["25.00", "100.00", "0.00"]
 
 
 def test_held_out_text_is_whole_and_broken_characters_share_a_stretch(tmp_path):
-    tokenizer = train_tokenizer(iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path)
+    tokenizer = train_tokenizer(
+        iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path
+    )
     text = "plain 日本 text"
     tokens = [tokenizer.bos_id, *tokenizer.encode(text)]
     told = scored_spans(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer)
@@ -334,26 +443,46 @@ def test_held_out_text_is_whole_and_broken_characters_share_a_stretch(tmp_path):
 
 
 def drawn(*columns):
-    return part("scored", columns=[("a column", column) for column in columns], legend=HEAT_LEGEND, level=heat_level)
+    return part(
+        "scored",
+        columns=[("a column", column) for column in columns],
+        legend=HEAT_LEGEND,
+        level=heat_level,
+    )
 
 
 def test_what_is_only_read_has_no_price(tmp_path):
-    tokenizer = train_tokenizer(iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path)
+    tokenizer = train_tokenizer(
+        iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path
+    )
     tokens = tokenizer.encode("plain text")
     mask = [index >= len(tokens) - 2 for index in range(len(tokens))]
     told = scored_spans(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer, mask)
     assert [one.nats for one in told] == [1.0 if flag else None for flag in mask]
     page = drawn(told, told)
-    assert "mean loss 1.00 nats per token" in page and page.count('class="read"') == 1 + 2 * mask.count(False)
+    assert "mean loss 1.00 nats per token" in page and page.count(
+        'class="read"'
+    ) == 1 + 2 * mask.count(False)
 
 
 def test_heat_grows_with_the_price():
-    assert [heat_level(nats) for nats in (None, 0.1, 0.7, 1.5, 3.0, 5.0, 7.0, 20.0)] == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert [heat_level(nats) for nats in (None, 0.1, 0.7, 1.5, 3.0, 5.0, 7.0, 20.0)] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     page = drawn([ScoredText("<a>", 9.0)], [ScoredText("<a>", 0.1)])
     assert '<span class="n6" title="9.00 nats">&lt;a&gt;</span>' in page
 
 
 def test_evaluations_of_a_killed_run_are_the_last_told(tmp_path):
-    folder = run_folder(tmp_path, [STARTED, step_done(1), exam(1, 9.0), Resumed(step=0, path=""), exam(1, 8.0)])
+    folder = run_folder(
+        tmp_path, [STARTED, step_done(1), exam(1, 9.0), Resumed(step=0, path=""), exam(1, 8.0)]
+    )
     assert [event.perplexity for event in read_record(folder).evals] == [8.0]
     assert json.loads((folder / "events.jsonl").read_text().splitlines()[2])["perplexity"] == 9.0

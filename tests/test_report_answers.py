@@ -37,19 +37,39 @@ def made(tmp_path_factory):
 
 def conversations(root, template, *more):
     base = make_model(root / "base")
-    rows = [{"messages": [{"role": role, "content": f"{text} {n}"} for role, text in
-                          (("user", "return"), ("assistant", "def f"), ("user", "more"), ("assistant", "x"))]}
-            for n in range(60)]  # fmt: skip
+    rows = [
+        {
+            "messages": [
+                {"role": role, "content": f"{text} {n}"}
+                for role, text in (
+                    ("user", "return"),
+                    ("assistant", "def f"),
+                    ("user", "more"),
+                    ("assistant", "x"),
+                )
+            ]
+        }
+        for n in range(60)
+    ]
     (root / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["objective.kind=sft", f"data.path={root}/talk.jsonl", "data.validation=20%", f"tokenizer.from={base}",
-             "data.sequence_length=64", f"data.chat.template={json.dumps(template)}", *more]  # fmt: skip
+    words = [
+        "objective.kind=sft",
+        f"data.path={root}/talk.jsonl",
+        "data.validation=20%",
+        f"tokenizer.from={base}",
+        "data.sequence_length=64",
+        f"data.chat.template={json.dumps(template)}",
+        *more,
+    ]
     prepare(load_recipe("go-coder-tiny", words), root / "prepared")
     config = make_config(load_tokenizer(root / "prepared"))
     save_model(root / "checkpoints", 1, fresh_decoder(config, seed=7), root / "prepared")
     plan = SimpleNamespace(
-        model=SimpleNamespace(source=base, config=config), objective=Sft(kind="sft"),
-        data=SimpleNamespace(prepared=root / "prepared"), train=SimpleNamespace(seed=0),
-    )  # fmt: skip
+        model=SimpleNamespace(source=base, config=config),
+        objective=Sft(kind="sft"),
+        data=SimpleNamespace(prepared=root / "prepared"),
+        train=SimpleNamespace(seed=0),
+    )
     return plan, root / "checkpoints", load_tokenizer(base)
 
 
@@ -67,7 +87,9 @@ def test_questions_end_where_the_first_answer_begins(made):
 def test_both_models_answer_the_same_questions(made):
     plan, checkpoints, tokenizer = made
     told = compare_models(plan, checkpoints, 1)[1]
-    assert len(told) == 4 and all(one.prompt.startswith("return") and "def f" in one.reference for one in told)
+    assert len(told) == 4 and all(
+        one.prompt.startswith("return") and "def f" in one.reference for one in told
+    )
     questions = validation_prompts(plan.data.prepared, 64)
     first = min(questions, key=lambda question: len(question.prompt))
     said = answer(load_decoder(plan.model.source), tokenizer, first, max_new_tokens=TOKENS)
@@ -80,21 +102,26 @@ def test_a_question_with_several_answers_is_asked_once(made, monkeypatch):
 
     plan, checkpoints, _ = made
     real = answers.validation_prompts
-    monkeypatch.setattr(answers, "validation_prompts", lambda *words: [q for q in real(*words) for _ in range(2)])
+    monkeypatch.setattr(
+        answers, "validation_prompts", lambda *words: [q for q in real(*words) for _ in range(2)]
+    )
     told = [one.prompt for one in compare_models(plan, checkpoints, 1)[1]]
     assert len(told) == len(set(told)) == 4
 
 
 def test_a_base_is_asked_in_tokens_that_the_run_has_added(tmp_path):
-    plan, checkpoints, _ = conversations(tmp_path, TEMPLATE.replace("Q ", "<q>"),
-        'tokenizer.additional_special_tokens=["<q>"]')
+    plan, checkpoints, _ = conversations(
+        tmp_path, TEMPLATE.replace("Q ", "<q>"), 'tokenizer.additional_special_tokens=["<q>"]'
+    )
     assert [one.prompt[:6] for one in compare_models(plan, checkpoints, 1)[1]] == ["return"] * 4
 
 
 def test_pretraining_and_runs_without_a_checkpoint_have_none(made, tmp_path):
     plan, checkpoints, _ = made
     assert compare_models(plan, tmp_path, 1)[1] == []
-    fresh = SimpleNamespace(**{**vars(plan), "model": SimpleNamespace(source=None, config=plan.model.config)})
+    fresh = SimpleNamespace(
+        **{**vars(plan), "model": SimpleNamespace(source=None, config=plan.model.config)}
+    )
     assert compare_models(fresh, checkpoints, 1)[1] == []
 
 
@@ -108,5 +135,7 @@ def test_ids_of_a_padded_vocabulary_stand_for_no_text(made):
     _, _, tokenizer = made
     ids = tokenizer.encode("def f")
     assert (
-        shown(tokenizer, [*ids, tokenizer.vocab_size, tokenizer.vocab_size + 500]) == shown(tokenizer, ids) == "def f"
+        shown(tokenizer, [*ids, tokenizer.vocab_size, tokenizer.vocab_size + 500])
+        == shown(tokenizer, ids)
+        == "def f"
     )

@@ -10,8 +10,28 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
-CALLS = {"torch.load", "torch.save", "eval", "exec", "compile", "os.system", "os.popen", "__import__", "yaml.load"}
-MODULES = {"pickle", "dill", "marshal", "shelve", "cloudpickle", "joblib", "socketserver", "http.server", "asyncio"}
+CALLS = {
+    "torch.load",
+    "torch.save",
+    "eval",
+    "exec",
+    "compile",
+    "os.system",
+    "os.popen",
+    "__import__",
+    "yaml.load",
+}
+MODULES = {
+    "pickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "cloudpickle",
+    "joblib",
+    "socketserver",
+    "http.server",
+    "asyncio",
+}
 KEYWORDS = {"allow_pickle", "shell", "trust_remote_code"}
 # The installed PEFT's own config classes, cut out of its files: what importing them would run, without PyTorch.
 # A port that ranks meet at is found by binding to it on this host; nothing listens there before torch does.
@@ -22,7 +42,15 @@ ALLOWED = {
     "scripts/mine_functions.py": ["eval"],
     "src/bloomery/model/adapters/settings.py": ["exec", "compile", "eval"],
     "src/bloomery/runs/launchers.py": ["listening.bind"],
-    "src/bloomery/runs/tasks/graded.py": ["compile", "exec", "compile", "exec", "exec", "eval", "compile"],
+    "src/bloomery/runs/tasks/graded.py": [
+        "compile",
+        "exec",
+        "compile",
+        "exec",
+        "exec",
+        "eval",
+        "compile",
+    ],
     "src/bloomery/serve/app.py": ["import asyncio"],
     "src/bloomery/serve/connections.py": ["import asyncio"],
     "src/bloomery/serve/address.py": ["listener.bind"],
@@ -36,7 +64,11 @@ def dotted(node: ast.expr) -> str:
     """`a.b.c` of the expression; `ast.unparse` alone would take seconds for all calls."""
     if isinstance(node, ast.Name):
         return node.id
-    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
+    return (
+        f"{dotted(node.value)}.{node.attr}"
+        if isinstance(node, ast.Attribute)
+        else ast.unparse(node)
+    )
 
 
 def faults(tree: ast.AST) -> Iterator[str]:
@@ -56,14 +88,26 @@ def faults(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_pickle_no_shell_no_port() -> None:
-    found = {path.relative_to(ROOT).as_posix(): list(faults(ast.parse(path.read_bytes()))) for path in FILES}
+    found = {
+        path.relative_to(ROOT).as_posix(): list(faults(ast.parse(path.read_bytes())))
+        for path in FILES
+    }
     assert {name: faults for name, faults in found.items() if faults} == ALLOWED
 
 
 def test_the_test_sees_what_it_looks_for() -> None:
-    bad = ["import pickle", "torch.load(x)", "run(x, shell=True)", "np.load(x, allow_pickle=True)", "eval(x)"]
+    bad = [
+        "import pickle",
+        "torch.load(x)",
+        "run(x, shell=True)",
+        "np.load(x, allow_pickle=True)",
+        "eval(x)",
+    ]
     assert len(list(faults(ast.parse("\n".join(bad))))) == len(bad)
-    assert list(faults(ast.parse("np.load('x', allow_pickle=False); model.eval(); re.compile('x')"))) == []
+    assert (
+        list(faults(ast.parse("np.load('x', allow_pickle=False); model.eval(); re.compile('x')")))
+        == []
+    )
 
 
 def test_tracked_files_hold_no_secrets_and_no_weights() -> None:
@@ -73,6 +117,12 @@ def test_tracked_files_hold_no_secrets_and_no_weights() -> None:
     files = [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
     refused = (".pt", ".pth", ".bin", ".pkl", ".safetensors", ".gguf", ".env")
     assert not [path for path in files if path.suffix in refused]
-    shape = re.compile(r"hf_[A-Za-z0-9]{34}|gh[pousr]_[A-Za-z0-9]{36}|AKIA[0-9A-Z]{16}|BEGIN [A-Z ]*PRIVATE KEY")
+    shape = re.compile(
+        r"hf_[A-Za-z0-9]{34}|gh[pousr]_[A-Za-z0-9]{36}|AKIA[0-9A-Z]{16}|BEGIN [A-Z ]*PRIVATE KEY"
+    )
     own = ROOT / "src"
-    assert not [path for path in files if path.is_relative_to(own) and shape.search(path.read_text(errors="replace"))]
+    assert not [
+        path
+        for path in files
+        if path.is_relative_to(own) and shape.search(path.read_text(errors="replace"))
+    ]

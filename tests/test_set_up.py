@@ -29,8 +29,14 @@ def test_without_a_gpu_the_cpu_index_or_the_users_own(set_up, monkeypatch):
     assert "does not answer" in set_up._torch().notes[0]
     set_up._torch.cache_clear()
     monkeypatch.setattr(set_up, "_answers", lambda index: True)
-    assert set_up._torch().words == ("--index-url", "https://download.pytorch.org/whl/cpu", "torch==2.13.0")
-    assert set_up._announcement().endswith("no GPU found: PyTorch 2.13.0 for the CPU goes into .venv, once")
+    assert set_up._torch().words == (
+        "--index-url",
+        "https://download.pytorch.org/whl/cpu",
+        "torch==2.13.0",
+    )
+    assert set_up._announcement().endswith(
+        "no GPU found: PyTorch 2.13.0 for the CPU goes into .venv, once"
+    )
 
 
 def test_an_rx_6700_xt_gets_its_own_kernels_and_a_warning(set_up, monkeypatch):

@@ -36,7 +36,9 @@ def test_texts_of_the_dataset_keep_their_tokens(tmp_path: Path) -> None:
     assert {smaller.id_of(token) for token in ("<s>", "</s>", "<pad>", "<unk>")} == set(range(4))
     for text in TEXT[:2]:
         assert smaller.decode(smaller.encode(text)) == text
-    assert [old[index] for index in smaller.encode("<s>x", special=True)] == tokenizer.encode("<s>x", special=True)
+    assert [old[index] for index in smaller.encode("<s>x", special=True)] == tokenizer.encode(
+        "<s>x", special=True
+    )
 
 
 def test_every_text_of_real_merges_keeps_its_tokens(tmp_path: Path) -> None:
@@ -49,7 +51,15 @@ def test_every_text_of_real_merges_keeps_its_tokens(tmp_path: Path) -> None:
 
 
 def test_a_unigram_vocabulary_is_cut() -> None:
-    pieces = [("<unk>", 0.0), ("▁a", -1.0), ("b", -2.0), ("ab", -1.5), ("▁", -3.0), ("a", -3.5), ("zz", -2.0)]
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁a", -1.0),
+        ("b", -2.0),
+        ("ab", -1.5),
+        ("▁", -3.0),
+        ("a", -3.5),
+        ("zz", -2.0),
+    ]
     library = Library(models.Unigram(pieces, unk_id=0))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer = Tokenizer(JsonBackend(json.loads(library.to_str()), "here", set()), {})
@@ -72,13 +82,23 @@ def test_the_smaller_model_computes_the_same(tmp_path: Path, family: str) -> Non
     with torch.no_grad():
         expected = load_decoder(source)(tokens)[..., old]
         torch.testing.assert_close(load_decoder(done.folder)(again), expected, atol=1e-5, rtol=0)
-        theirs = AutoModelForCausalLM.from_pretrained(done.folder, attn_implementation="eager").eval()
+        theirs = AutoModelForCausalLM.from_pretrained(
+            done.folder, attn_implementation="eager"
+        ).eval()
         torch.testing.assert_close(theirs(again).logits, expected, atol=1e-4, rtol=0)
-    assert AutoTokenizer.from_pretrained(done.folder)(WORDS, add_special_tokens=False).input_ids == again[0].tolist()
+    assert (
+        AutoTokenizer.from_pretrained(done.folder)(WORDS, add_special_tokens=False).input_ids
+        == again[0].tolist()
+    )
     embedding = "model.embed_tokens.weight" if family == "llama" else "transformer.wte.weight"
-    whole, part = (load_file(folder / "model.safetensors")[embedding] for folder in (source, done.folder))
+    whole, part = (
+        load_file(folder / "model.safetensors")[embedding] for folder in (source, done.folder)
+    )
     assert part.equal(whole[old])
-    assert json.loads((done.folder / "generation_config.json").read_text())["eos_token_id"] == after.eos_id
+    assert (
+        json.loads((done.folder / "generation_config.json").read_text())["eos_token_id"]
+        == after.eos_id
+    )
 
 
 def test_another_kind_of_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -33,9 +33,13 @@ def test_an_entry_hits_its_examples_and_spares_the_right_uses(entry):
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.text], ids=[e.write for e in ENTRIES if e.text])
+@pytest.mark.parametrize(
+    "entry", [e for e in ENTRIES if e.text], ids=[e.write for e in ENTRIES if e.text]
+)
 def test_searching_around_stems_finds_what_a_full_search_finds(entry):
-    pages = "\x01".join(path.read_text(encoding="utf-8") for path in sorted((HOME / "docs").rglob("*.md")))
+    pages = "\x01".join(
+        path.read_text(encoding="utf-8") for path in sorted((HOME / "docs").rglob("*.md"))
+    )
     full = [m.start(1) for m in entry.text_pattern.finditer(pages)]
     assert [m.start(1) for m in entry.hits_in_text(pages, pages.lower())] == full
 
@@ -60,16 +64,21 @@ def test_comments_and_strings_are_those_of_the_tokenizer(entry):
         tokens = tokenize.generate_tokens(io.StringIO(source).readline)
         expected = [t.string for t in tokens if t.type in (tokenize.COMMENT, tokenize.STRING)]
         if sys.version_info < (3, 12):  # later an f-string is several tokens
-            assert [m[0] for m in words.PROSE.finditer(source)] == [text.lstrip("rbfuRBFU") for text in expected], path
+            assert [m[0] for m in words.PROSE.finditer(source)] == [
+                text.lstrip("rbfuRBFU") for text in expected
+            ], path
 
 
 def test_names_strings_docstrings_and_comments_are_distinguished():
     source = (
-        'def rung(card, *, processor):\n'
+        "def rung(card, *, processor):\n"
         '    """A docstring {with} `code` in it."""\n    self.exam, told = 1, "a key_word"\n'
         '    return ["one_key", f"{told} in"\n        "two lines"]  # a comment\n'
     )
-    parts = [(part.kind, part.line, part.text.replace("\0", "").split()) for part in words.python_parts(source)]
+    parts = [
+        (part.kind, part.line, part.text.replace("\0", "").split())
+        for part in words.python_parts(source)
+    ]
     assert parts == [
         ("name", 1, ["rung"]),
         ("name", 1, ["card"]),

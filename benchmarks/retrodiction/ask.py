@@ -29,8 +29,10 @@ from bloomery.plan.types import Estimate
 from bloomery.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
-PLAIN_LOGIT_BYTES = 12  # half logits and their gradient, float32 logits, softmax: what eager cross entropy holds
-OPERATORS = Recompute(products=0.5, attention=0.0, between=1.0)  # every other product is kept, and attention's output
+# half logits and their gradient, float32 logits, softmax: what eager cross entropy holds
+PLAIN_LOGIT_BYTES = 12
+# every other product is kept, and attention's output
+OPERATORS = Recompute(products=0.5, attention=0.0, between=1.0)
 CHUNKS = 8
 SPREAD = 0.2
 
@@ -84,40 +86,71 @@ class Asked:
 
 
 def asked(row: dict[str, Any], *, compiled: bool | None = None) -> Asked:
-    recipe = load_recipe(HERE / "base.yaml", [*table()["models"][row["model"]], *row["recipe"]]).recipe
+    recipe = load_recipe(
+        HERE / "base.yaml", [*table()["models"][row["model"]], *row["recipe"]]
+    ).recipe
     program, precision = row["program"], recipe.train.precision
     machine = with_gpu(_host(), find_gpu(row["gpu"]))
     profile = build_profile(machine)
     config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
     compiled = recipe.train.compile if compiled is None else compiled
     micro, length = recipe.train.micro_batch_size, recipe.data.sequence_length
-    mode = "none" if recipe.train.activation_checkpointing == "auto" else recipe.train.activation_checkpointing
+    mode = (
+        "none"
+        if recipe.train.activation_checkpointing == "auto"
+        else recipe.train.activation_checkpointing
+    )
     tokens = micro * length
-    expandable = any("expandable_segments:True" in value for value in profile.environment.value.values())
+    expandable = any(
+        "expandable_segments:True" in value for value in profile.environment.value.values()
+    )
     load = StepShape(
-        model=TrainedModel.of(recipe, config), sequence_length=length, micro_batch_size=micro, precision=precision,
+        model=TrainedModel.of(recipe, config),
+        sequence_length=length,
+        micro_batch_size=micro,
+        precision=precision,
         optimizer=recipe.optimizer.kind,
         attention="math" if program["attention"] == "math" else "sdpa",
-        checkpointing=mode, compiled=bool(compiled),
+        checkpointing=mode,
+        compiled=bool(compiled),
         score_chunk=min(1024, tokens) if program["loss"] == "chunked" else tokens,
-        context_bytes=profile.arch.context_mib * 2**20, on_gpu=True, expandable=expandable,
-    )  # fmt: skip
-    rate = speed.device_rate(profile, machine, precision=precision, width=config.hidden_size, compiled=bool(compiled))
+        context_bytes=profile.arch.context_mib * 2**20,
+        on_gpu=True,
+        expandable=expandable,
+    )
+    rate = speed.device_rate(
+        profile, machine, precision=precision, width=config.hidden_size, compiled=bool(compiled)
+    )
     if "bandwidth_gbs" in row.get("card", {}):
         rate = replace(rate, bandwidth=row["card"]["bandwidth_gbs"] * 1e9)
     nodes = row.get("nodes", 1)
     devices = row["gpus"] * nodes
-    fabric = fabric_of(profile.gpu.link, per_node=row["gpus"], nodes=nodes, sockets=program.get("network") == "sockets")
+    fabric = fabric_of(
+        profile.gpu.link,
+        per_node=row["gpus"],
+        nodes=nodes,
+        sockets=program.get("network") == "sockets",
+    )
     split = MeshSplit(shard=devices) if row["layout"] == "fsdp" else MeshSplit(replicate=devices)
     rows = recipe.tokens_per_step // length // devices
     operators = program.get("checkpointing") == "operators"
     again = OPERATORS if operators else recompute(load)
     loss = {"fused": "kept", "plain": "plain", "chunked": "chunked"}[program["loss"]]
     job = MeshWorkload(
-        step=load, sequences_per_step=rows * devices, fabric=fabric, rate=rate,
-        vendor=profile.arch.vendor, limit=MEMORY_SHARE * profile.accelerator.memory_bytes,
-    )  # fmt: skip
-    work = work_of(load, tokens=rows * length, again=again, loss=loss, clips=recipe.train.max_grad_norm is not None)
+        step=load,
+        sequences_per_step=rows * devices,
+        fabric=fabric,
+        rate=rate,
+        vendor=profile.arch.vendor,
+        limit=MEMORY_SHARE * profile.accelerator.memory_bytes,
+    )
+    work = work_of(
+        load,
+        tokens=rows * length,
+        again=again,
+        loss=loss,
+        clips=recipe.train.max_grad_norm is not None,
+    )
     return Asked(recipe, load, job, split, rows, work, operators, program["loss"])
 
 
@@ -146,14 +179,18 @@ def planned_gain(row: dict[str, Any]) -> Estimate:
 
 def _mixed(parts: dict[str, Estimate], products: str, between: str) -> float:
     by_share = ("matmul", "attention")
-    return sum(getattr(part, products if name in by_share else between) for name, part in parts.items())
+    return sum(
+        getattr(part, products if name in by_share else between) for name, part in parts.items()
+    )
 
 
 def planned_memory(row: dict[str, Any]) -> Estimate:
     """GiB of one device in the row's own way of counting."""
     one = asked(row)
     load, shard = one.load, one.split.shard
-    peak = max((their_moment(one, moment) for moment in moments(load)), key=lambda moment: moment.total)
+    peak = max(
+        (their_moment(one, moment) for moment in moments(load)), key=lambda moment: moment.total
+    )
     parts = tensors_at(load, peak)
     if not load.mode.fused_backward:
         parts["gradients"] = load.model.learning_bytes(load.precision)
@@ -170,7 +207,9 @@ def planned_memory(row: dict[str, Any]) -> Estimate:
     if row["memory_is"] == "card":
         counted += load.context_bytes
     value = counted / GIB
-    return Estimate(value=value, low=value * (1 - SPREAD), high=value * (1 + SPREAD), origin="table")
+    return Estimate(
+        value=value, low=value * (1 - SPREAD), high=value * (1 + SPREAD), origin="table"
+    )
 
 
 def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
@@ -178,8 +217,11 @@ def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
     load, config = one.load, one.load.config
     scores, activations = moment.logits, moment.activations
     if one.operators and activations:
-        inside = load.tokens_per_micro_batch * layer_bytes_per_token(load)  # of the layer that is computed again
-        activations = config.num_layers * load.tokens_per_micro_batch * operator_bytes(load) + inside
+        # of the layer that is computed again
+        inside = load.tokens_per_micro_batch * layer_bytes_per_token(load)
+        activations = (
+            config.num_layers * load.tokens_per_micro_batch * operator_bytes(load) + inside
+        )
     if one.loss != "fused" and scores:
         chunks = CHUNKS if one.loss == "chunked" else 1
         scores = PLAIN_LOGIT_BYTES * float(load.tokens_per_micro_batch) * config.vocab_size / chunks
@@ -191,9 +233,19 @@ def operator_bytes(load: StepShape) -> float:
     config = load.config
     products = config.query_width + 2 * config.key_width + 2 * config.hidden_size
     products += (2 if config.gated_mlp else 1) * config.intermediate_size
-    return load.element * (config.hidden_size + config.query_width + products / 2) + 4 * config.num_heads
+    return (
+        load.element * (config.hidden_size + config.query_width + products / 2)
+        + 4 * config.num_heads
+    )
 
 
 def _host() -> Machine:
-    host = Host(system="Linux", cpu_name="", cpu_cores=1, memory_bytes=0, memory_free_bytes=0, disk_free_bytes=0)
+    host = Host(
+        system="Linux",
+        cpu_name="",
+        cpu_cores=1,
+        memory_bytes=0,
+        memory_free_bytes=0,
+        disk_free_bytes=0,
+    )
     return Machine(accelerators=(), host=host, software=Software(python="3.12.4"))

@@ -64,7 +64,14 @@ MISSED = {
 
 def page() -> str:
     found = answers()
-    parts = (_summary(found), _speeds(found), _memory(found), _misses(found), _fitted(), _left_out())
+    parts = (
+        _summary(found),
+        _speeds(found),
+        _memory(found),
+        _misses(found),
+        _fitted(),
+        _left_out(),
+    )
     return "\n".join(
         ["# How accurate plans are", "", *_prose(INTRO), *(line for part in parts for line in part)]
     )
@@ -82,7 +89,11 @@ def of(found: list[Answer], what: str) -> list[Answer]:
 def blind(found: list[Answer]) -> list[Answer]:
     """Speeds again, each by a constant that its source had no part in."""
     again = ((answer, blind_speed(answer.row)) for answer in of(found, "speed"))
-    return [Answer(answer.row, "speed", answer.published, planned) for answer, planned in again if planned is not None]
+    return [
+        Answer(answer.row, "speed", answer.published, planned)
+        for answer, planned in again
+        if planned is not None
+    ]
 
 
 def inside(found: list[Answer]) -> float:
@@ -134,7 +145,11 @@ def _memory(found: list[Answer]) -> Iterator[str]:
     yield "| run | counted as | published | planned | interval | error | |"
     yield "|---|---|--:|--:|---|--:|---|"
     for answer in [*of(found, "memory"), *of(found, "compile_gain")]:
-        kind = answer.row["memory_is"].replace("card", "GPU") if answer.what == "memory" else "eager over compiled"
+        kind = (
+            answer.row["memory_is"].replace("card", "GPU")
+            if answer.what == "memory"
+            else "eager over compiled"
+        )
         ends = f"{answer.planned.low:.3g} to {answer.planned.high:.3g}"
         yield (
             f"| {_named(answer)} | {kind} | {answer.published:.3g} | {answer.planned.value:.3g} | {ends} |"
@@ -160,7 +175,10 @@ def _fitted() -> Iterator[str]:
     yield "| architecture | by the rule | in the table | shares that the rows of each source need |"
     yield "|---|--:|--:|---|"
     for arch, typical, held, sources in fitted():
-        each = "; ".join(f"{name}: {', '.join(f'{share:.2f}' for share in shares)}" for name, shares in sources.items())
+        each = "; ".join(
+            f"{name}: {', '.join(f'{share:.2f}' for share in shares)}"
+            for name, shares in sources.items()
+        )
         yield f"| {', '.join(family_of(arch))} | {typical:.3f} | {held:.2f} | {each} |"
     yield ""
     yield from _prose(ASSUMED)
@@ -175,7 +193,10 @@ def _left_out() -> Iterator[str]:
     yield "## Sources, and how each row was read"
     yield ""
     for row in table()["row"]:
-        remarks = [row["source"], *(f"{key}: {row[key]}" for key in ("derived", "assumed") if key in row)]
+        remarks = [
+            row["source"],
+            *(f"{key}: {row[key]}" for key in ("derived", "assumed") if key in row),
+        ]
         yield f"- `{row['id']}`: {'; '.join(remarks)}."
     yield ""
 

@@ -34,9 +34,13 @@ OnEvent = Callable[["Event"], None]
 
 
 def load(
-    model: str | Path, *, step: str = "best", device: str = "auto", quantize: str | None = None,
+    model: str | Path,
+    *,
+    step: str = "best",
+    device: str = "auto",
+    quantize: str | None = None,
     on_load: OnText = lambda _: None,
-) -> "Model":  # fmt: skip
+) -> "Model":
     """A model with its tokenizer: `.generate(prompt)`, `.chat(message)`, `.decoder` (a torch module in eval mode).
 
     `quantize`: none, nf4 or int8 frozen weights; None: as in training. `on_load` gets a line about what is loaded.
@@ -51,9 +55,15 @@ def load(
 
 
 def train(
-    recipe: Recipe, *words: str, run_dir: str | Path | None = None, devices: str | None = None, recover: bool = False,
-    quiet: bool = False, on_event: OnEvent | None = None, **sections: Any,
-) -> "Run":  # fmt: skip
+    recipe: Recipe,
+    *words: str,
+    run_dir: str | Path | None = None,
+    devices: str | None = None,
+    recover: bool = False,
+    quiet: bool = False,
+    on_event: OnEvent | None = None,
+    **sections: Any,
+) -> "Run":
     """Train a recipe (a file, a packaged recipe, or a dict of sections) in a child process, and show its progress.
 
     `words` ("train.epochs=2") and `sections` (train={"epochs": 2}) override the recipe. `on_event` gets every event;
@@ -67,7 +77,9 @@ def train(
 
     folder, watch = None if run_dir is None else Path(run_dir), _watch(on_event)
     loaded = _loaded(recipe, words, sections)
-    ended = start(loaded, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch)
+    ended = start(
+        loaded, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch
+    )
     return Run(ended.folder, ended.code)
 
 
@@ -108,9 +120,13 @@ class Run:
         return load(self.folder, step=step)
 
     def resume(
-        self, *words: str, step: int | None = None, quiet: bool = False, on_event: OnEvent | None = None,
+        self,
+        *words: str,
+        step: int | None = None,
+        quiet: bool = False,
+        on_event: OnEvent | None = None,
         **sections: Any,
-    ) -> "Run":  # fmt: skip
+    ) -> "Run":
         """Resume, with overrides of the length, eval, sample, checkpoint and logging, as in `train`. Raises UserError.
 
         `step`: the checkpoint to continue from, by default the newest. Examples:
@@ -121,7 +137,9 @@ class Run:
         from bloomery.runs.lifecycle import resume
 
         overrides = (*words, *_words_of_keys(sections))
-        ended = resume(self.folder, step=step, overrides=overrides, quiet=quiet, watch=_watch(on_event))
+        ended = resume(
+            self.folder, step=step, overrides=overrides, quiet=quiet, watch=_watch(on_event)
+        )
         return Run(ended.folder, ended.code)
 
 
@@ -130,7 +148,12 @@ def _watch(on_event: OnEvent | None) -> "Callable[[Event, Any], None] | None":
 
 
 def plan(
-    recipe: Recipe, *words: str, gpu: str | None = None, gpus: int | None = None, nodes: int = 1, **sections: Any
+    recipe: Recipe,
+    *words: str,
+    gpu: str | None = None,
+    gpus: int | None = None,
+    nodes: int = 1,
+    **sections: Any,
 ) -> "PlanReport":
     """The plan of a recipe for this machine, or for `gpu`: `.plan` (memory, time, choices), `.claims`, `.suggestions`.
 
@@ -144,14 +167,23 @@ def plan(
 
     names, gpus = named_gpus(() if gpu is None else (gpu,), gpus)
     loaded = _loaded(recipe, words, sections)
-    return advise(loaded, *local_plan(loaded, gpu=names[0] if names else None, gpus=gpus, nodes=nodes))
+    return advise(
+        loaded, *local_plan(loaded, gpu=names[0] if names else None, gpus=gpus, nodes=nodes)
+    )
 
 
 def evaluate(
-    model: str | Path, data: str | Path | None = None, *, step: str = "best", bos: bool = True,
-    template: str | None = None, device: str = "auto", quantize: str | None = None,
-    on_load: OnText = lambda _: None, on_note: OnText = lambda _: None,
-) -> "TextScores | PairMetrics":  # fmt: skip
+    model: str | Path,
+    data: str | Path | None = None,
+    *,
+    step: str = "best",
+    bos: bool = True,
+    template: str | None = None,
+    device: str = "auto",
+    quantize: str | None = None,
+    on_load: OnText = lambda _: None,
+    on_note: OnText = lambda _: None,
+) -> "TextScores | PairMetrics":
     """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model.
 
     `data`: None uses a run's validation set. `bos`: add a BOS token to each text, so that its first token is scored.
@@ -162,17 +194,27 @@ def evaluate(
     from bloomery.runs.evaluate import evaluate_model
 
     data = None if data is None else Path(data)
-    result, notes = evaluate_model(folder, data, step=step, bos=bos, template=template, use=use, on_load=on_load)
+    result, notes = evaluate_model(
+        folder, data, step=step, bos=bos, template=template, use=use, on_load=on_load
+    )
     for note in notes:
         on_note(note)
     return result
 
 
 def evaluate_task(
-    model: str | Path, task: str | Path, *, against: str | Path | None = None, step: str = "best", bos: bool = True,
-    template: str | None = None, device: str = "auto", quantize: str | None = None, on_load: OnText = lambda _: None,
+    model: str | Path,
+    task: str | Path,
+    *,
+    against: str | Path | None = None,
+    step: str = "best",
+    bos: bool = True,
+    template: str | None = None,
+    device: str = "auto",
+    quantize: str | None = None,
+    on_load: OnText = lambda _: None,
     **settings: Any,
-) -> "TaskReport":  # fmt: skip
+) -> "TaskReport":
     """Scores of a task file, or of `stdlib-functions`, with 95% confidence intervals; `.results`, `.outputs`.
 
     `against`: another model, compared on the same items with a paired test. `settings`: shots, limit, chat, extract,
@@ -186,15 +228,28 @@ def evaluate_task(
     other = None if against is None else tasks.Named(str(against), model_path(str(against)))
     chosen = Settings(template=template, bos=bos, **settings)
     return tasks.evaluate_task(
-        tasks.Named(str(model), folder, step), Path(task), chosen, against=other, use=use, on_load=on_load
+        tasks.Named(str(model), folder, step),
+        Path(task),
+        chosen,
+        against=other,
+        use=use,
+        on_load=on_load,
     )
 
 
 def evaluate_harness(
-    model: str | Path, tasks: Sequence[str], *, against: str | Path | None = None, step: str = "best",
-    include_path: str | Path | None = None, shots: int | None = None, limit: int | None = None, device: str = "auto",
-    quantize: str | None = None, on_load: OnText = lambda _: None,
-) -> "TaskReport":  # fmt: skip
+    model: str | Path,
+    tasks: Sequence[str],
+    *,
+    against: str | Path | None = None,
+    step: str = "best",
+    include_path: str | Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    device: str = "auto",
+    quantize: str | None = None,
+    on_load: OnText = lambda _: None,
+) -> "TaskReport":
     """Scores of lm-evaluation-harness (extra `lm-eval`) on `tasks`, with 95% confidence intervals over documents.
 
     `include_path`: a folder of more task files. `against`: another model, compared with a paired test. A run records
@@ -208,13 +263,23 @@ def evaluate_harness(
     other = None if against is None else Named(str(against), model_path(str(against)))
     place = None if include_path is None else Path(include_path)
     chosen = HarnessSettings(tasks=tuple(tasks), include_path=place, shots=shots, limit=limit)
-    return evaluate_harness(Named(str(model), folder, step), chosen, against=other, use=use, on_load=on_load)
+    return evaluate_harness(
+        Named(str(model), folder, step), chosen, against=other, use=use, on_load=on_load
+    )
 
 
 def compare(
-    model: str | Path, against: str | Path, data: str | Path | None = None, *, step: str = "best", bos: bool = True,
-    template: str | None = None, device: str = "auto", quantize: str | None = None, on_load: OnText = lambda _: None,
-) -> "TaskReport":  # fmt: skip
+    model: str | Path,
+    against: str | Path,
+    data: str | Path | None = None,
+    *,
+    step: str = "best",
+    bos: bool = True,
+    template: str | None = None,
+    device: str = "auto",
+    quantize: str | None = None,
+    on_load: OnText = lambda _: None,
+) -> "TaskReport":
     """Bits per byte of two models on the same texts (None: the validation set of the run `model`), with the p-value of
     a paired permutation test over documents. A run records the results.
     """
@@ -222,15 +287,28 @@ def compare(
     from bloomery.runs.folder import model_path
     from bloomery.runs.tasks import evaluate as tasks
 
-    first, second = tasks.Named(str(model), folder, step), tasks.Named(str(against), model_path(str(against)))
+    first, second = (
+        tasks.Named(str(model), folder, step),
+        tasks.Named(str(against), model_path(str(against))),
+    )
     place = None if data is None else Path(data)
-    return tasks.compare_on_texts(first, second, place, bos=bos, template=template, use=use, on_load=on_load)
+    return tasks.compare_on_texts(
+        first, second, place, bos=bos, template=template, use=use, on_load=on_load
+    )
 
 
 def generate(
-    model: str | Path, prompt: str, *, stop: Sequence[str] = (), chat: bool = False, step: str = "best",
-    device: str = "auto", quantize: str | None = None, on_load: OnText = lambda _: None, **settings: Any,
-) -> str:  # fmt: skip
+    model: str | Path,
+    prompt: str,
+    *,
+    stop: Sequence[str] = (),
+    chat: bool = False,
+    step: str = "best",
+    device: str = "auto",
+    quantize: str | None = None,
+    on_load: OnText = lambda _: None,
+    **settings: Any,
+) -> str:
     """The completion of `prompt`, up to one of the `stop` texts; with `chat`, the reply in the model's chat template.
 
     `settings`: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed. To complete several
@@ -241,10 +319,17 @@ def generate(
 
 
 def export(
-    model: str | Path, out: str | Path, *, layout: Layout = "hf", dtype: str | None = None, step: str = "best",
-    weights: Sequence[float] | None = None, vocabulary: str | Path | None = None, verify: bool = True,
+    model: str | Path,
+    out: str | Path,
+    *,
+    layout: Layout = "hf",
+    dtype: str | None = None,
+    step: str = "best",
+    weights: Sequence[float] | None = None,
+    vocabulary: str | Path | None = None,
+    verify: bool = True,
     device: str = "auto",
-) -> "Exported":  # fmt: skip
+) -> "Exported":
     """Export a model as `out`: hf (a full model), adapter (for PEFT), merged (adapters and base), gguf (one file for
     llama.cpp), gguf-adapter (a LoRA for llama.cpp), ollama (a folder for `ollama create`) or vllm
     (a full or merged model in bfloat16).
@@ -255,8 +340,14 @@ def export(
     tokens that it uses. `verify`: read the export back, compare and run it.
     """
     usual = "q8_0" if layout == "ollama" else "f16"
-    kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(dtype or usual, dtype or usual)  # of GGUF
-    floats, whole = {"merged": DTYPES, "hf": DTYPES}, {"merged": INTEGERS, "hf": INTEGERS, "vllm": INTEGERS}
+    # of GGUF
+    kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(
+        dtype or usual, dtype or usual
+    )
+    floats, whole = (
+        {"merged": DTYPES, "hf": DTYPES},
+        {"merged": INTEGERS, "hf": INTEGERS, "vllm": INTEGERS},
+    )
     allowed = (*floats.get(layout, ()), *whole.get(layout, ()))
     if layout.startswith(("gguf", "ollama")):
         allowed = (*DTYPES, *GGUF_TYPES, *K_TYPES)
@@ -270,7 +361,9 @@ def export(
     from bloomery.train.model_folder import find_model
 
     if layout == "merged" and is_several(folder):
-        return export_several(folder, Path(out), weights=weights, step=step, dtype=dtype, verify=verify, use=use)
+        return export_several(
+            folder, Path(out), weights=weights, step=step, dtype=dtype, verify=verify, use=use
+        )
     if weights is not None:
         fix = "use --to merged with BASE+ADAPTER+ADAPTER, or `bloomery merge` for full models"
         raise UserError("--weights are of several adapters", where="--weights", fix=fix, code=2)
@@ -306,10 +399,19 @@ def export(
 
 
 def convert(
-    source: str | Path, out: str | Path, *, layout: Literal["hf", "gguf"] | None = None, dtype: str | None = None,
-    max_length: int | None = None, template: str | None = None, add_tokens: Sequence[str] = (),
-    checkpointing: bool = False, step: str = "best", verify: bool = True, device: str = "auto",
-) -> "Exported":  # fmt: skip
+    source: str | Path,
+    out: str | Path,
+    *,
+    layout: Literal["hf", "gguf"] | None = None,
+    dtype: str | None = None,
+    max_length: int | None = None,
+    template: str | None = None,
+    add_tokens: Sequence[str] = (),
+    checkpointing: bool = False,
+    step: str = "best",
+    verify: bool = True,
+    device: str = "auto",
+) -> "Exported":
     """Convert a model or a GGUF file to Hugging Face format or GGUF, and change it.
 
     `layout`: None follows the name of `out`. `max_length`: the context. `template`: a chat template's file or name.
@@ -323,7 +425,10 @@ def convert(
     names = {theirs: ours for ours, theirs in kinds.items()} if gguf else kinds
     dtype = names.get(dtype or "", dtype)
     if not gguf and dtype not in (None, *DTYPES):
-        problem, fix = f"{dtype} is a type of GGUF files", f"use one of {', '.join(DTYPES)}, or --to gguf"
+        problem, fix = (
+            f"{dtype} is a type of GGUF files",
+            f"use one of {', '.join(DTYPES)}, or --to gguf",
+        )
         raise UserError(problem, where="--dtype", fix=fix, code=2)
     folder = Path(source).expanduser()
     from bloomery.runs.folder import chosen_use, model_path
@@ -334,14 +439,21 @@ def convert(
     changes = converting.Changes(max_length, template, tuple(add_tokens), checkpointing)
     return converting.convert(
         path, Path(out), gguf=gguf, dtype=dtype, changes=changes, step=step, verify=verify, use=use
-    )  # fmt: skip
+    )
 
 
 def merge(
-    models: Sequence[str | Path], out: str | Path, *, method: "Method" = "linear",
-    weights: Sequence[float] | None = None, base: str | Path | None = None, density: float = 0.2,
-    dtype: str | None = None, verify: bool = True, device: str = "auto",
-) -> "Exported":  # fmt: skip
+    models: Sequence[str | Path],
+    out: str | Path,
+    *,
+    method: "Method" = "linear",
+    weights: Sequence[float] | None = None,
+    base: str | Path | None = None,
+    density: float = 0.2,
+    dtype: str | None = None,
+    verify: bool = True,
+    device: str = "auto",
+) -> "Exported":
     """Merge models of one architecture and tokenizer into the new folder `out`: linear, slerp, ties, task-arithmetic.
 
     `weights`: one per model, 1 each by default. `base`: the model that all were fine-tuned from, for ties and
@@ -351,15 +463,25 @@ def merge(
     """
     from bloomery.runs.folder import chosen_use, model_path
 
-    paths, own = [model_path(str(model)) for model in models], None if base is None else model_path(str(base))
+    paths, own = (
+        [model_path(str(model)) for model in models],
+        None if base is None else model_path(str(base)),
+    )
     use = chosen_use(device, None)
     from bloomery.export.merge import merge as merge_models
     from bloomery.train.model_folder import find_model
 
     return merge_models(
-        [find_model(path) for path in paths], Path(out), method=method, base=None if own is None else find_model(own),
-        weights=weights, density=density, dtype=dtype, verify=verify, use=use,
-    )  # fmt: skip
+        [find_model(path) for path in paths],
+        Path(out),
+        method=method,
+        base=None if own is None else find_model(own),
+        weights=weights,
+        density=density,
+        dtype=dtype,
+        verify=verify,
+        use=use,
+    )
 
 
 def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Path, Use]":
@@ -383,8 +505,13 @@ def _words_of_keys(sections: Mapping[str, Any]) -> list[str]:
 def _loaded(recipe: Recipe, words: Sequence[str], sections: Mapping[str, Any]) -> "LoadedRecipe":
     from bloomery.recipe.load import load_recipe, load_text
 
-    words = [*words, *(f"{key}={json.dumps(value, default=str)}" for key, value in sections.items())]
+    words = [
+        *words,
+        *(f"{key}={json.dumps(value, default=str)}" for key, value in sections.items()),
+    ]
     if isinstance(recipe, Mapping):
         text = json.dumps(dict(recipe), default=str)  # YAML contains JSON
-        return load_text(text, name=str(recipe.get("name", "recipe")), source="the recipe", overrides=words)
+        return load_text(
+            text, name=str(recipe.get("name", "recipe")), source="the recipe", overrides=words
+        )
     return load_recipe(recipe, words)

@@ -19,9 +19,12 @@ from bloomery.core.text import expanded, redact_secrets
 from bloomery.core.units import format_bytes
 
 Kind = Literal["model", "dataset"]
-Part = Literal["model", "config", "tokenizer", "dataset"]  # config: of a model whose weights are needed later
+# config: of a model whose weights are needed later
+Part = Literal["model", "config", "tokenizer", "dataset"]
 # huggingface_hub allows no "--", no ".git" at the end, and no "-" or "." at the end of a part.
-_ID = re.compile(r"(?!.*\.\.|[^@]*(--|\.git(@|$)))[A-Za-z0-9]([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?(@\w[\w./-]{0,199})?")
+_ID = re.compile(
+    r"(?!.*\.\.|[^@]*(--|\.git(@|$)))[A-Za-z0-9]([\w.-]{0,94}\w)?/\w([\w.-]{0,94}\w)?(@\w[\w./-]{0,199})?"
+)
 
 
 @final
@@ -110,7 +113,10 @@ def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, 
             fix = "name the repository that the GGUF files were converted from"
     elif not any(name.endswith(".safetensors") and "/" not in name for name in listing):
         pickled = next((name for name in sorted(listing) if name.endswith(PICKLED)), None)
-        problem, fix = "the repository has no weights", "name a repository that has model.safetensors"
+        problem, fix = (
+            "the repository has no weights",
+            "name a repository that has model.safetensors",
+        )
         if pickled is not None:
             problem = f"the weights are pickle files, which can run code when opened: {pickled}; nothing was downloaded"
             fix = f"look for a safetensors copy: {named.page}/discussions often has a branch, ID@refs/pr/N"
@@ -120,15 +126,25 @@ def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, 
 
 def refuse_full(named: Named, goal: Path, size: int) -> None:
     """Raises UserError when the disk is too small for all files, those included that are already downloaded."""
-    place = next(folder for folder in (goal.absolute(), *goal.absolute().parents) if folder.is_dir())
+    place = next(
+        folder for folder in (goal.absolute(), *goal.absolute().parents) if folder.is_dir()
+    )
     own = goal / f"{named.kind}s--{named.repo.replace('/', '--')}"
-    files = (path for path in (own if own.is_dir() else goal).rglob("*") if path.is_file() and not path.is_symlink())
-    free, here = shutil.disk_usage(place).free, sum(path.stat().st_size for path in files) if goal.is_dir() else 0
+    files = (
+        path
+        for path in (own if own.is_dir() else goal).rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
+    free, here = (
+        shutil.disk_usage(place).free,
+        sum(path.stat().st_size for path in files) if goal.is_dir() else 0,
+    )
     if free + here < size:
         raise UserError(
             f"not enough disk space: {named} takes {format_bytes(size)}, and {format_bytes(free)} are free",
-            where=str(place), fix="free some space, or set HF_HUB_CACHE to a folder on a larger disk",
-        )  # fmt: skip
+            where=str(place),
+            fix="free some space, or set HF_HUB_CACHE to a folder on a larger disk",
+        )
 
 
 def checked(folder: Path, wanted: dict[str, int], named: Named) -> Path:
@@ -139,10 +155,14 @@ def checked(folder: Path, wanted: dict[str, int], named: Named) -> Path:
         path = (folder / name).resolve()
         if not any(path.is_relative_to(root) for root in roots):
             fix = "delete it, and run the same command again"
-            raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), fix=fix)
+            raise UserError(
+                f"{name} is a link that leads out of the folder", where=str(folder), fix=fix
+            )
         actual = path.stat().st_size if path.is_file() else None
         if actual is None or (size and actual != size):
-            difference = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            difference = (
+                "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            )
             fix = f"delete {folder if actual is None else path}, and run `{named.command}` again"
             raise UserError(f"{name} {difference}", where=str(folder), fix=fix)
     return folder
@@ -171,19 +191,31 @@ def _explanation(named: Named, error: Exception) -> UserError | None:
     # The library wraps its refusal after a search in the cache.
     offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
     # The library's HTTP client changed its name between versions.
-    network = type(error).__module__.split(".")[0] in ("requests", "httpx", "httpx2", "httpcore", "urllib3")
+    network = type(error).__module__.split(".")[0] in (
+        "requests",
+        "httpx",
+        "httpx2",
+        "httpcore",
+        "urllib3",
+    )
     match error:
         case errors.GatedRepoError() if known:
             problem = "gated repository: your token has no access yet"
-            return UserError(problem, where=page, fix=f"request access on {page} with the account of your token")
+            return UserError(
+                problem, where=page, fix=f"request access on {page} with the account of your token"
+            )
         case errors.GatedRepoError():
             problem = "gated repository: accept its terms before you download it"
-            return UserError(problem, where=page, fix=f"accept on {page}, then `export HF_TOKEN=...` ({tokens})")
+            return UserError(
+                problem, where=page, fix=f"accept on {page}, then `export HF_TOKEN=...` ({tokens})"
+            )
         case errors.RepositoryNotFoundError():
             other = "" if named.kind == "dataset" else "for a dataset, add --dataset"
             private = "" if known else "if it is private, `export HF_TOKEN=...`"
             fix = "; ".join(part for part in ("correct the name", private, other) if part)
-            return UserError(f"no {named.kind} on the Hub, or it is private: {named.repo}", where=page, fix=fix)
+            return UserError(
+                f"no {named.kind} on the Hub, or it is private: {named.repo}", where=page, fix=fix
+            )
         case errors.RevisionNotFoundError():
             fix = f"see {page}/tree/main for its branches and tags"
             return UserError(f"no such revision: {named.revision}", where=page, fix=fix)
@@ -192,16 +224,22 @@ def _explanation(named: Named, error: Exception) -> UserError | None:
             fix = f"unset HF_HUB_OFFLINE, or run `{named.command} --to DIR` elsewhere and copy that folder here"
             return UserError(problem, where="HF_HUB_OFFLINE", fix=fix)
         case _ if status in (401, 403):
-            refused = "the Hub refuses the token in HF_TOKEN" if known else "the Hub requires a token"
+            refused = (
+                "the Hub refuses the token in HF_TOKEN" if known else "the Hub requires a token"
+            )
             fix = f"`export HF_TOKEN=...` with {tokens} that has read access"
             return UserError(f"{refused} ({status})", where=page, fix=fix)
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return UserError("the disk is full", where=str(cache_folder()), fix=f"free some space; then {again}")
+            return UserError(
+                "the disk is full", where=str(cache_folder()), fix=f"free some space; then {again}"
+            )
         case PermissionError():
             fix = "set HF_HUB_CACHE to a writable folder, or use --to"
             where = str(error.filename or cache_folder())
             return UserError("permission denied: cannot write the folder", where=where, fix=fix)
-        case _ if network or isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | OSError):
+        case _ if network or isinstance(
+            error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | OSError
+        ):
             cause: BaseException = error
             while isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__
@@ -213,11 +251,16 @@ def _explanation(named: Named, error: Exception) -> UserError | None:
 
 
 PREFIX = "hub:"  # before a dataset's id where a path is expected
-CONFIG = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md")  # a model without its weights
+# a model without its weights
+CONFIG = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md")
 WEIGHTS = ("*.safetensors",)
-ASIDE = ("*/*", "consolidated*", "*.index.fp*.json", "*.fp16.safetensors", "*.fp32.safetensors")  # duplicate weights
+# duplicate weights
+ASIDE = ("*/*", "consolidated*", "*.index.fp*.json", "*.fp16.safetensors", "*.fp32.safetensors")
 TABLES = ("*.parquet", "*.jsonl", "*.ndjson", "*.json", "*.csv", "*.tsv", "*.arrow", "*.txt")
-DATA = (*TABLES, *(f"{pattern}.{packed}" for pattern in TABLES for packed in ("gz", "zst", "xz", "bz2")))
+DATA = (
+    *TABLES,
+    *(f"{pattern}.{packed}" for pattern in TABLES for packed in ("gz", "zst", "xz", "bz2")),
+)
 NO_DATA = ("dataset_infos.json", "*/dataset_infos.json", ".*")
 
 
@@ -286,7 +329,9 @@ def data_place(path: str) -> Path:
     return folder if folder.is_dir() else Path(path)
 
 
-def download(name: str, *, part: Part = "model", to: Path | None = None, glob: str | None = None) -> Path:
+def download(
+    name: str, *, part: Part = "model", to: Path | None = None, glob: str | None = None
+) -> Path:
     """Download missing files into the Hub's cache, or into `to`; returns the folder. `glob`: of a dataset.
 
     Resumes an interrupted download: complete files are kept. Within one call a file resumes in the middle after a
@@ -301,13 +346,17 @@ def download(name: str, *, part: Part = "model", to: Path | None = None, glob: s
         return kept
     with explained(named):
         api = HfApi(token=token())
-        info: Any = api.repo_info(named.repo, repo_type=named.kind, revision=named.revision, files_metadata=True)
+        info: Any = api.repo_info(
+            named.repo, repo_type=named.kind, revision=named.revision, files_metadata=True
+        )
         listing = {str(entry.rfilename): int(entry.size or 0) for entry in info.siblings or []}
         for held in listing:
             path = PurePosixPath(held)
             if path.is_absolute() or ".." in path.parts or "\\" in held or not held.isprintable():
                 problem = f"the repository has a file name that leads out of its folder: {ascii(held)[:80]}"
-                raise UserError(problem, where=named.page, fix="use a copy from a source that you trust")
+                raise UserError(
+                    problem, where=named.page, fix="use a copy from a source that you trust"
+                )
         wanted = {
             held: size
             for held, size in listing.items()
@@ -318,7 +367,11 @@ def download(name: str, *, part: Part = "model", to: Path | None = None, glob: s
         goal = to or cache_folder()
         size = sum(wanted.values())
         refuse_full(named, goal, size)
-        print(f"{named}: {len(wanted)} files, {format_bytes(size)}, into {goal}", file=sys.stderr, flush=True)
+        print(
+            f"{named}: {len(wanted)} files, {format_bytes(size)}, into {goal}",
+            file=sys.stderr,
+            flush=True,
+        )
         folder = _snapshot(named, allow, aside, local_dir=to, token=token())
     _tidy(folder)
     return checked(folder, wanted, named)
@@ -347,11 +400,14 @@ def _snapshot(named: Named, allow: Sequence[str], aside: Sequence[str], **option
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings are messages or errors of this module
+    # its warnings are messages or errors of this module
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         disable_progress_bars()
     options |= {"allow_patterns": list(allow) or None, "ignore_patterns": list(aside) or None}
-    return Path(str(snapshot_download(named.repo, repo_type=named.kind, revision=named.revision, **options)))
+    return Path(
+        str(snapshot_download(named.repo, repo_type=named.kind, revision=named.revision, **options))
+    )
 
 
 def _cached(named: Named, allow: Sequence[str], aside: Sequence[str]) -> Path | None:
@@ -370,7 +426,11 @@ def _has_weights(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return any(folder.glob("*.safetensors"))
-    names = set(re.findall(r'"([^"/\\]+\.safetensors)"', index.read_text(encoding="utf-8", errors="replace")))
+    names = set(
+        re.findall(
+            r'"([^"/\\]+\.safetensors)"', index.read_text(encoding="utf-8", errors="replace")
+        )
+    )
     return bool(names) and all((folder / name).is_file() for name in names)
 
 
@@ -395,12 +455,23 @@ def push(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False
     pickles, links or secrets, without a token, and when the Hub refuses.
     """
     if not _ID.fullmatch(repo) or ".." in repo:
-        raise UserError(f"not a valid Hub model id: {repo[:200]!r}", where="ORG/NAME", fix="write ORG/NAME", code=2)
+        raise UserError(
+            f"not a valid Hub model id: {repo[:200]!r}",
+            where="ORG/NAME",
+            fix="write ORG/NAME",
+            code=2,
+        )
     files, warnings, (name, _, revision) = _to_push(folder), list[str](), repo.partition("@")
     named = Named(name, revision or None, "model")
-    card = (folder / "README.md").read_text(encoding="utf-8", errors="replace") if "README.md" in files else ""
+    card = (
+        (folder / "README.md").read_text(encoding="utf-8", errors="replace")
+        if "README.md" in files
+        else ""
+    )
     if not re.search(r"^license:", card.partition("\n---")[0], flags=re.MULTILINE):
-        warnings.append("the model card states no license: add `license: ...` to the head of README.md")
+        warnings.append(
+            "the model card states no license: add `license: ...` to the head of README.md"
+        )
     if dry_run:
         return Pushed(named.page, files, tuple(warnings))
     if not (own := token()):
@@ -419,9 +490,12 @@ def push(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False
             if named.revision is not None:
                 api.create_branch(named.repo, branch=named.revision, exist_ok=True)
             api.upload_folder(
-                repo_id=named.repo, folder_path=folder, revision=named.revision, commit_message="Upload with Bloomery",
+                repo_id=named.repo,
+                folder_path=folder,
+                revision=named.revision,
+                commit_message="Upload with Bloomery",
                 allow_patterns=[glob.escape(name) for name in files],
-            )  # fmt: skip
+            )
         except HfHubHTTPError as error:
             status = getattr(error.response, "status_code", None)
             if status not in (401, 403, 404):
@@ -454,14 +528,26 @@ def _to_push(folder: Path) -> dict[str, int]:
             continue
         if path.is_symlink() or not path.is_file():
             problem = f"{name} is a link, or not a regular file"
-            raise UserError(problem, where=str(folder), fix="put the file itself there, or delete it")
+            raise UserError(
+                problem, where=str(folder), fix="put the file itself there, or delete it"
+            )
         if name.endswith(PICKLED):
             problem = f"{name} is a pickle, which can run code where it is opened"
-            raise UserError(problem, where=str(folder), fix="delete it: the weights are in the safetensors files")
-        if name.endswith(TEXTS) and path.name not in VOCABULARIES and path.stat().st_size < LARGEST_TEXT:
+            raise UserError(
+                problem,
+                where=str(folder),
+                fix="delete it: the weights are in the safetensors files",
+            )
+        if (
+            name.endswith(TEXTS)
+            and path.name not in VOCABULARIES
+            and path.stat().st_size < LARGEST_TEXT
+        ):
             text = path.read_text(encoding="utf-8", errors="replace")
             if redact_secrets(text) != text:
                 fix = "remove it from the file; if it was public before, revoke it"
-                raise UserError(f"{name} seems to hold a secret, such as a token", where=str(folder), fix=fix)
+                raise UserError(
+                    f"{name} seems to hold a secret, such as a token", where=str(folder), fix=fix
+                )
         files[name] = path.stat().st_size
     return files

@@ -45,25 +45,39 @@ def here(*words: str) -> Result:
 
 
 def process(
-    *words: str, folder: Path, environment: Mapping[str, str] | None = None, code: str = "",
+    *words: str,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    code: str = "",
     timeout: float = PATIENCE_SECONDS,
-) -> Result:  # fmt: skip
+) -> Result:
     """`bloomery words` as a process in `folder`; `code` runs in it before."""
     done = preloaded.run(
-        [*python(code), *words], cwd=folder, env=os.environ | dict(environment or {}), timeout=timeout,
+        [*python(code), *words],
+        cwd=folder,
+        env=os.environ | dict(environment or {}),
+        timeout=timeout,
         start_new_session=True,
-    )  # fmt: skip
-    return Result(done.returncode, *(text.decode("utf-8", "replace") for text in (done.stdout, done.stderr)))
+    )
+    return Result(
+        done.returncode, *(text.decode("utf-8", "replace") for text in (done.stdout, done.stderr))
+    )
 
 
 def python(code: str = "") -> list[str]:
     """Words that start the command line, after `code`."""
     if not code:
         return [sys.executable, "-m", "bloomery"]
-    return [sys.executable, "-c", f"{code}\nimport runpy; runpy.run_module('bloomery', run_name='__main__')"]
+    return [
+        sys.executable,
+        "-c",
+        f"{code}\nimport runpy; runpy.run_module('bloomery', run_name='__main__')",
+    ]
 
 
-def assert_clear(result: Result, *, code: int = 1, mentions: Sequence[str] = (), lines: int = LIMIT_LINES) -> None:
+def assert_clear(
+    result: Result, *, code: int = 1, mentions: Sequence[str] = (), lines: int = LIMIT_LINES
+) -> None:
     """One sentence, where, and what to do; the exit code of the contract; no traceback."""
     shown = f"exit code {result.code}\n{result.err}"
     assert result.code == code, shown
@@ -80,7 +94,23 @@ def assert_clear(result: Result, *, code: int = 1, mentions: Sequence[str] = (),
 
 def write_workshop(folder: Path, *, documents: int = 30) -> Path:
     """A folder with a tiny recipe and its text; returns the recipe."""
-    words = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
+    words = (
+        "the",
+        "a",
+        "cat",
+        "dog",
+        "sat",
+        "ran",
+        "on",
+        "under",
+        "mat",
+        "tree",
+        "and",
+        "then",
+        "it",
+        "was",
+        "seen",
+    )
     text = folder / "text"
     text.mkdir(parents=True)
     for number in range(documents):

@@ -43,7 +43,9 @@ def stopped(trained, tmp_path, monkeypatch):
     folder = tmp_path / "shop"
     shutil.copytree(trained, folder)
     run = folder / "runs/one"
-    write_sealed(run, {"plan.json": (run / "plan.json").read_text().replace(str(trained), str(folder))})
+    write_sealed(
+        run, {"plan.json": (run / "plan.json").read_text().replace(str(trained), str(folder))}
+    )
     shutil.rmtree(run / "checkpoints/step-00000006")
     (run / "checkpoints/best.json").unlink(missing_ok=True)
     events = (run / "events.jsonl").read_text().splitlines()
@@ -57,6 +59,8 @@ def stopped(trained, tmp_path, monkeypatch):
 def model(trained, tmp_path, monkeypatch):
     """A folder in Hugging Face's layout, called `model`, in the working folder."""
     source = trained / "runs/one/checkpoints/step-00000006"
-    shutil.copytree(source, tmp_path / "model", ignore=shutil.ignore_patterns("optimizer*", "rng*", "MANIFEST*"))
+    shutil.copytree(
+        source, tmp_path / "model", ignore=shutil.ignore_patterns("optimizer*", "rng*", "MANIFEST*")
+    )
     monkeypatch.chdir(tmp_path)
     return tmp_path / "model"

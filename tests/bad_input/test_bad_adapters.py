@@ -11,7 +11,10 @@ from safetensors.torch import save_file
 GENERATE = ("--prompt", "the", "--max-new-tokens", "3")
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "model"}
-TENSORS = {f"{MODULE}.lora_A.weight": torch.zeros(2, 16), f"{MODULE}.lora_B.weight": torch.zeros(16, 2)}
+TENSORS = {
+    f"{MODULE}.lora_A.weight": torch.zeros(2, 16),
+    f"{MODULE}.lora_B.weight": torch.zeros(16, 2),
+}
 
 
 @pytest.fixture
@@ -40,10 +43,16 @@ def test_a_good_adapter_is_taken_alone_and_beside_its_base(adapter):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("verb", [
-    ("generate", "adapter", *GENERATE), ("eval", "adapter", "--data", "some.txt"), ("report", "adapter"),
-    *(("export", "adapter", "--to", kind, "--out", "copy") for kind in ("adapter", "merged")),
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("generate", "adapter", *GENERATE),
+        ("eval", "adapter", "--data", "some.txt"),
+        ("report", "adapter"),
+        *(("export", "adapter", "--to", kind, "--out", "copy") for kind in ("adapter", "merged")),
+    ],
+    ids=" ".join,
+)
 def test_an_adapter_that_is_not_finite_is_nowhere_taken(adapter, value, verb):
     (adapter.parent / "some.txt").write_text("the cat sat")
     name = f"{MODULE}.lora_B.weight"
@@ -54,7 +63,9 @@ def test_an_adapter_that_is_not_finite_is_nowhere_taken(adapter, value, verb):
 
 def test_a_method_of_peft_that_is_not_finite_is_refused_too(adapter):
     said(adapter, peft_type="IA3", target_modules=["k_proj"], feedforward_modules=[])
-    holds(adapter, {f"{MODULE.replace('q_proj', 'k_proj')}.ia3_l": torch.full((8, 1), float("nan"))})
+    holds(
+        adapter, {f"{MODULE.replace('q_proj', 'k_proj')}.ia3_l": torch.full((8, 1), float("nan"))}
+    )
     assert_clear(here("generate", "adapter", *GENERATE), mentions=["ia3_l", "not finite"])
 
 
@@ -64,9 +75,13 @@ def test_an_adapter_of_whole_numbers_is_refused(adapter):
 
 
 CONFIGS = {
-    "nothing": "", "half an object": '{"peft_type": "LORA"', "a list": "[]", "deep": "[" * 100_000,
-    "no method": '{"r": 2}', "a method that is no word": '{"peft_type": 3}',
-}  # fmt: skip
+    "nothing": "",
+    "half an object": '{"peft_type": "LORA"',
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "no method": '{"r": 2}',
+    "a method that is no word": '{"peft_type": 3}',
+}
 
 
 @pytest.mark.parametrize("case", CONFIGS)
@@ -90,7 +105,10 @@ SETTINGS = {
     "a pattern that never ends": ({"alpha_pattern": {"(.*)*x": 2}}, "too wide"),
     "a pattern that is none": ({"rank_pattern": {"[": 2}}, "too wide"),
     "patterns that are a list": ({"rank_pattern": [1]}, "no object"),
-    "a base of control characters": ({"base_model_name_or_path": "\x1b[2Jmodel"}, "names no base model"),
+    "a base of control characters": (
+        {"base_model_name_or_path": "\x1b[2Jmodel"},
+        "names no base model",
+    ),
     "a key of control characters": ({"use_\x1b[2Jmagic": "\x1b[31mred"}, "magic"),
     "no base": ({"base_model_name_or_path": None}, "names no base model"),
     "a base that is gone": ({"base_model_name_or_path": "/gone/model"}, "/gone/model"),
@@ -107,10 +125,19 @@ def test_settings_of_an_adapter(adapter, case):
 FILES = {
     "half a pair": ({next(iter(TENSORS)): torch.zeros(2, 16)}, "lacks"),
     "another width": (TENSORS | {f"{MODULE}.lora_A.weight": torch.zeros(2, 24)}, "[2, 24]"),
-    "a layer too far": ({name.replace("layers.0", "layers.7"): t for name, t in TENSORS.items()}, "layers 0 to 0"),
+    "a layer too far": (
+        {name.replace("layers.0", "layers.7"): t for name, t in TENSORS.items()},
+        "layers 0 to 0",
+    ),
     "a path": ({"../../../etc/passwd": torch.zeros(1)}, "no name that PEFT"),
-    "another architecture": ({f"{MODULE.replace('q_proj', 'c_attn')}.lora_A.weight": torch.zeros(2, 16)}, "c_attn"),
-    "an adapted embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(2, 9)}, "embed"),
+    "another architecture": (
+        {f"{MODULE.replace('q_proj', 'c_attn')}.lora_A.weight": torch.zeros(2, 16)},
+        "c_attn",
+    ),
+    "an adapted embedding": (
+        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(2, 9)},
+        "embed",
+    ),
     "no tensor": ({}, "changes nothing"),
 }
 
@@ -122,7 +149,9 @@ def test_tensors_of_an_adapter(adapter, case):
     assert_clear(here("generate", "adapter", *GENERATE), mentions=[told])
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"base": {"digest": "other"}}'], ids=range(4))
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 100_000, '{"base": {"digest": "other"}}'], ids=range(4)
+)
 def test_the_state_of_a_run_beside_an_adapter(adapter, text):
     (adapter / "state.json").write_text(text)
     told = here("generate", "adapter", *GENERATE)
@@ -150,15 +179,22 @@ def test_two_whole_models_are_no_base_and_adapter(adapter, model):
 
 
 def test_an_adapter_is_no_model_to_start_from_or_to_copy(adapter):
-    assert_clear(here("export", "adapter", "--to", "hf", "--out", "copy"), code=2, mentions=["merged"])
-    assert_clear(here("export", "model", "--to", "merged", "--out", "copy"), code=2, mentions=["--to hf"])
+    assert_clear(
+        here("export", "adapter", "--to", "hf", "--out", "copy"), code=2, mentions=["merged"]
+    )
+    assert_clear(
+        here("export", "model", "--to", "merged", "--out", "copy"), code=2, mentions=["--to hf"]
+    )
     (adapter.parent / "r.yaml").write_text("model: {from: adapter}\ndata: {path: text}\n")
     assert_clear(here("plan", "r.yaml"), mentions=["--to merged"])
 
 
 RECIPES = {
     "a misspelt target": ("{kind: lora, target_modules: [q_porj]}", "q_proj"),
-    "a layer that is none": ("{kind: dora, target_modules: ['model.layers.9.*.q_proj']}", "layers 0 to 0"),
+    "a layer that is none": (
+        "{kind: dora, target_modules: ['model.layers.9.*.q_proj']}",
+        "layers 0 to 0",
+    ),
     "the head": ("{kind: lora, target_modules: [lm_head]}", "modules_to_save"),
     "no target": ("{kind: lora, target_modules: []}", "adapter.target_modules"),
     "nothing to train": ("{kind: lora, modules_to_save: [lm_haed]}", "lm_head"),

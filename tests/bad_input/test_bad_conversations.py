@@ -12,7 +12,10 @@ GOOD = {"messages": [USER, ANSWER]}
 
 
 def talks(*turns, **more):
-    return {"messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in turns], **more}
+    return {
+        "messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in turns],
+        **more,
+    }
 
 
 @pytest.fixture
@@ -32,32 +35,55 @@ def write(folder, *rows):
 
 
 CASES = {
-    "a misspelt role": (talks(("user", "a"), ("assitant", "b")), ["messages[1].role", "did you mean assistant?"]),
+    "a misspelt role": (
+        talks(("user", "a"), ("assitant", "b")),
+        ["messages[1].role", "did you mean assistant?"],
+    ),
     "an empty turn": (talks(("user", "a"), ("assistant", " ")), ["messages[1]", "empty turn"]),
-    "the user last": (talks(("user", "a"), ("assistant", "b"), ("user", "c")), ["ends with a turn of the user"]),
+    "the user last": (
+        talks(("user", "a"), ("assistant", "b"), ("user", "c")),
+        ["ends with a turn of the user"],
+    ),
     "no answer": (talks(("user", "a")), ["no assistant turn"]),
     "no turns": ({"messages": []}, ["has no messages"]),
     "two system messages": (
         talks(("system", "a"), ("system", "b"), ("user", "c"), ("assistant", "d")),
         ["second system"],
     ),
-    "a result without a call": (talks(("user", "a"), ("tool", "3"), ("assistant", "d")), ["without a call"]),
+    "a result without a call": (
+        talks(("user", "a"), ("tool", "3"), ("assistant", "d")),
+        ["without a call"],
+    ),
     "NaN": ('{"messages": [{"role": "user", "content": NaN}]}', ["NaN is no JSON value"]),
-    "an endless number": ('{"messages": [{"role": "user", "content": 1e400}]}', ["messages[0].content", "is a number"]),
+    "an endless number": (
+        '{"messages": [{"role": "user", "content": 1e400}]}',
+        ["messages[0].content", "is a number"],
+    ),
     "an endless argument": (
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", '
         '"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1e400}}}]}]}',
         ["tool_calls[0]", "NaN or infinity"],
     ),
     "NaN in a call's text": (
-        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[NaN]"}}]}]},
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[NaN]"}}],
+                },
+            ]
+        },
         ["tool_calls[0].arguments", "NaN"],
     ),
     "half a character in a call's text": (
         {
             "messages": [
                 USER,
-                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '["\\ud800"]'}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": '["\\ud800"]'}}],
+                },
             ]
         },
         ["tool_calls[0].arguments", "surrogate"],
@@ -67,15 +93,25 @@ CASES = {
         ["messages[0].content", "surrogate"],
     ),
     "a zero byte": ('{"messages": "\0"}', ["NUL"]),
-    "5,000 digits": ('{"messages": [{"role": "user", "content": ' + "7" * 5000 + "}]}", ["a.jsonl:2"]),
+    "5,000 digits": (
+        '{"messages": [{"role": "user", "content": ' + "7" * 5000 + "}]}",
+        ["a.jsonl:2"],
+    ),
     "100,000 lists": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", ["nested"]),
     "something behind the object": (json.dumps(GOOD) + " {", ["a.jsonl:2", "not JSON"]),
     "null": ("null", ["null"]),
     "a list": ("[1]", ["a list"]),
     "another column": ({"text": "hi"}, ["messages"]),
-    "50 MB": (talks(("user", "x" * 50_000_000), ("assistant", "b")), ["47.7 MiB", "the limit is 2.0 MiB"]),
+    "50 MB": (
+        talks(("user", "x" * 50_000_000), ("assistant", "b")),
+        ["47.7 MiB", "the limit is 2.0 MiB"],
+    ),
     "chatml and tools": (
-        talks(("user", "a"), ("assistant", "b"), tools=[{"type": "function", "function": {"name": "f"}}]),
+        talks(
+            ("user", "a"),
+            ("assistant", "b"),
+            tools=[{"type": "function", "function": {"name": "f"}}],
+        ),
         ["chatml has no form for tools"],
     ),
 }
@@ -85,11 +121,16 @@ CASES = {
 def test_a_conversation_that_cannot_be_learned(chats, case):
     row, words = CASES[case]
     write(chats, GOOD, row, GOOD)
-    assert_clear(here("prepare", "tiny.yaml"), mentions=["a.jsonl:2", *words] if case != "a zero byte" else words)
+    assert_clear(
+        here("prepare", "tiny.yaml"),
+        mentions=["a.jsonl:2", *words] if case != "a zero byte" else words,
+    )
     assert not list(chats.glob("prepared/*/manifest.json"))
 
 
-@pytest.mark.parametrize("case", ["a misspelt role", "half a character", "50 MB", "chatml and tools"])
+@pytest.mark.parametrize(
+    "case", ["a misspelt role", "half a character", "50 MB", "chatml and tools"]
+)
 def test_it_is_left_out_and_counted_where_the_recipe_says_so(chats, case):
     row, _ = CASES[case]
     write(chats, *[talks(("user", f"hi {n}"), ("assistant", f"hello {n}")) for n in range(20)], row)
@@ -102,7 +143,10 @@ PAIRS = {
     "equal sides": ({**PAIR, "rejected": "hello"}, ["a.jsonl:2", "equal chosen and rejected"]),
     "an empty side": ({**PAIR, "rejected": ""}, ["a.jsonl:2, rejected", "is empty"]),
     "a number": ({**PAIR, "rejected": 3}, ["a.jsonl:2, rejected", "is a number"]),
-    "a side that is not there": ({"prompt": "hi", "chosen": "hello"}, ["a.jsonl:2", "no column 'rejected'"]),
+    "a side that is not there": (
+        {"prompt": "hi", "chosen": "hello"},
+        ["a.jsonl:2", "no column 'rejected'"],
+    ),
     "text and messages": ({**PAIR, "rejected": [ANSWER]}, ["a.jsonl:2", "one side as text"]),
 }
 
@@ -123,11 +167,20 @@ TEMPLATES = {
     ),
     "a power of powers": ("{{ 9**(9**9) }}", ["more than 2 seconds", "bad.jinja"]),
     "ten billion letters": ("{{ 'a' * 10**10 }}", ["1 GiB", "bad.jinja"]),
-    "a text in the middle": ("{{ messages[0].content.center(10**8) }}", ["characters", "bad.jinja"]),
+    "a text in the middle": (
+        "{{ messages[0].content.center(10**8) }}",
+        ["characters", "bad.jinja"],
+    ),
     "Python's insides": ("{{ ''.__class__.__mro__ }}", ["forbidden attribute", "bad.jinja"]),
-    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", ["endless recursion", "bad.jinja"]),
+    "recursion": (
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        ["endless recursion", "bad.jinja"],
+    ),
     "a missing name": ("{{ messages[0].speaker.name }}", ["undefined value", "bad.jinja"]),
-    "its own refusal": (EACH + "{{ raise_exception('only on Sundays') }}", ["only on Sundays", "a.jsonl:1"]),
+    "its own refusal": (
+        EACH + "{{ raise_exception('only on Sundays') }}",
+        ["only on Sundays", "a.jsonl:1"],
+    ),
     "a lost answer": (EACH.replace("m.content", "m.content[:2]"), ["template", "a.jsonl:1"]),
 }
 

@@ -109,7 +109,7 @@ WEIGHTS = {
     "an index of half characters": index('{"weight_map": {"a": "\\ud800"}}'),
     "an index that is a list": index([1]),
     "an index 100,000 deep": index("[" * 100_000),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
@@ -121,8 +121,12 @@ def test_weights(model, case):
 
 def pretrained(model, **sections):
     """A recipe that trains on from the model's folder."""
-    words = {"model": {"from": "model"}, "data": {"path": "text", "sequence_length": 32},
-             "train": {"max_steps": 2, "tokens_per_step": 64}, **sections}  # fmt: skip
+    words = {
+        "model": {"from": "model"},
+        "data": {"path": "text", "sequence_length": 32},
+        "train": {"max_steps": 2, "tokens_per_step": 64},
+        **sections,
+    }
     (model.parent / "pretrained.yaml").write_text(json.dumps(words))
     (model.parent / "text").mkdir()
     (model.parent / "text/some.txt").write_text("the cat sat on the mat. " * 50)
@@ -157,11 +161,20 @@ def test_weights_that_are_not_finite(model, verb):
 
 
 CONFIGS = {
-    "hidden_size": 10**12, "num_attention_heads": 0, "num_hidden_layers": -3, "vocab_size": 2.5, "head_dim": "x",
-    "rope_theta": float("nan"), "rms_norm_eps": -1, "num_key_value_heads": 7, "intermediate_size": None,
-    "max_position_embeddings": 10**30, "rope_scaling": {"rope_type": "yarn", "factor": 1e300},
-    "tie_word_embeddings": "yes", "hidden_act": "eval",
-}  # fmt: skip
+    "hidden_size": 10**12,
+    "num_attention_heads": 0,
+    "num_hidden_layers": -3,
+    "vocab_size": 2.5,
+    "head_dim": "x",
+    "rope_theta": float("nan"),
+    "rms_norm_eps": -1,
+    "num_key_value_heads": 7,
+    "intermediate_size": None,
+    "max_position_embeddings": 10**30,
+    "rope_scaling": {"rope_type": "yarn", "factor": 1e300},
+    "tie_word_embeddings": "yes",
+    "hidden_act": "eval",
+}
 
 
 @pytest.mark.parametrize("key", CONFIGS)
@@ -173,7 +186,9 @@ def test_a_config_of_absurd_values(model, key):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "[" * 100_000, '{"hidden_size": ' + "1" * 5000 + "}", "\ud800"], ids=range(6)
+    "text",
+    ["", "{", "[]", "[" * 100_000, '{"hidden_size": ' + "1" * 5000 + "}", "\ud800"],
+    ids=range(6),
 )
 def test_a_config_that_is_none(model, text):
     (model / "config.json").write_text(text, errors="surrogatepass")
@@ -186,7 +201,11 @@ def test_remote_code_named_by_a_config_does_not_run(model):
     for name in ("config.json", "tokenizer_config.json"):
         stated = json.loads((model / name).read_text())
         classes = {"AutoModelForCausalLM": "evil.Model", "AutoTokenizer": ["evil.T", None]}
-        evil = {"auto_map": classes, "trust_remote_code": True, "_attn_implementation_internal": "evil/kernel"}
+        evil = {
+            "auto_map": classes,
+            "trust_remote_code": True,
+            "_attn_implementation_internal": "evil/kernel",
+        }
         (model / name).write_text(json.dumps(stated | evil))
     for words in VERBS.values():
         assert here(*words).code == 0
@@ -195,11 +214,17 @@ def test_remote_code_named_by_a_config_does_not_run(model):
     assert "auto_map" not in (model.parent / "copy/tokenizer_config.json").read_text()
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "has remote code"),
-    ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "model_type": "mine"}, "has remote code"),
-    ({"model_type": "mine"}, "unknown model_type (mine)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "has remote code"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "model_type": "mine"},
+            "has remote code",
+        ),
+        ({"model_type": "mine"}, "unknown model_type (mine)"),
+    ],
+)
 def test_what_a_model_is_taken_for_is_said_where_it_says_otherwise(model, changed, said):
     stated = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(stated | changed))
@@ -258,8 +283,14 @@ def test_tokenizer_files_that_are_none(model, name, text):
 
 def test_padding_to_2_to_the_40_does_not_abort_the_process(model):
     described = json.loads((model / "tokenizer.json").read_text())
-    described["padding"] = {"strategy": {"Fixed": 2**40}, "direction": "Right", "pad_to_multiple_of": None,
-                            "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}  # fmt: skip
+    described["padding"] = {
+        "strategy": {"Fixed": 2**40},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "x",
+    }
     (model / "tokenizer.json").write_text(json.dumps(described))
     assert here(*VERBS["generate"]).code == 0
 

@@ -24,7 +24,11 @@ DEEP = "[" * 100_000
 def snapshot(folder):
     """Everything in a folder but what a refused attempt may add to."""
     free = ("log.txt", "events.jsonl", "lock", "metrics.json")
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in free}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in free
+    }
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", DEEP, "\xff\0"], ids=range(5))
@@ -36,7 +40,9 @@ def test_a_file_of_the_run_is_damaged(stopped, name, text):
     assert snapshot(stopped.folder) == before
 
 
-def test_prepared_text_that_is_cut_or_another_one_is_noticed_before_the_first_step(stopped, trained):
+def test_prepared_text_that_is_cut_or_another_one_is_noticed_before_the_first_step(
+    stopped, trained
+):
     shards = next((stopped.folder / "prepared").iterdir())
     whole = (shards / "train-00000.bin").read_bytes()
     (shards / "train-00000.bin").write_bytes(whole[:-2])
@@ -68,14 +74,25 @@ def test_checkpoints_keep_a_sentencepiece_model(tmp_path):
 
 
 FIGURES = (
-    "learning_rate", "grad_norm", "tokens", "tokens_per_second", "sequences_per_second", "step_seconds",
-    "data_wait_seconds", "memory_gib",
-)  # fmt: skip
+    "learning_rate",
+    "grad_norm",
+    "tokens",
+    "tokens_per_second",
+    "sequences_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "memory_gib",
+)
 STEP = {"event": "StepDone", "step": "x", "loss": [], **dict.fromkeys(FIGURES, 0)}
 EVENTS = (
-    b"\xff\xfe", b"[1]", b'{"event": 5}', b'{"event": "Warned", "because": 7, "step": "x"}', DEEP.encode(),
-    json.dumps(STEP).encode(), b'{"event": "Warned", "bec',
-)  # fmt: skip
+    b"\xff\xfe",
+    b"[1]",
+    b'{"event": 5}',
+    b'{"event": "Warned", "because": 7, "step": "x"}',
+    DEEP.encode(),
+    json.dumps(STEP).encode(),
+    b'{"event": "Warned", "bec',
+)
 
 
 def test_lines_that_are_no_events_and_locks_that_are_none_are_passed_over(stopped):
@@ -83,7 +100,9 @@ def test_lines_that_are_no_events_and_locks_that_are_none_are_passed_over(stoppe
         file.write(b"\n".join(EVENTS))
     assert here("runs", "--json").code == 0
     assert here("report", "one").code == 0
-    (stopped.run / "lock").write_text(json.dumps({"pid": "x", "started": 1, "host": os.uname().nodename}))
+    (stopped.run / "lock").write_text(
+        json.dumps({"pid": "x", "started": 1, "host": os.uname().nodename})
+    )
     done = process("resume", "one", folder=stopped.folder)
     assert done.code == 0, done.err
     for text in (DEEP, "["):
@@ -102,12 +121,22 @@ def test_two_at_once_and_a_moved_folder_with_an_odd_name(stopped):
     odd = stopped.folder / "; rm -rf $HOME é\n<b>"
     stopped.run.rename(odd)
     words = [*python(), "resume", str(odd), "eval.every=1 steps", "train.max_steps=300"]
-    with preloaded.Popen(words, cwd=stopped.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as first:
+    with preloaded.Popen(
+        words, cwd=stopped.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as first:
         try:
             wait_for(lambda: (odd / "lock").stat().st_size > 0 or first.poll() is not None)
             assert_clear(here("resume", str(odd)), mentions=["in use", str(first.pid)], lines=5)
-            assert_clear(here("train", "tiny.yaml", "--run-dir", str(odd)), mentions=["already has a run"], lines=6)
-            wait_for(lambda: b'"Resumed"' in (odd / "events.jsonl").read_bytes() or first.poll() is not None)
+            assert_clear(
+                here("train", "tiny.yaml", "--run-dir", str(odd)),
+                mentions=["already has a run"],
+                lines=6,
+            )
+            wait_for(
+                lambda: (
+                    b'"Resumed"' in (odd / "events.jsonl").read_bytes() or first.poll() is not None
+                )
+            )
             first.send_signal(signal.SIGTERM)
             _, err = first.communicate(timeout=PATIENCE_SECONDS)
         finally:
@@ -134,14 +163,29 @@ SAMPLE = "start of the trainer"
 
 
 @pytest.mark.parametrize(
-    "moment", [moment if moment == SAMPLE else pytest.param(moment, marks=pytest.mark.soak) for moment in MOMENTS]
+    "moment",
+    [
+        moment if moment == SAMPLE else pytest.param(moment, marks=pytest.mark.soak)
+        for moment in MOMENTS
+    ],
 )
 def test_ctrl_c(workshop, moment):
     run = workshop / "runs/one"
-    words = [*python(), *TRAIN, "train.max_steps=3000" if moment == "evaluation" else "train.max_steps=3"]
-    with preloaded.Popen(words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+    words = [
+        *python(),
+        *TRAIN,
+        "train.max_steps=3000" if moment == "evaluation" else "train.max_steps=3",
+    ]
+    with preloaded.Popen(
+        words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as child:
         try:
-            wait_for(lambda: ((run / "events.jsonl").exists() and MOMENTS[moment](run)) or child.poll() is not None)
+            wait_for(
+                lambda: (
+                    ((run / "events.jsonl").exists() and MOMENTS[moment](run))
+                    or child.poll() is not None
+                )
+            )
             child.send_signal(signal.SIGINT)
             _, err = child.communicate(timeout=PATIENCE_SECONDS)
         finally:
@@ -159,7 +203,9 @@ def test_ctrl_c_while_preparing_keeps_what_is_there(workshop):
     with (workshop / "text/much.txt").open("w") as file:
         file.writelines(f"line {number} of a text that takes a while\n" for number in range(15_000))
     words = [*python(), "prepare", "tiny.yaml", "data.prepared=shards"]
-    with preloaded.Popen(words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+    with preloaded.Popen(
+        words, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as child:
         wait_for(lambda: (workshop / "shards/tokenizer.json").exists() or child.poll() is not None)
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=PATIENCE_SECONDS)
@@ -173,7 +219,9 @@ def test_ctrl_c_while_preparing_keeps_what_is_there(workshop):
 def test_a_disk_that_fills_up_while_preparing(workshop):
     small = workshop / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "none", str(small)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24k", "none", str(small)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting is not permitted here")
     try:
@@ -183,8 +231,14 @@ def test_a_disk_that_fills_up_while_preparing(workshop):
         assert here(*words).code == 0
         subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
         assert here(*words).code == 0  # it is prepared: nothing needs to be written
-        assert_clear(here("prepare", "tiny.yaml", "data.prepared=small/other"), mentions=["Read-only", "small/other"])
-        assert_clear(here("train", "tiny.yaml", "--run-dir", "small/run"), mentions=["Read-only", "small/run"])
+        assert_clear(
+            here("prepare", "tiny.yaml", "data.prepared=small/other"),
+            mentions=["Read-only", "small/other"],
+        )
+        assert_clear(
+            here("train", "tiny.yaml", "--run-dir", "small/run"),
+            mentions=["Read-only", "small/run"],
+        )
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -196,7 +250,12 @@ def test_a_file_size_limit_while_preparing(workshop):
 
 
 def test_weights_that_overflow_are_never_saved(workshop):
-    words = (*TRAIN, "optimizer.learning_rate=1e308", "train.max_steps=2", "optimizer.warmup=0 steps")
+    words = (
+        *TRAIN,
+        "optimizer.learning_rate=1e308",
+        "train.max_steps=2",
+        "optimizer.warmup=0 steps",
+    )
     assert_clear(here(*words), mentions=["finite", "optimizer.learning_rate"])
     assert not list((workshop / "runs/one").glob("checkpoints/step-*"))
 
@@ -205,7 +264,11 @@ CANARY = "hf_" + "Canary9" * 6
 
 
 def test_secrets_reach_no_file_and_no_screen(workshop, monkeypatch):
-    secret = {"HF_TOKEN": CANARY, "WANDB_API_KEY": "c" * 20 + "anary" + "d" * 15, "MY_PASSWORD": "canary-password-1"}
+    secret = {
+        "HF_TOKEN": CANARY,
+        "WANDB_API_KEY": "c" * 20 + "anary" + "d" * 15,
+        "MY_PASSWORD": "canary-password-1",
+    }
     code = (
         "import os, bloomery.runs.lifecycle as local\n"
         "def broken(*a, **k): raise RuntimeError('a bug, and in its message ' + os.environ['HF_TOKEN'])\n"
@@ -224,7 +287,10 @@ def test_secrets_reach_no_file_and_no_screen(workshop, monkeypatch):
     assert done.code == 0, done.err
     shown = here("report", "one")
     refused = [here("plan", word) for word in (CANARY, f"tiny.yaml {CANARY}=1")]
-    refused += [here("plan", "tiny.yaml", word) for word in (CANARY, f"{CANARY}=1", f"sample.prompts=[{CANARY}]")]
+    refused += [
+        here("plan", "tiny.yaml", word)
+        for word in (CANARY, f"{CANARY}=1", f"sample.prompts=[{CANARY}]")
+    ]
     screens = "".join(each.out + each.err for each in (crashed, done, shown, *refused))
     files = b"".join(path.read_bytes() for path in workshop.rglob("*") if path.is_file())
     for value in secret.values():
@@ -240,16 +306,24 @@ def test_a_password_in_a_url_is_refused_before_it_is_copied(workshop):
 
 
 PLAIN = {
-    "LANG": "C", "LC_ALL": "C", "TERM": "dumb", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+    "LANG": "C",
+    "LC_ALL": "C",
+    "TERM": "dumb",
+    "PYTHONUTF8": "0",
+    "PYTHONCOERCECLOCALE": "0",
     "PYTHONIOENCODING": "ascii",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
     ("plain", "verbs"),
     [
         ({"TERM": "dumb"}, [["runs", "--json"]]),  # which can be forked
-        pytest.param(PLAIN, [["eval", "one", "--json"], ["plan", "tiny.yaml", "--json"]], marks=pytest.mark.soak),
+        pytest.param(
+            PLAIN,
+            [["eval", "one", "--json"], ["plan", "tiny.yaml", "--json"]],
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["no home", "no locale"],
 )
@@ -264,7 +338,9 @@ def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop, plain, ver
     words = [*python(), "train", "tiny.yaml", "--run-dir", "runs/one"]
     reading, writing = os.pipe()
     os.close(reading)  # whoever read has gone, as `| head -1` does
-    with preloaded.Popen(words, cwd=odd, env=homeless, stdout=writing, stderr=subprocess.PIPE) as child:
+    with preloaded.Popen(
+        words, cwd=odd, env=homeless, stdout=writing, stderr=subprocess.PIPE
+    ) as child:
         os.close(writing)
         _, err = child.communicate(timeout=PATIENCE_SECONDS)
     assert child.returncode == 0, err
@@ -277,14 +353,20 @@ def test_no_home_no_locale_no_reader_and_spaces_in_the_path(workshop, plain, ver
 
 
 @pytest.mark.parametrize(
-    "words", ["runs", pytest.param("generate one --prompt x --max-new-tokens 2", marks=pytest.mark.soak)]
+    "words",
+    ["runs", pytest.param("generate one --prompt x --max-new-tokens 2", marks=pytest.mark.soak)],
 )
 def test_closed_output_is_no_crash(trained, words):
     words = f"{sys.executable} -m bloomery {words} >&- 2>&-"
     assert subprocess.run(["sh", "-c", words], cwd=trained).returncode == 0
 
 
-FAILING = (["eval", "one", "--data", "no"], ["eval", "no"], ["plan", "no"], ["generate", "one", "--prompts", "no"])
+FAILING = (
+    ["eval", "one", "--data", "no"],
+    ["eval", "no"],
+    ["plan", "no"],
+    ["generate", "one", "--prompts", "no"],
+)
 
 
 @pytest.mark.parametrize("words", FAILING)
@@ -300,9 +382,11 @@ def test_a_working_folder_that_was_deleted(tmp_path):
     gone.mkdir()
     done = subprocess.run(
         ["sh", "-c", f"rmdir '{gone}'; exec {sys.executable} -m bloomery runs"],
-        cwd=gone, capture_output=True, text=True,
+        cwd=gone,
+        capture_output=True,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     assert "the working folder was deleted" in done.stderr and "fix:" in done.stderr
 

@@ -113,7 +113,9 @@ def test_places_that_cannot_be(workshop, words, said):
     assert len(list((workshop / "text").glob("*.txt"))) == 30
 
 
-@pytest.mark.parametrize("word", ["data.path=" + "a" * 5000, "data.prepared=" + "a" * 300, 'data.prepared="a\\0b"'])
+@pytest.mark.parametrize(
+    "word", ["data.path=" + "a" * 5000, "data.prepared=" + "a" * 300, 'data.prepared="a\\0b"']
+)
 def test_names_that_no_file_system_takes(workshop, word):
     assert_clear(here("prepare", "tiny.yaml", word), code=2, mentions=["data.p"])
 
@@ -142,7 +144,9 @@ def test_a_line_of_200_mb_is_refused_in_constant_memory(workshop):
         "finally: print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     words = ["prepare", "tiny.yaml", "data.path=text/long.jsonl"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=workshop, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=workshop, capture_output=True, text=True
+    )
     assert done.returncode == 1
     assert "long.jsonl:1" in done.stderr and "longer than" in done.stderr and "fix:" in done.stderr
     assert int(done.stdout.split()[-2]) < 400 * 1024
@@ -158,7 +162,9 @@ def test_a_tokenizer_that_is_not_the_shards_own(workshop):
     assert here("prepare", "tiny.yaml", "data.prepared=shards").code == 0
     before = (workshop / "shards/train-00000.bin").read_bytes()
     rename_a_token(workshop / "shards/tokenizer.json")
-    assert_clear(here("prepare", "tiny.yaml", "data.prepared=shards"), mentions=["tokenizer", "shards"])
+    assert_clear(
+        here("prepare", "tiny.yaml", "data.prepared=shards"), mentions=["tokenizer", "shards"]
+    )
     assert (workshop / "shards/train-00000.bin").read_bytes() == before
 
 

@@ -29,28 +29,62 @@ def bounded():
 
 
 ODD = {
-    "a home of nobody": (("train", "tiny.yaml", "--run-dir", "~nobodyhere/x"), 2, "no such user: 'nobodyhere'"),
-    "an export to nobody": (("export", "last", "--to", "hf", "--out", "~nobodyhere/x"), 2,
-        "no such user: 'nobodyhere'"),
-    "a run folder without a name": (("train", "tiny.yaml", "--run-dir", ""), 2, "the path is empty"),
+    "a home of nobody": (
+        ("train", "tiny.yaml", "--run-dir", "~nobodyhere/x"),
+        2,
+        "no such user: 'nobodyhere'",
+    ),
+    "an export to nobody": (
+        ("export", "last", "--to", "hf", "--out", "~nobodyhere/x"),
+        2,
+        "no such user: 'nobodyhere'",
+    ),
+    "a run folder without a name": (
+        ("train", "tiny.yaml", "--run-dir", ""),
+        2,
+        "the path is empty",
+    ),
     "a model without a name": (("download", ""), 1, "an empty name"),
     "a run without a name": (("resume", ""), 2, "no run ''"),
     "a model of no name": (("eval", "", "--data", "text"), 2, "no run ''"),
     "data of nobody": (("train", "tiny.yaml", "data.path=~nobodyhere/x"), 1, "~nobodyhere/x"),
     "a claim of ages": (("plan", "tiny.yaml", "claims.duration=1e308"), 2, "claims.duration"),
-    "a length of ages": (("plan", "tiny.yaml", "train.epochs=1e300"), 2, "is not a number of epochs"),
-    "a step of everything": (("plan", "tiny.yaml", "train.tokens_per_step=1e300"), 2, "is not a count"),
+    "a length of ages": (
+        ("plan", "tiny.yaml", "train.epochs=1e300"),
+        2,
+        "is not a number of epochs",
+    ),
+    "a step of everything": (
+        ("plan", "tiny.yaml", "train.tokens_per_step=1e300"),
+        2,
+        "is not a count",
+    ),
     "rows of one token": (("plan", "tiny.yaml", "data.sequence_length=1"), 2, "must be at least 2"),
-    "a key in the depths": (("plan", "tiny.yaml", ".".join(["a"] * 1000) + "=1"), 2, "more than 32 levels"),
-    "a name with a token": (("plan", "tiny.yaml", f"name=run_hf_{TOKEN}ABCDEFGHIJ"), 2, "an access token"),
+    "a key in the depths": (
+        ("plan", "tiny.yaml", ".".join(["a"] * 1000) + "=1"),
+        2,
+        "more than 32 levels",
+    ),
+    "a name with a token": (
+        ("plan", "tiny.yaml", f"name=run_hf_{TOKEN}ABCDEFGHIJ"),
+        2,
+        "an access token",
+    ),
     "a hook with a token": (
-        ("plan", "tiny.yaml", f"logging.trackers=[{{command: 'curl -H \"Authorization: Bearer hf_{TOKEN}\" x.org'}}]"),
-        2, "an access token",
+        (
+            "plan",
+            "tiny.yaml",
+            f"logging.trackers=[{{command: 'curl -H \"Authorization: Bearer hf_{TOKEN}\" x.org'}}]",
+        ),
+        2,
+        "an access token",
     ),
     "a hook with a password": (
-        ("plan", "tiny.yaml", "logging.trackers=[{command: curl -d api_key=abcdef123 x.org}]"), 2, "an access token",
+        ("plan", "tiny.yaml", "logging.trackers=[{command: curl -d api_key=abcdef123 x.org}]"),
+        2,
+        "an access token",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ODD.values(), ids=ODD.keys())
@@ -62,14 +96,24 @@ def test_odd_words_are_one_sentence_and_leave_nothing(case, workshop):
 
 
 def test_a_recipe_of_a_hundred_thousand_keys_is_told_as_one(workshop, bounded):
-    Path("big.yaml").write_text(Path("tiny.yaml").read_text() + "".join(f"k{at}: 1\n" for at in range(100_000)))
-    assert_clear(here("plan", "big.yaml"), code=2, mentions=["more than 5,000 values", "a data file?"])
+    Path("big.yaml").write_text(
+        Path("tiny.yaml").read_text() + "".join(f"k{at}: 1\n" for at in range(100_000))
+    )
+    assert_clear(
+        here("plan", "big.yaml"), code=2, mentions=["more than 5,000 values", "a data file?"]
+    )
 
 
 def test_a_recipe_of_thousands_of_mistakes_tells_the_first(workshop, bounded):
-    Path("wrong.yaml").write_text(Path("tiny.yaml").read_text() + "".join(f"k{at}: 1\n" for at in range(4000)))
+    Path("wrong.yaml").write_text(
+        Path("tiny.yaml").read_text() + "".join(f"k{at}: 1\n" for at in range(4000))
+    )
     result = here("plan", "wrong.yaml")
-    assert result.code == 2 and "many mistakes, the first 25" in result.err and len(result.err.splitlines()) < 30
+    assert (
+        result.code == 2
+        and "many mistakes, the first 25" in result.err
+        and len(result.err.splitlines()) < 30
+    )
 
 
 RECORDS = ["cpu_cores", "memory_bytes", "memory_free_bytes", "disk_free_bytes"]
@@ -77,11 +121,22 @@ RECORDS = ["cpu_cores", "memory_bytes", "memory_free_bytes", "disk_free_bytes"]
 
 @pytest.mark.parametrize("key", RECORDS)
 def test_a_machine_of_400_digits_is_no_machine(key, workshop):
-    record = {"system": "Linux", "cpu_name": "x", "cpu_cores": 2, "memory_bytes": 2**34, "memory_free_bytes": 2**33,
-              "disk_free_bytes": 2**40, key: 10**400}  # fmt: skip
+    record = {
+        "system": "Linux",
+        "cpu_name": "x",
+        "cpu_cores": 2,
+        "memory_bytes": 2**34,
+        "memory_free_bytes": 2**33,
+        "disk_free_bytes": 2**40,
+        key: 10**400,
+    }
     software = {"python": "3.11.7"}
-    Path("m.json").write_text(json.dumps({"accelerators": [], "host": record, "software": software}))
-    assert_clear(here("doctor", "--machine", "m.json"), code=2, mentions=["not a machine record", key])
+    Path("m.json").write_text(
+        json.dumps({"accelerators": [], "host": record, "software": software})
+    )
+    assert_clear(
+        here("doctor", "--machine", "m.json"), code=2, mentions=["not a machine record", key]
+    )
 
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[31m\u202e"

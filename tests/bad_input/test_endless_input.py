@@ -65,6 +65,8 @@ def test_no_command_waits_or_reads_without_end(endless, tmp_path, monkeypatch):
         assert result.code == 2 and "not a file" in result.err
 
 
-@pytest.mark.parametrize("words", [["doctor", "--machine", "/dev/zero"], ["generate", "m", "--prompts", "/dev/zero"]])
+@pytest.mark.parametrize(
+    "words", [["doctor", "--machine", "/dev/zero"], ["generate", "m", "--prompts", "/dev/zero"]]
+)
 def test_a_process_of_one_gibibyte_refuses_a_device(tmp_path, words):
     assert_clear(process(*words, folder=tmp_path, code=BOUNDED), code=2, mentions=["a device"])

@@ -35,12 +35,16 @@ class TestRunNames:
             (workshop / "runs" / name).mkdir(parents=True)
             (workshop / "runs" / name / "recipe.yaml").write_text("")
 
-    @pytest.mark.parametrize("typed", ["d", "demo", "demo-2026", "runs/demo", "runs/demo-20261122-100000/"])
+    @pytest.mark.parametrize(
+        "typed", ["d", "demo", "demo-2026", "runs/demo", "runs/demo-20261122-100000/"]
+    )
     def test_the_beginning_of_a_name_is_enough(self, typed):
         assert find_run(typed).name == "demo-20261122-100000"
 
     def test_a_beginning_that_two_runs_share_names_both(self):
-        assert_clear(here("resume", "go"), code=2, mentions=["2 runs start with 'go'", "go-20261122-110000"])
+        assert_clear(
+            here("resume", "go"), code=2, mentions=["2 runs start with 'go'", "go-20261122-110000"]
+        )
         assert find_run("go-20261122-11").name == "go-20261122-110000"
 
     def test_a_whole_name_is_that_run_although_others_begin_with_it(self, workshop):
@@ -55,12 +59,19 @@ def test_recipes_alone_lists_them():
 
 
 def test_a_gpu_without_quotes_is_shown_with_them(workshop):
-    assert_clear(here("plan", "demo", "--gpu", "RTX", "4070"), code=2, mentions=["not an override", '--gpu "RTX 4070"'])
+    assert_clear(
+        here("plan", "demo", "--gpu", "RTX", "4070"),
+        code=2,
+        mentions=["not an override", '--gpu "RTX 4070"'],
+    )
 
 
 def test_a_plan_without_its_dataset_suggests_no_training(workshop):
     planned = here("plan", "go-coder-tiny", "data.path=nowhere")
-    assert "bloomery train go-coder-tiny" not in planned.out and "data.path does not exist" in planned.err
+    assert (
+        "bloomery train go-coder-tiny" not in planned.out
+        and "data.path does not exist" in planned.err
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,17 +81,23 @@ def model(tmp_path_factory):
 
 class TestPipedPrompts:
     def asked(self, model, *words, piped=""):
-        return CliRunner().invoke(cli, ["generate", str(model), "--max-new-tokens", "3", "--json", *words], input=piped)
+        return CliRunner().invoke(
+            cli, ["generate", str(model), "--max-new-tokens", "3", "--json", *words], input=piped
+        )
 
     def test_a_pipe_is_one_prompt(self, model):
         result = self.asked(model, piped="def f(x):\n    return\n")
         assert json.loads(result.stdout)["results"][0]["prompt"] == "def f(x):\n    return"
 
     def test_a_flag_wins_over_a_pipe(self, model):
-        assert json.loads(self.asked(model, "--prompt", "a", piped="b").stdout)["results"][0]["prompt"] == "a"
+        assert (
+            json.loads(self.asked(model, "--prompt", "a", piped="b").stdout)["results"][0]["prompt"]
+            == "a"
+        )
 
     @pytest.mark.parametrize(
-        ("data", "said"), [(b"", "expected either"), (b"\xff", "not UTF-8"), (b"a" * 5_000_000, "longer")]
+        ("data", "said"),
+        [(b"", "expected either"), (b"\xff", "not UTF-8"), (b"a" * 5_000_000, "longer")],
     )
     def test_what_is_no_prompt_is_said(self, model, data, said, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -93,26 +110,50 @@ class TestOtherData:
 
     def test_another_path_is_read_by_its_own_rows(self, workshop):
         data = self.data_of("data.path=qa.jsonl", recipe="llama2-7b-lora-qa")
-        assert (data.glob, data.format, data.columns) == (None, "auto", {}) and data.sequence_length == 1024
+        assert (data.glob, data.format, data.columns) == (
+            None,
+            "auto",
+            {},
+        ) and data.sequence_length == 1024
 
     def test_what_is_typed_stays_in_any_order(self):
         for words in (["data.glob=*.txt", "data.path=qa"], ["data.path=qa", "data.glob=*.txt"]):
             assert self.data_of(*words).glob == "*.txt"
 
     def test_a_recipe_that_extends_one_starts_over_too(self, workshop):
-        Path("mine.yaml").write_text("extends: qwen2.5-1.5b-dpo-lora\ndata: {path: pairs.jsonl, format: preference}\n")
+        Path("mine.yaml").write_text(
+            "extends: qwen2.5-1.5b-dpo-lora\ndata: {path: pairs.jsonl, format: preference}\n"
+        )
         data = self.data_of(recipe="mine.yaml")
         assert (data.glob, data.format) == (None, "preference")
-        Path("same.yaml").write_text("extends: qwen2.5-1.5b-dpo-lora\ndata: {sequence_length: 512}\n")
+        Path("same.yaml").write_text(
+            "extends: qwen2.5-1.5b-dpo-lora\ndata: {sequence_length: 512}\n"
+        )
         assert self.data_of(recipe="same.yaml").glob == "data/train_prefs-*.parquet"
 
 
 TALK = [{"role": "user", "content": "What is iron?"}, {"role": "assistant", "content": "A metal."}]
 NOT_RECIPES = {
-    "conversations": ("chats.jsonl", [{"messages": TALK}], "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data"),
-    "questions": ("qa.jsonl", ROWS, "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data qa.jsonl`"),
-    "a list of rows": ("rows.json", ROWS, "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data rows.json`"),
-    "texts": ("texts.jsonl", [{"text": "iron"}], "`bloomery train go-coder-tiny data.path=texts.jsonl`"),
+    "conversations": (
+        "chats.jsonl",
+        [{"messages": TALK}],
+        "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data",
+    ),
+    "questions": (
+        "qa.jsonl",
+        ROWS,
+        "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data qa.jsonl`",
+    ),
+    "a list of rows": (
+        "rows.json",
+        ROWS,
+        "`bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data rows.json`",
+    ),
+    "texts": (
+        "texts.jsonl",
+        [{"text": "iron"}],
+        "`bloomery train go-coder-tiny data.path=texts.jsonl`",
+    ),
     "a folder of texts": ("text", None, "`bloomery train go-coder-tiny data.path=text`"),
     "an odd name": ("my chats.jsonl", [{"messages": TALK}], "--data 'my chats.jsonl'`"),
 }
@@ -123,18 +164,30 @@ NOT_RECIPES = {
 def test_a_dataset_is_no_recipe_and_the_command_is_said(case, verb, workshop):
     name, rows, command = case
     if rows is not None:
-        whole = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+        whole = (
+            json.dumps(rows)
+            if name.endswith(".json")
+            else "".join(json.dumps(row) + "\n" for row in rows)
+        )
         Path(name).write_text(whole)
-    assert_clear(here(verb, name), code=2, mentions=["that is a dataset, not a recipe", f"where: {name}", command])
+    assert_clear(
+        here(verb, name),
+        code=2,
+        mentions=["that is a dataset, not a recipe", f"where: {name}", command],
+    )
 
 
 def test_a_model_is_no_recipe_either(workshop, model):
     command = f"`bloomery train --model {model} --data FILE`"
-    assert_clear(here("train", str(model)), code=2, mentions=["that is a model, not a recipe", command])
+    assert_clear(
+        here("train", str(model)), code=2, mentions=["that is a model, not a recipe", command]
+    )
 
 
 def test_a_recipe_may_be_json(workshop):
-    Path("tiny.json").write_text(json.dumps({"model": {"preset": "go-coder-tiny"}, "data": {"path": "text"}}))
+    Path("tiny.json").write_text(
+        json.dumps({"model": {"preset": "go-coder-tiny"}, "data": {"path": "text"}})
+    )
     assert "dataset" not in here("plan", "tiny.json").err
     assert here("plan", "tiny.json", "train.tokens_per_step=1024").code == 0
 
@@ -177,8 +230,13 @@ class TestModelAndData:
         told = " ".join(result.out.replace("\\\n", " ").split())
         assert f"bloomery train --model {model} --data qa.jsonl train.epochs=2" in told
         assert "bloomery bench --model" not in told
-        first, again = json.loads(self.made(model)[0].out), json.loads(here("plan", "--json", "made.yaml").out)
-        assert [first[key] for key in ("steps", "tokens")] == [again[key] for key in ("steps", "tokens")]
+        first, again = (
+            json.loads(self.made(model)[0].out),
+            json.loads(here("plan", "--json", "made.yaml").out),
+        )
+        assert [first[key] for key in ("steps", "tokens")] == [
+            again[key] for key in ("steps", "tokens")
+        ]
         assert first["memory"]["parts"] == again["memory"]["parts"]
 
     @pytest.mark.parametrize(
@@ -189,8 +247,17 @@ class TestModelAndData:
             ("adapter=none", "optimizer.learning_rate=1e-5", "data.validation=10%"),
             ("objective=pretrain", "train.epochs=2", "name=other"),
             ("objective.kind=distill", "objective.teacher=MODEL", "eval.every=4 steps"),
-            ("data.columns={instruction: question, output: answer}", "data.format=alpaca", "checkpoint.keep=3"),
-            ("objective=sft", "data.chat.template=chatml", "logging.trackers=[tensorboard]", "train.seed=7"),
+            (
+                "data.columns={instruction: question, output: answer}",
+                "data.format=alpaca",
+                "checkpoint.keep=3",
+            ),
+            (
+                "objective=sft",
+                "data.chat.template=chatml",
+                "logging.trackers=[tensorboard]",
+                "train.seed=7",
+            ),
         ],
     )
     def test_the_printed_recipe_trains_what_was_typed(self, overrides, workshop, model):
@@ -200,19 +267,34 @@ class TestModelAndData:
         Path("made.yaml").write_text(made.shown)
         typed = load_text(made.text, name="made", source="made", overrides=overrides)
         assert load_recipe(Path("made.yaml")).recipe == typed.recipe
-        assert load_recipe(Path("made.yaml"), overrides).recipe == typed.recipe, "typed again, nothing changes"
+        assert load_recipe(Path("made.yaml"), overrides).recipe == typed.recipe, (
+            "typed again, nothing changes"
+        )
 
     def test_pairs_with_another_objective_keep_its_rows(self, workshop, model):
-        Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+        Path("pairs.jsonl").write_text(
+            json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
+        )
         for kind, rate in {"simpo": 2e-5, "orpo": 5e-5, "dpo": 5e-5, "kto": 5e-5}.items():
             shown = made_recipe(str(model), "pairs.jsonl", [f"objective={kind}"]).shown
             assert f"objective: {{kind: {kind}" in shown and f"learning_rate: {rate}," in shown
-        assert "learning_rate: 5e-06," in made_recipe(str(model), "pairs.jsonl", ["adapter=none"]).shown
+        assert (
+            "learning_rate: 5e-06,"
+            in made_recipe(str(model), "pairs.jsonl", ["adapter=none"]).shown
+        )
 
     def test_rows_are_called_pairs_only_where_they_are(self, workshop, model):
-        assert "objective: {kind: dpo, beta: 0.1}\n" in made_recipe(str(model), "qa.jsonl", ["objective=dpo"]).shown
-        Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-        assert "# each row has a chosen" in made_recipe(str(model), "pairs.jsonl", ["objective=dpo"]).shown
+        assert (
+            "objective: {kind: dpo, beta: 0.1}\n"
+            in made_recipe(str(model), "qa.jsonl", ["objective=dpo"]).shown
+        )
+        Path("pairs.jsonl").write_text(
+            json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
+        )
+        assert (
+            "# each row has a chosen"
+            in made_recipe(str(model), "pairs.jsonl", ["objective=dpo"]).shown
+        )
 
     def test_a_dataset_with_a_validation_split_uses_it(self, workshop, model):
         Path("d").mkdir()
@@ -232,12 +314,22 @@ class TestModelAndData:
         assert "train: {max_steps: 4}" in here("plan", *words[:-1], "train.max_steps=4").err
 
     def test_an_override_may_come_first(self, workshop, model):
-        result = here("plan", "train.max_steps=4", "--json", "--model", str(model), "--data", "qa.jsonl")
+        result = here(
+            "plan", "train.max_steps=4", "--json", "--model", str(model), "--data", "qa.jsonl"
+        )
         assert json.loads(result.out)["steps"] == 4
 
     def test_beside_a_recipe_they_are_overrides(self, workshop, model):
-        result = here("train", "tiny.yaml", "data.chat.template=chatml", "--dry-run", "--model", str(model),
-                      "--data", "qa.jsonl")  # fmt: skip
+        result = here(
+            "train",
+            "tiny.yaml",
+            "data.chat.template=chatml",
+            "--dry-run",
+            "--model",
+            str(model),
+            "--data",
+            "qa.jsonl",
+        )
         assert str(model) in result.out and "made for" not in result.err
 
     @pytest.mark.parametrize(
@@ -259,9 +351,15 @@ class TestModelAndData:
             ("objective=grpo", ["set objective.kind to dpo, simpo, ipo, orpo or kto"]),
             (
                 "objective=dpo",
-                ['rows such as {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}', "dataset-formats.md"],
+                [
+                    'rows such as {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}',
+                    "dataset-formats.md",
+                ],
             ),
-            ("objective=kto", ['rows such as {"prompt": "2 + 2?", "completion": "4", "label": true}']),
+            (
+                "objective=kto",
+                ['rows such as {"prompt": "2 + 2?", "completion": "4", "label": true}'],
+            ),
         ],
     )
     def test_a_wrong_word_is_answered_with_the_right_ones(self, word, mentions, workshop, model):
@@ -273,7 +371,11 @@ class TestModelAndData:
         (workshop / "runs/go-1").mkdir(parents=True)
         (workshop / "runs/go-1/recipe.yaml").write_text("model: {preset: go-coder-tiny}\n")
         for name in ("last", "go-1", "runs/go-1"):
-            said = [f"`{name}` is a run, not a recipe", f"bloomery resume {name}", f"recipes copy {name} mine.yaml"]
+            said = [
+                f"`{name}` is a run, not a recipe",
+                f"bloomery resume {name}",
+                f"recipes copy {name} mine.yaml",
+            ]
             assert_clear(here("train", name), code=2, mentions=said)
 
     def test_the_recipe_of_a_run_can_be_copied(self, workshop):
@@ -285,7 +387,9 @@ class TestModelAndData:
 
 def test_without_torch_the_line_that_installs_it_is_said(workshop, monkeypatch):
     here_is = detect()
-    bare = here_is.model_copy(update={"software": here_is.software.model_copy(update={"torch": None, "build": None})})
+    bare = here_is.model_copy(
+        update={"software": here_is.software.model_copy(update={"torch": None, "build": None})}
+    )
     monkeypatch.setattr("bloomery.runs.lifecycle.detect", lambda: bare)
     result = here("train", "tiny.yaml")
     assert_clear(result, mentions=["PyTorch is not installed", "pip install", "torch=="], lines=8)

@@ -23,7 +23,11 @@ SECONDS = 2.0
 
 
 def read(path: Path, *, on_error: str = "stop", stats: ReadStats | None = None) -> list[Document]:
-    return list(read_documents(open_dataset(Source(path=str(path))), on_error=on_error, stats=stats or ReadStats()))
+    return list(
+        read_documents(
+            open_dataset(Source(path=str(path))), on_error=on_error, stats=stats or ReadStats()
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +44,16 @@ def replace(pattern: dict, content: str) -> dict:
 A = {"String": "a"}
 BOMBS = {
     "stacked": {"normalizer": {"type": "Sequence", "normalizers": [replace(A, "a" * 1000)] * 4}},
-    "nested": {"normalizer": {"type": "Sequence", "normalizers": [
-        {"type": "Sequence", "normalizers": [replace(A, "a" * 9)] * 2}]}},
+    "nested": {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Sequence", "normalizers": [replace(A, "a" * 9)] * 2}],
+        }
+    },
     "expression": {"normalizer": replace({"Regex": "x*"}, "x" * 100)},
     "prepended": {"normalizer": {"type": "Prepend", "prepend": "x" * 10**6}},
     "decoder": {"decoder": {"type": "Sequence", "decoders": [replace(A, "a" * 1000)] * 4}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
@@ -61,9 +69,19 @@ def test_tokenizers_that_replace_as_others_do_are_taken(tokenizer_json, tmp_path
     for normalizer in (
         None,
         replace({"String": " "}, "▁"),
-        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")]},
+        {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")],
+        },
         {"type": "Sequence", "normalizers": [replace({"Regex": " {2,}"}, "▁")] * 12},
-        {"type": "Sequence", "normalizers": [replace({"String": "``"}, '"'), {"type": "NFKD"}, {"type": "Lowercase"}]},
+        {
+            "type": "Sequence",
+            "normalizers": [
+                replace({"String": "``"}, '"'),
+                {"type": "NFKD"},
+                {"type": "Lowercase"},
+            ],
+        },
     ):
         assert check_growth({"normalizer": normalizer}, "x") <= 2.0
 
@@ -73,21 +91,28 @@ def test_what_a_normalizer_adds_counts_as_text(tokenizer_json, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(grown))
     tokenizer = load_tokenizer(tmp_path)
     assert len(tokenizer.encode("a" * 10)) <= 600
-    for encode in (tokenizer.encode, tokenizer.encode_array, lambda text: tokenizer.encode_places([text])):
+    for encode in (
+        tokenizer.encode,
+        tokenizer.encode_array,
+        lambda text: tokenizer.encode_places([text]),
+    ):
         with pytest.raises(UserError, match="in one piece"):
             encode("a" * 100_000)
 
 
 def test_a_tokenizer_without_a_vocabulary_is_refused(tokenizer_json, tmp_path):
     for empty in ({}, []):
-        hollow = tokenizer_json | {"model": {**tokenizer_json["model"], "vocab": empty, "merges": []}}
+        hollow = tokenizer_json | {
+            "model": {**tokenizer_json["model"], "vocab": empty, "merges": []}
+        }
         (tmp_path / "tokenizer.json").write_text(json.dumps(hollow))
         with pytest.raises(UserError, match="vocabulary is empty"):
             load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "file", ["a.json.gz", "a.txt.gz", "a.jsonl.zst", pytest.param("a.jsonl.gz", marks=pytest.mark.soak)]
+    "file",
+    ["a.json.gz", "a.txt.gz", "a.jsonl.zst", pytest.param("a.jsonl.gz", marks=pytest.mark.soak)],
 )
 def test_white_space_without_end_is_not_read_to_its_end(tmp_path, file):
     """2 GB of it in some 9 MB took minutes, in silence."""
@@ -111,7 +136,10 @@ def test_ordinary_blank_lines_are_passed_over(tmp_path):
 
 def not_utf8(path: Path) -> Path:
     """A table whose third row holds a byte that is no letter."""
-    offsets, data = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0"), pa.py_buffer(b"ab\xffd")
+    offsets, data = (
+        pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0\4\0\0\0"),
+        pa.py_buffer(b"ab\xffd"),
+    )
     pq.write_table(pa.table({"text": pa.StringArray.from_buffers(4, offsets, data)}), path)
     return path
 
@@ -121,7 +149,11 @@ def test_bytes_that_are_no_text_are_named_by_file_and_row(tmp_path):
     with pytest.raises(UserError, match="not UTF-8: byte 0xff") as caught:
         read(path)
     assert caught.value.where.endswith("a.parquet, row 3")
-    assert [document.text for document in read(path, on_error="skip", stats=stats)] == ["a", "b", "d"]
+    assert [document.text for document in read(path, on_error="skip", stats=stats)] == [
+        "a",
+        "b",
+        "d",
+    ]
     assert stats.skipped == 1
 
 
@@ -145,13 +177,20 @@ def test_no_more_processes_than_cores():
 
 
 def test_names_are_one_line_of_plain_text():
-    for name, shown in (("a\nb", "a\\nb"), ("\udcffx", "\\xffx"), ("\x1b[31m", "\\x1b[31m"), ("ü日", "ü日")):
+    for name, shown in (
+        ("a\nb", "a\\nb"),
+        ("\udcffx", "\\xffx"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("ü日", "ü日"),
+    ):
         assert one_line(name) == shown
     error = UserError("cannot be read", where="a\nfix: rm -rf /", fix="check it")
     assert len(str(error).splitlines()) == 3
 
 
-@pytest.mark.parametrize("name", [b"\xff.jsonl", b"a\nb.jsonl", b"\x1b]0;x\x07.jsonl", "caf\u00e9.jsonl".encode()])
+@pytest.mark.parametrize(
+    "name", [b"\xff.jsonl", b"a\nb.jsonl", b"\x1b]0;x\x07.jsonl", "caf\u00e9.jsonl".encode()]
+)
 def test_files_of_any_name_are_read_and_named(workshop, name):
     folder = workshop / "named"
     folder.mkdir()
@@ -159,12 +198,28 @@ def test_files_of_any_name_are_read_and_named(workshop, name):
     Path(path).write_text('{"text": "one two three four five six seven"}\n' * 40 + '{"text": 1}\n')
     result = here("prepare", "tiny.yaml", "data.path=named", "data.prepared=p", "data.validation=0")
     assert_clear(result, mentions=[":41"])
-    result = here("prepare", "tiny.yaml", "data.path=named", "data.prepared=p", "data.validation=0",
-                  "data.on_error=skip", "--check")  # fmt: skip
+    result = here(
+        "prepare",
+        "tiny.yaml",
+        "data.path=named",
+        "data.prepared=p",
+        "data.validation=0",
+        "data.on_error=skip",
+        "--check",
+    )
     assert result.code == 0, result.err
     assert "1 row skipped" in result.out or "skipped    1 row" in result.out
-    assert here("prepare", "tiny.yaml", "data.path=named", "data.prepared=p", "data.validation=0",
-                "data.on_error=skip").code == 0  # fmt: skip
+    assert (
+        here(
+            "prepare",
+            "tiny.yaml",
+            "data.path=named",
+            "data.prepared=p",
+            "data.validation=0",
+            "data.on_error=skip",
+        ).code
+        == 0
+    )
 
 
 def test_without_a_locale_names_are_refused_or_read(tmp_path):
@@ -178,7 +233,9 @@ def test_without_a_locale_names_are_refused_or_read(tmp_path):
     read = process(*words, "data.path=named", folder=tmp_path, environment=plain)
     assert read.code == 0, read.err
     refused = process(*words, "data.path=caf\u00e9", folder=tmp_path, environment=plain)
-    assert refused.code in (1, 2) and "stumbled" not in refused.err and "Traceback" not in refused.err
+    assert (
+        refused.code in (1, 2) and "stumbled" not in refused.err and "Traceback" not in refused.err
+    )
 
 
 def test_a_folder_that_may_not_be_read_is_named(workshop, monkeypatch):

@@ -9,7 +9,12 @@ from test_bad_models import TOKENIZERS, WEIGHTS
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 
-TURNS = {"messages": [{"role": "user", "content": "who sat"}, {"role": "assistant", "content": "the cat sat"}]}
+TURNS = {
+    "messages": [
+        {"role": "user", "content": "who sat"},
+        {"role": "assistant", "content": "the cat sat"},
+    ]
+}
 PAIR = {"prompt": "who sat", "chosen": "the cat", "rejected": "the mat"}
 MARKED = {"prompt": "who sat", "completion": "the cat", "label": True}
 TEXT = {"text": "the cat sat on the mat and then it was seen "}
@@ -20,14 +25,19 @@ VERBS = (("plan",), ("train", "--dry-run"), ("prepare", "--check"), ("train",))
 
 def recipe(folder, rows, **sections):
     """Written as recipe.yaml, with rows in rows.jsonl, beside the model."""
-    words = {"model": {"from": "model"}, "data": {"path": "rows.jsonl", "sequence_length": 32, "num_proc": 0},
-             "train": {"max_steps": 2, "tokens_per_step": 64}}  # fmt: skip
+    words = {
+        "model": {"from": "model"},
+        "data": {"path": "rows.jsonl", "sequence_length": 32, "num_proc": 0},
+        "train": {"max_steps": 2, "tokens_per_step": 64},
+    }
     if "epochs" in sections.get("train", {}):
         del words["train"]["max_steps"]
     for name, section in sections.items():
         words[name] = words.get(name, {}) | section
     (folder.parent / "recipe.yaml").write_text(json.dumps(words))
-    written = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows * 20)
+    written = (
+        rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows * 20)
+    )
     (folder.parent / "rows.jsonl").write_text(written)
 
 
@@ -44,24 +54,55 @@ def refused_alike(model, mentions, *, code=None):
 DATA = {
     "dpo of conversations": ([TURNS], {"objective": {"kind": "dpo"}}, "conversations"),
     "dpo of text": ([TEXT], {"objective": {"kind": "dpo"}}, "plain text"),
-    "dpo of completions": ([{"prompt": "a", "completion": "b"}], {"objective": {"kind": "dpo"}}, "completions"),
+    "dpo of completions": (
+        [{"prompt": "a", "completion": "b"}],
+        {"objective": {"kind": "dpo"}},
+        "completions",
+    ),
     "kto of conversations": ([TURNS], {"objective": {"kind": "kto"}}, "conversations"),
     "sft of pairs": ([PAIR], {"objective": {"kind": "sft"}}, "objective.kind=dpo"),
     "sft of marked answers": ([MARKED], {"objective": {"kind": "sft"}}, "objective.kind=kto"),
     "a reward model of completions": ([MARKED], {"objective": {"kind": "reward"}}, "KTO labels"),
-    "text behind conversations": ([TURNS, {"messages": "hi"}], {"objective": {"kind": "sft"}}, "rows.jsonl:2"),
-    "conversations without a template": ([TURNS], {"objective": {"kind": "sft"}}, "no chat template"),
+    "text behind conversations": (
+        [TURNS, {"messages": "hi"}],
+        {"objective": {"kind": "sft"}},
+        "rows.jsonl:2",
+    ),
+    "conversations without a template": (
+        [TURNS],
+        {"objective": {"kind": "sft"}},
+        "no chat template",
+    ),
     "a template that is not there": (
-        [TURNS], {"objective": {"kind": "sft"}, "data": {"chat": {"template": "chatmll"}}}, "did you mean chatml?"),
+        [TURNS],
+        {"objective": {"kind": "sft"}, "data": {"chat": {"template": "chatmll"}}},
+        "did you mean chatml?",
+    ),
     "a template that fails": (
-        [TURNS], {"objective": {"kind": "sft"}, "data": {"chat": {"template": "{% if %}"}}}, "template"),
+        [TURNS],
+        {"objective": {"kind": "sft"}, "data": {"chat": {"template": "{% if %}"}}},
+        "template",
+    ),
     "a template for turns set to none": (
-        [TURNS], {"objective": {"kind": "sft"}, "data": {"chat": {"template": "none"}}}, "data.chat.template=none"),
+        [TURNS],
+        {"objective": {"kind": "sft"}, "data": {"chat": {"template": "none"}}},
+        "data.chat.template=none",
+    ),
     "prompts that are formatted already": (
-        [{"prompt": "<|im_start|>user\nwho<|im_end|>\n<|im_start|>assistant\n", "completion": "the cat"}],
-        {"objective": {"kind": "sft"}, "data": {"chat": {"template": "chatml"}}}, "data.chat.template=none"),
+        [
+            {
+                "prompt": "<|im_start|>user\nwho<|im_end|>\n<|im_start|>assistant\n",
+                "completion": "the cat",
+            }
+        ],
+        {"objective": {"kind": "sft"}, "data": {"chat": {"template": "chatml"}}},
+        "data.chat.template=none",
+    ),
     "a role that no message has": (
-        [{"messages": [{"role": "robot", "content": "hi"}]}], {"objective": {"kind": "sft"}}, "unknown role"),
+        [{"messages": [{"role": "robot", "content": "hi"}]}],
+        {"objective": {"kind": "sft"}},
+        "unknown role",
+    ),
     "no JSON": ("the cat\n", {}, "not JSON"),
     "nothing": ("", {}, "is empty"),
     "blank lines": ("\n\n\n", {}, "is empty"),
@@ -69,14 +110,32 @@ DATA = {
     "an unknown role of columns": ([TEXT], {"data": {"columns": {"tezt": "text"}}}, "unknown role"),
     "a column that nobody can choose": ([{"a": "x", "b": "y"}], {}, "a usual name for the text"),
     "tokens that no tokenizer made": (
-        [{"input_ids": [5, 6]}], {"tokenizer": {"train": {"vocab_size": 300}}}, "tokenizer.from"),
+        [{"input_ids": [5, 6]}],
+        {"tokenizer": {"train": {"vocab_size": 300}}},
+        "tokenizer.from",
+    ),
     "tokens beyond the vocabulary": ([{"input_ids": [5, 10**6]}], {}, "1,000,000"),
-    "pairs in a fixed layout": ([PAIR], {"objective": {"kind": "dpo"}, "data": {"document_masking": False}},
-        "data.document_masking"),
-    "a validation file that is not there": ([TEXT], {"data": {"validation": "held.jsonl"}}, "held.jsonl"),
-    "a tokenizer without room for bytes": ([TEXT], {"tokenizer": {"train": {"vocab_size": 100}}}, "vocab_size"),
-    "a tokenizer that is not there": ([TEXT], {"tokenizer": {"from": "/nowhere/at/all"}}, "/nowhere/at/all"),
-}  # fmt: skip
+    "pairs in a fixed layout": (
+        [PAIR],
+        {"objective": {"kind": "dpo"}, "data": {"document_masking": False}},
+        "data.document_masking",
+    ),
+    "a validation file that is not there": (
+        [TEXT],
+        {"data": {"validation": "held.jsonl"}},
+        "held.jsonl",
+    ),
+    "a tokenizer without room for bytes": (
+        [TEXT],
+        {"tokenizer": {"train": {"vocab_size": 100}}},
+        "vocab_size",
+    ),
+    "a tokenizer that is not there": (
+        [TEXT],
+        {"tokenizer": {"from": "/nowhere/at/all"}},
+        "/nowhere/at/all",
+    ),
+}
 
 
 @pytest.mark.sampled(3)
@@ -95,11 +154,23 @@ SETTINGS = {
     "a method within a method": ({**PEFT, "peft_type": "LOHA"}, "adapter.method names the method"),
     "an adapter for inference": ({**PEFT, "inference_mode": True}, "a run trains its adapter"),
     "a task": ({**PEFT, "task_type": "SEQ_CLS"}, "the objective decides it"),
-    "a switch that is a word": ({"kind": "peft", "method": "loha", "rank_dropout": "much"}, "a number"),
-    "a choice that is not one": ({"kind": "peft", "method": "glora", "config_A_B": "lorra"}, "must be lora or vector"),
+    "a switch that is a word": (
+        {"kind": "peft", "method": "loha", "rank_dropout": "much"},
+        "a number",
+    ),
+    "a choice that is not one": (
+        {"kind": "peft", "method": "glora", "config_A_B": "lorra"},
+        "must be lora or vector",
+    ),
     "a key of another method": ({**PEFT, "boft_block_size": 4}, "has no key"),
-    "no number": ({"kind": "peft", "method": "loha", "module_dropout": float("nan")}, "module_dropout"),
-    "what PEFT refuses of two keys": ({**ADALORA, "total_step": 10, "tinit": 8, "tfinal": 8}, "budgeting phase"),
+    "no number": (
+        {"kind": "peft", "method": "loha", "module_dropout": float("nan")},
+        "module_dropout",
+    ),
+    "what PEFT refuses of two keys": (
+        {**ADALORA, "total_step": 10, "tinit": 8, "tfinal": 8},
+        "budgeting phase",
+    ),
     "ranks after the run's end": ({**ADALORA, "tinit": 8}, "budgeting phase"),
     "layers without a pattern": ({**PEFT, "layers_pattern": "h"}, "layers_to_transform"),
 }
@@ -114,15 +185,20 @@ def test_settings_of_peft(model, case):
 
 
 def test_keys_of_several_devices(model):
-    for parallel, word in (({"schedule": "banana"}, "parallel.pipeline_schedule"),
-        ({"pipeline_microbatches": 4}, "microbatches")):
+    for parallel, word in (
+        ({"schedule": "banana"}, "parallel.pipeline_schedule"),
+        ({"pipeline_microbatches": 4}, "microbatches"),
+    ):
         recipe(model, [TEXT], parallel=parallel)
         refused_alike(model, [word], code=2)
 
 
 def whole_numbers(folder):
     state = load_file(folder / "model.safetensors")
-    save_file(state | {"model.norm.weight": state["model.norm.weight"].int()}, folder / "model.safetensors")
+    save_file(
+        state | {"model.norm.weight": state["model.norm.weight"].int()},
+        folder / "model.safetensors",
+    )
 
 
 def truncated(folder):
@@ -135,7 +211,11 @@ def of_another_shape(folder):
     (folder / "config.json").write_text(json.dumps(stated | {"intermediate_size": 48}))
 
 
-MODELS = WEIGHTS | {"whole numbers": whole_numbers, "cut short": truncated, "another shape": of_another_shape}
+MODELS = WEIGHTS | {
+    "whole numbers": whole_numbers,
+    "cut short": truncated,
+    "another shape": of_another_shape,
+}
 
 
 @pytest.mark.sampled(5)
@@ -151,8 +231,13 @@ def test_weights_of_a_teacher(model):
     for file in model.iterdir():
         (model.parent / "student" / file.name).write_bytes(file.read_bytes())
     truncated(model)
-    recipe(model, [TURNS], model={"from": "student"}, objective={"kind": "distill", "teacher": "model"},
-           data={"chat": {"template": "chatml"}})  # fmt: skip
+    recipe(
+        model,
+        [TURNS],
+        model={"from": "student"},
+        objective={"kind": "distill", "teacher": "model"},
+        data={"chat": {"template": "chatml"}},
+    )
     refused_alike(model, ["model.safetensors"])
 
 
@@ -164,10 +249,16 @@ def test_tokenizers(model, case):
     refused_alike(model, ["tokenizer.json"])
 
 
-@pytest.mark.parametrize("verb", [
-    ("generate", "model", "--prompt", "the"), ("eval", "model", "--data", "some.txt"),
-    ("export", "model", "--to", "hf", "--out", "copy"), ("report", "model"),
-], ids=lambda words: words[0])  # fmt: skip
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ("generate", "model", "--prompt", "the"),
+        ("eval", "model", "--data", "some.txt"),
+        ("export", "model", "--to", "hf", "--out", "copy"),
+        ("report", "model"),
+    ],
+    ids=lambda words: words[0],
+)
 def test_a_model_whose_weights_are_whole_numbers_is_nowhere_taken(model, verb):
     (model.parent / "some.txt").write_text("the cat sat")
     whole_numbers(model)
@@ -188,7 +279,12 @@ def test_a_new_model_takes_its_vocabulary_from_a_tokenizer_before_its_text_is_pr
 
 def test_text_that_fills_no_step_by_its_size_alone_is_not_refused(model):
     """A guess from bytes cannot know how many padded rows there are."""
-    recipe(model, [{"text": "cat"}], data={"packing": False}, train={"epochs": 1, "tokens_per_step": 512})
+    recipe(
+        model,
+        [{"text": "cat"}],
+        data={"packing": False},
+        train={"epochs": 1, "tokens_per_step": 512},
+    )
     assert here("plan", "recipe.yaml").code == 0
 
 

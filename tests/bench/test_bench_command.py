@@ -43,7 +43,9 @@ def here(tmp_path, monkeypatch):
 
 
 def bench(*words: str):
-    return CliRunner().invoke(cli, ["bench", "tiny.yaml", *words], catch_exceptions=False, standalone_mode=False)
+    return CliRunner().invoke(
+        cli, ["bench", "tiny.yaml", *words], catch_exceptions=False, standalone_mode=False
+    )
 
 
 @pytest.mark.soak
@@ -67,12 +69,23 @@ def test_the_whole_table_the_card_and_what_the_plan_makes_of_it(here):
     assert {point["micro_batch_size"] for point in card["points"]} == {1, 2, 4}
     for secret in (platform.node(), str(Path.home()), str(here), "tiny"):
         assert not secret or secret not in Path("card.json").read_text()
-    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"] == "this machine"
+    assert (
+        json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"]
+        == "this machine"
+    )
     assert sorted(path.name for path in Path().iterdir()) == ["card.json", "tiny.yaml"]
 
 
 def test_json_of_a_sweep(here):
-    result = bench("--sweep", "train.micro_batch_size=2,3", "--json", "--export", "card.json", "--author", "Ada L.")
+    result = bench(
+        "--sweep",
+        "train.micro_batch_size=2,3",
+        "--json",
+        "--export",
+        "card.json",
+        "--author",
+        "Ada L.",
+    )
     told = json.loads(result.stdout)
     assert set(told) == {"largest_micro_batch", "trials", "points", "verdict"}
     assert told["largest_micro_batch"] is None and told["trials"] == []
@@ -80,14 +93,25 @@ def test_json_of_a_sweep(here):
     assert planned["overrides"] == [] and planned["outcome"] == "ok"
     assert two["overrides"] == ["train.micro_batch_size=2"] and two["micro_batch_size"] == 2
     assert two["tokens_per_second"] == pytest.approx(512 / two["step_seconds"])
-    assert set(two["plan"]["tokens_per_second"] or {"value", "low", "high", "from"}) == {"value", "low", "high", "from"}
+    assert set(two["plan"]["tokens_per_second"] or {"value", "low", "high", "from"}) == {
+        "value",
+        "low",
+        "high",
+        "from",
+    }
     assert three["outcome"] == "refused" and three["plan"] is None
     assert set(told["verdict"]) == {"speed", "memory"}
     assert "as planned" in result.stderr
     card = json.loads(Path("card.json").read_text())
     assert card["contributor"] == "Ada L." and card["model"]["hidden_size"] == 64
-    assert {point["micro_batch_size"] for point in card["points"]} == {2, planned["micro_batch_size"]}
-    assert json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"] == "this machine"
+    assert {point["micro_batch_size"] for point in card["points"]} == {
+        2,
+        planned["micro_batch_size"],
+    }
+    assert (
+        json.loads((here / "cache/bloomery/measured.json").read_text())[0]["contributor"]
+        == "this machine"
+    )
 
 
 def test_a_limit_leaves_out_what_there_is_no_time_for(here):
@@ -95,7 +119,9 @@ def test_a_limit_leaves_out_what_there_is_no_time_for(here):
     assert result.return_value == 0
     lines = result.stdout.splitlines()
     assert any(line.startswith("as planned") for line in lines)
-    assert "left out  train.micro_batch_size=1; train.micro_batch_size=2: time limit reached" in lines
+    assert (
+        "left out  train.micro_batch_size=1; train.micro_batch_size=2: time limit reached" in lines
+    )
 
 
 @pytest.mark.parametrize("limit", ["10", "3 epochs", "soon", "0s", "-1m"])
@@ -115,8 +141,11 @@ def test_a_giver_is_a_name(here, contributor):
 def test_ctrl_c_leaves_nothing_behind(here):
     process = preloaded.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     child = first_child(process.pid)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=PATIENCE_SECONDS)
@@ -128,8 +157,10 @@ def test_ctrl_c_leaves_nothing_behind(here):
 def test_a_child_does_not_outlive_a_killed_bench(here):
     process = preloaded.Popen(
         [sys.executable, "-m", "bloomery", "bench", "tiny.yaml"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     child = first_child(process.pid)
     process.kill()
     process.wait()
@@ -171,4 +202,6 @@ def test_a_recipe_of_several_devices_is_told_that_one_is_measured(recipe, gpus, 
     computer = machine("mi300x-node", software__environment={})
     computer = computer.model_copy(update={"accelerators": computer.accelerators[:gpus]})
     lines = one_of_several(recipe, computer)
-    assert [f"--gpus {count}" in line and "one is measured" in line for line in lines] == [True] * (count > 1)
+    assert [f"--gpus {count}" in line and "one is measured" in line for line in lines] == [True] * (
+        count > 1
+    )

@@ -36,7 +36,9 @@ def row(tmp_path, monkeypatch) -> BenchResult:
     plan = Bench(recipe="tiny.yaml", overrides=(), machine=detect()).plan()
     seconds = Estimate(value=1.024, low=0.8192, high=1.28, origin="table")
     plan = plan.model_copy(update={"step_seconds": seconds})
-    return BenchResult(words=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=plan.memory.total / 2**30)
+    return BenchResult(
+        words=(), plan=plan, outcome="ok", step_seconds=1.0, peak_gib=plan.memory.total / 2**30
+    )
 
 
 @pytest.mark.parametrize(("seconds", "place"), [(1.0, "inside"), (0.8, "above"), (1.3, "below")])
@@ -53,9 +55,13 @@ def test_memory_is_judged_by_the_interval(row, share, place):
 
 def test_a_gpu_is_judged_by_what_tensors_hold(row):
     """The allocator's share and the context are in the plan's total, and not in max_memory_allocated."""
-    memory = row.plan.memory.model_copy(update={"parts": {"weights": 6.0, "fragmentation": 2.0, "context": 2.0}})
+    memory = row.plan.memory.model_copy(
+        update={"parts": {"weights": 6.0, "fragmentation": 2.0, "context": 2.0}}
+    )
     memory = memory.model_copy(update={"low": 8.0, "high": 12.0})
-    plan = row.plan.model_copy(update={"memory": memory, "train": row.plan.train.model_copy(update={"device": "cuda"})})
+    plan = row.plan.model_copy(
+        update={"memory": memory, "train": row.plan.train.model_copy(update={"device": "cuda"})}
+    )
     assert verdict(replace(row, plan=plan, peak_gib=6.5 / 2**30))["memory"] == "inside"
     assert verdict(replace(row, plan=plan, peak_gib=8.0 / 2**30))["memory"] == "above"
 
@@ -73,7 +79,10 @@ def test_ratios_are_measured_over_planned(row):
 def test_long_names_of_settings_have_a_line_of_their_own(row):
     words = ("train.micro_batch_size=16", "train.precision=float32", "adapter.kind=none")
     above, below = line(replace(row, words=words)).split("\n")
-    assert above == "micro_batch_size=16, precision=float32, adapter.kind=none" and below.split()[0] == "1,024"
+    assert (
+        above == "micro_batch_size=16, precision=float32, adapter.kind=none"
+        and below.split()[0] == "1,024"
+    )
     refused = line(BenchResult(words=words, plan=None, outcome="refused", message="no"))
     assert refused.split("\n")[1].strip() == "refused: no"
 
@@ -89,7 +98,9 @@ def test_other_programs_on_the_cores_are_told_and_nothing_is_kept(row):
     assert not list(noise_line([calm])) and not calm.disturbed
     (text,) = noise_line([calm, disturbed])
     assert "for 43% of a measurement" in text
-    assert any("nothing" in line for line in closing(disturbed, remembered=False, source="tiny.yaml"))
+    assert any(
+        "nothing" in line for line in closing(disturbed, remembered=False, source="tiny.yaml")
+    )
     assert not any("nothing" in line for line in closing(calm, remembered=True, source="tiny.yaml"))
 
 
@@ -99,4 +110,6 @@ def test_what_bounds_the_micro_batch_is_said(row):
 
     found = message(size=12, usable=8, bound="memory", reason="full")
     assert "micro-batch 12, 1,536 tokens; 8 divides the step" in found
-    assert "not even micro-batch 1 fits: full" in message(size=0, usable=0, bound="memory", reason="full")
+    assert "not even micro-batch 1 fits: full" in message(
+        size=0, usable=0, bound="memory", reason="full"
+    )

@@ -28,14 +28,17 @@ def good(part):
 
 
 def test_a_part_runs_on_a_processor(monkeypatch):
-    monkeypatch.setattr(InitialWeights, "fill", InitialWeights.fill)  # a part replaces it in its process
+    # a part replaces it in its process
+    monkeypatch.setattr(InitialWeights, "fill", InitialWeights.fill)
     assert "qlora" in gpu_check.SECONDS and good(gpu_check_parts.part("qlora", tiny=True))
 
 
 @pytest.mark.soak  # each part is a process that imports torch, some transformers, too
 def test_every_part_runs_on_a_processor(tmp_path):
     out = tmp_path / "found.json"
-    environment = dict(os.environ, PYTHON=sys.executable, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1")
+    environment = dict(
+        os.environ, PYTHON=sys.executable, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1"
+    )
     command = [str(ROOT / "scripts" / "gpu_check.sh"), "--tiny", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -50,7 +53,9 @@ def test_every_part_runs_on_a_processor(tmp_path):
     assert parts["use"]["outcome"] == "ok", parts["use"]
     assert parts["use"]["figure"] == parts["use"]["of_the_run"]  # a QLoRA run, loaded as it trained
     for name in ("probes", "attention"):
-        assert parts[name]["probes"] and all(probe["error"] is not None for probe in parts[name]["probes"][1:])
+        assert parts[name]["probes"] and all(
+            probe["error"] is not None for probe in parts[name]["probes"][1:]
+        )
     assert "torchtune" in ended.stdout and str(out) in ended.stdout
 
 
@@ -63,7 +68,8 @@ def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkey
         "open(sys.argv[2], 'w').write(json.dumps({'outcome': 'ok', 'message': 'fine'}))\n"
     )
     monkeypatch.setattr(gpu_check, "HERE", tmp_path)
-    monkeypatch.setattr(gpu_check, "describe", lambda: {"device": "a GPU", "torch": "2.13.0"})  # a child with torch
+    # a child with torch
+    monkeypatch.setattr(gpu_check, "describe", lambda: {"device": "a GPU", "torch": "2.13.0"})
     monkeypatch.setitem(gpu_check.SECONDS, "lora", 0.5)
     report, _ = gpu_check.check(tmp_path / "found.json", tiny=False, only=["full", "lora", "qlora"])
     assert [part["outcome"] for part in report["parts"]] == ["failed", "timeout", "ok"]
@@ -75,15 +81,21 @@ def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkey
 
 def test_a_target_is_met_or_not_and_the_speed_compared():
     measured = {"outcome": "ok", "peak_gib": 16.0, "reserved_gib": 17.2, "tokens_per_second": 900.0}
-    parts = [{"part": "lora"} | measured, {"part": "theirs-lora", "outcome": "ok", "tokens_per_second": 600.0}]
+    parts = [
+        {"part": "lora"} | measured,
+        {"part": "theirs-lora", "outcome": "ok", "tokens_per_second": 600.0},
+    ]
     full, lora, _ = gpu_check.verdicts(parts)
-    assert lora["memory_met"] is False and lora["times_theirs"] == 1.5 and lora["faster"]  # what is held counts
+    # what is held counts
+    assert lora["memory_met"] is False and lora["times_theirs"] == 1.5 and lora["faster"]
     assert full["memory_met"] is None and full["faster"] is None
 
 
 def test_what_is_missing_is_named_with_the_words_that_install_it(monkeypatch, capsys):
     told = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert sorted(gpu_check.MODULES.values()) == sorted(re.split(r"[<>=~ ]", each)[0] for each in told)
+    assert sorted(gpu_check.MODULES.values()) == sorted(
+        re.split(r"[<>=~ ]", each)[0] for each in told
+    )
     assert gpu_check.missing() == []
     monkeypatch.setitem(gpu_check.MODULES, "nowhere.to_be_found", "nowhere")
     assert gpu_check.missing() == ["nowhere"]

@@ -15,13 +15,16 @@ from bloomery.bench.rig import longest_batches, rounds
 
 HERE = Path(__file__).parent
 WIDE = ("model.hidden_size=256", "model.num_layers=4", "train.tokens_per_step=16384")
-LONG = ("data.sequence_length=256", "model.max_positions=256", "train.tokens_per_step=8192")  # few rows fill the memory
+# few rows fill the memory
+LONG = ("data.sequence_length=256", "model.max_positions=256", "train.tokens_per_step=8192")
 
 
 def resident_bytes_of_torch() -> int:
     """Builds for NVIDIA hold half a GiB before the first tensor, those for CPUs less than half of that."""
     code = "import torch; print(*(line for line in open('/proc/self/status') if line.startswith('VmRSS')))"
-    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    message = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     return int(message.split()[1]) * 1024
 
 
@@ -43,8 +46,9 @@ def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
 
 def test_memory_that_runs_out_is_a_row(bench):
     """The planned limit becomes the process's own: 128 rows of this model need well over half a GiB."""
-    row = bench(*WIDE, limit=resident_bytes_of_torch() + 0.33 * 2**30).point("train.micro_batch_size=128",
-        on_phase=silent)
+    row = bench(*WIDE, limit=resident_bytes_of_torch() + 0.33 * 2**30).point(
+        "train.micro_batch_size=128", on_phase=silent
+    )
     assert row.outcome == "memory" and row.message, row
     assert row.tokens_per_second is None
 
@@ -53,7 +57,9 @@ def test_memory_that_runs_out_is_a_row(bench):
 def test_the_largest_micro_batch_is_found_by_running_out_of_memory(bench):
     bounded = bench(*WIDE, *LONG, limit=resident_bytes_of_torch() + 0.33 * 2**30)
     rows: list[BenchResult] = []
-    found = search(lambda number: bounded.trial(number, on_phase=silent), most=32, on_row=rows.append)
+    found = search(
+        lambda number: bounded.trial(number, on_phase=silent), most=32, on_row=rows.append
+    )
     assert found.bound == "memory" and 4 <= found.size < 32
     assert {row.micro_batch_size for row in rows if row.outcome == "ok"} >= {1, 2, 4, found.size}
     assert min(row.micro_batch_size for row in rows if row.outcome == "memory") > found.size
@@ -93,7 +99,9 @@ def trial_of(bench, capacity: int, seconds: float = 0.1):
         own = plan.model_copy(update={"train": train})
         if rows > capacity:
             return BenchResult(words=(), plan=own, outcome="memory", message="full")
-        return BenchResult(words=(), plan=own, outcome="ok", step_seconds=seconds * rows, peak_gib=1.0)
+        return BenchResult(
+            words=(), plan=own, outcome="ok", step_seconds=seconds * rows, peak_gib=1.0
+        )
 
     return trial
 
@@ -106,7 +114,9 @@ def test_doubling_and_bisection_find_the_edge_to_an_eighth(bench, capacity):
     assert found.size <= edge and edge - found.size <= max(0, found.size // 8)
     assert len(tried) <= 13
     assert found.bound == ("step" if capacity >= 256 else "memory")
-    assert found.usable == max((rows for rows in range(1, found.size + 1) if 256 % rows == 0), default=0)
+    assert found.usable == max(
+        (rows for rows in range(1, found.size + 1) if 256 % rows == 0), default=0
+    )
 
 
 def test_micro_batches_that_nobody_waits_for_are_not_tried(bench):
@@ -118,8 +128,18 @@ def test_micro_batches_that_nobody_waits_for_are_not_tried(bench):
 
 def test_the_search_ends_with_its_time(bench):
     tried: list[BenchResult] = []
-    found = search(trial_of(bench, 1000), most=256, on_row=tried.append, slowest=1e9, time_left=lambda: len(tried) < 3)
-    assert (found.size, found.bound, [row.micro_batch_size for row in tried]) == (4, "time", [1, 2, 4])
+    found = search(
+        trial_of(bench, 1000),
+        most=256,
+        on_row=tried.append,
+        slowest=1e9,
+        time_left=lambda: len(tried) < 3,
+    )
+    assert (found.size, found.bound, [row.micro_batch_size for row in tried]) == (
+        4,
+        "time",
+        [1, 2, 4],
+    )
 
 
 def test_a_round_that_took_far_too_long_is_the_only_one(monkeypatch):
@@ -155,14 +175,18 @@ def test_the_longest_batches_are_whole_rows_that_are_learned_everywhere(bench):
     assert one.tokens.max() < 512 and not torch.equal(one.tokens, two.tokens)
 
 
-def test_a_long_run_times_both_ways_once_and_the_plan_follows_the_faster(bench, monkeypatch, capsys):
+def test_a_long_run_times_both_ways_once_and_the_plan_follows_the_faster(
+    bench, monkeypatch, capsys
+):
     """On this machine compiled steps are slower (as if): a run that would have compiled no longer does."""
     from bloomery.cli.train import time_compiling
 
     def measured(plan, words, *, seconds: float, on_phase) -> BenchResult:
         on_phase("starting")
         took = 2.0 if plan.train.compile else 1.6
-        return BenchResult(words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0)
+        return BenchResult(
+            words=words, plan=plan, outcome="ok", step_seconds=took, peak_gib=0.5, core_wait=0.0
+        )
 
     monkeypatch.setattr(measuring, "run", measured)
     long = bench("train.compile=auto", "train.max_steps=4000000")

@@ -30,8 +30,14 @@ def test_all_combinations_in_the_order_of_the_words():
 
 
 @pytest.mark.parametrize(
-    "word", ["train.micro_batch_size", "micro_batch_size=4", "train.micro_batch_size=", "=4",
-        "train.micro_batch_size=,"]
+    "word",
+    [
+        "train.micro_batch_size",
+        "micro_batch_size=4",
+        "train.micro_batch_size=",
+        "=4",
+        "train.micro_batch_size=,",
+    ],
 )
 def test_what_is_no_sweep_is_refused(word):
     with pytest.raises(UserError) as caught:
@@ -55,7 +61,9 @@ def test_without_a_sweep_one_thing_at_a_time_is_measured(bench):
     assert all(len(words) == 1 for words in found[1:])
     assert ("train.attention=per_document",) in found
     largest = plan.train.micro_batch_size
-    assert usual_points(plan, machine, largest=largest)[1] == ("train.activation_checkpointing=full",)
+    assert usual_points(plan, machine, largest=largest)[1] == (
+        "train.activation_checkpointing=full",
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,10 +78,14 @@ def test_without_a_sweep_one_thing_at_a_time_is_measured(bench):
         ("cuda", "blockwise", 1024, "bfloat16", None),
     ],
 )
-def test_the_other_attention_computes_the_same_here(bench, device, attention, length, precision, other):
+def test_the_other_attention_computes_the_same_here(
+    bench, device, attention, length, precision, other
+):
     plan = bench().plan()
     train = plan.train.model_copy(update={"device": device, "precision": precision})
     data = plan.data.model_copy(update={"sequence_length": length})
     model = plan.model.model_copy(update={"attention": attention})
-    changed = plan.model_copy(update={"train": train, "data": data, "model": model, "torch": "2.13.0"})
+    changed = plan.model_copy(
+        update={"train": train, "data": data, "model": model, "torch": "2.13.0"}
+    )
     assert other_attention(changed) == other

@@ -33,7 +33,9 @@ def model(folder):
 
 def chatting(model, **rest):
     decoder, tokenizer = model
-    form = ChatFormat(lambda turns: tokenizer.encode("".join(f"<{t.role}>{t.content}" for t in turns)), (), (), "")
+    form = ChatFormat(
+        lambda turns: tokenizer.encode("".join(f"<{t.role}>{t.content}" for t in turns)), (), (), ""
+    )
     return Session(decoder, tokenizer, form, COLD, **rest)
 
 
@@ -43,8 +45,12 @@ def test_each_turn_is_put_to_the_model_with_all_before_it(model):
     first = "".join(session.reply("one"))
     second = "".join(session.reply("two"))
     assert [(turn.role, turn.content) for turn in session.turns] == [
-        ("system", "S"), ("user", "one"), ("assistant", first), ("user", "two"), ("assistant", second)
-    ]  # fmt: skip
+        ("system", "S"),
+        ("user", "one"),
+        ("assistant", first),
+        ("user", "two"),
+        ("assistant", second),
+    ]
     whole = tokenizer.encode(f"<system>S<user>one<assistant>{first}<user>two")
     assert second == "".join(continued(decoder, tokenizer, whole, COLD))
 
@@ -52,7 +58,9 @@ def test_each_turn_is_put_to_the_model_with_all_before_it(model):
 def test_the_oldest_turns_are_forgotten_and_the_system_prompt_never(model):
     session = chatting(model, system="be brief")
     put = []
-    session.form = ChatFormat(lambda turns: put.append(turns) or [3] * (10 * len(turns)), (), (), "")
+    session.form = ChatFormat(
+        lambda turns: put.append(turns) or [3] * (10 * len(turns)), (), (), ""
+    )
     for number in range(8):
         list(session.reply(f"question {number}"))
     assert session.dropped and session.history[session.dropped].role == "user"
@@ -66,7 +74,9 @@ def test_the_oldest_turns_are_forgotten_and_the_system_prompt_never(model):
 
 def test_a_message_that_cannot_fit_is_refused_and_was_not_said(model):
     session = chatting(model)
-    with pytest.raises(UserError, match=r"message too long: [\d,]+ tokens, and the context with the reply is 128"):
+    with pytest.raises(
+        UserError, match=r"message too long: [\d,]+ tokens, and the context with the reply is 128"
+    ):
         list(session.reply("word " * 300))
     assert session.history == []
     assert list(session.reply("word"))
@@ -99,7 +109,10 @@ def test_a_template_that_wants_a_system_message_is_talked_to_with_one(folder):
     tokenizer = load_tokenizer(folder)
     with chat_format(tokenizer, template) as form:
         assert form.stop_ids == (tokenizer.eos_id,)
-        assert tokenizer.decode(form.encode([Message("system", "s"), Message("user", "u")])) == "system: suser: u"
+        assert (
+            tokenizer.decode(form.encode([Message("system", "s"), Message("user", "u")]))
+            == "system: suser: u"
+        )
         with pytest.raises(UserError, match="no system"):
             form.encode([Message("user", "u")])
 
@@ -107,19 +120,39 @@ def test_a_template_that_wants_a_system_message_is_talked_to_with_one(folder):
 def test_a_model_without_a_template_goes_on_with_one_text(folder):
     tokenizer = load_tokenizer(folder)
     with chat_format(tokenizer, None) as form:
-        turns = [Message("user", "def f"), Message("assistant", "(x):"), Message("user", "    return")]
+        turns = [
+            Message("user", "def f"),
+            Message("assistant", "(x):"),
+            Message("user", "    return"),
+        ]
         assert tokenizer.decode(form.encode(turns)[1:]) == "def f(x):\n    return"
         assert form.encode(turns)[0] == tokenizer.bos_id and "no chat template" in form.description
 
 
 def test_a_pipe_is_a_conversation_with_commands(folder, tmp_path):
     saved = tmp_path / "talk.jsonl"
-    lines = ["hello", "", "/set temperature 0", "/system Be kind.", "//slash", f"/save {saved}", "/reset", "a \\", "b"]
+    lines = [
+        "hello",
+        "",
+        "/set temperature 0",
+        "/system Be kind.",
+        "//slash",
+        f"/save {saved}",
+        "/reset",
+        "a \\",
+        "b",
+    ]
     words = ["chat", str(folder), "--max-new-tokens", "5"]
     told = CliRunner().invoke(cli, words, input="\n".join(lines) + "\n")
     assert told.exit_code == 0, told.stderr
     row = json.loads(saved.read_text())
-    assert [turn["role"] for turn in row["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert [turn["role"] for turn in row["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
     assert row["messages"][3]["content"] == "/slash"
     assert "temperature 0.0" in told.stderr and "(system prompt: Be kind.)" in told.stderr
     assert "context 128 tokens; no chat template" in told.stderr and "context" not in told.stdout
@@ -149,12 +182,17 @@ def test_wrong_words_are_said_and_the_chat_goes_on(folder, line, problem, fix):
 
 def test_settings_are_those_of_the_flags():
     assert set(SETTINGS) < set(Sampling.__dataclass_fields__)
-    assert setting("temperature 0.7") == ("temperature", 0.7) and setting("--max-new-tokens=9") == ("max_new_tokens", 9)
+    assert setting("temperature 0.7") == ("temperature", 0.7) and setting("--max-new-tokens=9") == (
+        "max_new_tokens",
+        9,
+    )
     assert setting("top_k off") == ("top_k", None)
 
 
 def test_text_of_a_model_commands_no_terminal():
-    assert harmless("a\x1b]0;owned\x07\x1b[2Jb\x9b31m\r\nc\td\u202e\x7f") == "a]0;owned[2Jb31m\nc\td"
+    assert (
+        harmless("a\x1b]0;owned\x07\x1b[2Jb\x9b31m\r\nc\td\u202e\x7f") == "a]0;owned[2Jb31m\nc\td"
+    )
     assert harmless("né 東京 🙂\u200d") == "né 東京 🙂\u200d"
 
 
@@ -189,15 +227,33 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(monkeypatch, lines, code, asked
 
 
 def test_generate_answers_questions_by_the_template(folder, tmp_path):
-    words = ["generate", str(folder), "--prompt", "hi", "--max-new-tokens", "8", "--temperature", "0", "--json"]
+    words = [
+        "generate",
+        str(folder),
+        "--prompt",
+        "hi",
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "0",
+        "--json",
+    ]
     refused = CliRunner().invoke(cli, [*words, "--chat"], standalone_mode=False)
-    assert isinstance(refused.exception, UserError) and "no chat template" in refused.exception.problem
+    assert (
+        isinstance(refused.exception, UserError) and "no chat template" in refused.exception.problem
+    )
     tuned = make_model(tmp_path)
-    (tuned / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
-    told = json.loads(CliRunner().invoke(cli, ["generate", str(tuned), *words[2:], "--chat"]).stdout)
+    (tuned / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    told = json.loads(
+        CliRunner().invoke(cli, ["generate", str(tuned), *words[2:], "--chat"]).stdout
+    )
     decoder, tokenizer = load_model(tuned)
     asked = [*tokenizer.encode("hi"), tokenizer.eos_id]
-    expected = "".join(continued(decoder, tokenizer, asked, Sampling(max_new_tokens=8, temperature=0.0)))
+    expected = "".join(
+        continued(decoder, tokenizer, asked, Sampling(max_new_tokens=8, temperature=0.0))
+    )
     assert told == {"results": [{"prompt": "hi", "text": expected}]}
 
 

@@ -23,8 +23,11 @@ def here(tmp_path, monkeypatch):
     for name in "ab":
         run = make_run(Path("runs") / name, 10)
         (run / "events.jsonl").touch()
-        (run / "plan.json").write_text(json.dumps({"data": {"prepared": str(tmp_path / "prepared" / name)},
-                                                   "model": {"source": None}}))  # fmt: skip
+        (run / "plan.json").write_text(
+            json.dumps(
+                {"data": {"prepared": str(tmp_path / "prepared" / name)}, "model": {"source": None}}
+            )
+        )
         dataset(name)
     dataset("unused")
     for place in (Path(), Path("prepared"), Path("runs"), Path("runs/a/checkpoints")):
@@ -55,7 +58,11 @@ def left(folder):
 
 def test_a_dry_run_and_a_question_without_an_answer_delete_nothing(here):
     before = left(here)
-    for words in (("clean", "--dry-run"), ("rm", "a", "--dry-run"), ("clean", "--dry-run", "--json")):
+    for words in (
+        ("clean", "--dry-run"),
+        ("rm", "a", "--dry-run"),
+        ("clean", "--dry-run", "--json"),
+    ):
         assert call(*words).exit_code == 0
     for words in (("clean",), ("rm", "a")):
         error = call(*words).exception
@@ -68,13 +75,22 @@ def test_clean_deletes_what_no_run_uses(here):
     listed = json.loads(shown.stdout)
     done = call("clean", "--yes", "--json")
     gone = json.loads(done.stdout)
-    assert gone["deleted"] == listed["deleted"] and (listed["dry_run"], gone["dry_run"]) == (True, False)
+    assert gone["deleted"] == listed["deleted"] and (listed["dry_run"], gone["dry_run"]) == (
+        True,
+        False,
+    )
     kinds = sorted(one["kind"] for one in gone["deleted"])
     assert kinds == ["cache", "draft", "draft", "draft", "draft", "prepared dataset"]
     assert gone["bytes"] == sum(one["bytes"] for one in gone["deleted"]) == 1002 + 100
-    assert sorted(path.name for path in Path("prepared").iterdir()) == [f".tmp-mine-{os.getpid()}", "a", "b"]
+    assert sorted(path.name for path in Path("prepared").iterdir()) == [
+        f".tmp-mine-{os.getpid()}",
+        "a",
+        "b",
+    ]
     assert not list(here.rglob(".tmp-old*")) and len(list(here.rglob(".tmp-mine*"))) == 4
-    assert Path(".tmp-notes").exists() and [path.name for path in cache_folder().iterdir()] == ["attention-new.so"]
+    assert Path(".tmp-notes").exists() and [path.name for path in cache_folder().iterdir()] == [
+        "attention-new.so"
+    ]
     assert "nothing to delete" in call("clean").output
 
 
@@ -119,7 +135,9 @@ def test_rm_refuses_a_run_in_progress_and_other_folders(here):
     with locked(RunFolder(here / "runs/a")):
         error = call("rm", "b", "a", "--yes").exception
         assert isinstance(error, UserError) and "bloomery stop" in error.fix
-        assert Path("runs/a").exists() and Path("runs/b").exists(), "all are checked before one is deleted"
+        assert Path("runs/a").exists() and Path("runs/b").exists(), (
+            "all are checked before one is deleted"
+        )
     project = here / "project"
     project.mkdir()
     (project / "recipe.yaml").write_text("model: {}")

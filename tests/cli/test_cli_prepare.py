@@ -63,16 +63,36 @@ def test_each_of_several_sources_is_told_with_its_weight(workshop):
 def test_the_role_of_every_file_is_one_line(workshop):
     (workshop / "d").mkdir()
     for name, rows in {"train": 60, "validation": 8, "test": 5}.items():
-        lines = [json.dumps({"text": f"{name} sentence number {row}, {row * row}"}) for row in range(rows)]
+        lines = [
+            json.dumps({"text": f"{name} sentence number {row}, {row * row}"})
+            for row in range(rows)
+        ]
         if name == "train":  # repeats of the validation set
-            lines += [json.dumps({"text": f"validation sentence number {row}, {row * row}"}) for row in (1, 4)]
+            lines += [
+                json.dumps({"text": f"validation sentence number {row}, {row * row}"})
+                for row in (1, 4)
+            ]
         (workshop / "d" / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    output = typed("prepare", "small.yaml", "data.path=d", "data.glob=*.jsonl", "data.validation=auto", "--check")
+    output = typed(
+        "prepare",
+        "small.yaml",
+        "data.path=d",
+        "data.glob=*.jsonl",
+        "data.validation=auto",
+        "--check",
+    )
     roles = "training: d/train.jsonl; validation: d/validation.jsonl; left out: d/test.jsonl"
     assert f"files      {roles}\n" in output
     assert "dataset    60 documents for training, 8 for validation, 2 left out" in output
-    assert output.count("warning    d/train.jsonl: 2 rows are also in the validation set; not trained on\n") == 1
-    again = typed("prepare", "small.yaml", "data.path=d", "data.glob=*.jsonl", "data.validation=auto")
+    assert (
+        output.count(
+            "warning    d/train.jsonl: 2 rows are also in the validation set; not trained on\n"
+        )
+        == 1
+    )
+    again = typed(
+        "prepare", "small.yaml", "data.path=d", "data.glob=*.jsonl", "data.validation=auto"
+    )
     assert roles in again and "d/train.jsonl: 2 rows are also" in again
 
 
@@ -111,7 +131,12 @@ LONG = " ".join(str(n * n) for n in range(40, 80))
 
 
 def talk(question: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def write_chat(folder: Path, rows: list[dict], objective: str = "sft", length: int = 64) -> None:
@@ -120,11 +145,16 @@ def write_chat(folder: Path, rows: list[dict], objective: str = "sft", length: i
 
 
 def test_preview_shows_what_is_learned(workshop):
-    write_chat(workshop, [talk("what?", "this \x1b[31m"), {"messages": [{"role": "asistant", "content": "a"}]}])
+    write_chat(
+        workshop,
+        [talk("what?", "this \x1b[31m"), {"messages": [{"role": "asistant", "content": "a"}]}],
+    )
     with pytest.raises(UserError, match="did you mean assistant"):
         typed("prepare", "chat.yaml", "--preview", "3")
     output = typed("prepare", "chat.yaml", "--preview", "3", "data.on_error=skip")
-    (line,) = [line for line in output.splitlines() if "⟧" in line and not line.startswith("loss on")]
+    (line,) = [
+        line for line in output.splitlines() if "⟧" in line and not line.startswith("loss on")
+    ]
     learned = line[line.index("⟦") + 1 : line.index("⟧")].replace("¦", "")
     assert learned == "this \\x1b[31m<|im_end|>"
     assert "what?" in output[: output.index("⟦")].replace("¦", "")
@@ -133,11 +163,15 @@ def test_preview_shows_what_is_learned(workshop):
 
 
 def test_preview_shows_both_sides_of_a_pair_and_what_is_left_out(workshop):
-    write_chat(workshop, [{"prompt": LONG, "chosen": "yes, and " + LONG, "rejected": "no"}], "dpo", 24)
+    write_chat(
+        workshop, [{"prompt": LONG, "chosen": "yes, and " + LONG, "rejected": "no"}], "dpo", 24
+    )
     output = typed("prepare", "chat.yaml", "--preview", "1")
     assert "rows.jsonl:1 (chosen)" in output
     assert "rows.jsonl:1 (rejected)" in output
-    assert output.count("left out: no loss tokens on one side of the pair after truncation to 24") == 2
+    assert (
+        output.count("left out: no loss tokens on one side of the pair after truncation to 24") == 2
+    )
 
 
 def test_check_tells_what_is_wrong_with_conversations(workshop):

@@ -20,9 +20,17 @@ from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Recipe
 
 FORGATHER = {  # hidden from --help
-    "--max-steps", "--train-epochs", "--models-dir", "--model-name", "--dataset-proj", "--dataset-config",
-    "--safe-load", "--gradient-checkpointing", "--log-peak-memory", "--chat-template",
-}  # fmt: skip
+    "--max-steps",
+    "--train-epochs",
+    "--models-dir",
+    "--model-name",
+    "--dataset-proj",
+    "--dataset-config",
+    "--safe-load",
+    "--gradient-checkpointing",
+    "--log-peak-memory",
+    "--chat-template",
+}
 FLAGS = {
     "completion": set(),
     "demo": {"--json", "--run-dir"},
@@ -38,87 +46,236 @@ FLAGS = {
     "plan": {"--model", "--data", "--gpu", "--gpus", "--nodes", "--simulate", "--json"},
     "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
     "train": {
-        "--model", "--data", "--run-dir", "-d", "--devices", "--dry-run", "--smoke-test", "--recover", *FORGATHER,
+        "--model",
+        "--data",
+        "--run-dir",
+        "-d",
+        "--devices",
+        "--dry-run",
+        "--smoke-test",
+        "--recover",
+        *FORGATHER,
     },
     "resume": {"--from", "--recover", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},
     "eval": {
-        "--data", "--step", "--no-bos", "--template", "--json", "-d", "--devices", "--quantize", "--task", "--against",
-        "--shots", "--limit", "--chat", "--extract", "--max-new-tokens", "--stop", "--temperature", "--seed",
-        "--outputs", "--samples", "--run-code", "--lm-eval", "--include-path",
+        "--data",
+        "--step",
+        "--no-bos",
+        "--template",
+        "--json",
+        "-d",
+        "--devices",
+        "--quantize",
+        "--task",
+        "--against",
+        "--shots",
+        "--limit",
+        "--chat",
+        "--extract",
+        "--max-new-tokens",
+        "--stop",
+        "--temperature",
+        "--seed",
+        "--outputs",
+        "--samples",
+        "--run-code",
+        "--lm-eval",
+        "--include-path",
     },
     "generate": {
-        "--prompt", "--prompts", "--chat", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
-        "--repetition-penalty", "--stop", "--seed", "--step", "--json", "-d", "--devices", "--quantize",
-        "--prompt-lookup", "--draft", "--json-schema", "--jsonl",
+        "--prompt",
+        "--prompts",
+        "--chat",
+        "--max-new-tokens",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--min-p",
+        "--repetition-penalty",
+        "--stop",
+        "--seed",
+        "--step",
+        "--json",
+        "-d",
+        "--devices",
+        "--quantize",
+        "--prompt-lookup",
+        "--draft",
+        "--json-schema",
+        "--jsonl",
     },
     "export": {
-        "--to", "--out", "--type", "--quantize", "--quant", "--weights", "--vocabulary", "--step", "--verify",
-        "--no-verify", "-d", "--devices",
+        "--to",
+        "--out",
+        "--type",
+        "--quantize",
+        "--quant",
+        "--weights",
+        "--vocabulary",
+        "--step",
+        "--verify",
+        "--no-verify",
+        "-d",
+        "--devices",
     },
     "chat": {
-        "--system", "--template", "--step", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p",
-        "--repetition-penalty", "--seed", "-d", "--devices", "--quantize", "--prompt-lookup", "--draft",
+        "--system",
+        "--template",
+        "--step",
+        "--max-new-tokens",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--min-p",
+        "--repetition-penalty",
+        "--seed",
+        "-d",
+        "--devices",
+        "--quantize",
+        "--prompt-lookup",
+        "--draft",
     },
     "import": {"--out", "--type"},
     "convert": {
-        "--to", "--dtype", "--max-length", "-t", "--template", "--enable-checkpoint", "--add-tokens", "--step",
-        "--verify", "--no-verify", "-d", "--devices",
+        "--to",
+        "--dtype",
+        "--max-length",
+        "-t",
+        "--template",
+        "--enable-checkpoint",
+        "--add-tokens",
+        "--step",
+        "--verify",
+        "--no-verify",
+        "-d",
+        "--devices",
     },
     "merge": {
-        "--method", "--weights", "--base", "--density", "--out", "--type", "--verify", "--no-verify", "-d", "--devices",
+        "--method",
+        "--weights",
+        "--base",
+        "--density",
+        "--out",
+        "--type",
+        "--verify",
+        "--no-verify",
+        "-d",
+        "--devices",
     },
     "push": {"--public", "--dry-run"},
     "serve": {
-        "--adapter", "--host", "--port", "--open", "--template", "--max-requests", "--max-queue", "--max-context",
-        "--max-new-tokens", "--max-seconds", "--max-body", "--step", "-d", "--devices", "--quantize",
-        "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed",
+        "--adapter",
+        "--host",
+        "--port",
+        "--open",
+        "--template",
+        "--max-requests",
+        "--max-queue",
+        "--max-context",
+        "--max-new-tokens",
+        "--max-seconds",
+        "--max-body",
+        "--step",
+        "-d",
+        "--devices",
+        "--quantize",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--min-p",
+        "--repetition-penalty",
+        "--seed",
     },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
     "report": {"--data", "--prompt", "--template", "--out", "-d", "--devices"},
-    "runs rm": {"-y", "--yes", "--dry-run", "--json"}, "runs clean": {"-y", "--yes", "--dry-run", "--json"},
-}  # fmt: skip
+    "runs rm": {"-y", "--yes", "--dry-run", "--json"},
+    "runs clean": {"-y", "--yes", "--dry-run", "--json"},
+}
 DEFAULTS = {
     "optimizer": {
-        "kind": "adamw", "learning_rate": 5e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1,
-        "state_dtype": "float32", "paged": False, "offload": False, "fused_backward": False,
+        "kind": "adamw",
+        "learning_rate": 5e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "state_dtype": "float32",
+        "paged": False,
+        "offload": False,
+        "fused_backward": False,
         "stochastic_rounding": False,
         "schedule": "cosine",
     },
     "train": {
-        "tokens_per_step": "auto", "micro_batch_size": "auto", "precision": "auto", "compile": "auto",
+        "tokens_per_step": "auto",
+        "micro_batch_size": "auto",
+        "precision": "auto",
+        "compile": "auto",
         "attention": "auto",
-        "activation_checkpointing": "auto", "offload_activations": False, "max_grad_norm": 1.0, "seed": 0,
+        "activation_checkpointing": "auto",
+        "offload_activations": False,
+        "max_grad_norm": 1.0,
+        "seed": 0,
         "deterministic": "auto",
     },
     "parallel": {
-        "replicate": "auto", "shard": "auto", "tensor": 1, "context": 1, "pipeline": 1, "pipeline_schedule": "1f1b",
+        "replicate": "auto",
+        "shard": "auto",
+        "tensor": 1,
+        "context": 1,
+        "pipeline": 1,
+        "pipeline_schedule": "1f1b",
         "pipeline_microbatches": "auto",
     },
     "data": {
-        "sequence_length": 1024, "validation": "auto", "packing": True, "num_proc": "auto", "pin_memory": "auto",
-        "prefetch": "auto", "on_error": "stop",
+        "sequence_length": 1024,
+        "validation": "auto",
+        "packing": True,
+        "num_proc": "auto",
+        "pin_memory": "auto",
+        "prefetch": "auto",
+        "on_error": "stop",
     },
-    "eval": {"early_stopping_patience": "none"}, "sample": {"prompts": [], "max_new_tokens": 200, "temperature": 0.8,
-        "top_p": 0.95},
+    "eval": {"early_stopping_patience": "none"},
+    "sample": {"prompts": [], "max_new_tokens": 200, "temperature": 0.8, "top_p": 0.95},
     "checkpoint": {"keep": 3, "async_save": "auto"},
     "quantize": {"kind": "none"},
     "adapter": {"kind": "none"},
     "objective": {"kind": "pretrain"},
-}  # fmt: skip
-LENGTHS = {"checkpoint.every": "1,000 steps", "eval.every": "500 steps", "logging.every": "10 steps"}
+}
+LENGTHS = {
+    "checkpoint.every": "1,000 steps",
+    "eval.every": "500 steps",
+    "logging.every": "10 steps",
+}
 EVENTS = {
-    "RunStarted", "Phase", "StepDone", "EvalDone", "Sampled", "Saved", "DeviceStats", "Warned", "Recovered", "Resumed",
+    "RunStarted",
+    "Phase",
+    "StepDone",
+    "EvalDone",
+    "Sampled",
+    "Saved",
+    "DeviceStats",
+    "Warned",
+    "Recovered",
+    "Resumed",
     "RunEnded",
     "TaskDone",  # of `bloomery eval`
     "StepHealth",  # came later: what a diagnosis of a run reads
-}  # fmt: skip
+}
 STEP = {
-    "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "sequences_per_second", "step_seconds",
-    "data_wait_seconds", "memory_gib",
-}  # fmt: skip
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens",
+    "tokens_per_second",
+    "sequences_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "memory_gib",
+}
 TINY = """
 model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 1, num_heads: 2, max_positions: 64}
 tokenizer: {train: {vocab_size: 300}}
@@ -143,21 +300,29 @@ def test_verbs_and_flags():
     commands = leaves(cli)
     assert set(commands) == set(FLAGS)
     for words, flags in FLAGS.items():
-        options = [parameter for parameter in commands[words].params if isinstance(parameter, click.Option)]
+        options = [
+            parameter for parameter in commands[words].params if isinstance(parameter, click.Option)
+        ]
         known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
         assert flags == known, words
 
 
 def test_the_flags_of_forgather_work_and_are_hidden():
     train = leaves(cli)["train"]
-    hidden = {name for option in train.params if getattr(option, "hidden", False) for name in option.opts}
+    hidden = {
+        name for option in train.params if getattr(option, "hidden", False) for name in option.opts
+    }
     assert hidden == FORGATHER
 
 
 @pytest.mark.parametrize("name", sorted(FLAGS))
 def test_help_is_a_short_sentence_for_each_command_and_option(name):
     command = leaves(cli)[name]
-    lines = [option.help for option in command.params if isinstance(option, click.Option) and not option.hidden]
+    lines = [
+        option.help
+        for option in command.params
+        if isinstance(option, click.Option) and not option.hidden
+    ]
     lines += [COMMANDS[name][1]] if name in COMMANDS else [command.help.splitlines()[0]]
     for line in lines:
         text = line.partition(" [")[0]  # the default
@@ -166,7 +331,9 @@ def test_help_is_a_short_sentence_for_each_command_and_option(name):
 
 
 def test_defaults_of_a_recipe():
-    recipe = Recipe.model_validate({"model": {"preset": "go-coder-tiny"}, "data": {"path": "corpus"}})
+    recipe = Recipe.model_validate(
+        {"model": {"preset": "go-coder-tiny"}, "data": {"path": "corpus"}}
+    )
     for section, defaults in DEFAULTS.items():
         said = getattr(recipe, section)
         assert {key: getattr(said, key) for key in defaults} == defaults, section
@@ -185,7 +352,14 @@ def test_events_and_the_fields_of_a_step():
 def test_keys_of_the_demo():
     """It takes two minutes, so its source has to do."""
     source = inspect.getsource(evaluate_demo)
-    for key in ("bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "seconds", "report", "folder"):
+    for key in (
+        "bits_per_byte",
+        "gzip_bits_per_byte",
+        "xz_bits_per_byte",
+        "seconds",
+        "report",
+        "folder",
+    ):
         assert f'"{key}":' in source
 
 
@@ -193,7 +367,17 @@ def test_keys_of_the_demo():
     ("words", "code"),
     [
         (["plan", "go-coder-tiny", "--gpu", "RX 6700 XT"], 0),
-        (["plan", "go-coder-125m", "model.hidden_size=16384", "model.num_layers=64", "--gpu", "RX 6600"], 1),
+        (
+            [
+                "plan",
+                "go-coder-125m",
+                "model.hidden_size=16384",
+                "model.num_layers=64",
+                "--gpu",
+                "RX 6600",
+            ],
+            1,
+        ),
         (["plan", "go-coder-tiny", "--gpu", "a toaster"], 2),
         (["plan", "no-such-recipe"], 2),
         (["plan", "go-coder-tiny", "objective.kind=ppo"], 2),
@@ -222,9 +406,18 @@ def workshop(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("workshop")
     (folder / "text").mkdir()
     for number in range(12):
-        (folder / f"text/{number}.txt").write_text(" ".join(f"the cat {number} sat on mat {n}" for n in range(30)))
+        (folder / f"text/{number}.txt").write_text(
+            " ".join(f"the cat {number} sat on mat {n}" for n in range(30))
+        )
     (folder / "tiny.yaml").write_text(TINY)
-    command = [sys.executable, "-m", "bloomery", "train", "tiny.yaml", "logging.trackers=[tensorboard]"]
+    command = [
+        sys.executable,
+        "-m",
+        "bloomery",
+        "train",
+        "tiny.yaml",
+        "logging.trackers=[tensorboard]",
+    ]
     done = preloaded.run(command, cwd=folder, text=True)
     assert done.returncode == 0, done.stderr
     return folder
@@ -240,23 +433,39 @@ def test_places(workshop):
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", run.name)
     files = {path.name for path in run.iterdir()}
     assert {
-        "recipe.yaml", "plan.json", "machine.json", "events.jsonl", "log.txt", "metrics.json", "tensorboard",
-        "checkpoints", "lock",
-    } <= files  # fmt: skip
-    assert {"step-00000002", "step-00000003"} <= {path.name for path in (run / "checkpoints").iterdir()}
+        "recipe.yaml",
+        "plan.json",
+        "machine.json",
+        "events.jsonl",
+        "log.txt",
+        "metrics.json",
+        "tensorboard",
+        "checkpoints",
+        "lock",
+    } <= files
+    assert {"step-00000002", "step-00000003"} <= {
+        path.name for path in (run / "checkpoints").iterdir()
+    }
     (prepared,) = (workshop / "prepared").iterdir()
     assert re.fullmatch(r"tiny-[0-9a-f]{8}", prepared.name)
-    assert {"tokenizer.json", "manifest.json", "train-00000.bin"} <= {path.name for path in prepared.iterdir()}
+    assert {"tokenizer.json", "manifest.json", "train-00000.bin"} <= {
+        path.name for path in prepared.iterdir()
+    }
 
 
 def test_every_step_has_its_event_before_its_checkpoint(workshop):
-    lines = [json.loads(line) for line in (the_run(workshop) / "events.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (the_run(workshop) / "events.jsonl").read_text().splitlines()
+    ]
     assert all({"event", "step", "time"} <= set(line) and line["event"] in EVENTS for line in lines)
     steps = [line for line in lines if line["event"] == "StepDone"]
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(set(line) >= STEP | {"event", "step", "time"} for line in steps)
     for saved in (at for at, line in enumerate(lines) if line["event"] == "Saved"):
-        assert any(line["event"] == "StepDone" and line["step"] == lines[saved]["step"] for line in lines[:saved])
+        assert any(
+            line["event"] == "StepDone" and line["step"] == lines[saved]["step"]
+            for line in lines[:saved]
+        )
     assert lines[-1]["event"] == "RunEnded" and lines[-1]["status"] == "done"
 
 
@@ -265,7 +474,10 @@ def test_paths_are_absolute_in_the_plan_and_the_run_keeps_its_recipe(workshop):
     assert read_plan(run / "plan.json").data.prepared.is_absolute()
     recipe = load_recipe(run / "recipe.yaml").recipe
     assert recipe.data.path == str(workshop / "text")
-    assert len([event for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)]) == 3
+    assert (
+        len([event for event in read_events(run / "events.jsonl") if isinstance(event, StepDone)])
+        == 3
+    )
 
 
 def asked(workshop, monkeypatch, *words):
@@ -278,18 +490,32 @@ def test_json_of_a_run(workshop, monkeypatch):
     run = the_run(workshop).name
     told = asked(workshop, monkeypatch, "eval", "last", "--json")
     assert list(told) == ["loss", "perplexity", "bits_per_byte", "tokens", "bytes"]
-    text = asked(workshop, monkeypatch, "generate", run, "--prompt", "the", "--max-new-tokens", "3", "--json")
+    text = asked(
+        workshop, monkeypatch, "generate", run, "--prompt", "the", "--max-new-tokens", "3", "--json"
+    )
     assert set(text["results"][0]) == {"prompt", "text"}
     (line,) = asked(workshop, monkeypatch, "runs", "--json")["runs"]
-    assert {"name", "state", "step", "steps", "loss", "bits_per_byte", "bytes", "command"} == set(line)
+    assert {"name", "state", "step", "steps", "loss", "bits_per_byte", "bytes", "command"} == set(
+        line
+    )
 
 
 def test_json_of_the_doctor(workshop, monkeypatch):
     told = asked(workshop, monkeypatch, "doctor", "--json")
     assert list(told) == ["ready", "findings", "machine", "then"]
     machine = json.loads((the_run(workshop) / "machine.json").read_text())
-    assert set(told["machine"]) == set(machine) and set(told["machine"]["host"]) == set(machine["host"])
-    assert list(told["then"]) == ["recipe", "waits", "problem", "fits", "memory", "seconds", "choices"]
+    assert set(told["machine"]) == set(machine) and set(told["machine"]["host"]) == set(
+        machine["host"]
+    )
+    assert list(told["then"]) == [
+        "recipe",
+        "waits",
+        "problem",
+        "fits",
+        "memory",
+        "seconds",
+        "choices",
+    ]
 
 
 def test_a_folder_that_holds_a_run_is_refused_naming_resume(workshop, monkeypatch, capsys):

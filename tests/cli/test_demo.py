@@ -30,7 +30,13 @@ class Watched:
         self._end, theirs = pty.openpty()
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
         self.process = subprocess.Popen(
-            words, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+            words,
+            cwd=folder,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
         )
         os.close(theirs)
         self._heard = time.monotonic()
@@ -92,11 +98,15 @@ def test_it_shows_life_at_once_and_while_it_prepares(tmp_path):
     assert demo.silence < NEXT_SECONDS
 
 
-@pytest.mark.parametrize(("event", "shown"), [
-    (Phase(name="tokenizer", done=1, total=4), "training the tokenizer 25%"),
-    (Phase(name="checksums", done=4, total=4), "loading PyTorch and the model"),
-    (Phase(name="compile"), "compile"), (Phase(name="length", done=3, total=240), ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("event", "shown"),
+    [
+        (Phase(name="tokenizer", done=1, total=4), "training the tokenizer 25%"),
+        (Phase(name="checksums", done=4, total=4), "loading PyTorch and the model"),
+        (Phase(name="compile"), "compile"),
+        (Phase(name="length", done=3, total=240), ""),
+    ],
+)
 def test_the_status_names_what_runs(event, shown):
     assert progress_text(event) == shown
 
@@ -115,16 +125,23 @@ def workshop(folder: Path) -> dict[str, str]:
     (folder / "my-code").mkdir()
     for number in range(40):
         body = "".join(f"\tx{line} := {line * number} + {line}\n" for line in range(60))
-        (folder / "my-code" / f"file{number}.go").write_text(f"package main\n\nfunc f{number}() {{\n{body}}}\n")
+        (folder / "my-code" / f"file{number}.go").write_text(
+            f"package main\n\nfunc f{number}() {{\n{body}}}\n"
+        )
     return os.environ | {"HOME": str(folder), "PATH": "/usr/bin:/bin"}
 
 
 def run_as_printed(steps: list[str], folder: Path, environment: dict[str, str]) -> str:
     """The last command in one shell with those before it; fails when one of them does."""
     done = subprocess.run(
-        ["bash", "-ec", "\n".join(steps)], cwd=folder, env=environment, capture_output=True, text=True, check=False,
+        ["bash", "-ec", "\n".join(steps)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=1200,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -139,9 +156,13 @@ def test_the_printed_next_steps_are_found_and_run(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     activate, generate, chat, train, plan = printed_steps(Path("runs/demo"), capsys)
     assert activate.startswith("source ") and chat == "bloomery demo chat" and "my-code" in train
-    assert run_as_printed([activate, generate], tmp_path, environment).startswith("def read_json(path):")
+    assert run_as_printed([activate, generate], tmp_path, environment).startswith(
+        "def read_json(path):"
+    )
     assert "RX 6700 XT" in run_as_printed([activate, plan], tmp_path, environment)
-    assert "data.path=~/my-code" in run_as_printed([activate, f"{train} --dry-run"], tmp_path, environment)
+    assert "data.path=~/my-code" in run_as_printed(
+        [activate, f"{train} --dry-run"], tmp_path, environment
+    )
 
 
 @pytest.mark.soak
@@ -157,10 +178,17 @@ def test_the_whole_demo_is_never_silent_and_all_its_next_steps_run(tmp_path, mon
     assert demo.process.returncode == 0, demo.text[-2000:]
     assert demo.silence < NEXT_SECONDS
     below = demo.text.rpartition("\nnext ")[2].splitlines()
-    steps = [re.split(r"\s{2,}", line[6 if at == 0 else 11 :])[0] for at, line in enumerate(below) if line.strip()]
+    steps = [
+        re.split(r"\s{2,}", line[6 if at == 0 else 11 :])[0]
+        for at, line in enumerate(below)
+        if line.strip()
+    ]
     assert len(steps) == 5
     (file,) = (tmp_path / "runs/demo/export").glob("*.gguf")
-    assert f"\ngguf       {file.relative_to(tmp_path)} " in demo.text and "write the same text" in demo.text
+    assert (
+        f"\ngguf       {file.relative_to(tmp_path)} " in demo.text
+        and "write the same text" in demo.text
+    )
     assert "and from the GGUF file" in (tmp_path / "runs/demo/report.html").read_text()
     for step in steps[1:]:
         run_as_printed([steps[0], step], tmp_path, environment)

@@ -60,14 +60,23 @@ def test_a_finished_first_demo_is_found_and_a_killed_one_is_not(tmp_path, monkey
 def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     """Two trainings in processes of their own, so it takes longer than others."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen}))
+    monkeypatch.setattr(
+        demo, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen})
+    )
     monkeypatch.setattr(demo_chat, "NUM_PROMPTS", 4)
     monkeypatch.setattr(demo_chat, "MAX_TOKENS", 40)
     run = make_run(tmp_path / "runs/demo", 1)
     with EventLog(run / "events.jsonl") as emit:
         emit(RunEnded(step=1, status="done"))
-    rows = [{"messages": [{"role": "user", "content": f"f {n}"}, {"role": "assistant", "content": f"def f{n}(x): x"}]}
-            for n in range(40)]  # fmt: skip
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"f {n}"},
+                {"role": "assistant", "content": f"def f{n}(x): x"},
+            ]
+        }
+        for n in range(40)
+    ]
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "lora.yaml").write_text(LORA)
     (tmp_path / "full.yaml").write_text(FULL)
@@ -78,7 +87,9 @@ def test_the_demo_from_base_to_reports(tmp_path, monkeypatch):
     base, lora, full = result["models"]
     assert (base["name"], lora["name"], full["name"]) == ("base", "lora", "full")
     assert base["trainable"] is None and 0 < lora["trainable"] < full["trainable"]
-    assert base["loss"] != lora["loss"] != full["loss"] and all(m["memory_gib"] > 0 for m in (lora, full))
+    assert base["loss"] != lora["loss"] != full["loss"] and all(
+        m["memory_gib"] > 0 for m in (lora, full)
+    )
     assert "LoRA, rank 16" in told.stderr and "full fine-tuning" in told.stderr
     assert max(map(len, told.stderr.splitlines())) <= 100
     pages = [html.unescape(Path(report).read_text()) for report in result["reports"]]

@@ -31,10 +31,15 @@ def test_the_page_of_the_wrong_wheel():
     assert lines[3] == "torch     2.13.0+cu130 · Python 3.12.4 · ~/go-coder/.venv"
     assert lines[4] == "access    /dev/kfd and /dev/dri/renderD128: read-write"
     assert lines[6] == "1  blocks PyTorch finds no GPU: CUDA build installed"
-    assert "   fix    pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ \\" in lines
+    assert (
+        "   fix    pip install --force-reinstall --index-url https://stable.repo.amd.com/rocm/whl-next/ \\"
+        in lines
+    )
     assert "              'torch[device-gfx1031]==2.13.0+rocm10.0.0'" in lines
     assert "   found  ~/.bashrc line 118" in lines
-    assert any(line.startswith("then      float16 + loss scaling · blockwise attention") for line in lines)
+    assert any(
+        line.startswith("then      float16 + loss scaling · blockwise attention") for line in lines
+    )
     assert "go-coder-125m fits (" in done.output
     assert lines[-1].endswith("exit 1")
 
@@ -42,7 +47,9 @@ def test_the_page_of_the_wrong_wheel():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_a_hundred_columns_wide_and_says_how_it_ends(name):
     done = doctor("--machine", record(name))
-    assert max(map(len, done.output.splitlines())) <= 100, [li for li in done.output.splitlines() if len(li) > 100]
+    assert max(map(len, done.output.splitlines())) <= 100, [
+        li for li in done.output.splitlines() if len(li) > 100
+    ]
     assert done.output.splitlines()[-1].endswith(f"exit {done.return_value}")
     assert done.output.startswith("Not ready: " if done.return_value else "Ready")
 
@@ -53,8 +60,19 @@ def test_the_json_holds_what_the_contract_says(name):
     told = json.loads(done.output)
     assert told.keys() == {"ready", "findings", "machine", "then"}
     assert told["ready"] == (done.return_value == 0)
-    assert told["then"].keys() == {"recipe", "waits", "problem", "fits", "memory", "seconds", "choices"}
-    assert {choice["key"] for choice in told["then"]["choices"]} >= {"train.precision", "train.attention"}
+    assert told["then"].keys() == {
+        "recipe",
+        "waits",
+        "problem",
+        "fits",
+        "memory",
+        "seconds",
+        "choices",
+    }
+    assert {choice["key"] for choice in told["then"]["choices"]} >= {
+        "train.precision",
+        "train.attention",
+    }
     for finding in told["findings"]:
         assert finding.keys() == {"id", "level", "what", "evidence", "fix", "verify"}
         assert finding["level"] in ("blocks", "slows", "note")
@@ -66,13 +84,20 @@ def test_the_machine_of_the_json_is_one_to_diagnose_and_says_the_same(name, tmp_
     first = doctor("--machine", record(name), "--json").output
     (tmp_path / "told.json").write_text(first)
     again = json.loads(doctor("--machine", str(tmp_path / "told.json"), "--json").output)
-    assert [finding["id"] for finding in again["findings"]] == [one["id"] for one in json.loads(first)["findings"]]
-    assert again["then"] == json.loads(first)["then"] and again["machine"] == json.loads(first)["machine"]
+    assert [finding["id"] for finding in again["findings"]] == [
+        one["id"] for one in json.loads(first)["findings"]
+    ]
+    assert (
+        again["then"] == json.loads(first)["then"]
+        and again["machine"] == json.loads(first)["machine"]
+    )
 
 
 def test_then_says_as_json_what_it_says_to_people():
     said = doctor("--machine", record("rx-6700-xt-wrong-wheel-override")).output
-    told = json.loads(doctor("--machine", record("rx-6700-xt-wrong-wheel-override"), "--json").output)["then"]
+    told = json.loads(
+        doctor("--machine", record("rx-6700-xt-wrong-wheel-override"), "--json").output
+    )["then"]
     assert told["fits"] and f"{told['recipe']} fits" in said
     total, limit = told["memory"]["total"]["value"], told["memory"]["limit"]
     assert f"({total:.1f} of {limit:.1f} GiB)" in said
@@ -111,7 +136,9 @@ def test_this_machine_is_examined_in_under_five_seconds_without_torch():
         "print(json.dumps(['torch' in sys.modules, code]), file=sys.stderr)"
     )
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert time.monotonic() - began < 5
     told = json.loads(done.stdout)
     torch_was_imported, code = json.loads(done.stderr.splitlines()[-1])
@@ -130,7 +157,9 @@ def test_a_card_that_is_closed_is_planned_as_it_will_be(tmp_path):
 
 def words_of(command: str) -> list[str]:
     """As a shell reads them."""
-    done = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True
+    )
     return done.stdout.splitlines()
 
 
@@ -157,7 +186,12 @@ def test_remarks_stand_in_a_column():
 
 
 def test_a_message_is_explained():
-    done = doctor("--explain", "RuntimeError: HIP error: invalid device function", "--machine", record("rx-6700-xt"))
+    done = doctor(
+        "--explain",
+        "RuntimeError: HIP error: invalid device function",
+        "--machine",
+        record("rx-6700-xt"),
+    )
     assert done.return_value == 0
     assert done.output.startswith("1  blocks the PyTorch wheel has no kernels for this AMD GPU")
     assert "torch[device-gfx1031]" in done.output
@@ -167,22 +201,35 @@ def test_a_message_is_explained():
 def test_a_log_file_and_a_pipe_are_read(tmp_path):
     log = tmp_path / "log.txt"
     log.write_text("step 1\nOSError: [Errno 28] No space left on device\n")
-    assert json.loads(doctor("--explain", str(log), "--json").output)["findings"][0]["id"] == "disk-full"
     assert (
-        json.loads(doctor("--explain", "-", "--json", given=log.read_text()).output)["findings"][0]["id"] == "disk-full"
+        json.loads(doctor("--explain", str(log), "--json").output)["findings"][0]["id"]
+        == "disk-full"
+    )
+    assert (
+        json.loads(doctor("--explain", "-", "--json", given=log.read_text()).output)["findings"][0][
+            "id"
+        ]
+        == "disk-full"
     )
 
 
 def test_what_nobody_knows_is_empty_for_programs_and_a_next_step_for_people():
-    assert json.loads(doctor("--explain", "the moon is made of cheese", "--json").output) == {"findings": []}
+    assert json.loads(doctor("--explain", "the moon is made of cheese", "--json").output) == {
+        "findings": []
+    }
     said = doctor("--explain", "the moon is made of cheese").output
     assert said.startswith("unknown message: bloomery doctor --bundle report.json")
 
 
 def test_one_long_line_is_a_message_and_no_name_of_a_file():
-    line = "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. " + "GPU 0 has 1.15 GiB free. " * 10
+    line = (
+        "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB. "
+        + "GPU 0 has 1.15 GiB free. " * 10
+    )
     done = doctor("--explain", line, "--json", "--machine", record("rx-6700-xt"))
-    assert done.exit_code == 0 and json.loads(done.output)["findings"][0]["id"] == "hip-out-of-memory", done.output
+    assert (
+        done.exit_code == 0 and json.loads(done.output)["findings"][0]["id"] == "hip-out-of-memory"
+    ), done.output
 
 
 def test_a_message_of_another_kind_of_machine_is_explained_too():
@@ -233,7 +280,12 @@ def test_probes_are_run_shown_and_judged(monkeypatch):
     [
         (
             "rx-6700-xt",
-            ["docker run", "--device=/dev/kfd --device=/dev/dri --group-add=992", "--ipc=host", ":rocm"],
+            [
+                "docker run",
+                "--device=/dev/kfd --device=/dev/dri --group-add=992",
+                "--ipc=host",
+                ":rocm",
+            ],
         ),
         ("container-without-kfd", ["--group-add=$(stat -c %g /dev/kfd)"]),
         ("h200", ["--gpus all", "bloomery:cuda"]),
@@ -248,7 +300,9 @@ def test_the_run_line_is_this_machines(name, words):
     for word in words:
         assert word in lines[-1]
     assert doctor("--docker", "--machine", record(name)).output.splitlines() == list(lines)
-    checked = subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, capture_output=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input="\n".join(lines), text=True, capture_output=True, check=False
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
 
 

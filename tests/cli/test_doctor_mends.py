@@ -63,12 +63,15 @@ def test_constraints_of_somebody_else_are_theirs_to_change(pip_of_a_venv, monkey
     on_a_terminal(monkeypatch)
     (pip_of_a_venv / "constraint").write_text("/srv/company.txt\n")
     with pytest.raises(UserError, match="already has a pip constraints file") as caught:
-        apply_fix(*finding_of("container-without-kfd", "torch-not-pinned"), ask=lambda question: True)
+        apply_fix(
+            *finding_of("container-without-kfd", "torch-not-pinned"), ask=lambda question: True
+        )
     assert caught.value.where == "/srv/company.txt" and "torch==" in caught.value.fix
 
 
 @pytest.mark.parametrize(
-    "name, id", [("container-without-kfd", "torch-not-pinned"), ("rx-6700-xt-wrong-wheel", "wrong-build")]
+    "name, id",
+    [("container-without-kfd", "torch-not-pinned"), ("rx-6700-xt-wrong-wheel", "wrong-build")],
 )
 def test_without_a_terminal_the_commands_are_said_instead(pip_of_a_venv, name, id):
     with pytest.raises(UserError, match="stdin is not a terminal") as caught:
@@ -85,7 +88,9 @@ def test_a_line_of_a_shell_file_is_the_users_to_change(monkeypatch):
 
 def test_a_wrong_build_is_never_pinned():
     with pytest.raises(UserError, match="wrong PyTorch is installed") as caught:
-        apply_fix(*finding_of("rx-6700-xt-wrong-wheel", "torch-not-pinned"), ask=lambda question: True)
+        apply_fix(
+            *finding_of("rx-6700-xt-wrong-wheel", "torch-not-pinned"), ask=lambda question: True
+        )
     assert "torch[device-gfx1031]" in caught.value.fix
 
 
@@ -107,7 +112,10 @@ def test_pip_is_called_after_asking(pip_of_a_venv, monkeypatch, capsys):
     apply_fix(*wrong, ask=lambda question: True)
     told = (pip_of_a_venv / "asked").read_text()
     index = "https://stable.repo.amd.com/rocm/whl-next/"
-    assert told == f":-m pip install --force-reinstall --index-url {index} torch[device-gfx1031]==2.13.0+rocm10.0.0\n"
+    assert (
+        told
+        == f":-m pip install --force-reinstall --index-url {index} torch[device-gfx1031]==2.13.0+rocm10.0.0\n"
+    )
     assert wrong[1][0].fix[0] in capsys.readouterr().out
 
 
@@ -154,7 +162,9 @@ def test_on_a_real_terminal_it_asks(tmp_path):
         "import sys, click; sys.path.insert(0, '.')\n"
         "from bloomery.cli.doctor import _agreed\nprint('said', _agreed(['pip install x'], click.confirm))"
     )
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=child, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=child, stdout=subprocess.PIPE, text=True
+    )
     os.write(parent, b"\n")
     said, _ = process.communicate(timeout=60)
     os.close(parent)
@@ -171,7 +181,9 @@ def test_a_bundle_names_nobody_and_can_be_diagnosed(tmp_path, monkeypatch):
     run = tmp_path / "runs/one"
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text("name: one\n")
-    (run / "log.txt").write_text("/home/alice/data hf_abcdefghijklmnopqrstuvwx\nalice@box: RuntimeError: No HIP GPUs\n")
+    (run / "log.txt").write_text(
+        "/home/alice/data hf_abcdefghijklmnopqrstuvwx\nalice@box: RuntimeError: No HIP GPUs\n"
+    )
     done = doctor("--machine", record("user-outside-render"), "--bundle", "report.json")
     assert done.return_value == 0
     text = (tmp_path / "report.json").read_text()
@@ -201,7 +213,12 @@ SECRETS = {
     ],
     "users": ["alice", "bob-admin"],
     "hosts": ["secretbox", "secretbox.lab.example.org", "nid01934"],
-    "addresses": ["10.12.13.14", "2001:db8:0:1:1:1:1:1", "52:54:00:12:34:56", "fe80::5054:ff:fe12:3456"],
+    "addresses": [
+        "10.12.13.14",
+        "2001:db8:0:1:1:1:1:1",
+        "52:54:00:12:34:56",
+        "fe80::5054:ff:fe12:3456",
+    ],
 }
 
 
@@ -222,11 +239,17 @@ def test_nothing_private_gets_into_a_bundle(kind, tmp_path, monkeypatch):
     run = tmp_path / "runs/one"
     run.mkdir(parents=True)
     (run / "recipe.yaml").write_text("name: one\n")
-    (run / "log.txt").write_text("\n".join([*lines, "torch 2.13.0+rocm7.2 on 127.0.0.1 at 12:34:56"]))
+    (run / "log.txt").write_text(
+        "\n".join([*lines, "torch 2.13.0+rocm7.2 on 127.0.0.1 at 12:34:56"])
+    )
     machine = read_machine(MACHINES / "mi250x-frontier-slurm.json")
     environment = {f"NCCL_{number}": line for number, line in enumerate(lines)}
-    software = machine.software.model_copy(update={"environment": environment, "prefix": "/home/alice/env"})
-    (tmp_path / "m.json").write_text(machine.model_copy(update={"software": software}).model_dump_json())
+    software = machine.software.model_copy(
+        update={"environment": environment, "prefix": "/home/alice/env"}
+    )
+    (tmp_path / "m.json").write_text(
+        machine.model_copy(update={"software": software}).model_dump_json()
+    )
     assert doctor("--machine", "m.json", "--bundle", "report.json").exception is None
     text = (tmp_path / "report.json").read_text()
     assert [secret for secret in SECRETS[kind] if secret in text] == []
@@ -237,7 +260,10 @@ def test_nothing_private_gets_into_a_bundle(kind, tmp_path, monkeypatch):
 def test_a_host_or_user_named_like_a_word_of_the_record(name, tmp_path, monkeypatch):
     monkeypatch.setattr("platform.node", lambda: name)
     monkeypatch.setenv("LOGNAME", name)
-    assert doctor("--machine", record("rx-6700-xt-wrong-wheel"), "--bundle", "report.json").exception is None
+    assert (
+        doctor("--machine", record("rx-6700-xt-wrong-wheel"), "--bundle", "report.json").exception
+        is None
+    )
     again = json.loads(doctor("--machine", "report.json", "--json").output)
     direct = json.loads(doctor("--machine", record("rx-6700-xt-wrong-wheel"), "--json").output)
     assert [one["id"] for one in again["findings"]] == [one["id"] for one in direct["findings"]]
@@ -250,4 +276,6 @@ def test_a_host_name_is_taken_out(monkeypatch):
 
 def test_a_bundle_that_cannot_be_written(tmp_path):
     with pytest.raises(UserError, match="cannot write the bundle"):
-        raise doctor("--machine", record("h200"), "--bundle", str(tmp_path / "no/such/folder.json")).exception
+        raise doctor(
+            "--machine", record("h200"), "--bundle", str(tmp_path / "no/such/folder.json")
+        ).exception

@@ -15,10 +15,14 @@ from bloomery.core.errors import UserError
 HOST = {
     "accelerators": [],
     "host": {
-        "system": "Linux", "cpu_name": "x", "cpu_cores": 2, "memory_bytes": 1, "memory_free_bytes": 1,
+        "system": "Linux",
+        "cpu_name": "x",
+        "cpu_cores": 2,
+        "memory_bytes": 1,
+        "memory_free_bytes": 1,
         "disk_free_bytes": 1,
     },
-}  # fmt: skip
+}
 
 
 def refusal(*words: str) -> UserError:
@@ -32,13 +36,28 @@ def refusal(*words: str) -> UserError:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"accelerators": 3, "host": {}, "software": {}}, "accelerators: input should be a valid tuple"),
-        ({"accelerators": [], "host": {"system": 1}, "software": {}}, "host.system: input should be a valid string"),
-        ({"machine": {"accelerators": [{"index": "x"}]}}, "accelerators.0.index: input should be a valid integer"),
+        (
+            {"accelerators": 3, "host": {}, "software": {}},
+            "accelerators: input should be a valid tuple",
+        ),
+        (
+            {"accelerators": [], "host": {"system": 1}, "software": {}},
+            "host.system: input should be a valid string",
+        ),
+        (
+            {"machine": {"accelerators": [{"index": "x"}]}},
+            "accelerators.0.index: input should be a valid integer",
+        ),
         ([1, 2], "document: input should be"),
-        (HOST | {"software": {"python": "3.12.4", "torch": "mine"}}, "software.torch: string should match pattern"),
+        (
+            HOST | {"software": {"python": "3.12.4", "torch": "mine"}},
+            "software.torch: string should match pattern",
+        ),
         (HOST | {"software": {"python": ""}}, "software.python: string should match pattern"),
-        (HOST | {"software": {"python": "3.12.4"}, "host": {**HOST["host"], "cpu_cores": 0}}, "host.cpu_cores: input"),
+        (
+            HOST | {"software": {"python": "3.12.4"}, "host": {**HOST["host"], "cpu_cores": 0}},
+            "host.cpu_cores: input",
+        ),
     ],
 )
 def test_a_record_with_a_wrong_type_names_the_key(tmp_path, content, said):
@@ -52,7 +71,9 @@ def test_a_record_that_is_no_json(tmp_path, content):
     refusal("--machine", "m.json")
 
 
-@pytest.mark.parametrize("text", ["train.log", "runs/one/log.txt", "~nobody/x.txt", "/no/such/file.err"])
+@pytest.mark.parametrize(
+    "text", ["train.log", "runs/one/log.txt", "~nobody/x.txt", "/no/such/file.err"]
+)
 def test_a_file_that_is_not_there_is_not_taken_for_a_message(text):
     assert "no such file" in refusal("--explain", text).problem
 
@@ -71,7 +92,10 @@ def test_nothing_to_explain(text):
 def test_the_folder_of_a_run_means_its_log(tmp_path):
     (tmp_path / "runs/one").mkdir(parents=True)
     (tmp_path / "runs/one/log.txt").write_text("OSError: [Errno 28] No space left on device\n")
-    assert json.loads(doctor("--explain", "runs/one", "--json").output)["findings"][0]["id"] == "disk-full"
+    assert (
+        json.loads(doctor("--explain", "runs/one", "--json").output)["findings"][0]["id"]
+        == "disk-full"
+    )
 
 
 def test_a_log_of_gigabytes_takes_little_memory(tmp_path):
@@ -83,13 +107,18 @@ def test_a_log_of_gigabytes_takes_little_memory(tmp_path):
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2_000_000_000, 2_000_000_000))\n"
         "from bloomery.cli import main; main(['doctor', '--explain', 'huge.log', '--json'])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout)["findings"][0]["id"] == "disk-full"
 
 
 def test_the_end_of_a_long_pipe_counts():
     log = b"\xff\xfe noise\n" * (MOST_BYTES // 5) + b"CUDA out of memory\n"
-    assert json.loads(doctor("--explain", "-", "--json", given=log).output)["findings"][0]["id"] == "cuda-out-of-memory"
+    assert (
+        json.loads(doctor("--explain", "-", "--json", given=log).output)["findings"][0]["id"]
+        == "cuda-out-of-memory"
+    )
 
 
 def test_a_named_pipe_is_read(tmp_path):

@@ -30,14 +30,24 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tokenizer = train_tokenizer(iter([TEXT] * 3), TrainTokenizer(vocab_size=290), folder)
     config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2,
-        num_kv_heads=1, head_dim=16, max_positions=64, initializer_range=0.2, bos_token_id=tokenizer.bos_id,
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_positions=64,
+        initializer_range=0.2,
+        bos_token_id=tokenizer.bos_id,
         eos_token_id=tokenizer.eos_id,
-    )  # fmt: skip
+    )
     decoder = fresh_decoder(config, seed=0)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1
+            )
     write_model(model_state(decoder), config, folder)
     tokenizer.save(folder)
     return folder
@@ -81,13 +91,17 @@ def test_eval_equals_transformers(model, tmp_path, text, bos):
     assert math.isclose(told["loss"], nats / count, rel_tol=1e-4)
     assert math.isclose(told["perplexity"], math.exp(nats / count), rel_tol=1e-3)
     assert told["bytes"] == len(text.encode()) if bos else told["bytes"] < len(text.encode())
-    assert math.isclose(told["bits_per_byte"], told["loss"] * count / math.log(2) / told["bytes"], rel_tol=1e-9)
+    assert math.isclose(
+        told["bits_per_byte"], told["loss"] * count / math.log(2) / told["bytes"], rel_tol=1e-9
+    )
     assert ("half-overlapping windows" in result.stderr) == (len(text) > 100)
 
 
 def test_eval_for_people(model, tmp_path):
     (tmp_path / "t.txt").write_text("hello there")
-    result = CliRunner().invoke(eval_command, [str(model), "--data", str(tmp_path / "t.txt")], catch_exceptions=False)
+    result = CliRunner().invoke(
+        eval_command, [str(model), "--data", str(tmp_path / "t.txt")], catch_exceptions=False
+    )
     assert [line.split()[0] for line in result.stdout.splitlines()] == [
         "loss",
         "perplexity",
@@ -113,11 +127,21 @@ def make_run(root, name, *events):
     return folder
 
 
-STARTED = RunStarted(schema=2, version="0.1.0", parameters=5, steps=9, attention="sdpa", device="cpu")
+STARTED = RunStarted(
+    schema=2, version="0.1.0", parameters=5, steps=9, attention="sdpa", device="cpu"
+)
 STEP = StepDone(
-    step=4, loss=2.5, learning_rate=1e-3, grad_norm=1.0, tokens=64, tokens_per_second=1.0, sequences_per_second=1.0,
-    step_seconds=1.0, data_wait_seconds=0.0, memory_gib=0.1,
-)  # fmt: skip
+    step=4,
+    loss=2.5,
+    learning_rate=1e-3,
+    grad_norm=1.0,
+    tokens=64,
+    tokens_per_second=1.0,
+    sequences_per_second=1.0,
+    step_seconds=1.0,
+    data_wait_seconds=0.0,
+    memory_gib=0.1,
+)
 EXAM = EvalDone(step=4, loss=2.0, perplexity=7.4, bits_per_byte=1.9, tokens=5, seconds=1.0)
 
 
@@ -131,7 +155,9 @@ def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
     holder = os.open(lock, os.O_RDWR | os.O_CREAT)
     flock(holder, LOCK_EX)
     try:
-        told = json.loads(CliRunner().invoke(runs_command, ["--json"], catch_exceptions=False).stdout)["runs"]
+        told = json.loads(
+            CliRunner().invoke(runs_command, ["--json"], catch_exceptions=False).stdout
+        )["runs"]
         text = CliRunner().invoke(runs_command, [], catch_exceptions=False).stdout
     finally:
         os.close(holder)
@@ -143,7 +169,13 @@ def test_runs_says_how_far_each_came_and_how_to_go_on(tmp_path, monkeypatch):
         "e-running": "running",
     }
     done, killed = told[0], told[1]
-    assert (done["step"], done["steps"], done["loss"], done["bits_per_byte"], done["command"]) == (4, 9, 2.5, 1.9, None)
+    assert (done["step"], done["steps"], done["loss"], done["bits_per_byte"], done["command"]) == (
+        4,
+        9,
+        2.5,
+        1.9,
+        None,
+    )
     assert killed["command"] == "bloomery resume b-killed" and done["bytes"] > 100
     assert told[3]["command"] == "bloomery resume 'd failed'"
     assert "4/9" in text and "bloomery resume c-stopped" in text and "resume a-done" not in text
@@ -159,7 +191,10 @@ def test_report_prints_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path, "x", STARTED, STEP)
     result = CliRunner().invoke(report_command, ["last"], catch_exceptions=False)
-    assert result.stdout.strip().endswith("runs/x/report.html") and (tmp_path / "runs/x/report.html").is_file()
+    assert (
+        result.stdout.strip().endswith("runs/x/report.html")
+        and (tmp_path / "runs/x/report.html").is_file()
+    )
 
 
 def test_a_checkpoint_stands_for_its_run_and_a_model_for_itself(tmp_path, model, monkeypatch):

@@ -18,7 +18,9 @@ HEAVY = ("torch", "numpy", "pydantic", "rich", "ruamel", "tokenizers", "transfor
 
 
 def bloomery_command(*words, **options):
-    return subprocess.run([sys.executable, "-m", "bloomery", *words], capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "bloomery", *words], capture_output=True, text=True, **options
+    )
 
 
 def exit_code(*words):
@@ -34,7 +36,9 @@ def test_help_imports_nothing_heavy():
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert [name for name in HEAVY if name in loaded] == []
     assert "Commands:" in done.stdout
@@ -56,7 +60,9 @@ def test_wrong_words(capsys):
     assert "error: missing argument" in capsys.readouterr().err
     assert exit_code("export", "last") == 2
     choices = "hf, adapter, merged, gguf, gguf-adapter, ollama, vllm"
-    assert capsys.readouterr().err.startswith(f"error: missing option '--to'. Choose from: {choices}\nwhere: ")
+    assert capsys.readouterr().err.startswith(
+        f"error: missing option '--to'. Choose from: {choices}\nwhere: "
+    )
     assert exit_code("recipes", "--nonsense") == 2
     assert exit_code("recipes", "show", "go-coder-tinny") == 2
     assert "did you mean go-coder-tiny?" in capsys.readouterr().err
@@ -76,7 +82,9 @@ def test_a_flag_without_its_value_names_the_verb(words, where, capsys):
     assert f"where: {where}\n" in told and f"fix:   {where[1:-1]} --help\n" in told
 
 
-@pytest.mark.parametrize("words", [("--nodes", "2"), ("--gpus", "8"), ("--gpus", "8", "--nodes", "2")])
+@pytest.mark.parametrize(
+    "words", [("--nodes", "2"), ("--gpus", "8"), ("--gpus", "8", "--nodes", "2")]
+)
 def test_several_devices_without_a_gpu_name_the_flag_that_was_typed(words, capsys):
     assert exit_code("plan", "go-coder-tiny", *words) == 2
     typed = " ".join(words)
@@ -105,7 +113,12 @@ def test_a_plan_says_where_no_text_lies(tmp_path):
     told = bloomery_command("plan", "demo", "data.path=textz", cwd=tmp_path)
     assert told.returncode == 0, told.stderr
     assert "data.path does not exist" in told.stderr and "textz" in told.stderr
-    assert "note" not in bloomery_command("plan", "demo", "data.path=textz", "--gpu", "RX 6600", cwd=tmp_path).stderr
+    assert (
+        "note"
+        not in bloomery_command(
+            "plan", "demo", "data.path=textz", "--gpu", "RX 6600", cwd=tmp_path
+        ).stderr
+    )
 
 
 def crash(monkeypatch, error):
@@ -118,7 +131,10 @@ def crash(monkeypatch, error):
 def test_a_user_error_is_three_lines(monkeypatch, capsys):
     crash(monkeypatch, UserError("the corpus is empty", where="corpus/", fix="put text into it"))
     assert exit_code("train") == 1
-    assert capsys.readouterr().err == "error: the corpus is empty\nwhere: corpus/\nfix:   put text into it\n"
+    assert (
+        capsys.readouterr().err
+        == "error: the corpus is empty\nwhere: corpus/\nfix:   put text into it\n"
+    )
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -142,7 +158,9 @@ c.main(sys.argv[1:])
 def crashed(tmp_path, error, before="pass", words=()):
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path)}
     script = CRASH.format(error=error, before=before)
-    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
+    return subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment
+    )
 
 
 def test_a_crash_is_one_sentence_and_its_traceback_is_kept(tmp_path):
@@ -167,8 +185,14 @@ def test_a_crash_under_debug_is_shown(tmp_path):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        ("OSError(28, 'No space left on device', '/full/disk')", "the disk is full\nwhere: /full/disk"),
-        ("PermissionError(13, 'Permission denied', '/root/x')", "permission denied\nwhere: /root/x"),
+        (
+            "OSError(28, 'No space left on device', '/full/disk')",
+            "the disk is full\nwhere: /full/disk",
+        ),
+        (
+            "PermissionError(13, 'Permission denied', '/root/x')",
+            "permission denied\nwhere: /root/x",
+        ),
         ("MemoryError()", "out of host memory"),
     ],
 )

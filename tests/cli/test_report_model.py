@@ -42,9 +42,17 @@ def made(tmp_path_factory):
     with torch.no_grad():
         for parameter in ours.parameters():
             if parameter.requires_grad:
-                parameter += torch.empty_like(parameter).normal_(0, 2.0, generator=torch.Generator().manual_seed(0))
+                parameter += torch.empty_like(parameter).normal_(
+                    0, 2.0, generator=torch.Generator().manual_seed(0)
+                )
     (root / "adapter").mkdir()
-    write_adapter(trained_state(ours), adaptation(ours.config, lora), ours.config, root / "adapter", base=str(base))
+    write_adapter(
+        trained_state(ours),
+        adaptation(ours.config, lora),
+        ours.config,
+        root / "adapter",
+        base=str(base),
+    )
     (root / "text.py").write_text(TEXT, encoding="utf-8")
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "return x"}]
     (root / "talks.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
@@ -80,7 +88,8 @@ def row(pieces, title, count):
 def test_figures_equal_those_of_eval_and_the_base_stands_beside(here):
     pieces, _ = page("adapter", "--data", "text.py")
     told = [
-        json.loads(said(name, "--data", "text.py", "--json", command=eval_command)) for name in ("base", "base+adapter")
+        json.loads(said(name, "--data", "text.py", "--json", command=eval_command))
+        for name in ("base", "base+adapter")
     ]
     assert told[0]["loss"] != told[1]["loss"]
     assert row(pieces, "bits per byte", 2) == [f"{each['bits_per_byte']:.4f}" for each in told]
@@ -90,7 +99,10 @@ def test_figures_equal_those_of_eval_and_the_base_stands_beside(here):
     assert row(pieces, "bytes", 2) == [f"{len(TEXT.encode()):,}"] * 2
     assert f"{told[1]['bits_per_byte']:.3f}" in pieces
     assert f"bits per byte; base {told[0]['bits_per_byte']:.3f}" in pieces
-    assert "The text is longer than the context of 128 tokens and scored in half-overlapping windows." in pieces
+    assert (
+        "The text is longer than the context of 128 tokens and scored in half-overlapping windows."
+        in pieces
+    )
     assert pieces.count("Loss per token") == 1 and pieces.count("base") >= 2
     assert not any("--data" in piece and "adds" in piece for piece in pieces)
 
@@ -115,22 +127,43 @@ def test_facts_of_an_adapter_and_its_base(here, made):
     size = (made / "base/model.safetensors").stat().st_size
     assert f"{size / 1024:.1f} KiB in 1 file, float32" in pieces and "128" in pieces
     assert "--data FILE" in pieces and any("adds the loss on a text" in piece for piece in pieces)
-    assert pieces[pieces.index("Reproduce") + 1] == "bloomery report base+adapter" and "<script" not in text
+    assert (
+        pieces[pieces.index("Reproduce") + 1] == "bloomery report base+adapter"
+        and "<script" not in text
+    )
 
 
 def test_answers_are_those_of_each_model_and_prompts_are_no_markup(here):
     shutil.copytree(here / "base", here / "chatty")
-    config = json.loads((here / "chatty/tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
+    config = json.loads((here / "chatty/tokenizer_config.json").read_text()) | {
+        "chat_template": TEMPLATE
+    }
     (here / "chatty/tokenizer_config.json").write_text(json.dumps(config))
     pieces, text = page("chatty+adapter", "--prompt", "return", "--prompt", "<script>")
     assert "<script" not in text and "<script>" in pieces
     assert "formatted with" in pieces[pieces.index("Responses") + 1]
-    asked = ("--chat", "--max-new-tokens", "100", "--temperature", "0.6", "--top-p", "0.95", "--seed", "0")
+    asked = (
+        "--chat",
+        "--max-new-tokens",
+        "100",
+        "--temperature",
+        "0.6",
+        "--top-p",
+        "0.95",
+        "--seed",
+        "0",
+    )
     at = pieces.index("return")
     for name, answer in (("chatty", pieces[at + 2]), ("chatty+adapter", pieces[at + 4])):
-        whole = said(name, "--prompt", "return", *asked, command=generate_command).removeprefix("return\n")
+        whole = said(name, "--prompt", "return", *asked, command=generate_command).removeprefix(
+            "return\n"
+        )
         assert answer.removesuffix(" …").strip().startswith(whole.strip()[:60])
-    assert pieces[at + 1] == "base" and pieces[at + 3] == "with the adapter" and pieces[at + 2] != pieces[at + 4]
+    assert (
+        pieces[at + 1] == "base"
+        and pieces[at + 3] == "with the adapter"
+        and pieces[at + 2] != pieces[at + 4]
+    )
 
 
 def test_of_conversations_the_assistant_is_priced_by_the_template_that_is_named(here):
@@ -138,9 +171,18 @@ def test_of_conversations_the_assistant_is_priced_by_the_template_that_is_named(
         said("base", "--data", "talks.jsonl")
     assert refused.value.where == "--template"
     pieces, text = page("base", "--data", "talks.jsonl", "--template", "chatml")
-    told = json.loads(said("base", "--data", "talks.jsonl", "--template", "chatml", "--json", command=eval_command))
-    assert row(pieces, "loss, nats per token", 1) == [f"{told['loss']:.4f}"] and 'class="read"' in text
-    assert pieces[pieces.index("Reproduce") + 1] == "bloomery report base --data talks.jsonl --template chatml"
+    told = json.loads(
+        said(
+            "base", "--data", "talks.jsonl", "--template", "chatml", "--json", command=eval_command
+        )
+    )
+    assert (
+        row(pieces, "loss, nats per token", 1) == [f"{told['loss']:.4f}"] and 'class="read"' in text
+    )
+    assert (
+        pieces[pieces.index("Reproduce") + 1]
+        == "bloomery report base --data talks.jsonl --template chatml"
+    )
 
 
 def test_a_method_of_peft(here):
@@ -159,19 +201,22 @@ def test_a_run_is_examined_as_a_model_when_something_is_asked_of_it(here):
         said("last", "--prompt", "x")
 
 
-@pytest.mark.parametrize(("words", "problem", "code"), [
-    (["no-such"], "no run 'no-such'", 2),
-    (["pickled"], "pytorch_model.bin is a pickle", 1),
-    (["empty"], "neither a model nor a run", 1),
-    (["base", "--data", "nothing.txt"], "no token to score", 1),
-    (["base", "--data", "no-such.txt"], "no such file or folder", 1),
-    (["base", "--prompt", " "], "the prompt is empty", 2),
-    (["base", "--prompt", "x" * 600], "prompt too long", 1),
-    (["base", "--template", "chatml"], "--template needs", 2),
-    (["base", "--out", "text.py"], "is no Bloomery report", 2),
-    (["base", "--out", "no/where.html"], "folder not found", 2),
-    (["base", "--out", "empty"], "--out is a folder", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "problem", "code"),
+    [
+        (["no-such"], "no run 'no-such'", 2),
+        (["pickled"], "pytorch_model.bin is a pickle", 1),
+        (["empty"], "neither a model nor a run", 1),
+        (["base", "--data", "nothing.txt"], "no token to score", 1),
+        (["base", "--data", "no-such.txt"], "no such file or folder", 1),
+        (["base", "--prompt", " "], "the prompt is empty", 2),
+        (["base", "--prompt", "x" * 600], "prompt too long", 1),
+        (["base", "--template", "chatml"], "--template needs", 2),
+        (["base", "--out", "text.py"], "is no Bloomery report", 2),
+        (["base", "--out", "no/where.html"], "folder not found", 2),
+        (["base", "--out", "empty"], "--out is a folder", 2),
+    ],
+)
 def test_what_cannot_be_shown_is_one_sentence(here, words, problem, code):
     (here / "empty").mkdir()
     (here / "pickled").mkdir()
@@ -188,8 +233,16 @@ def test_a_page_is_replaced_and_nothing_else(here):
     said("base", "--out", "mine.html")
     first = (here / "mine.html").read_text()
     assert said("base+adapter", "--out", "mine.html").strip() == str(here / "mine.html")
-    assert (here / "mine.html").read_text() != first and "--out mine.html" in (here / "mine.html").read_text()
-    assert sorted(path.name for path in here.iterdir()) == ["adapter", "base", "mine.html", "talks.jsonl", "text.py"]
+    assert (here / "mine.html").read_text() != first and "--out mine.html" in (
+        here / "mine.html"
+    ).read_text()
+    assert sorted(path.name for path in here.iterdir()) == [
+        "adapter",
+        "base",
+        "mine.html",
+        "talks.jsonl",
+        "text.py",
+    ]
 
 
 def test_a_device_or_pipe_is_never_replaced(here):
@@ -218,12 +271,14 @@ def test_a_near_name_of_a_text_is_said_as_a_flag(here):
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
-        ("leave it out, set data.on_error to skip, or set data.chat.template to another",
-         "leave it out, or use another --template"),
+        (
+            "leave it out, set data.on_error to skip, or set data.chat.template to another",
+            "leave it out, or use another --template",
+        ),
         ("mend it, or set data.on_error to skip", "mend it"),
         ("name it: data.columns={messages: NAME}", "rename its column to messages"),
     ],
-)  # fmt: skip
+)
 def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):
     with pytest.raises(UserError) as refused, text_flags():
         raise UserError("no", where="a.jsonl:1", fix=recipe)

@@ -67,7 +67,9 @@ def test_a_report_says_what_it_does(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(common, "SILENT_SECONDS", 0.05)
     forward = Decoder.forward
     monkeypatch.setattr(Decoder, "forward", lambda *a, **k: (time.sleep(0.02), forward(*a, **k))[1])
-    monkeypatch.setattr("bloomery.model.compiled_step.compiled_step", lambda *_, **__: None, raising=False)
+    monkeypatch.setattr(
+        "bloomery.model.compiled_step.compiled_step", lambda *_, **__: None, raising=False
+    )
     words = ["report", "model", "--prompt", "one", "--prompt", "two", "-d", "cpu"]
     cli.main(words, standalone_mode=False)
     out, err = capfd.readouterr()

@@ -84,20 +84,31 @@ def test_a_run_that_nobody_works_on_was_killed_and_goes_on_with_resume(run):
 
 def test_another_encoding_gets_ascii(held):
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(WATCH, cwd=held.parents[1], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        WATCH, cwd=held.parents[1], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0 and done.stdout.startswith("one - running")
     done.stdout.encode("ascii")
 
 
 def test_it_needs_no_torch():
-    code = "import sys, bloomery.cli.runs, bloomery.monitor.screen; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, bloomery.cli.runs, bloomery.monitor.screen; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_programs_get_one_document(held):
     told = json.loads(watched(held, "--json").stdout)
-    assert (told["status"], told["step"], told["max_steps"], told["run"]) == ("running", 40, 40, "one")
-    assert told["eval"]["step"] == 40 and told["learning_rate"] > 0 and told["checkpoint_step"] == 40
+    assert (told["status"], told["step"], told["max_steps"], told["run"]) == (
+        "running",
+        40,
+        40,
+        "one",
+    )
+    assert (
+        told["eval"]["step"] == 40 and told["learning_rate"] > 0 and told["checkpoint_step"] == 40
+    )
     assert {"step", "time", "text"} == told["incidents"][0].keys()
 
 
@@ -116,7 +127,9 @@ def test_a_run_on_another_machine_runs_while_its_lock_shows_a_sign_of_life(run):
         assert "running" in CliRunner().invoke(runs_command).stdout
     os.utime(run / "lock", (time.time() - 600, time.time() - 600))
     assert watched(run).stdout.startswith("one · killed")
-    (run / "lock").write_text(json.dumps({"pid": 2**22 + 1, "started": "x", "host": socket.gethostname()}))
+    (run / "lock").write_text(
+        json.dumps({"pid": 2**22 + 1, "started": "x", "host": socket.gethostname()})
+    )
     assert watched(run).stdout.startswith("one · killed")
 
 
@@ -203,7 +216,8 @@ def test_on_a_terminal_it_follows_and_ctrl_c_leaves_the_run_alone(held):
     terminal.until("step 41 of 40")
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.ended() == 0
-    assert "Training continues" in terminal.said.decode() and b"\x1b[?1049l" in terminal.said  # screen restored
+    # screen restored
+    assert "Training continues" in terminal.said.decode() and b"\x1b[?1049l" in terminal.said
     assert (held / "events.jsonl").read_bytes().startswith(before)
     assert sorted(path.name for path in held.iterdir()) == ["events.jsonl", "lock", "recipe.yaml"]
 

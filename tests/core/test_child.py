@@ -35,10 +35,12 @@ def test_messages_of_any_size_arrive_whole_and_in_order():
     with child(job="x" * 300_000) as worker:
         content, name = os.urandom(3_000_000), "a\ud800é\n" * 100_000
         assert worker.ask({"do": "double", "name": name}, content, seconds=60) == {
-            "name": name, "content": content + content,
-        }  # fmt: skip
+            "name": name,
+            "content": content + content,
+        }
         assert worker.send({"do": "flood", "count": 2000}, seconds=60)
-        assert worker.send({"do": "ignore"}, content, seconds=60)  # it floods first, and would wait for a reader
+        # it floods first, and would wait for a reader
+        assert worker.send({"do": "ignore"}, content, seconds=60)
         assert worker.ask({"do": "double", "name": ""}, seconds=60)["number"] == 0
         assert [worker.next(60)["number"] for _ in range(1999)] == list(range(1, 2000))
         assert worker.next(60) == {"name": ""}
@@ -72,7 +74,9 @@ def test_a_child_dies_with_its_parent():
         "import os, sys, signal; sys.path.insert(0, sys.argv[1]); from test_child import child\n"
         "print(child(pids=True).start().next(60)['pids'][0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    parent = subprocess.run([sys.executable, "-c", code, str(HERE)], capture_output=True, text=True, check=False)
+    parent = subprocess.run(
+        [sys.executable, "-c", code, str(HERE)], capture_output=True, text=True, check=False
+    )
     assert gone(int(parent.stdout))
     kill_group(int(parent.stdout))  # what the child had started
 

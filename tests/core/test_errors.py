@@ -7,7 +7,20 @@ from pathlib import Path
 import bloomery
 
 SOURCE = Path(bloomery.__file__).parent
-PREDICATES = ("is", "are", "was", "has", "have", "had", "holds", "needs", "ends", "begins", "belongs", "does")
+PREDICATES = (
+    "is",
+    "are",
+    "was",
+    "has",
+    "have",
+    "had",
+    "holds",
+    "needs",
+    "ends",
+    "begins",
+    "belongs",
+    "does",
+)
 
 
 def beginnings(node: ast.expr, values: dict[str, list[ast.expr]]) -> Iterator[str]:
@@ -37,9 +50,17 @@ def test_no_error_begins_with_a_verb_that_has_no_subject():
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                     values.setdefault(node.targets[0].id, []).append(node.value)
             for node in nodes:
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError":
+                if (
+                    isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Name)
+                    and node.func.id == "UserError"
+                ):
                     calls += 1
                     texts = beginnings(node.args[0], values) if node.args else ()
-                    found += [f"{path.name}: {text}" for text in texts if text.partition(" ")[0] in PREDICATES]
+                    found += [
+                        f"{path.name}: {text}"
+                        for text in texts
+                        if text.partition(" ")[0] in PREDICATES
+                    ]
     assert calls > 300
     assert found == []

@@ -63,5 +63,7 @@ def test_a_paragraph_that_the_page_wrapped_is_wrapped_once():
 
 
 def test_a_remark_without_room_gets_a_line_of_its_own():
-    headline = f"{'Fits. About 32 h. Trains on 3.19 B tokens, not the claimed 10 B.':<85}nothing was run"
+    headline = (
+        f"{'Fits. About 32 h. Trains on 3.19 B tokens, not the claimed 10 B.':<85}nothing was run"
+    )
     assert fitted([headline], 80) == [headline[:85].rstrip(), "nothing was run"]

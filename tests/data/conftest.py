@@ -18,7 +18,9 @@ settings.load_profile("busy")
 
 @pytest.fixture
 def recipe_of() -> Callable[..., LoadedRecipe]:
-    def make(*, tokenizer: dict[str, Any] | None = None, objective: str = "pretrain", **data: Any) -> LoadedRecipe:
+    def make(
+        *, tokenizer: dict[str, Any] | None = None, objective: str = "pretrain", **data: Any
+    ) -> LoadedRecipe:
         tokenizer = {"train": {"vocab_size": 300}} if tokenizer is None else tokenizer
         whole = {
             "model": {"preset": "go-coder-tiny"},

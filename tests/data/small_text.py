@@ -1,6 +1,20 @@
 """Text small enough to see through."""
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "box"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "box",
+]
 
 
 def sentences(count: int, length: int = 12, *, first: int = 0) -> list[str]:

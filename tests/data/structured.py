@@ -11,7 +11,11 @@ Text = list[tuple[int, bool]]  # tokens, and whether each is learned
 
 
 def write_structured(
-    folder: Path, parts: list[list[Text]], kind: str, shard_tokens: int = 7, marks: list[int] | None = None
+    folder: Path,
+    parts: list[list[Text]],
+    kind: str,
+    shard_tokens: int = 7,
+    marks: list[int] | None = None,
 ) -> Split:
     """Texts of each source; two after each other belong together unless `kind` is chat."""
     records: dict[str, SplitRecord] = {}
@@ -27,7 +31,19 @@ def write_structured(
                 writer.add(ids, np.array([len(ids)], np.uint64), 0, loss_mask, mark)
                 number += 1
         records[name] = writer.finish([1.0] * len(sources))
-    manifest = Manifest(recipe="r", identity="i", tokenizer_hash="t", vocab_size=1000, bos_id=1, eos_id=2, unk_id=0,
-                        pad_id=PAD, dtype="uint16", shard_tokens=shard_tokens, sources=(), kind=kind,
-                        **records)  # fmt: skip
+    manifest = Manifest(
+        recipe="r",
+        identity="i",
+        tokenizer_hash="t",
+        vocab_size=1000,
+        bos_id=1,
+        eos_id=2,
+        unk_id=0,
+        pad_id=PAD,
+        dtype="uint16",
+        shard_tokens=shard_tokens,
+        sources=(),
+        kind=kind,
+        **records,
+    )
     return Split(folder, manifest, "train")

@@ -11,14 +11,22 @@ import pytest
 import zstandard
 
 from bloomery.core.errors import UserError
-from bloomery.data.sources.documents import Document, ReadStats, open_dataset, open_datasets, read_documents
+from bloomery.data.sources.documents import (
+    Document,
+    ReadStats,
+    open_dataset,
+    open_datasets,
+    read_documents,
+)
 from bloomery.data.sources.readers import MAX_BYTES
 from bloomery.recipe.schema import Data, Source
 
 TEXTS = ["first\nof them", "zweiter, größer", 'third "quoted", with\ttab', "last 🎈"]
 
 
-def read(path: Path, on_error: str = "stop", stats: ReadStats | None = None, **source: object) -> list[Document]:
+def read(
+    path: Path, on_error: str = "stop", stats: ReadStats | None = None, **source: object
+) -> list[Document]:
     corpus = open_dataset(Source.model_validate({"path": str(path), **source}))
     return list(read_documents(corpus, on_error=on_error, stats=stats or ReadStats()))
 
@@ -35,7 +43,8 @@ ROWS = [{"id": index, "text": text} for index, text in enumerate(TEXTS)]
 
 
 @pytest.mark.parametrize(
-    "pack", [lambda data: data, gzip.compress, lambda data: zstandard.ZstdCompressor().compress(data)]
+    "pack",
+    [lambda data: data, gzip.compress, lambda data: zstandard.ZstdCompressor().compress(data)],
 )
 def test_json_lines_plain_and_compressed(tmp_path, pack):
     suffix = {b"{": "", b"\x1f": ".gz", b"(": ".zst"}[pack(jsonl(ROWS))[:1]]
@@ -57,7 +66,8 @@ def test_json_list_object_sequence_and_strings(tmp_path):
 
 
 def test_json_list_larger_than_any_buffer(tmp_path):
-    rows = [{"text": f"{index} " + "x" * 5000} for index in range(900)]  # 4.5 MB, read 1 MiB at a time
+    # 4.5 MB, read 1 MiB at a time
+    rows = [{"text": f"{index} " + "x" * 5000} for index in range(900)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps(rows))
     assert texts(path) == [row["text"] for row in rows]
@@ -85,8 +95,12 @@ def test_folders_that_datasets_saved(tmp_path):
     whole = datasets.Dataset.from_dict({"text": TEXTS})
     whole.save_to_disk(str(tmp_path / "one"), num_shards=2)
     assert texts(tmp_path / "one") == TEXTS
-    tokens = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]], "attention_mask": [[1, 1], [1]]})
-    datasets.DatasetDict({"train": tokens, "validation": tokens}).save_to_disk(str(tmp_path / "both"))
+    tokens = datasets.Dataset.from_dict(
+        {"input_ids": [[1, 2], [3]], "attention_mask": [[1, 1], [1]]}
+    )
+    datasets.DatasetDict({"train": tokens, "validation": tokens}).save_to_disk(
+        str(tmp_path / "both")
+    )
     assert [document.tokens for document in read(tmp_path / "both")] == [(1, 2), (3,)]
 
 
@@ -103,7 +117,9 @@ def test_folder_by_glob_is_sorted_and_survives_link_loops(tmp_path):
 def test_columns_are_found_or_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl([{"prompt": "p", "answer": "a"}]))
-    with pytest.raises(UserError, match="no column with a usual name for the text; it has: prompt, answer"):
+    with pytest.raises(
+        UserError, match="no column with a usual name for the text; it has: prompt, answer"
+    ):
         texts(path)
     assert texts(path, columns={"text": "answer"}) == ["a"]
     with pytest.raises(UserError, match="no column 'reply'"):
@@ -150,11 +166,16 @@ def test_files_are_named_as_they_are_found_from_here(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_bytes(b'{"text": "good"}\n')
     sources = [Source(path=str(tmp_path / "one")), Source(path=str(tmp_path / "two" / "a.jsonl"))]
-    found = [document.source for corpus in open_datasets(Data(sources=sources))
-             for document in read_documents(corpus, on_error="stop", stats=ReadStats())]  # fmt: skip
+    found = [
+        document.source
+        for corpus in open_datasets(Data(sources=sources))
+        for document in read_documents(corpus, on_error="stop", stats=ReadStats())
+    ]
     assert found == ["one/a.jsonl:1", "two/a.jsonl:1"]
     monkeypatch.chdir(tmp_path / "one")
-    assert open_datasets(Data(path=str(tmp_path / "two")))[0].files[0].shown == str(tmp_path / "two" / "a.jsonl")
+    assert open_datasets(Data(path=str(tmp_path / "two")))[0].files[0].shown == str(
+        tmp_path / "two" / "a.jsonl"
+    )
     assert open_datasets(Data(path=str(tmp_path / "one")))[0].files[0].shown == "a.jsonl"
 
 
@@ -221,7 +242,9 @@ def test_broken_file_is_one_sentence(tmp_path, name):
 
 
 def test_truncated_parquet_of_real_size(tmp_path):
-    pq.write_table(pa.table({"text": [str(i) * 50 for i in range(5000)]}), tmp_path / "whole.parquet")
+    pq.write_table(
+        pa.table({"text": [str(i) * 50 for i in range(5000)]}), tmp_path / "whole.parquet"
+    )
     data = (tmp_path / "whole.parquet").read_bytes()
     (tmp_path / "cut.parquet").write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match="is no parquet file, or a damaged one"):
@@ -229,7 +252,9 @@ def test_truncated_parquet_of_real_size(tmp_path):
 
 
 def test_extension_columns_are_not_read(tmp_path):
-    field = pa.field("text", pa.string(), metadata={"ARROW:extension:name": "arrow.py_extension_type"})
+    field = pa.field(
+        "text", pa.string(), metadata={"ARROW:extension:name": "arrow.py_extension_type"}
+    )
     pq.write_table(pa.table([["a"]], schema=pa.schema([field])), tmp_path / "a.parquet")
     with pytest.raises(UserError, match="extension type"):
         read(tmp_path / "a.parquet")
@@ -256,7 +281,9 @@ def test_folder_without_text_says_what_lies_there(tmp_path):
     with pytest.raises(UserError, match=r"most are 1 \.bin"):
         texts(tmp_path)
     (tmp_path / "b.md").write_text("b")
-    with pytest.raises(UserError, match=r"no file matches '\*.go'; most are 1 \.bin, 1 \.md") as told:
+    with pytest.raises(
+        UserError, match=r"no file matches '\*.go'; most are 1 \.bin, 1 \.md"
+    ) as told:
         texts(tmp_path, glob="*.go")
     assert told.value.fix == 'set data.glob="*.bin"'
     with pytest.raises(UserError) as missing:
@@ -280,5 +307,6 @@ def test_stdlib_is_code_without_tables_and_tests():
     assert not [
         name
         for name in names
-        if {"encodings", "test", "tests", "pydoc_data", "idle_test", "site-packages"} & set(name.split("/"))
+        if {"encodings", "test", "tests", "pydoc_data", "idle_test", "site-packages"}
+        & set(name.split("/"))
     ]

@@ -16,7 +16,13 @@ from bloomery.core.errors import UserError
 from bloomery.data.examples import Example, Message, from_wire, texts_of, to_wire
 from bloomery.data.prepare.split import content_key
 from bloomery.data.sources import builtin
-from bloomery.data.sources.documents import Document, ReadStats, open_dataset, open_datasets, read_documents
+from bloomery.data.sources.documents import (
+    Document,
+    ReadStats,
+    open_dataset,
+    open_datasets,
+    read_documents,
+)
 from bloomery.data.sources.files import list_files, other_splits, unread_files
 from bloomery.recipe.schema import Data, Source
 
@@ -33,7 +39,10 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
-            texts = [{k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()} for row in rows]
+            texts = [
+                {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()}
+                for row in rows
+            ]
             writer.writerows(texts)
     elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -44,7 +53,9 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def read(path: Path, required_format: str = "sft", stats: ReadStats | None = None, **source) -> list[Document]:
+def read(
+    path: Path, required_format: str = "sft", stats: ReadStats | None = None, **source
+) -> list[Document]:
     corpus = open_dataset(Source(path=str(path), **source), required_format)
     return list(read_documents(corpus, on_error="stop", stats=stats or ReadStats()))
 
@@ -54,13 +65,29 @@ def read(path: Path, required_format: str = "sft", stats: ReadStats | None = Non
     ("row", "format", "responses"),
     [
         ({"id": "a", "messages": TALK}, "messages", (SAID,)),
-        ({"conversations": [{"from": "human", "value": "two and two?"}, {"from": "gpt", "value": "four"}]},
-         "sharegpt", (SAID,)),
-        ({"instruction": "two and two?", "input": "", "output": "four", "text": "### Instruction ..."},
-         "alpaca", (SAID,)),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "two and two?"},
+                    {"from": "gpt", "value": "four"},
+                ]
+            },
+            "sharegpt",
+            (SAID,),
+        ),
+        (
+            {
+                "instruction": "two and two?",
+                "input": "",
+                "output": "four",
+                "text": "### Instruction ...",
+            },
+            "alpaca",
+            (SAID,),
+        ),
         ({"prompt": "two and two?", "completion": " four"}, "completion", (" four",)),
     ],
-)  # fmt: skip
+)
 def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, responses):
     stats = ReadStats()
     (found,) = read(write_rows(tmp_path / f"a.{suffix}", [row]), stats=stats)
@@ -72,7 +99,11 @@ def test_answers_are_found_in_every_file_format(tmp_path, suffix, row, format, r
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow"])
 def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
-    pair = {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": [{"role": "assistant", "content": "five"}]}
+    pair = {
+        "prompt": TALK[:1],
+        "chosen": TALK[1:],
+        "rejected": [{"role": "assistant", "content": "five"}],
+    }
     path = write_rows(tmp_path / f"a.{suffix}", [pair])
     (found,) = read(path, "pairs")
     assert found.example and found.example.prompt == SAID[:1]
@@ -80,8 +111,12 @@ def test_pairs_and_marks_in_every_file_format(tmp_path, suffix):
     good, bad = read(path, "kto")
     assert good.example and bad.example
     assert (good.example.desirable, bad.example.desirable) == (True, False)
-    assert (good.example.responses, bad.example.responses) == tuple((answer,) for answer in found.example.responses)
-    marked = write_rows(tmp_path / f"b.{suffix}", [{"prompt": "a", "completion": "b", "label": False}])
+    assert (good.example.responses, bad.example.responses) == tuple(
+        (answer,) for answer in found.example.responses
+    )
+    marked = write_rows(
+        tmp_path / f"b.{suffix}", [{"prompt": "a", "completion": "b", "label": False}]
+    )
     (found,) = read(marked, "kto")
     assert found.example and found.example.desirable is False
 
@@ -112,21 +147,36 @@ def test_text_stays_text(tmp_path):
         both = write_rows(tmp_path / f"both.{suffix}", [{"text": "plain", "messages": TALK}])
         assert [document.text for document in read(both, "any")] == ["plain"]
         assert read(both, "sft")[0].example is not None
-    path = write_rows(tmp_path / "d.jsonl", [{"messages": TALK}])  # plainly a conversation, whatever is trained
+    # plainly a conversation, whatever is trained
+    path = write_rows(tmp_path / "d.jsonl", [{"messages": TALK}])
     assert read(path, "any")[0].example is not None
 
 
 @pytest.mark.parametrize(
     ("row", "required_format", "said", "fix"),
     [
-        ({"messages": TALK}, "pairs", "rows are conversations; the objective needs pairs", "kind=sft"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sft", "rows are preference pairs", "kind=dpo"),
+        (
+            {"messages": TALK},
+            "pairs",
+            "rows are conversations; the objective needs pairs",
+            "kind=sft",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "sft",
+            "rows are preference pairs",
+            "kind=dpo",
+        ),
         ({"text": "words"}, "pairs", "is plain text; the objective needs pairs", "kind=sft"),
         ({"prompt": "a", "completion": "b"}, "kto", "rows are completions", "kind=sft"),
-        ({"riddle": "a", "secret": "b"}, "sft", "no column with a usual name for the messages or a response",
-         "data.columns={messages: NAME}"),
+        (
+            {"riddle": "a", "secret": "b"},
+            "sft",
+            "no column with a usual name for the messages or a response",
+            "data.columns={messages: NAME}",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rows_that_the_objective_does_not_learn_from(tmp_path, row, required_format, said, fix):
     for suffix in ("jsonl", "parquet"):
         with pytest.raises(UserError, match=said) as caught:
@@ -161,21 +211,28 @@ def test_of_a_folder_of_splits_train_is_read(tmp_path):
         (["train.jsonl", "test.jsonl", "more.jsonl"], ["train.jsonl", "more.jsonl"]),
         (["a.jsonl", "test.jsonl"], ["a.jsonl"]),
         (["train.csv", "Validation.csv", "dev2.csv.gz", "eval/b.csv"], ["train.csv"]),
-        (["a.jsonl", "validation/a.jsonl", "test/deep/b.jsonl", "tests/c.jsonl"], ["a.jsonl", "tests/c.jsonl"]),
+        (
+            ["a.jsonl", "validation/a.jsonl", "test/deep/b.jsonl", "tests/c.jsonl"],
+            ["a.jsonl", "tests/c.jsonl"],
+        ),
         (["chats.jsonl", "chats-val.jsonl", "chats_test.jsonl"], ["chats.jsonl"]),
         (["go.jsonl", "test-driven.jsonl", "dev-team.jsonl"], None),
-        (["train_prefs-00000-of-00001.parquet", "test_prefs-00000-of-00001.parquet"],
-         ["train_prefs-00000-of-00001.parquet"]),
+        (
+            ["train_prefs-00000-of-00001.parquet", "test_prefs-00000-of-00001.parquet"],
+            ["train_prefs-00000-of-00001.parquet"],
+        ),
         (["part1-00000-of-00002.parquet", "part2-00000-of-00001.parquet"], None),
-        (["train-00000-of-00001-0a1b2c.parquet", "extra-00000-of-00001.parquet"],
-         ["train-00000-of-00001-0a1b2c.parquet"]),
+        (
+            ["train-00000-of-00001-0a1b2c.parquet", "extra-00000-of-00001.parquet"],
+            ["train-00000-of-00001-0a1b2c.parquet"],
+        ),
         (["train.py", "test.py"], None),
         (["train.txt", "test.txt"], ["train.txt"]),
         (["about.txt", "test.txt"], None),
         (["test-00000-of-00001.parquet"], None),
         (["training.jsonl", "tests.jsonl", "train.jsonl"], None),
     ],
-)  # fmt: skip
+)
 def test_splits_by_name(names, kept, tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +246,9 @@ def test_evaluation_splits_stay_out_with_a_glob(tmp_path):
         (tmp_path / name).write_text('{"text": "a"}\n')
     source = Source(path=str(tmp_path), glob="*.jsonl")
     assert [file.name for file in list_files(source)] == ["extra.jsonl", "train.jsonl"]
-    assert {split: [file.name for file in files] for split, files in other_splits(source).items()} == {
+    assert {
+        split: [file.name for file in files] for split, files in other_splits(source).items()
+    } == {
         "validation": ["validation.jsonl"],
         "test": ["test.jsonl"],
     }
@@ -205,7 +264,9 @@ def test_a_dataset_of_the_hub_is_divided_alike(tmp_path, monkeypatch):
     for name in ("train-00000-of-00001", "validation-00000-of-00001", "test-00000-of-00001"):
         write_rows(kept / "blobs" / f"{name}.parquet", [{"text": name}])
         (kept / f"snapshots/abc/data/{name}.parquet").symlink_to(f"../../../blobs/{name}.parquet")
-    monkeypatch.setattr("bloomery.data.sources.files.data_place", lambda path: kept / "snapshots/abc")
+    monkeypatch.setattr(
+        "bloomery.data.sources.files.data_place", lambda path: kept / "snapshots/abc"
+    )
     for glob in (None, "*.parquet", "data/*.parquet"):
         source = Source(path="hub:org/chats", glob=glob)
         assert [file.name for file in list_files(source)] == ["data/train-00000-of-00001.parquet"]
@@ -215,7 +276,9 @@ def test_a_dataset_of_the_hub_is_divided_alike(tmp_path, monkeypatch):
 def test_evaluation_splits_alone_are_refused(tmp_path):
     for name in ("validation.jsonl", "test.jsonl"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match="no file to train on: all are of evaluation splits") as caught:
+    with pytest.raises(
+        UserError, match="no file to train on: all are of evaluation splits"
+    ) as caught:
         list_files(Source(path=str(tmp_path)))
     assert caught.value.fix == 'to train on one of them, name it: data.glob="*test*"'
 
@@ -223,7 +286,9 @@ def test_evaluation_splits_alone_are_refused(tmp_path):
 def test_splits_without_one_called_train_are_to_be_named(tmp_path):
     for split in ("train_prefs", "test_prefs", "train_sft", "test_sft"):
         (tmp_path / f"{split}-00000-of-00001.parquet").write_text("")
-    with pytest.raises(UserError, match="none of its splits is called train: test_prefs, test_sft, train_p") as caught:
+    with pytest.raises(
+        UserError, match="none of its splits is called train: test_prefs, test_sft, train_p"
+    ) as caught:
         list_files(Source(path=str(tmp_path)))
     assert caught.value.fix == 'name one: data.glob="train_prefs-*"'
     (named,) = list_files(Source(path=str(tmp_path), glob="train_prefs-*"))
@@ -240,22 +305,35 @@ def left(folder, *names, rows=True, **fields):
 def test_tables_beside_data_files_are_named_with_the_glob_that_reads_them(tmp_path):
     """A folder of a.jsonl and c.json used to be read without c.json, and nobody said so."""
     assert left(tmp_path, "a.jsonl", "b.jsonl") is None
-    assert left(tmp_path, "config.json", "dataset_infos.json", "test.json", "README.md", "notes.txt") is None
+    assert (
+        left(tmp_path, "config.json", "dataset_infos.json", "test.json", "README.md", "notes.txt")
+        is None
+    )
     told = left(tmp_path / "some", "a.jsonl", "more/c.json")
     assert told == '1 file that may be data is not read: more/c.json; data.glob="*.json*" reads all'
-    taken = [file.name for file in list_files(Source(path=str(tmp_path / "some"), glob="*.json*"), rows=True)]
+    taken = [
+        file.name
+        for file in list_files(Source(path=str(tmp_path / "some"), glob="*.json*"), rows=True)
+    ]
     assert sorted(taken) == ["a.jsonl", "more/c.json"]
     told = left(tmp_path / "mixed", "a.parquet", "b.csv", "c.csv", "README.md")
-    assert told == '2 files that may be data are not read, such as b.csv; data.glob="*.csv*" reads such files instead'
+    assert (
+        told
+        == '2 files that may be data are not read, such as b.csv; data.glob="*.csv*" reads such files instead'
+    )
     assert left(tmp_path / "mixed", glob="*.csv") is None
-    assert left(tmp_path / "plain", "a.jsonl", "b.txt", rows=False).endswith('b.txt; data.glob="*" reads all')
+    assert left(tmp_path / "plain", "a.jsonl", "b.txt", rows=False).endswith(
+        'b.txt; data.glob="*" reads all'
+    )
     assert left(tmp_path / "code", "a.py", "package-lock.json", "sizes.json", rows=False) is None
     assert "sizes.json" in left(tmp_path / "code", rows=True)
 
 
 def test_a_flaw_names_its_row(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": TALK}) + "\n[1]\n" + json.dumps({"messages": TALK[:1]}) + "\n")
+    path.write_text(
+        json.dumps({"messages": TALK}) + "\n[1]\n" + json.dumps({"messages": TALK[:1]}) + "\n"
+    )
     with pytest.raises(UserError) as caught:
         read(path, format="messages")
     assert caught.value.where == f"{path}:2"
@@ -266,7 +344,9 @@ def test_a_flaw_names_its_row(tmp_path):
 
 
 TEXT = st.text(max_size=8)
-CALLS = st.dictionaries(TEXT, st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT, max_size=3)
+CALLS = st.dictionaries(
+    TEXT, st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT, max_size=3
+)
 MESSAGE = st.builds(
     Message,
     st.sampled_from(["system", "user", "assistant", "tool"]),
@@ -299,14 +379,22 @@ def test_what_travels_comes_back(example):
 def library(request, monkeypatch):
     """The first files of the standard library, and textwrap."""
     files = builtin.stdlib_files()
-    kept = [file for index, file in enumerate(files) if index < request.param or file.name == "textwrap.py"]
+    kept = [
+        file
+        for index, file in enumerate(files)
+        if index < request.param or file.name == "textwrap.py"
+    ]
     monkeypatch.setattr(builtin, "stdlib_files", lambda: kept)
     return kept
 
 
 def stdlib(name: str, required_format: str) -> list[Example]:
     corpus = open_datasets(Data(builtin=name), required_format)[0]
-    return [found.example for found in read_documents(corpus, on_error="stop", stats=ReadStats()) if found.example]
+    return [
+        found.example
+        for found in read_documents(corpus, on_error="stop", stats=ReadStats())
+        if found.example
+    ]
 
 
 def test_the_standard_library_answers_questions(library):
@@ -332,7 +420,9 @@ def test_the_standard_library_prefers_answers(library):
         ast.parse(chosen)
         with pytest.raises(SyntaxError):
             ast.parse(rejected)
-        assert sorted(chosen.splitlines()) == sorted(rejected.splitlines()), "neither length nor words tell them apart"
+        assert sorted(chosen.splitlines()) == sorted(rejected.splitlines()), (
+            "neither length nor words tell them apart"
+        )
 
 
 def test_marked_answers_to_one_question_are_kept_for_the_same_split():
@@ -342,5 +432,9 @@ def test_marked_answers_to_one_question_are_kept_for_the_same_split():
         example = Example("a:1", kind, prompt, (answer,), desirable=desirable)
         return content_key(Document("a:1", example))
 
-    assert key("kto", "why?", "so", True) == key("kto", "why?", "no", False) != key("kto", "how?", "so", True)
+    assert (
+        key("kto", "why?", "so", True)
+        == key("kto", "why?", "no", False)
+        != key("kto", "how?", "so", True)
+    )
     assert key("completion", "why?", "so") != key("completion", "why?", "no")

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from bloomery.data.examples import BadRow, Example, Message
 from bloomery.data.sources.formats import FORMATS, detect_format, read_example
 
-USER, ANSWER, OTHER = ({"role": role, "content": text} for role, text in
-                       (("user", "hi"), ("assistant", "yo"), ("assistant", "no")))  # fmt: skip
+USER, ANSWER, OTHER = (
+    {"role": role, "content": text}
+    for role, text in (("user", "hi"), ("assistant", "yo"), ("assistant", "no"))
+)
 HI, YO, NO = Message("user", "hi"), Message("assistant", "yo"), Message("assistant", "no")
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -44,7 +46,10 @@ GOOD = {
     "parts": (
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}],
+                },
                 ANSWER,
             ]
         },
@@ -77,7 +82,10 @@ GOOD = {
         chat(HI, YO),
     ),
     "sharegpt with a system column": (
-        {"system": "be kind", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        {
+            "system": "be kind",
+            "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}],
+        },
         "sharegpt",
         chat(Message("system", "be kind"), HI, YO),
     ),
@@ -93,7 +101,11 @@ GOOD = {
         "alpaca",
         chat(Message("system", "be kind"), HI, NO, HI, YO),
     ),
-    "completion": ({"prompt": "a", "completion": "b"}, "completion", Example("a.jsonl:3", "completion", "a", ("b",))),
+    "completion": (
+        {"prompt": "a", "completion": "b"},
+        "completion",
+        Example("a.jsonl:3", "completion", "a", ("b",)),
+    ),
     "completion of messages": (
         {"prompt": [USER], "completion": [ANSWER]},
         "completion",
@@ -143,14 +155,20 @@ def test_calls_of_tools_are_read_with_their_arguments_as_an_object():
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     _, example = read({"messages": [USER, CALLING, RESULT, ANSWER], "tools": json.dumps([tool])})
     calling, result = example.responses[0][1:3]
-    assert calling.calls == ({"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}},)
+    assert calling.calls == (
+        {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}},
+    )
     assert calling.content == "" and result == Message("tool", "2", call_id="c1")
     assert example.tools == (tool,)
 
 
 def test_sharegpt_writes_calls_as_turns_of_their_own():
-    turns = [("human", "hi"), ("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "2"),
-             ("gpt", "yo")]  # fmt: skip
+    turns = [
+        ("human", "hi"),
+        ("function_call", '{"name": "add", "arguments": {"a": 1}}'),
+        ("observation", "2"),
+        ("gpt", "yo"),
+    ]
     _, example = read({"conversations": [{"from": role, "value": text} for role, text in turns]})
     roles = [message.role for message in example.responses[0]]
     assert roles == ["user", "assistant", "tool", "assistant"]
@@ -167,7 +185,9 @@ def test_columns_of_other_names_are_mapped():
     assert read(row, {"prompt": "q", "chosen": "good", "rejected": "bad"})[1] == pair("a", "b", "c")
 
 
-@pytest.mark.parametrize("row", [{"text": "a"}, {"input_ids": [1]}, {"messages": "a"}, {"prompt": "a"}, {}])
+@pytest.mark.parametrize(
+    "row", [{"text": "a"}, {"input_ids": [1]}, {"messages": "a"}, {"prompt": "a"}, {}]
+)
 def test_text_and_tokens_are_no_examples(row):
     assert detect_format(row) is None
 
@@ -182,8 +202,16 @@ FLAWS = {
         "messages[1].role",
         "did you mean assistant?",
     ),
-    "an unknown role": (turns(USER, {"role": "xyzzy", "content": "yo"}), "messages[1].role", "known are system, user"),
-    "no role": (turns(USER, {"content": "yo"}), "messages[1]", "has no role or from; it has: content"),
+    "an unknown role": (
+        turns(USER, {"role": "xyzzy", "content": "yo"}),
+        "messages[1].role",
+        "known are system, user",
+    ),
+    "no role": (
+        turns(USER, {"content": "yo"}),
+        "messages[1]",
+        "has no role or from; it has: content",
+    ),
     "no content": (turns(USER, {"role": "assistant"}), "messages[1].content", "is missing"),
     "an empty turn": (
         turns(USER, {"role": "assistant", "content": " \n"}),
@@ -195,28 +223,55 @@ FLAWS = {
     "no turns": (turns(), "messages", "has no messages"),
     "a text for turns": ({"messages": "hi"}, "messages", "is a text, not a list of messages"),
     "a list for a turn": (turns(USER, []), "messages[1]", "is a list, not a message"),
-    "a number for a text": (turns({"role": "user", "content": 7}, ANSWER), "messages[0].content", "is a number"),
-    "NaN for a text": (turns({"role": "user", "content": float("nan")}, ANSWER), "messages[0].content", "is a number"),
+    "a number for a text": (
+        turns({"role": "user", "content": 7}, ANSWER),
+        "messages[0].content",
+        "is a number",
+    ),
+    "NaN for a text": (
+        turns({"role": "user", "content": float("nan")}, ANSWER),
+        "messages[0].content",
+        "is a number",
+    ),
     "NaN in a call": (
-        turns(USER, {**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": float("nan")}}]}),
+        turns(
+            USER,
+            {**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": float("nan")}}]},
+        ),
         "messages[1].tool_calls[0]",
         "NaN",
     ),
-    "half a character": (turns({"role": "user", "content": "a\ud800"}, ANSWER), "messages[0].content", "surrogate"),
-    "half a character in a tool": ({**turns(USER, ANSWER), "tools": [{"name": "\ud800"}]}, "tools", "surrogate"),
+    "half a character": (
+        turns({"role": "user", "content": "a\ud800"}, ANSWER),
+        "messages[0].content",
+        "surrogate",
+    ),
+    "half a character in a tool": (
+        {**turns(USER, ANSWER), "tools": [{"name": "\ud800"}]},
+        "tools",
+        "surrogate",
+    ),
     "a picture": (
         turns({"role": "user", "content": [{"type": "image_url"}]}, ANSWER),
         "content[0]",
         "only text is supported",
     ),
-    "a result without a call": (turns(USER, ANSWER, RESULT, ANSWER), "messages[2]", "without a call"),
+    "a result without a call": (
+        turns(USER, ANSWER, RESULT, ANSWER),
+        "messages[2]",
+        "without a call",
+    ),
     "a result first": (turns(RESULT, ANSWER), "messages[0]", "without a call"),
     "a result of another call": (
         turns(USER, CALLING, {**RESULT, "tool_call_id": "c9"}, ANSWER),
         "messages[2]",
         "the calls are: c1",
     ),
-    "a call of nothing": (turns(USER, {**CALLING, "tool_calls": [{}]}), "tool_calls[0]", "names a function"),
+    "a call of nothing": (
+        turns(USER, {**CALLING, "tool_calls": [{}]}),
+        "tool_calls[0]",
+        "names a function",
+    ),
     "two system messages": (
         turns({"role": "system", "content": "a"}, {"role": "system", "content": "b"}, USER, ANSWER),
         "messages[1]",
@@ -234,16 +289,36 @@ FLAWS = {
         "47.7 MiB; the limit is 2.0 MiB",
     ),
     "equal sides": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "a.jsonl:3", "equal chosen"),
-    "equal sides of messages": ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "a.jsonl:3", "equal chosen"),
-    "sides that share nothing": ({"chosen": "b", "rejected": "c"}, "a.jsonl:3", "no common beginning"),
+    "equal sides of messages": (
+        {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+        "a.jsonl:3",
+        "equal chosen",
+    ),
+    "sides that share nothing": (
+        {"chosen": "b", "rejected": "c"},
+        "a.jsonl:3",
+        "no common beginning",
+    ),
     "one side begins the other": (
         {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER]},
         "a.jsonl:3",
         "is the beginning",
     ),
-    "a text and messages": ({"prompt": "a", "chosen": "b", "rejected": [OTHER]}, "a.jsonl:3", "one side as text"),
-    "a label of NaN": ({"prompt": "a", "completion": "b", "label": float("nan")}, "label", "is NaN"),
-    "a label in words": ({"prompt": "a", "completion": "b", "label": "good"}, "label", "is a text, not true"),
+    "a text and messages": (
+        {"prompt": "a", "chosen": "b", "rejected": [OTHER]},
+        "a.jsonl:3",
+        "one side as text",
+    ),
+    "a label of NaN": (
+        {"prompt": "a", "completion": "b", "label": float("nan")},
+        "label",
+        "is NaN",
+    ),
+    "a label in words": (
+        {"prompt": "a", "completion": "b", "label": "good"},
+        "label",
+        "is a text, not true",
+    ),
     "an empty completion": ({"prompt": "a", "completion": ""}, "completion", "is empty"),
     "an alpaca without an answer": ({"instruction": "a", "output": " "}, "output", "is empty"),
     "an alpaca of numbers": ({"instruction": "a", "output": 3}, "output", "is a number"),
@@ -253,9 +328,7 @@ FLAWS = {
 @pytest.mark.parametrize("name", FLAWS)
 def test_a_row_that_cannot_be_learned_says_where_and_why(name):
     row, where, why = FLAWS[name]
-    _, bad_row = (
-        read(row) if detect_format(row) else ("", example_or_flaw(row, "messages", {}))
-    )
+    _, bad_row = read(row) if detect_format(row) else ("", example_or_flaw(row, "messages", {}))
     assert isinstance(bad_row, BadRow)
     assert where in bad_row.where and bad_row.where.startswith("a.jsonl:3")
     assert why in bad_row.problem
@@ -271,7 +344,10 @@ def test_a_row_that_is_no_object(row):
 def test_a_column_that_is_not_there_is_named():
     bad_row = example_or_flaw({"text": "a"}, "preference", {"chosen": "good"})
     assert isinstance(bad_row, BadRow)
-    assert "has no column 'good'; it has: text" in bad_row.problem and "data.columns={chosen: NAME}" in bad_row.fix
+    assert (
+        "has no column 'good'; it has: text" in bad_row.problem
+        and "data.columns={chosen: NAME}" in bad_row.fix
+    )
 
 
 def test_a_mapping_for_other_data_is_told_from_a_name_that_is_missing():
@@ -284,9 +360,35 @@ def test_a_mapping_for_other_data_is_told_from_a_name_that_is_missing():
     )
 
 
-KEYS = ["messages", "conversations", "role", "content", "from", "value", "prompt", "completion", "chosen", "rejected",
-        "label", "tools", "tool_calls", "function", "name", "arguments", "instruction", "output", "input", "history",
-        "system", "type", "text", "weight", "thinking", "tool_call_id", "id"]  # fmt: skip
+KEYS = [
+    "messages",
+    "conversations",
+    "role",
+    "content",
+    "from",
+    "value",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "label",
+    "tools",
+    "tool_calls",
+    "function",
+    "name",
+    "arguments",
+    "instruction",
+    "output",
+    "input",
+    "history",
+    "system",
+    "type",
+    "text",
+    "weight",
+    "thinking",
+    "tool_call_id",
+    "id",
+]
 SAID = [
     "user",
     "assistant",
@@ -304,22 +406,33 @@ SAID = [
 ]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(SAID)
 JSON = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5)
+    ),
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5), format=st.none() | st.sampled_from(sorted(FORMATS))
+    row=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5),
+    format=st.none() | st.sampled_from(sorted(FORMATS)),
 )
 def test_no_row_at_all_raises(row, format):
     found = example_or_flaw(row, format or detect_format(row) or "messages", {})
     assert isinstance(found, Example | BadRow)
     if isinstance(found, BadRow):
-        assert found.where.startswith("a.jsonl:3") and found.problem and found.fix and "\n" not in found.problem
+        assert (
+            found.where.startswith("a.jsonl:3")
+            and found.problem
+            and found.fix
+            and "\n" not in found.problem
+        )
 
 
-TURN = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": LEAVES})
+TURN = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system"]), "content": LEAVES}
+)
 
 
 @settings(max_examples=200, deadline=None)

@@ -18,7 +18,9 @@ def slow_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     used: list[int] = []
     changed: list[int] = []  # when a row last took something
-    for turn, text in enumerate(sorted(range(len(lengths)), key=lambda text: (-lengths[text], text))):
+    for turn, text in enumerate(
+        sorted(range(len(lengths)), key=lambda text: (-lengths[text], text))
+    ):
         fitting = [row for row in range(len(rows)) if used[row] + lengths[text] <= capacity]
         if fitting:
             row = max(fitting, key=lambda row: (used[row], changed[row]))
@@ -36,14 +38,20 @@ def slow_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(1, 5000))
 def test_best_fit_is_the_slow_one(data, capacity):
-    lengths = data.draw(st.lists(st.integers(1, capacity) | st.integers(1, min(capacity, 9)), max_size=60))
+    lengths = data.draw(
+        st.lists(st.integers(1, capacity) | st.integers(1, min(capacity, 9)), max_size=60)
+    )
     found = best_fit(np.array(lengths, np.int64), capacity)
-    rows = [np.flatnonzero(found == row).tolist() for row in range(found.max() + 1 if lengths else 0)]
+    rows = [
+        np.flatnonzero(found == row).tolist() for row in range(found.max() + 1 if lengths else 0)
+    ]
     assert rows == slow_best_fit(lengths, capacity)
 
 
 def test_a_hundred_thousand_texts_take_no_time_and_little_room():
-    lengths = np.clip(np.random.default_rng(0).lognormal(5.8, 1.0, 100_000).astype(np.int64), 1, 4096)
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(5.8, 1.0, 100_000).astype(np.int64), 1, 4096
+    )
     begun = time.process_time()
     rows = best_fit(lengths, 4096)
     assert time.process_time() - begun < 2
@@ -52,8 +60,13 @@ def test_a_hundred_thousand_texts_take_no_time_and_little_room():
 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
     rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
-    read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
-    return [{name: value.tolist() for name, value in vars(row).items() if value is not None} for row in read]
+    read = [
+        rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)
+    ]
+    return [
+        {name: value.tolist() for name, value in vars(row).items() if value is not None}
+        for row in read
+    ]
 
 
 def text(*tokens: int, loss_mask: tuple[int, ...]) -> Text:
@@ -61,14 +74,28 @@ def text(*tokens: int, loss_mask: tuple[int, ...]) -> Text:
 
 
 def test_packed_conversations_by_hand(tmp_path):
-    texts = [text(10, 11, 12, 13, loss_mask=(2, 3)), text(20, 21, loss_mask=(1,)), text(30, 31, 32, loss_mask=(1,))]
+    texts = [
+        text(10, 11, 12, 13, loss_mask=(2, 3)),
+        text(20, 21, loss_mask=(1,)),
+        text(30, 31, 32, loss_mask=(1,)),
+    ]
     first, second = rows_of(write_structured(tmp_path, [texts], "chat"), "packed", 6)
-    assert first == {"tokens": [10, 11, 12, 13, 20, 21], "labels": [11, 12, 13, 20, 21, PAD],
-                     "loss_mask": [0, 1, 1, 0, 1, 0], "positions": [0, 1, 2, 3, 0, 1], "documents": [0, 0, 0, 0, 1, 1],
-                     "stored": [1, 2, 3, -1, 5, -1]}  # fmt: skip
-    assert second == {"tokens": [30, 31, 32, PAD, PAD, PAD], "labels": [31, 32, PAD, PAD, PAD, PAD],
-                      "loss_mask": [1, 0, 0, 0, 0, 0], "positions": [0, 1, 2, 0, 0, 0],
-                      "documents": [0, 0, 0, -1, -1, -1], "stored": [7, 8, -1, -1, -1, -1]}  # fmt: skip
+    assert first == {
+        "tokens": [10, 11, 12, 13, 20, 21],
+        "labels": [11, 12, 13, 20, 21, PAD],
+        "loss_mask": [0, 1, 1, 0, 1, 0],
+        "positions": [0, 1, 2, 3, 0, 1],
+        "documents": [0, 0, 0, 0, 1, 1],
+        "stored": [1, 2, 3, -1, 5, -1],
+    }
+    assert second == {
+        "tokens": [30, 31, 32, PAD, PAD, PAD],
+        "labels": [31, 32, PAD, PAD, PAD, PAD],
+        "loss_mask": [1, 0, 0, 0, 0, 0],
+        "positions": [0, 1, 2, 0, 0, 0],
+        "documents": [0, 0, 0, -1, -1, -1],
+        "stored": [7, 8, -1, -1, -1, -1],
+    }
 
 
 def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
@@ -78,19 +105,31 @@ def test_long_conversations_keep_their_start_or_are_dropped(tmp_path):
         text(30, 31, loss_mask=()),
         text(40, 41, loss_mask=(0,)),  # nothing predicts the first token of a text
     ]
-    rows = PackedSequences(write_structured(tmp_path, [texts], "chat"), sequence_length=6, layout="packed", pad_id=PAD)
+    rows = PackedSequences(
+        write_structured(tmp_path, [texts], "chat"), sequence_length=6, layout="packed", pad_id=PAD
+    )
     fitted = rows.packed[0]
-    assert (fitted.sequences, fitted.truncated, fitted.cut, fitted.dropped, fitted.all_masked) == (1, 1, 4, 1, 2)
+    assert (fitted.sequences, fitted.truncated, fitted.cut, fitted.dropped, fitted.all_masked) == (
+        1,
+        1,
+        4,
+        1,
+        2,
+    )
     row = rows.read(0, 0)
     assert row.tokens.tolist() == [10, 11, 12, 13, 14, 15]
     assert row.loss_mask.tolist() == [0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "kept"), [((3, 4), (3, 4)), ((3, 9), (3, 7)), ((9, 3), (7, 3)), ((9, 9), (5, 5)), ((5, 6), (5, 5))]
+    ("sizes", "kept"),
+    [((3, 4), (3, 4)), ((3, 9), (3, 7)), ((9, 3), (7, 3)), ((9, 9), (5, 5)), ((5, 6), (5, 5))],
 )
 def test_both_sides_of_a_long_pair_share_the_row(tmp_path, sizes, kept):
-    texts = [text(*range(100 * side, 100 * side + size), loss_mask=(2,)) for side, size in enumerate(sizes, 1)]
+    texts = [
+        text(*range(100 * side, 100 * side + size), loss_mask=(2,))
+        for side, size in enumerate(sizes, 1)
+    ]
     (row,) = rows_of(write_structured(tmp_path, [texts], "pairs"), "packed", 10)
     expected = [*range(100, 100 + kept[0]), *range(200, 200 + kept[1])]
     assert row["tokens"][: sum(kept)] == expected
@@ -106,7 +145,9 @@ def test_a_pair_with_one_side_unlearned_is_dropped_whole(tmp_path):
 
 
 def test_pairs_are_never_cut_by_the_stream(tmp_path):
-    split = write_structured(tmp_path, [[text(1, 2, loss_mask=(1,)), text(1, 3, loss_mask=(1,))]], "pairs")
+    split = write_structured(
+        tmp_path, [[text(1, 2, loss_mask=(1,)), text(1, 3, loss_mask=(1,))]], "pairs"
+    )
     with pytest.raises(UserError, match="a pair must stay in one sequence"):
         PackedSequences(split, sequence_length=8, layout="fixed", pad_id=PAD)
 
@@ -122,9 +163,12 @@ TEXT = st.lists(st.tuples(st.integers(10, 999), st.booleans()), min_size=2, max_
 
 
 @settings(deadline=None, max_examples=25)
-@given(parts=st.lists(st.lists(TEXT, max_size=12), min_size=1, max_size=3), length=st.integers(4, 24))
+@given(
+    parts=st.lists(st.lists(TEXT, max_size=12), min_size=1, max_size=3), length=st.integers(4, 24)
+)
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("chat", "packed"), ("pairs", "packed"), ("chat", "padded"), ("kto", "padded")]
+    ("kind", "layout"),
+    [("chat", "packed"), ("pairs", "packed"), ("chat", "padded"), ("kto", "padded")],
 )
 def test_every_kept_token_stands_once_with_its_flag(tmp_path_factory, kind, layout, parts, length):
     together = 1 if kind == "chat" else 2
@@ -143,7 +187,9 @@ def test_every_kept_token_stands_once_with_its_flag(tmp_path_factory, kind, layo
             assert all(row.positions[piece].tolist() == list(range(len(piece))) for piece in pieces)
             for unit in range(0, len(pieces), together):
                 both = np.concatenate(pieces[unit : unit + together])
-                found.append(list(zip(row.tokens[both], row.labels[both], row.loss_mask[both], strict=True)))
+                found.append(
+                    list(zip(row.tokens[both], row.labels[both], row.loss_mask[both], strict=True))
+                )
         expected = []
         for unit in range(0, len(texts), together):
             sides = kept_sides(texts[unit : unit + together], length)
@@ -164,9 +210,14 @@ def kept_sides(sides: list[Text], length: int) -> list[Text]:
 
 def as_positions(side: Text) -> list[tuple[int, int, float]]:
     following = [*side[1:], (0, False)]
-    return [(token, label, float(flag)) for (token, _), (label, flag) in zip(side, following, strict=True)]
+    return [
+        (token, label, float(flag))
+        for (token, _), (label, flag) in zip(side, following, strict=True)
+    ]
 
 
 def masked(entries: list[tuple[int, int, float]]) -> list[tuple[int, int, float]]:
     """Labels that are not learned may be anything."""
-    return [(int(token), int(label) if weight else 0, float(weight)) for token, label, weight in entries]
+    return [
+        (int(token), int(label) if weight else 0, float(weight)) for token, label, weight in entries
+    ]

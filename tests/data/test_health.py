@@ -22,14 +22,27 @@ def text(*tokens: int, loss_mask: int = 1) -> Text:
 GOOD = text(BOS, 50, 51, EOS, loss_mask=2)
 
 
-def examined(folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, marks=None, **ids) -> DatasetCheck:
+def examined(
+    folder: Path, texts: list[Text], kind: str = "chat", length: int = 32, marks=None, **ids
+) -> DatasetCheck:
     split = write_structured(folder, [texts], kind, marks=marks)
     tokenizer = make_tokenizer(folder)
     empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": ()})
     said = {"bos_id": BOS, "eos_id": EOS, "pad_id": 3, **ids}
-    manifest = Manifest(recipe="r", identity="i", tokenizer_hash=tokenizer.hash, vocab_size=320, unk_id=0, kind=kind,
-                        dtype="uint16", shard_tokens=7, sources=(), train=split.record, validation=empty,
-                        **said)  # fmt: skip
+    manifest = Manifest(
+        recipe="r",
+        identity="i",
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=320,
+        unk_id=0,
+        kind=kind,
+        dtype="uint16",
+        shard_tokens=7,
+        sources=(),
+        train=split.record,
+        validation=empty,
+        **said,
+    )
     assert isinstance(manifest.train.bounds, FileRecord)
     return check_dataset(folder, manifest, tokenizer, sequence_length=length, layout="packed")
 
@@ -51,7 +64,10 @@ def test_two_good_conversations_are_told_that_none_is_held_back_and_that_they_ar
         (text(BOS, 50, 51), "1 of 2 responses have no end token"),
         (text(BOS, 50, 51, loss_mask=0), "left out: 1 conversation with all labels masked; see"),
         (text(BOS, *range(50, 90), EOS), "left out: 1 conversation with all labels within"),
-        (text(BOS, 50, *range(60, 99), EOS, loss_mask=40), "of the tokens are truncated: raise data.sequence_length"),
+        (
+            text(BOS, 50, *range(60, 99), EOS, loss_mask=40),
+            "of the tokens are truncated: raise data.sequence_length",
+        ),
         (GOOD, "50% of the conversations are exact duplicates"),
     ],
 )
@@ -61,7 +77,10 @@ def test_each_fault_is_one_sentence(tmp_path, bad, said):
 
 
 def test_an_end_that_is_padding_too_is_mentioned(tmp_path):
-    assert any("is also the padding token" in said for said in examined(tmp_path, [GOOD], pad_id=EOS).warnings)
+    assert any(
+        "is also the padding token" in said
+        for said in examined(tmp_path, [GOOD], pad_id=EOS).warnings
+    )
 
 
 def test_pairs_are_counted_as_pairs(tmp_path):
@@ -75,14 +94,22 @@ def test_markup_that_is_no_token_is_named(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     assert missing_markup(tokenizer, "chatml") == ["<|im_start|>", "<|im_end|>"]
     assert missing_markup(tokenizer, None) == []
-    own = Tokenizer(tokenizer._backend, {**tokenizer.config, "chat_template": builtin_template("gemma")})
+    own = Tokenizer(
+        tokenizer._backend, {**tokenizer.config, "chat_template": builtin_template("gemma")}
+    )
     assert missing_markup(own, None) == ["<start_of_turn>", "<end_of_turn>"]
 
 
 @pytest.mark.parametrize(
     ("marks", "said"),
-    [([1, 1, 1, 1], "labeled desirable"), ([0, 0, 0, 0], "labeled undesirable"), ([1, 1, 0, 0], "")],
+    [
+        ([1, 1, 1, 1], "labeled desirable"),
+        ([0, 0, 0, 0], "labeled undesirable"),
+        ([1, 1, 0, 0], ""),
+    ],
 )
 def test_answers_that_are_all_marked_alike(tmp_path, marks, said):
     found = examined(tmp_path, [GOOD, GOOD, text(BOS, 60, EOS), GOOD], "kto", marks=marks)
-    assert [said in warning for warning in found.warnings if "every response is" in warning] == ([True] if said else [])
+    assert [said in warning for warning in found.warnings if "every response is" in warning] == (
+        [True] if said else []
+    )

@@ -16,12 +16,16 @@ from bloomery.data.prepare.prepare import prepare
 
 @given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
 def test_feistel_is_a_bijection(size, key):
-    assert sorted(feistel(position, size=size, key=key) for position in range(size)) == list(range(size))
+    assert sorted(feistel(position, size=size, key=key) for position in range(size)) == list(
+        range(size)
+    )
 
 
 def test_shuffle_is_the_same_for_ever():
     """Figures from the first version: another order would break the resumption of every run there is."""
-    assert [feistel(index % 10, size=10, key=mix(7, index // 10)) for index in range(20)] == FIRST_ORDER
+    assert [
+        feistel(index % 10, size=10, key=mix(7, index // 10)) for index in range(20)
+    ] == FIRST_ORDER
     assert mix(1, 2, 3) == FIRST_MIX
 
 
@@ -41,14 +45,20 @@ def loader(folder: Path, **options) -> Loader:
 
 def as_rows(batch: Batch) -> list[tuple]:
     return [
-        tuple(map(tuple, (batch.tokens[row].tolist(), batch.labels[row].tolist()))) for row in range(len(batch.tokens))
+        tuple(map(tuple, (batch.tokens[row].tolist(), batch.labels[row].tolist())))
+        for row in range(len(batch.tokens))
     ]
 
 
 def test_batch_is_what_the_docstring_says(folder):
     batch = loader(folder).batch(Cursor(3, 0), 5)
-    for name, dtype in (("tokens", torch.int64), ("labels", torch.int64), ("loss_mask", torch.float32),
-                        ("positions", torch.int64), ("documents", torch.int64)):  # fmt: skip
+    for name, dtype in (
+        ("tokens", torch.int64),
+        ("labels", torch.int64),
+        ("loss_mask", torch.float32),
+        ("positions", torch.int64),
+        ("documents", torch.int64),
+    ):
         assert getattr(batch, name).shape == (5, 16)
         assert getattr(batch, name).dtype == dtype
 
@@ -65,7 +75,10 @@ def test_an_epoch_visits_every_row_once_in_another_order_each_time(folder):
 def test_ranks_share_the_rows_of_one(folder):
     whole = as_rows(loader(folder).batch(Cursor(3, 8), 8))
     for world in (2, 4):
-        parts = [as_rows(loader(folder, rank=rank, world=world).batch(Cursor(3, 8), 8)) for rank in range(world)]
+        parts = [
+            as_rows(loader(folder, rank=rank, world=world).batch(Cursor(3, 8), 8))
+            for rank in range(world)
+        ]
         assert [parts[index % world][index // world] for index in range(8)] == whole
 
 
@@ -86,9 +99,18 @@ def test_weights_of_sources_are_exact(tmp_path, recipe_of):
     data = loader(tmp_path / "prepared")
     once = loader(tmp_path / "prepared")._sequences.counts
     for epoch in range(2):
-        visits = Counter(data.place(epoch * data.sequences + index) for index in range(data.sequences))
-        by_source = [Counter({row: n for (part, row), n in visits.items() if part == source}) for source in range(3)]
-        assert [sum(rows.values()) for rows in by_source] == [round(2.5 * once[0]), once[1], round(0.4 * once[2])]
+        visits = Counter(
+            data.place(epoch * data.sequences + index) for index in range(data.sequences)
+        )
+        by_source = [
+            Counter({row: n for (part, row), n in visits.items() if part == source})
+            for source in range(3)
+        ]
+        assert [sum(rows.values()) for rows in by_source] == [
+            round(2.5 * once[0]),
+            once[1],
+            round(0.4 * once[2]),
+        ]
         assert set(by_source[0].values()) == {2, 3}
         assert set(by_source[1].values()) == set(by_source[2].values()) == {1}
 
@@ -106,10 +128,17 @@ def test_validation_is_in_order_and_padded_to_one_shape(folder):
         if data.sequences % 4 and row >= data.sequences % 4
     )
     expected = [data._sequences.read(0, index) for index in range(data.sequences)]
-    assert [row[0] for row in rows[: data.sequences]] == [tuple(row.tokens.tolist()) for row in expected]
-    two = [list(loader(folder, split="validation", rank=rank, world=2).validation_batches(2)) for rank in range(2)]
+    assert [row[0] for row in rows[: data.sequences]] == [
+        tuple(row.tokens.tolist()) for row in expected
+    ]
+    two = [
+        list(loader(folder, split="validation", rank=rank, world=2).validation_batches(2))
+        for rank in range(2)
+    ]
     assert len(two[0]) == len(two[1])
-    shared = [as_rows(batch)[row] for pair in zip(*two, strict=True) for row in range(2) for batch in pair]
+    shared = [
+        as_rows(batch)[row] for pair in zip(*two, strict=True) for row in range(2) for batch in pair
+    ]
     assert shared[: data.sequences] == rows[: data.sequences]
 
 
@@ -145,11 +174,15 @@ def test_ranks_share_out_a_step_and_fill_it_up_with_padding(folder, world):
         with Prefetcher(part, Cursor(3, 4), sequences=2 * world, per_step=7) as ahead:
             seen.append([ahead.next() for _ in range(2 * micro_batches)])
     for step in range(2):
-        batches = [own[step * micro_batches + number] for number in range(micro_batches) for own in seen]
+        batches = [
+            own[step * micro_batches + number] for number in range(micro_batches) for own in seen
+        ]
         rows = [row for batch in batches for row in as_rows(batch)]
         wanted = as_rows(plain.batch(Cursor(3, 4 + 7 * step), 7))
         assert sorted(row for row in rows if row in wanted) == sorted(wanted)
-        padding = sum(bool((batch.documents[place] == -1).all()) for batch in batches for place in range(2))
+        padding = sum(
+            bool((batch.documents[place] == -1).all()) for batch in batches for place in range(2)
+        )
         assert padding == micro_batches * 2 * world - 7
         assert sum(float(batch.loss_mask.sum()) for batch in batches) == float(
             plain.batch(Cursor(3, 4 + 7 * step), 7).loss_mask.sum()

@@ -49,10 +49,25 @@ def folder(tmp_path: Path):
 
 
 def _manifest(split: Split, folder: Path, tokenizer: Tokenizer) -> Manifest:
-    empty = split.record.model_copy(update={"tokens": 0, "documents": 0, "parts": (), "shards": (), "loss_mask": ()})
-    return Manifest(recipe="r", identity="i", tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size, bos_id=1,
-                    eos_id=2, pad_id=3, unk_id=0, dtype="uint16", shard_tokens=64, sources=(), kind=split.kind,
-                    train=split.record, validation=empty)  # fmt: skip
+    empty = split.record.model_copy(
+        update={"tokens": 0, "documents": 0, "parts": (), "shards": (), "loss_mask": ()}
+    )
+    return Manifest(
+        recipe="r",
+        identity="i",
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=1,
+        eos_id=2,
+        pad_id=3,
+        unk_id=0,
+        dtype="uint16",
+        shard_tokens=64,
+        sources=(),
+        kind=split.kind,
+        train=split.record,
+        validation=empty,
+    )
 
 
 def loader(folder: Path, layout: str = "packed", **options) -> Loader:
@@ -100,7 +115,9 @@ def test_marks_stand_on_every_token_of_their_text(folder):
     assert sum(found == {1} for found in marks[::2]) == 10
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("chat", "packed"), ("pairs", "packed"), ("chat", "padded")])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("chat", "packed"), ("pairs", "packed"), ("chat", "padded")]
+)
 def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
     path, file = folder(kind, parts=2), tmp_path / "reference.bin"
     data = loader(path, layout)
@@ -109,7 +126,9 @@ def test_a_reference_comes_back_at_its_labels(folder, tmp_path, kind, layout):
         for batch, stored in data.stored_batches(4):
             assert torch.equal(stored >= 0, torch.where(batch.loss_mask > 0, True, stored >= 0))
             seen.update(stored[batch.loss_mask > 0].tolist())
-            writer.add(stored.numpy(), (batch.labels * 1000 + batch.tokens).numpy().astype(np.float32))
+            writer.add(
+                stored.numpy(), (batch.labels * 1000 + batch.tokens).numpy().astype(np.float32)
+            )
     assert set(seen.values()) == {1}
     batch = whole(loader(path, layout, reference=file))
     expected = (batch.labels * 1000 + batch.tokens).float() * (batch.loss_mask > 0)
@@ -132,12 +151,18 @@ def partial(path: Path, file: Path, layout: str) -> Path:
 def test_an_epoch_visits_every_conversation_once(folder):
     data = loader(folder("chat", parts=2))
     places = [data.place(index) for index in range(2 * data.sequences)]
-    assert sorted(places[: data.sequences]) == sorted(places[data.sequences :]) == sorted(set(places))
+    assert (
+        sorted(places[: data.sequences]) == sorted(places[data.sequences :]) == sorted(set(places))
+    )
     loss_mask = whole(data).loss_mask.sum()
-    assert loss_mask == sum(flag for source in range(2) for text in texts(30, 1, source) for _, flag in text)
+    assert loss_mask == sum(
+        flag for source in range(2) for text in texts(30, 1, source) for _, flag in text
+    )
 
 
-def gradients(path: Path, layout: str, tokenizer: Tokenizer) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(
+    path: Path, layout: str, tokenizer: Tokenizer
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Sums over an epoch, in float64."""
     model = fresh_decoder(make_config(tokenizer), seed=1, attention="mask").double()
     objective = pretraining(score_chunk=64)
@@ -145,7 +170,9 @@ def gradients(path: Path, layout: str, tokenizer: Tokenizer) -> tuple[float, dic
     for index in range(0, data.sequences, 4):
         batch = data.batch(Cursor(3, index), min(4, data.sequences - index))
         batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
-        loss = next_token_loss(forward(model, batch, objective.head(batch), precision="float32"), batch.loss_mask).total
+        loss = next_token_loss(
+            forward(model, batch, objective.head(batch), precision="float32"), batch.loss_mask
+        ).total
         loss.backward()
         total += float(loss.detach())
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -14,8 +14,12 @@ from bloomery.data.chat.sandbox_worker import Template
 trl = pytest.importorskip("trl")
 FILES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 SEES_PICTURES = {"idefics3", "smolvlm", "llava_next"}  # want contents as lists of parts
-PLAIN = [path for path in FILES if not path.stem.endswith("_training") and path.stem not in SEES_PICTURES]
-ENDERS = re.compile("|".join(re.escape(name) for name in (*SPECIAL, "<|return|>", "<|call|>", "<turn|>", "<|eot|>")))
+PLAIN = [
+    path for path in FILES if not path.stem.endswith("_training") and path.stem not in SEES_PICTURES
+]
+ENDERS = re.compile(
+    "|".join(re.escape(name) for name in (*SPECIAL, "<|return|>", "<|call|>", "<turn|>", "<|eot|>"))
+)
 EDGES = st.sampled_from(["", " ", "\n", "  \n"])
 
 
@@ -26,7 +30,12 @@ def talks(draw):
 
     def content():
         word = f"w{next(count)}w"
-        return draw(EDGES) + word + draw(st.sampled_from(["", " and more", "\nline", "!"])) + draw(EDGES)
+        return (
+            draw(EDGES)
+            + word
+            + draw(st.sampled_from(["", " and more", "\nline", "!"]))
+            + draw(EDGES)
+        )
 
     turns = [{"role": "system", "content": content()}] if draw(st.booleans()) else []
     for _ in range(draw(st.integers(1, 3))):
@@ -39,7 +48,12 @@ def talks(draw):
             }
             turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
             turns.append(
-                {"role": "tool", "content": content(), "name": call["function"]["name"], "tool_call_id": "abcdefghi"}
+                {
+                    "role": "tool",
+                    "content": content(),
+                    "name": call["function"]["name"],
+                    "tool_call_id": "abcdefghi",
+                }
             )
         answer = {"role": "assistant", "content": content()}
         if draw(st.integers(0, 3)) == 0:
@@ -58,11 +72,24 @@ def test_each_span_holds_its_turn_and_no_other(path):
     @given(turns=talks())
     def check(turns):
         learn = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {
-            "type": "object", "properties": {"x": {"type": "integer", "description": "x"}}}}}]  # fmt: skip
+        tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": "f",
+                    "description": "d",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"x": {"type": "integer", "description": "x"}},
+                    },
+                },
+            }
+        ]
         calls = any(turn["role"] == "tool" for turn in turns)
         try:
-            found = template.read({"messages": turns, "tools": tools if calls else [], "train_on": learn})
+            found = template.read(
+                {"messages": turns, "tools": tools if calls else [], "train_on": learn}
+            )
         except (Refused, Unclear):
             return
         read.append(calls)
@@ -84,4 +111,5 @@ def test_a_token_with_one_learned_character_is_learned():
     offsets = [(0, 3), (3, 5), (5, 5), (5, 9), (9, 12), (12, 13)]
     assert loss_tokens(offsets, [(4, 6), (12, 13)]) == [False, True, False, True, False, True]
     assert loss_tokens(offsets, []) == [False] * 6
-    assert loss_tokens([(0, 1), (0, 1), (1, 2)], [(0, 1)]) == [True, True, False]  # one character in two tokens
+    # one character in two tokens
+    assert loss_tokens([(0, 1), (0, 1), (1, 2)], [(0, 1)]) == [True, True, False]

@@ -40,7 +40,9 @@ def places(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("places")
     (folder / "t").mkdir()
-    tokenizer = train_tokenizer(iter(sentences(40)), TrainTokenizer(**TOKENIZER["train"]), folder / "t")
+    tokenizer = train_tokenizer(
+        iter(sentences(40)), TrainTokenizer(**TOKENIZER["train"]), folder / "t"
+    )
     tokens = [{"input_ids": tokenizer.encode(text)} for text in sentences(20)]
     texts = [{"text": text} for text in TEXTS]
     rows = {"chats": chat_rows(24), "texts": texts, "tokens": tokens, "pairs": pair_rows(9)}
@@ -54,8 +56,15 @@ def recipe(places, recipe_of):
     def make(*names: str, objective: str = "sft", **data) -> LoadedRecipe:
         paths = [str(places / f"{name}.jsonl") for name in names]
         sources = [{"path": path, "weight": 1 + 0.5 * index} for index, path in enumerate(paths)]
-        settings = {"chat": {"template": "chatml"}, "sequence_length": LENGTH, "validation": 0, **data}
-        return recipe_of(tokenizer={"from": str(places / "t")}, objective=objective, sources=sources, **settings)
+        settings = {
+            "chat": {"template": "chatml"},
+            "sequence_length": LENGTH,
+            "validation": 0,
+            **data,
+        }
+        return recipe_of(
+            tokenizer={"from": str(places / "t")}, objective=objective, sources=sources, **settings
+        )
 
     return make
 
@@ -63,7 +72,11 @@ def recipe(places, recipe_of):
 def test_each_source_has_the_tokens_that_it_has_alone(recipe, tmp_path):
     manifest = prepare(recipe("chats", "texts", "tokens"), tmp_path / "mixed", limits=SMALL)
     assert (manifest.kind, manifest.formats, manifest.turns) == ("chat", ("messages",), True)
-    assert [(part.plain, part.weight) for part in manifest.train.parts] == [(False, 1), (True, 1.5), (True, 2)]
+    assert [(part.plain, part.weight) for part in manifest.train.parts] == [
+        (False, 1),
+        (True, 1.5),
+        (True, 2),
+    ]
     split, number, loss_mask = open_split(tmp_path / "mixed", "train"), 0, 0
     for name in ("chats", "texts", "tokens"):
         prepare(recipe(name), tmp_path / name, limits=SMALL)
@@ -86,30 +99,45 @@ def test_each_source_has_the_rows_that_it_has_alone(recipe, tmp_path, layout):
     rows = PackedSequences(split, sequence_length=LENGTH, layout=layout, pad_id=3)
     for part, name in enumerate(names):
         manifest = prepare(recipe(name), tmp_path / name)
-        alone = PackedSequences(open_split(tmp_path / name, "train"), sequence_length=LENGTH, layout=layout, pad_id=3)
+        alone = PackedSequences(
+            open_split(tmp_path / name, "train"), sequence_length=LENGTH, layout=layout, pad_id=3
+        )
         assert rows.counts[part] == alone.counts[0]
         for index in range(alone.counts[0]):
             ours, theirs = vars(rows.read(part, index)), vars(alone.read(0, index))
             began = np.where(theirs["stored"] < 0, 0, split.part_starts[part][0])
-            assert all(np.array_equal(ours[key], theirs[key] + (began if key == "stored" else 0))
-                       for key in ours if key != "kto_labels")  # fmt: skip
+            assert all(
+                np.array_equal(ours[key], theirs[key] + (began if key == "stored" else 0))
+                for key in ours
+                if key != "kto_labels"
+            )
         if name == "texts" and layout == "packed":
-            loss_mask = sum(rows.read(part, index).loss_mask.sum() for index in range(rows.counts[part]))
-            assert loss_mask == manifest.train.tokens - manifest.train.documents, "a long text loses nothing"
+            loss_mask = sum(
+                rows.read(part, index).loss_mask.sum() for index in range(rows.counts[part])
+            )
+            assert loss_mask == manifest.train.tokens - manifest.train.documents, (
+                "a long text loses nothing"
+            )
     fill = packing_stats(split, sequence_length=LENGTH, layout=layout)
     if layout == "fixed":
         assert fill is None
         return
-    read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
+    read = [
+        rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)
+    ]
     assert fill.positions == sum(int((row.documents >= 0).sum()) for row in read)
     assert (fill.cut > 0) == (layout == "padded")
 
 
 def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
-    folders = {name: tmp_path / "-".join(name) for name in (("chats", "texts"), ("chats",), ("texts",))}
+    folders = {
+        name: tmp_path / "-".join(name) for name in (("chats", "texts"), ("chats",), ("texts",))
+    }
     for names, folder in folders.items():
         prepare(recipe(*names), folder)
-    model = fresh_decoder(make_config(load_tokenizer(folders["chats",])), seed=1, attention="mask").double()
+    model = fresh_decoder(
+        make_config(load_tokenizer(folders["chats",])), seed=1, attention="mask"
+    ).double()
 
     def cost(names: tuple[str, ...], visits: list[int] | None = None) -> tuple[float, float]:
         loader = Loader(folders[names], sequence_length=LENGTH, layout="packed", seed=3)
@@ -119,7 +147,9 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
             visits += [loader.place(index)[0] for index in range(loader.sequences)]
         head = pretraining(score_chunk=64).head(batch)
         with torch.no_grad():
-            parts = next_token_loss(forward(model, batch, head, precision="float32"), batch.loss_mask)
+            parts = next_token_loss(
+                forward(model, batch, head, precision="float32"), batch.loss_mask
+            )
         return float(parts.total), float(parts.count)
 
     visits: list[int] = []
@@ -137,9 +167,14 @@ def test_a_mixed_batch_costs_what_its_sources_cost(recipe, tmp_path):
         batch = loader.batch(Cursor(3, next(i for i in extra if loader.place(i)[1] == row)), 1)
         batch = Batch(**{**vars(batch), "loss_mask": batch.loss_mask.double()})
         with torch.no_grad():
-            scores = forward(model, batch, pretraining(score_chunk=64).head(batch), precision="float32")
+            scores = forward(
+                model, batch, pretraining(score_chunk=64).head(batch), precision="float32"
+            )
         parts = next_token_loss(scores, batch.loss_mask)
-        twice_total, twice_count = twice_total + float(parts.total), twice_count + float(parts.count)
+        twice_total, twice_count = (
+            twice_total + float(parts.total),
+            twice_count + float(parts.count),
+        )
     assert count == chats[1] + texts[1] + twice_count
     assert total / count == pytest.approx((chats[0] + texts[0] + twice_total) / count, rel=1e-12)
 
@@ -150,31 +185,56 @@ def test_several_processes_and_a_second_start_write_the_same_bytes(recipe, tmp_p
     prepare(recipe(*names, num_proc=2), tmp_path / "two", limits=SMALL)
     journal_of_stopped(recipe(*names), tmp_path / "again", 3)
     prepare(recipe(*names), tmp_path / "again", limits=SMALL)
-    assert contents(tmp_path / "whole") == contents(tmp_path / "two") == contents(tmp_path / "again")
+    assert (
+        contents(tmp_path / "whole") == contents(tmp_path / "two") == contents(tmp_path / "again")
+    )
 
 
 def test_only_text_stands_beside_only_conversations(recipe, places, tmp_path, recipe_of):
     with pytest.raises(UserError, match="is plain text; the objective needs pairs"):
         prepare(recipe("pairs", "texts", objective="dpo"), tmp_path / "p")
-    with pytest.raises(UserError, match="plain text here and preference pairs before: a run trains"):
+    with pytest.raises(
+        UserError, match="plain text here and preference pairs before: a run trains"
+    ):
         prepare(recipe("pairs", "texts", objective="pretrain"), tmp_path / "q")
     folder = tmp_path / "both"
     folder.mkdir()
     for name in ("chats", "texts"):
         (folder / f"{name}.jsonl").write_bytes((places / f"{name}.jsonl").read_bytes())
-    loaded = recipe_of(tokenizer={"from": str(places / "t")}, objective="sft", path=str(folder), validation=0,
-                       chat={"template": "chatml"})  # fmt: skip
-    with pytest.raises(UserError, match="plain text here and conversations before: one source has one") as told:
+    loaded = recipe_of(
+        tokenizer={"from": str(places / "t")},
+        objective="sft",
+        path=str(folder),
+        validation=0,
+        chat={"template": "chatml"},
+    )
+    with pytest.raises(
+        UserError, match="plain text here and conversations before: one source has one"
+    ) as told:
         prepare(loaded, tmp_path / "r")
     assert "texts.jsonl:1" in told.value.where and "data.sources" in told.value.fix
 
 
-def test_text_does_not_stand_in_for_conversations_without_answers(recipe, places, tmp_path, recipe_of):
-    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}] * 3
+def test_text_does_not_stand_in_for_conversations_without_answers(
+    recipe, places, tmp_path, recipe_of
+):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b", "weight": 0},
+            ]
+        }
+    ] * 3
     (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = [{"path": str(tmp_path / "none.jsonl")}, {"path": str(places / "texts.jsonl")}]
-    loaded = recipe_of(tokenizer={"from": str(places / "t")}, objective="sft", sources=sources, validation=0,
-                       chat={"template": "chatml"})  # fmt: skip
+    loaded = recipe_of(
+        tokenizer={"from": str(places / "t")},
+        objective="sft",
+        sources=sources,
+        validation=0,
+        chat={"template": "chatml"},
+    )
     with pytest.raises(UserError, match="all labels are masked"):
         prepare(loaded, tmp_path / "p")
 
@@ -185,23 +245,53 @@ def test_a_preview_tells_what_each_document_is(recipe, tmp_path):
         seen = list(preview(work, 4, sequence_length=LENGTH, layout="packed"))
     assert [one.kind for one in seen] == ["conversation", "conversation", "text", "text"]
     assert [one.sequences for one in seen[2:]] == [-(-len(seen[2].ids) // LENGTH), 1]
-    assert seen[2].sequences > 1 and seen[2].cut == 0 and seen[2].loss_mask == [True] * len(seen[2].ids)
+    assert (
+        seen[2].sequences > 1
+        and seen[2].cut == 0
+        and seen[2].loss_mask == [True] * len(seen[2].ids)
+    )
 
 
 def test_a_summary_tells_each_source_and_its_kind(places, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sources = [{"path": str(places / "chats.jsonl")}, {"path": str(places / "texts.jsonl"), "weight": 0.5}]
-    (tmp_path / "mix.yaml").write_text(json.dumps({
-        "model": {"preset": "go-coder-tiny"}, "tokenizer": {"from": str(places / "t")}, "objective": {"kind": "sft"},
-        "data": {"sources": sources, "sequence_length": LENGTH, "validation": 0, "chat": {"template": "chatml"}},
-    }))  # fmt: skip
-    told = CliRunner().invoke(cli, ["prepare", "mix.yaml", "--check"], catch_exceptions=False).stdout
+    sources = [
+        {"path": str(places / "chats.jsonl")},
+        {"path": str(places / "texts.jsonl"), "weight": 0.5},
+    ]
+    (tmp_path / "mix.yaml").write_text(
+        json.dumps(
+            {
+                "model": {"preset": "go-coder-tiny"},
+                "tokenizer": {"from": str(places / "t")},
+                "objective": {"kind": "sft"},
+                "data": {
+                    "sources": sources,
+                    "sequence_length": LENGTH,
+                    "validation": 0,
+                    "chat": {"template": "chatml"},
+                },
+            }
+        )
+    )
+    told = (
+        CliRunner().invoke(cli, ["prepare", "mix.yaml", "--check"], catch_exceptions=False).stdout
+    )
     lines = told.splitlines()
-    assert lines[0] == f"dataset    24 conversations and {len(TEXTS)} documents for training, 0 for validation"
+    assert (
+        lines[0]
+        == f"dataset    24 conversations and {len(TEXTS)} documents for training, 0 for validation"
+    )
     assert any(line.endswith("tokens") and ": 24 conversations, " in line for line in lines)
-    assert any(f": {len(TEXTS)} documents of text, " in line and "0.5 times per epoch" in line for line in lines)
+    assert any(
+        f": {len(TEXTS)} documents of text, " in line and "0.5 times per epoch" in line
+        for line in lines
+    )
     assert any("; 1 text longer, 0 tokens truncated" in line for line in lines)
-    told = CliRunner().invoke(cli, ["prepare", "mix.yaml", "--preview", "2"], catch_exceptions=False).stdout
+    told = (
+        CliRunner()
+        .invoke(cli, ["prepare", "mix.yaml", "--preview", "2"], catch_exceptions=False)
+        .stdout
+    )
     assert "train · conversation · " in told and "train · text · " in told and "of 200" in told
 
 
@@ -215,6 +305,10 @@ def test_what_is_held_out_is_examined_as_what_it_is(recipe, places, tmp_path):
     assert [text.loss_mask is None for text in texts] == [False] * chats + [True] * plain
     assert len(validation_prompts(tmp_path / "p", 99)) == chats
     manifest_read = read_manifest(tmp_path / "p")
-    found = check_dataset(tmp_path / "p", manifest_read, tokenizer, sequence_length=LENGTH, layout="packed")
+    found = check_dataset(
+        tmp_path / "p", manifest_read, tokenizer, sequence_length=LENGTH, layout="packed"
+    )
     assert (found.units, found.unit_name) == (manifest.train.documents, "texts")
-    assert found.other_eos == manifest.train.parts[0].documents, "texts are not asked how an answer ends"
+    assert found.other_eos == manifest.train.parts[0].documents, (
+        "texts are not asked how an answer ends"
+    )

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloomery.data.packing import PackedSequences, count_plain_sequences
-from bloomery.data.shards import Manifest, Split, SplitProgress, SplitRecord, SplitWriter, file_record
+from bloomery.data.shards import (
+    Manifest,
+    Split,
+    SplitProgress,
+    SplitRecord,
+    SplitWriter,
+    file_record,
+)
 
 PAD = 9
 
@@ -24,14 +31,28 @@ def write_split(folder: Path, parts: list[list[list[int]]], shard_tokens: int = 
             for document in documents:
                 writer.add(np.array(document, np.uint16), np.array([len(document)], np.uint64), 0)
         records[name] = writer.finish([1.0] * len(sources))
-    manifest = Manifest(recipe="r", identity="i", tokenizer_hash="t", vocab_size=100, bos_id=1, eos_id=2, pad_id=PAD,
-                        unk_id=0, dtype="uint16", shard_tokens=shard_tokens, sources=(), **records)  # fmt: skip
+    manifest = Manifest(
+        recipe="r",
+        identity="i",
+        tokenizer_hash="t",
+        vocab_size=100,
+        bos_id=1,
+        eos_id=2,
+        pad_id=PAD,
+        unk_id=0,
+        dtype="uint16",
+        shard_tokens=shard_tokens,
+        sources=(),
+        **records,
+    )
     return Split(folder, manifest, "train")
 
 
 def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float]]]:
     rows = PackedSequences(split, sequence_length=length, layout=layout, pad_id=PAD)
-    read = [rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)]
+    read = [
+        rows.read(part, index) for part, count in enumerate(rows.counts) for index in range(count)
+    ]
     names = ("tokens", "labels", "loss_mask", "positions", "documents")
     return [{name: getattr(row, name).tolist() for name in names} for row in read]
 
@@ -39,43 +60,84 @@ def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float
 def test_packed_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 5, 6, 2], [1, 7, 2], [1, 8, 8, 8, 2]]])
     first, second, third = rows_of(split, "packed", 4)
-    assert first == {"tokens": [1, 5, 6, 2], "labels": [5, 6, 2, 1], "loss_mask": [1, 1, 1, 0],
-                     "positions": [0, 1, 2, 3], "documents": [0, 0, 0, 0]}  # fmt: skip
-    assert second == {"tokens": [1, 7, 2, 1], "labels": [7, 2, 1, 8], "loss_mask": [1, 1, 0, 1],
-                      "positions": [0, 1, 2, 0], "documents": [0, 0, 0, 1]}  # fmt: skip
-    assert third == {"tokens": [8, 8, 8, PAD], "labels": [8, 8, 2, PAD], "loss_mask": [1, 1, 1, 0],
-                     "positions": [0, 1, 2, 0], "documents": [0, 0, 0, -1]}  # fmt: skip
+    assert first == {
+        "tokens": [1, 5, 6, 2],
+        "labels": [5, 6, 2, 1],
+        "loss_mask": [1, 1, 1, 0],
+        "positions": [0, 1, 2, 3],
+        "documents": [0, 0, 0, 0],
+    }
+    assert second == {
+        "tokens": [1, 7, 2, 1],
+        "labels": [7, 2, 1, 8],
+        "loss_mask": [1, 1, 0, 1],
+        "positions": [0, 1, 2, 0],
+        "documents": [0, 0, 0, 1],
+    }
+    assert third == {
+        "tokens": [8, 8, 8, PAD],
+        "labels": [8, 8, 2, PAD],
+        "loss_mask": [1, 1, 1, 0],
+        "positions": [0, 1, 2, 0],
+        "documents": [0, 0, 0, -1],
+    }
 
 
 def test_padded_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 7, 2], [1, 3, 4, 5, 6, 2]]])
     short, cut = rows_of(split, "padded", 4)
-    assert short == {"tokens": [1, 7, PAD, PAD], "labels": [7, 2, PAD, PAD], "loss_mask": [1, 1, 0, 0],
-                     "positions": [0, 1, 0, 0], "documents": [0, 0, -1, -1]}  # fmt: skip
-    assert cut == {"tokens": [1, 3, 4, 5], "labels": [3, 4, 5, 6], "loss_mask": [1] * 4,
-                   "positions": [0, 1, 2, 3], "documents": [0] * 4}  # fmt: skip
+    assert short == {
+        "tokens": [1, 7, PAD, PAD],
+        "labels": [7, 2, PAD, PAD],
+        "loss_mask": [1, 1, 0, 0],
+        "positions": [0, 1, 0, 0],
+        "documents": [0, 0, -1, -1],
+    }
+    assert cut == {
+        "tokens": [1, 3, 4, 5],
+        "labels": [3, 4, 5, 6],
+        "loss_mask": [1] * 4,
+        "positions": [0, 1, 2, 3],
+        "documents": [0] * 4,
+    }
 
 
 def test_fixed_rows_by_hand(tmp_path):
     split = write_split(tmp_path, [[[1, 5, 2], [1, 7, 2]]])
     first, second = rows_of(split, "fixed", 4)
-    assert first == {"tokens": [1, 5, 2, 1], "labels": [5, 2, 1, 7], "loss_mask": [1] * 4,
-                     "positions": [0, 1, 2, 3], "documents": [0] * 4}  # fmt: skip
-    assert second == {"tokens": [7, PAD, PAD, PAD], "labels": [2, PAD, PAD, PAD], "loss_mask": [1, 0, 0, 0],
-                      "positions": [0, 0, 0, 0], "documents": [0, -1, -1, -1]}  # fmt: skip
+    assert first == {
+        "tokens": [1, 5, 2, 1],
+        "labels": [5, 2, 1, 7],
+        "loss_mask": [1] * 4,
+        "positions": [0, 1, 2, 3],
+        "documents": [0] * 4,
+    }
+    assert second == {
+        "tokens": [7, PAD, PAD, PAD],
+        "labels": [2, PAD, PAD, PAD],
+        "loss_mask": [1, 0, 0, 0],
+        "positions": [0, 0, 0, 0],
+        "documents": [0, -1, -1, -1],
+    }
 
 
 def reference(parts: list[list[list[int]]], layout: str, length: int) -> list[dict[str, list[int]]]:
     """Token by token, from the sentences of the layouts' description."""
     rows = []
     for documents in parts:
-        stream = [(token, number) for number, document in enumerate(documents) for token in document]
+        stream = [
+            (token, number) for number, document in enumerate(documents) for token in document
+        ]
         if layout == "padded":
             pieces = [
-                [(token, number) for token in document[: length + 1]] for number, document in enumerate(documents)
+                [(token, number) for token in document[: length + 1]]
+                for number, document in enumerate(documents)
             ]
         else:
-            pieces = [stream[start : start + length + 1] for start in range(0, max(len(stream) - 1, 0), length)]
+            pieces = [
+                stream[start : start + length + 1]
+                for start in range(0, max(len(stream) - 1, 0), length)
+            ]
         for piece in pieces:
             names = ("tokens", "labels", "loss_mask", "positions", "documents")
             row: dict[str, list[int]] = {name: [] for name in names}
@@ -89,7 +151,13 @@ def reference(parts: list[list[list[int]]], layout: str, length: int) -> list[di
                 seen.append(number)
                 row["documents"].append(sorted(set(seen)).index(number))
             missing = length - len(row["tokens"])
-            for name, fill in (("tokens", PAD), ("labels", PAD), ("loss_mask", 0), ("positions", 0), ("documents", -1)):
+            for name, fill in (
+                ("tokens", PAD),
+                ("labels", PAD),
+                ("loss_mask", 0),
+                ("positions", 0),
+                ("documents", -1),
+            ):
                 row[name] += [fill] * missing
             rows.append(row)
     return rows
@@ -99,7 +167,11 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=9), max_si
 
 
 @settings(deadline=None, max_examples=40)
-@given(parts=st.lists(DOCUMENTS, min_size=1, max_size=3), length=st.integers(1, 6), shard_tokens=st.integers(1, 9))
+@given(
+    parts=st.lists(DOCUMENTS, min_size=1, max_size=3),
+    length=st.integers(1, 6),
+    shard_tokens=st.integers(1, 9),
+)
 @pytest.mark.parametrize("layout", ["packed", "padded", "fixed"])
 def test_rows_equal_the_reference(tmp_path_factory, layout, parts, length, shard_tokens):
     split = write_split(tmp_path_factory.mktemp("s"), parts, shard_tokens)
@@ -112,7 +184,9 @@ def test_rows_equal_the_reference(tmp_path_factory, layout, parts, length, shard
 def test_every_token_with_a_successor_is_learned_once_when_packed(tmp_path):
     documents = [[1] + [3] * n + [2] for n in range(20)]
     rows = rows_of(write_split(tmp_path, [documents]), "packed", 16)
-    assert sum(sum(row["loss_mask"]) for row in rows) == sum(len(document) - 1 for document in documents)
+    assert sum(sum(row["loss_mask"]) for row in rows) == sum(
+        len(document) - 1 for document in documents
+    )
 
 
 def test_shards_are_full_but_the_last(tmp_path):

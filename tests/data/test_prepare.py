@@ -22,7 +22,13 @@ from bloomery.data.prepare.pipeline import Limits
 from bloomery.data.prepare.prepare import finished, locked, prepare, prepared_folder
 from bloomery.data.prepare.split import content_key, make_splitter, repeated_lines
 from bloomery.data.shards import open_split, read_manifest, write_manifest
-from bloomery.data.sources.documents import Document, ReadStats, open_datasets, read_documents, unpadded
+from bloomery.data.sources.documents import (
+    Document,
+    ReadStats,
+    open_datasets,
+    read_documents,
+    unpadded,
+)
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.recipe.load import LoadedRecipe
 
@@ -57,7 +63,9 @@ def test_text_comes_back_from_the_shards(corpus, tmp_path, recipe_of):
 
 def test_several_processes_write_the_same_bytes(corpus, tmp_path, recipe_of):
     for workers in (0, 3):
-        prepare(recipe_of(path=str(corpus), num_proc=workers), tmp_path / str(workers), limits=SMALL)
+        prepare(
+            recipe_of(path=str(corpus), num_proc=workers), tmp_path / str(workers), limits=SMALL
+        )
     assert contents(tmp_path / "0") == contents(tmp_path / "3")
 
 
@@ -68,7 +76,9 @@ def test_folder_depends_on_what_changes_tokens_only(corpus, tmp_path, recipe_of)
     assert folder() == folder(sequence_length=99, packing=False, prefetch=3, num_proc=2)
     assert folder().parent == tmp_path / "prepared"
     assert folder().name.startswith("small-")
-    assert len({folder(), folder(validation="7%"), folder(glob="*.txt"), folder(on_error="skip")}) == 4
+    assert (
+        len({folder(), folder(validation="7%"), folder(glob="*.txt"), folder(on_error="skip")}) == 4
+    )
     assert folder(prepared="/elsewhere") == Path("/elsewhere")
 
 
@@ -88,7 +98,9 @@ prepare(LoadedRecipe(recipe, "small"), Path(sys.argv[2]), limits=limits)
 
 def kill_after(seconds: float, recipe: Path, folder: Path) -> int:
     """Runs `prepare` in a process, kills it so long after it has begun, and returns its exit code."""
-    with preloaded.Popen([sys.executable, "-c", CHILD, str(recipe), str(folder)], stdout=subprocess.PIPE) as process:
+    with preloaded.Popen(
+        [sys.executable, "-c", CHILD, str(recipe), str(folder)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout and process.stdout.readline() == b"started\n"
         try:
             return process.wait(seconds)
@@ -99,7 +111,9 @@ def kill_after(seconds: float, recipe: Path, folder: Path) -> int:
 
 def killed_runs(count: int, tmp_path: Path, recipe_of) -> None:
     text = tmp_path / "a.jsonl"
-    text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences(1200, 30)))
+    text.write_text(
+        "".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences(1200, 30))
+    )
     loaded = recipe_of(path=str(text), validation="5%", num_proc=2)
     recipe = tmp_path / "recipe.json"
     recipe.write_text(loaded.recipe.model_dump_json(by_alias=True))
@@ -145,13 +159,18 @@ def journal_of_stopped(loaded: LoadedRecipe, folder: Path, batches: int) -> dict
 
 
 @pytest.mark.parametrize("batches", [1, 4, 9])
-def test_what_the_journal_vouches_for_is_not_made_again(corpus, tmp_path, recipe_of, batches, monkeypatch):
+def test_what_the_journal_vouches_for_is_not_made_again(
+    corpus, tmp_path, recipe_of, batches, monkeypatch
+):
     loaded = recipe_of(path=str(corpus), validation="10%")
     prepare(loaded, tmp_path / "whole", limits=SMALL)
     journal = journal_of_stopped(loaded, tmp_path / "p", batches)
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
-    assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
-    monkeypatch.setattr("bloomery.data.prepare.pipeline.train_tokenizer", None)  # a second training would fail
+    assert size == 2 * sum(
+        tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"]
+    )
+    # a second training would fail
+    monkeypatch.setattr("bloomery.data.prepare.pipeline.train_tokenizer", None)
     done = []
     prepare(loaded, tmp_path / "p", report=lambda phase, *_: done.append(phase), limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
@@ -222,7 +241,9 @@ def test_folder_of_somebody_else_is_left_alone(corpus, tmp_path, recipe_of):
     (tmp_path / "p" / "thesis.tex").write_text("do not touch")
     with pytest.raises(UserError, match=r"`prepare` did not write: thesis\.tex"):
         prepare(recipe_of(path=str(corpus)), tmp_path / "p")
-    assert [path.name for path in (tmp_path / "p").iterdir() if path.name != ".lock"] == ["thesis.tex"]
+    assert [path.name for path in (tmp_path / "p").iterdir() if path.name != ".lock"] == [
+        "thesis.tex"
+    ]
 
 
 def test_unfinished_folder_of_changed_text_starts_over(corpus, tmp_path, recipe_of):
@@ -246,7 +267,9 @@ def test_two_at_once_are_one_too_many(corpus, tmp_path, recipe_of):
         prepare(recipe_of(path=str(corpus)), tmp_path / "p")
 
 
-def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(corpus, tmp_path, recipe_of, monkeypatch):
+def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(
+    corpus, tmp_path, recipe_of, monkeypatch
+):
     loaded, room = recipe_of(path=str(corpus)), 1500
     prepare(loaded, tmp_path / "whole", limits=SMALL)
 
@@ -273,7 +296,9 @@ def test_full_disk_is_one_sentence_and_leaves_a_state_that_goes_on(corpus, tmp_p
     assert "run the same command again" in caught.value.fix and "resumes" in caught.value.fix
     journal = json.loads((tmp_path / "p" / "preparing.json").read_text())
     size = sum(path.stat().st_size for path in (tmp_path / "p").glob("*-0*.bin"))
-    assert size == 2 * sum(tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"])
+    assert size == 2 * sum(
+        tokens for split in ("train", "validation") for tokens, _ in journal[split]["parts"]
+    )
     monkeypatch.undo()
     prepare(loaded, tmp_path / "p", limits=SMALL)
     assert contents(tmp_path / "p") == contents(tmp_path / "whole")
@@ -301,7 +326,9 @@ def test_empty_and_tiny_corpora(tmp_path, recipe_of):
     assert caught.value.where == "data.sequence_length"
     with pytest.raises(UserError, match="less than one sequence"):
         finished(recipe_of(path=str(text), sequence_length=512), tmp_path / "tiny")
-    assert finished(recipe_of(path=str(text), sequence_length=512, packing=False), tmp_path / "tiny")
+    assert finished(
+        recipe_of(path=str(text), sequence_length=512, packing=False), tmp_path / "tiny"
+    )
 
 
 def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):
@@ -318,11 +345,15 @@ def test_skipped_rows_are_counted_and_named(tmp_path, recipe_of):
 def test_tokens_of_others_keep_their_ids(tmp_path, recipe_of, corpus):
     prepare(recipe_of(path=str(corpus)), tmp_path / "first")
     rows = [[1, 40 + n, 50, 2] for n in range(40)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"input_ids": row}) + "\n" for row in rows)
+    )
     with pytest.raises(UserError, match="names no tokenizer") as caught:
         prepare(recipe_of(path=str(tmp_path / "a.jsonl")), tmp_path / "none")
     assert caught.value.where == "tokenizer.from"
-    named = recipe_of(path=str(tmp_path / "a.jsonl"), validation=0, tokenizer={"from": str(tmp_path / "first")})
+    named = recipe_of(
+        path=str(tmp_path / "a.jsonl"), validation=0, tokenizer={"from": str(tmp_path / "first")}
+    )
     prepare(named, tmp_path / "p")
     split = open_split(tmp_path / "p", "train")
     assert [split.document(index).tolist() for index in range(len(split))] == rows
@@ -346,7 +377,12 @@ def test_padding_of_others_is_not_trained_on(tmp_path, recipe_of, corpus, suffix
             row[mask] = [int(token != pad) for token in row["input_ids"]]
             row[mask][0] = int(size == 7)
     path = write_rows(tmp_path / f"a.{suffix}", rows)
-    named = recipe_of(path=str(path), validation=0, tokenizer={"from": str(tmp_path / "first")}, objective=objective)
+    named = recipe_of(
+        path=str(path),
+        validation=0,
+        tokenizer={"from": str(tmp_path / "first")},
+        objective=objective,
+    )
     manifest = prepare(named, tmp_path / "p", limits=SMALL)
     split = open_split(tmp_path / "p", "train")
     kept = [[pad] * (mask is not None and n % 5 == 0) + [1, 40 + n, 50, 2] for n in range(40)]
@@ -354,11 +390,19 @@ def test_padding_of_others_is_not_trained_on(tmp_path, recipe_of, corpus, suffix
     assert manifest.empty == 1
     assert manifest.padding == sum(len(row["input_ids"]) for row in rows) - sum(map(len, kept))
     if objective == "sft":
-        assert split.loss_mask[:].tolist() == [int(token not in (pad, 50)) for ids in kept for token in ids]
+        assert split.loss_mask[:].tolist() == [
+            int(token not in (pad, 50)) for ids in kept for token in ids
+        ]
 
 
 def test_of_a_padding_token_that_ends_texts_one_is_kept():
-    texts = [((1, 5, 2, 2, 2), (1, 5, 2)), ((2, 2, 5, 6), (2, 5, 6)), ((5, 2), (5, 2)), ((5, 2, 6),) * 2, ((2,), ())]
+    texts = [
+        ((1, 5, 2, 2, 2), (1, 5, 2)),
+        ((2, 2, 5, 6), (2, 5, 6)),
+        ((5, 2), (5, 2)),
+        ((5, 2, 6),) * 2,
+        ((2,), ()),
+    ]
     for tokens, kept in texts:
         assert unpadded(Document("a", tokens=tokens), pad_id=2, ends=(1, 2)).tokens == kept
     assert unpadded(Document("a", tokens=(3, 5, 3)), pad_id=3, ends=(1, 2)).tokens == (5,)
@@ -371,7 +415,9 @@ def test_tokens_prepared_by_a_version_that_kept_padding_are_refused(tmp_path, re
     path = write_rows(tmp_path / "a.jsonl", [{"input_ids": [1, 40 + n, 50, 2]} for n in range(40)])
     named = recipe_of(path=str(path), tokenizer={"from": str(tmp_path / "first")})
     prepare(named, tmp_path / "p")
-    write_manifest(tmp_path / "p", read_manifest(tmp_path / "p").model_copy(update={"padding": None}))
+    write_manifest(
+        tmp_path / "p", read_manifest(tmp_path / "p").model_copy(update={"padding": None})
+    )
     with pytest.raises(UserError, match="with their padding"):
         prepare(named, tmp_path / "p")
 
@@ -379,14 +425,20 @@ def test_tokens_prepared_by_a_version_that_kept_padding_are_refused(tmp_path, re
 @pytest.mark.parametrize("form", ["saved", "files"])
 def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, form):
     datasets = pytest.importorskip("datasets")
-    texts = {"train": sentences(40), "validation": [f"held {text}" for text in sentences(9)], "test": ["never read"]}
+    texts = {
+        "train": sentences(40),
+        "validation": [f"held {text}" for text in sentences(9)],
+        "test": ["never read"],
+    }
     if form == "saved":
         splits = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in texts.items()}
         datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "d"))
     else:
         (tmp_path / "d").mkdir()
         for name, rows in texts.items():
-            write_rows(tmp_path / "d" / f"{name}-00000-of-00001.parquet", [{"text": text} for text in rows])
+            write_rows(
+                tmp_path / "d" / f"{name}-00000-of-00001.parquet", [{"text": text} for text in rows]
+            )
     loaded = recipe_of(path=str(tmp_path / "d"))
     prepare(loaded, tmp_path / "p", limits=SMALL)
     assert decoded(tmp_path / "p", "train") == texts["train"]
@@ -402,7 +454,9 @@ def test_the_own_validation_split_of_a_data_set_is_used(tmp_path, recipe_of, for
 
 
 def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ["one"] * 5 + ["two"] * 5))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ["one"] * 5 + ["two"] * 5)
+    )
     for share in ("1%", "50%", "99%"):
         data = recipe_of(path=str(tmp_path / "a.jsonl"), validation=share).recipe.data
         corpora = open_datasets(data)
@@ -423,7 +477,9 @@ def test_copies_stay_together_and_both_sides_have_text(tmp_path, recipe_of):
         (40, 30, "0", range(1)),
     ],
 )
-def test_a_validation_set_can_measure_where_the_dataset_allows_it(tmp_path, recipe_of, rows, letters, share, expected):
+def test_a_validation_set_can_measure_where_the_dataset_allows_it(
+    tmp_path, recipe_of, rows, letters, share, expected
+):
     texts = [f"{index} " + "a" * letters for index in range(rows)]
     write_rows(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     data = recipe_of(path=str(tmp_path / "a.jsonl"), validation=share).recipe.data
@@ -432,15 +488,24 @@ def test_a_validation_set_can_measure_where_the_dataset_allows_it(tmp_path, reci
     keys = [content_key(Document("a", text)) for text in texts]
     assert sum(map(splitter.keeps, keys)) in expected
     if share != "0":  # the lowest keys, whatever the order of the rows
-        assert splitter.threshold >= round(float(share.rstrip("%")) / 100 * 2**64) or max(keys) == splitter.threshold
+        assert (
+            splitter.threshold >= round(float(share.rstrip("%")) / 100 * 2**64)
+            or max(keys) == splitter.threshold
+        )
         write_rows(tmp_path / "a.jsonl", [{"text": text} for text in reversed(texts)])
-        assert {key for key in keys if make_splitter(corpora, data).keeps(key)} == set(filter(splitter.keeps, keys))
+        assert {key for key in keys if make_splitter(corpora, data).keeps(key)} == set(
+            filter(splitter.keeps, keys)
+        )
 
 
 def test_rows_of_the_validation_set_are_counted_by_file_also_after_a_kill(tmp_path, recipe_of):
     texts = sentences(40)
     (tmp_path / "d").mkdir()
-    for name, rows in {"a": texts[:20], "b": texts[20:], "validation": [*texts[:3], texts[30], "new"]}.items():
+    for name, rows in {
+        "a": texts[:20],
+        "b": texts[20:],
+        "validation": [*texts[:3], texts[30], "new"],
+    }.items():
         write_rows(tmp_path / "d" / f"{name}.jsonl", [{"text": text} for text in rows])
     loaded = recipe_of(path=str(tmp_path / "d"), glob="*.jsonl")
     named = ((str(tmp_path / "d" / "a.jsonl"), 3), (str(tmp_path / "d" / "b.jsonl"), 1))
@@ -451,8 +516,12 @@ def test_rows_of_the_validation_set_are_counted_by_file_also_after_a_kill(tmp_pa
 
 def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe_of):
     texts = sentences(40)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts[:3], "new one"]))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    (tmp_path / "held.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*texts[:3], "new one"])
+    )
     loaded = recipe_of(path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"))
     manifest = prepare(loaded, tmp_path / "p")
     assert decoded(tmp_path / "p", "train") == texts[3:]
@@ -460,11 +529,17 @@ def test_validation_of_its_own_keeps_its_documents_out_of_train(tmp_path, recipe
     assert manifest.held_back == 3
 
 
-@pytest.mark.parametrize(("rows", "said"), [("", "set is empty\n"), ("\n7\n", "1 row skipped, the first: .*held")])
+@pytest.mark.parametrize(
+    ("rows", "said"), [("", "set is empty\n"), ("\n7\n", "1 row skipped, the first: .*held")]
+)
 def test_validation_without_a_row_is_refused(tmp_path, recipe_of, rows, said):
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(5)))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in sentences(5))
+    )
     (tmp_path / "held.jsonl").write_text(rows)
-    loaded = recipe_of(path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"), on_error="skip")
+    loaded = recipe_of(
+        path=str(tmp_path / "train.jsonl"), validation=str(tmp_path / "held.jsonl"), on_error="skip"
+    )
     with pytest.raises(UserError, match=said) as caught:
         prepare(loaded, tmp_path / "p")
     assert caught.value.where == f"data.validation: {tmp_path / 'held.jsonl'}"

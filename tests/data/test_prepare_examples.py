@@ -41,12 +41,18 @@ def chat_rows(count: int) -> list[dict]:
 
 def pair_rows(count: int) -> list[dict]:
     texts = sentences(3 * count)
-    return [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(*[iter(texts)] * 3, strict=True)]
+    return [
+        {"prompt": a, "chosen": b, "rejected": c}
+        for a, b, c in zip(*[iter(texts)] * 3, strict=True)
+    ]
 
 
 def kto_rows(count: int) -> list[dict]:
     texts = sentences(2 * count)
-    return [{"prompt": texts[2 * (n // 3)], "completion": texts[2 * n + 1], "label": n % 3 == 0} for n in range(count)]
+    return [
+        {"prompt": texts[2 * (n // 3)], "completion": texts[2 * n + 1], "label": n % 3 == 0}
+        for n in range(count)
+    ]
 
 
 ROWS = {"sft": chat_rows, "dpo": pair_rows, "kto": kto_rows}
@@ -55,13 +61,20 @@ KINDS = {"sft": "chat", "dpo": "pairs", "kto": "kto"}
 
 @pytest.fixture
 def recipe(tmp_path, recipe_of):
-    def make(objective: str = "sft", count: int = 60, rows: list[dict] | None = None, **data) -> LoadedRecipe:
+    def make(
+        objective: str = "sft", count: int = 60, rows: list[dict] | None = None, **data
+    ) -> LoadedRecipe:
         path = tmp_path / "rows.jsonl"
         rows = ROWS[objective](count) if rows is None else rows
         content = "".join(json.dumps(row) + "\n" for row in rows)
         if not path.exists() or path.read_text() != content:
             path.write_text(content)
-        settings = {"chat": {"template": "chatml"}, "sequence_length": 256, "validation": "10%", **data}
+        settings = {
+            "chat": {"template": "chatml"},
+            "sequence_length": 256,
+            "validation": "10%",
+            **data,
+        }
         return recipe_of(tokenizer=TOKENIZER, objective=objective, path=str(path), **settings)
 
     return make
@@ -87,18 +100,31 @@ def test_shards_hold_what_the_renderer_says(recipe, tmp_path, objective):
         KINDS[objective],
         ({"sft": "messages", "dpo": "preference"}[objective],),
     )
-    with Renderer(load_tokenizer(tmp_path / "p"), template="chatml", train_on="assistant") as renderer:
+    with Renderer(
+        load_tokenizer(tmp_path / "p"), template="chatml", train_on="assistant"
+    ) as renderer:
         expected = [renderer.encode(example) for example in examples(loaded)]
-    units = [tuple((tuple(s.ids), tuple(map(int, s.loss_mask))) for s in sequences) for sequences in expected]
+    units = [
+        tuple((tuple(s.ids), tuple(map(int, s.loss_mask))) for s in sequences)
+        for sequences in expected
+    ]
     found = []
     for name in ("train", "validation"):
         split, step = open_split(tmp_path / "p", name), len(units[0])
         assert len(split) % step == 0
-        found += [tuple(stored(split, i + side) for side in range(step)) for i in range(0, len(split), step)]
+        found += [
+            tuple(stored(split, i + side) for side in range(step))
+            for i in range(0, len(split), step)
+        ]
         loss_mask = split.loss_mask[0 : len(split.tokens)]
         assert split.record.loss_tokens == loss_mask.sum()
-        firsts = [next((i for i, flag in enumerate(stored(split, d)[1]) if flag and i), len(stored(split, d)[1]))
-                  for d in range(len(split))]  # fmt: skip
+        firsts = [
+            next(
+                (i for i, flag in enumerate(stored(split, d)[1]) if flag and i),
+                len(stored(split, d)[1]),
+            )
+            for d in range(len(split))
+        ]
         assert split.first.tolist() == firsts
     assert sorted(found) == sorted(units)
     assert len(read_manifest(tmp_path / "p").train.loss_mask) > 1
@@ -126,27 +152,42 @@ def test_every_answer_of_kto_has_a_twin_of_another_prompt(recipe, tmp_path):
             for side in (unit, unit + 1):
                 ids, flags = stored(split, side)
                 start = flags.index(1)
-                sides.append((tokenizer.decode(list(ids[1:start])), tokenizer.decode(list(ids[start:-1]))))
+                sides.append(
+                    (tokenizer.decode(list(ids[1:start])), tokenizer.decode(list(ids[start:-1])))
+                )
             (prompt, own), (same, other) = sides
             assert prompt == same
-            assert split.kto_labels[unit] == split.kto_labels[unit + 1] == known[prompt, own].desirable
+            assert (
+                split.kto_labels[unit] == split.kto_labels[unit + 1] == known[prompt, own].desirable
+            )
             assert by_answer[other].prompt != prompt
             others[name].add(by_answer[other].prompt)
             prompts[name].add(prompt)
             seen += 1
     assert seen == 60
     assert len(prompts["validation"]) > 1 and not prompts["train"] & prompts["validation"]
-    assert all(others[name] <= prompts[name] for name in others), "what is held out lends no answer to training"
+    assert all(others[name] <= prompts[name] for name in others), (
+        "what is held out lends no answer to training"
+    )
 
 
-@pytest.mark.parametrize(("template", "told"), [
-    ("chatml", "the built-in template chatml"), ("none", "none"), (None, "none"),
-])  # fmt: skip
-def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_prepared(recipe, tmp_path, template, told):
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("chatml", "the built-in template chatml"),
+        ("none", "none"),
+        (None, "none"),
+    ],
+)
+def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_prepared(
+    recipe, tmp_path, template, told
+):
     loaded = recipe("dpo", chat={"template": template})
     manifest = prepare(loaded, tmp_path / "p")
     assert manifest.turns == (template == "chatml")
-    first = load_tokenizer(tmp_path / "p").decode(open_split(tmp_path / "p", "train").document(0).tolist())
+    first = load_tokenizer(tmp_path / "p").decode(
+        open_split(tmp_path / "p", "train").document(0).tolist()
+    )
     assert ("<|im_start|>assistant" in first) == manifest.turns
     for corpus in (guessed(loaded.recipe), counted(manifest, loaded.recipe.data, tmp_path / "p")):
         choices = dict(objective_choices(loaded.recipe, corpus, None))
@@ -154,7 +195,11 @@ def test_the_plan_says_whether_texts_are_formatted_before_and_after_they_are_pre
 
 
 def test_a_split_of_one_prompt_borrows_its_twin(recipe, tmp_path):
-    rows = [{"prompt": word, "completion": f"b{n}", "label": True} for word in ("one", "two") for n in range(3)]
+    rows = [
+        {"prompt": word, "completion": f"b{n}", "label": True}
+        for word in ("one", "two")
+        for n in range(3)
+    ]
     manifest = prepare(recipe("kto", rows=rows), tmp_path / "p")
     assert (manifest.train.documents, manifest.validation.documents) == (6, 6)
 
@@ -207,8 +252,11 @@ def test_what_the_journal_vouches_for_is_not_made_again(recipe, tmp_path, batche
 def test_conversations_that_the_template_refuses_are_named_or_skipped(recipe, tmp_path):
     rows = chat_rows(20)
     rows[4]["messages"] = [{"role": "system", "content": "s"}, *rows[4]["messages"]]
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        )
     )
     (tmp_path / "t.jinja").write_text(refusing)
     chat = {"template": str(tmp_path / "t.jinja")}
@@ -253,17 +301,25 @@ def test_pretraining_learns_every_token_of_conversations(recipe, recipe_of, tmp_
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
     ("mask", "flags"),
-    [("labels", [-100, -100, 50, 2]), ("assistant_masks", [0, 0, 1, 1]), ("loss_mask", [False, False, True, True])],
+    [
+        ("labels", [-100, -100, 50, 2]),
+        ("assistant_masks", [0, 0, 1, 1]),
+        ("loss_mask", [False, False, True, True]),
+    ],
 )
 def test_tokens_of_others_keep_their_masks(corpus, recipe_of, tmp_path, suffix, mask, flags):
     prepare(recipe_of(path=str(corpus)), tmp_path / "first")
-    rows = [{"input_ids": [1, 40 + n, 50, 2], mask: flags, "attention_mask": [1] * 4} for n in range(20)]
+    rows = [
+        {"input_ids": [1, 40 + n, 50, 2], mask: flags, "attention_mask": [1] * 4} for n in range(20)
+    ]
     path = write_rows(tmp_path / f"a.{suffix}", rows)
     named = {"tokenizer": {"from": str(tmp_path / "first")}, "path": str(path), "validation": 0}
     manifest = prepare(recipe_of(objective="sft", **named), tmp_path / "p")
     assert (manifest.kind, manifest.formats) == ("chat", (f"tokens with {mask}",))
     split = open_split(tmp_path / "p", "train")
-    assert [stored(split, n) for n in range(20)] == [((1, 40 + n, 50, 2), (0, 0, 1, 1)) for n in range(20)]
+    assert [stored(split, n) for n in range(20)] == [
+        ((1, 40 + n, 50, 2), (0, 0, 1, 1)) for n in range(20)
+    ]
     assert prepare(recipe_of(objective="pretrain", **named), tmp_path / "q").kind == "text"
     write_rows(path, [{**rows[0], mask: flags[:3]}])
     with pytest.raises(UserError, match="has 3 entries where input_ids has 4 tokens"):
@@ -272,12 +328,17 @@ def test_tokens_of_others_keep_their_masks(corpus, recipe_of, tmp_path, suffix, 
 
 def test_sources_of_several_formats(recipe_of, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat_rows(20)))
-    (tmp_path / "b.json").write_text(json.dumps([{"instruction": text, "output": "yes"} for text in sentences(9)]))
+    (tmp_path / "b.json").write_text(
+        json.dumps([{"instruction": text, "output": "yes"} for text in sentences(9)])
+    )
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pair_rows(9)))
     data = {"chat": {"template": "chatml"}, "sequence_length": 256, "validation": 0}
 
     def mixed(*names: str, **more) -> LoadedRecipe:
-        sources = [{"path": str(tmp_path / name), "weight": 0.5 + index} for index, name in enumerate(names)]
+        sources = [
+            {"path": str(tmp_path / name), "weight": 0.5 + index}
+            for index, name in enumerate(names)
+        ]
         return recipe_of(tokenizer=TOKENIZER, objective="sft", sources=sources, **data, **more)
 
     manifest = prepare(mixed("a.jsonl", "b.json"), tmp_path / "p")
@@ -291,7 +352,9 @@ def test_nothing_to_learn_is_said(recipe, tmp_path):
     rows = [{"messages": [*talk(n)[:1], {**talk(n)[1], "weight": 0}]} for n in range(12)]
     with pytest.raises(UserError, match="all labels are masked"):
         prepare(recipe(rows=rows), tmp_path / "p")
-    with pytest.raises(UserError, match="no loss tokens: the first 8 labels of every row are masked") as caught:
+    with pytest.raises(
+        UserError, match="no loss tokens: the first 8 labels of every row are masked"
+    ) as caught:
         prepare(recipe(sequence_length=8), tmp_path / "q")
     assert "sequence_length" in (caught.value.where or "")
 
@@ -299,12 +362,20 @@ def test_nothing_to_learn_is_said(recipe, tmp_path):
 def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
     from bloomery.data.loader import Loader
 
-    for objective, layout in (("sft", "packed"), ("dpo", "packed"), ("kto", "padded"), ("sft", "fixed")):
+    for objective, layout in (
+        ("sft", "packed"),
+        ("dpo", "packed"),
+        ("kto", "padded"),
+        ("sft", "fixed"),
+    ):
         loaded = recipe(objective, packing=layout != "padded", document_masking=layout != "fixed")
         folder = tmp_path / objective / layout
         manifest = prepare(loaded, folder)
         facts = counted(manifest, loaded.recipe.data, folder)
-        assert facts.sequences_per_epoch == Loader(folder, sequence_length=256, layout=layout, seed=0).sequences
+        assert (
+            facts.sequences_per_epoch
+            == Loader(folder, sequence_length=256, layout=layout, seed=0).sequences
+        )
         assert facts.left_out == facts.cut_short == 0
         if layout == "packed":
             before = guessed(loaded.recipe)
@@ -315,22 +386,32 @@ def test_plans_count_the_rows_of_the_loader(recipe, tmp_path):
 def test_plans_say_what_no_row_holds(recipe, tmp_path):
     loaded = recipe(sequence_length=40)
     manifest = prepare(loaded, tmp_path / "p")
-    facts, split = counted(manifest, loaded.recipe.data, tmp_path / "p"), open_split(tmp_path / "p", "train")
+    facts, split = (
+        counted(manifest, loaded.recipe.data, tmp_path / "p"),
+        open_split(tmp_path / "p", "train"),
+    )
     sizes = np.diff(np.asarray(split.bounds).astype(np.int64))
     assert facts.left_out == sum(split.first >= 40)
     assert facts.left_out + facts.cut_short == sum(sizes > 40)
     assert facts.left_out
     assert facts.cut_short
-    tokenizer = loaded.recipe.tokenizer.model_copy(update={"from_": str(tmp_path / "p"), "train": None})
+    tokenizer = loaded.recipe.tokenizer.model_copy(
+        update={"from_": str(tmp_path / "p"), "train": None}
+    )
     before = guessed(loaded.recipe.model_copy(update={"tokenizer": tokenizer}))
-    assert before.sequences_per_epoch * 40 < 0.95 * before.tokens and before.spread > 0.3  # truncated conversations
+    # truncated conversations
+    assert before.sequences_per_epoch * 40 < 0.95 * before.tokens and before.spread > 0.3
 
 
 def test_the_standard_library_becomes_rows(recipe_of, tmp_path, monkeypatch):
     from bloomery.data.sources import builtin as mined
 
-    few = [Example(f"m.py:{n}", "chat", (), ((Message("user", f"Write {n}."), Message("assistant", text)),))
-           for n, text in enumerate(sentences(30))]  # fmt: skip
+    few = [
+        Example(
+            f"m.py:{n}", "chat", (), ((Message("user", f"Write {n}."), Message("assistant", text)),)
+        )
+        for n, text in enumerate(sentences(30))
+    ]
     monkeypatch.setattr(mined, "conversations", lambda files: iter(few))
     data = {"builtin": "stdlib-chat", "chat": {"template": "chatml"}, "sequence_length": 128}
     manifest = prepare(recipe_of(tokenizer=TOKENIZER, objective="sft", **data), tmp_path / "p")

@@ -48,17 +48,36 @@ def said(text, **more):
     return Message("assistant", text, **more)
 
 
-CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "add_up", "arguments": {"a": 1}}}
-TOOL = {"type": "function", "function": {"name": "add_up", "description": "d", "parameters": {"type": "object"}}}
+CALL = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "add_up", "arguments": {"a": 1}},
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add_up", "description": "d", "parameters": {"type": "object"}},
+}
 TALKS = {
     "one": (user("hi"), said("hello there")),
     "system": (SYSTEM, user("hi"), said("the quick brown fox")),
     "two": (user("hi"), said("hello"), user("what"), said("lazy dog")),
     "equal": (user("dog"), said("dog"), user("dog"), said("dog")),
     "white space": (user(" hi\n"), said("  the quick \n"), user("x"), said("\n\ndog")),
-    "markup": (user("[INST] <s> is it"), said("user\nhello"), user("assistant\n"), said("é 🎈 日本")),
+    "markup": (
+        user("[INST] <s> is it"),
+        said("user\nhello"),
+        user("assistant\n"),
+        said("é 🎈 日本"),
+    ),
 }
-CALLING = (user("add"), said("", calls=(CALL,)), Message("tool", "2"), said("two"), user("ok"), said("fine"))
+CALLING = (
+    user("add"),
+    said("", calls=(CALL,)),
+    Message("tool", "2"),
+    said("two"),
+    user("ok"),
+    said("fine"),
+)
 
 
 def chat(*messages, **more):
@@ -77,20 +96,36 @@ def trained_text(example, template, train_on="assistant", tokenizer=None):
     found = []
     for sequence in sequences:
         assert len(sequence.ids) == len(sequence.loss_mask)
-        stretches = groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
-        found.append([tokenizer.decode([token for token, _ in pairs]) for flag, pairs in stretches if flag])
+        stretches = groupby(
+            zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1]
+        )
+        found.append(
+            [tokenizer.decode([token for token, _ in pairs]) for flag, pairs in stretches if flag]
+        )
     return found
 
 
 def reference(messages, template, kind="bytes", tools=None):
     library = chat_tokenizers.theirs(kind, template)
     return library.apply_chat_template(
-        [as_turn(message) for message in messages], tools=tools, tokenize=True, return_dict=True,
+        [as_turn(message) for message in messages],
+        tools=tools,
+        tokenize=True,
+        return_dict=True,
         return_assistant_tokens_mask=True,
-    )  # fmt: skip
+    )
 
 
-MARKED = ["llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "gemma3", "phi3", "lfm2_v2", "deepseekv3"]
+MARKED = [
+    "llama3",
+    "qwen2_5",
+    "qwen3",
+    "qwen3_instruct_2507",
+    "gemma3",
+    "phi3",
+    "lfm2_v2",
+    "deepseekv3",
+]
 
 
 @pytest.mark.sampled(3)
@@ -134,13 +169,23 @@ def test_without_markers_the_same_is_learned_as_with_those_that_trl_put_in(name)
                 continue  # refuses system messages
             (one,), (other,) = (renderer.encode(chat(*messages)) for renderer in (ours, theirs))
             assert one.ids == other.ids
-            extra = [a for a, mine, yours in zip(one.ids, one.loss_mask, other.loss_mask, strict=True) if mine != yours]
+            extra = [
+                a
+                for a, mine, yours in zip(one.ids, one.loss_mask, other.loss_mask, strict=True)
+                if mine != yours
+            ]
             assert chat_tokenizers.ours().decode(extra).strip() == ""
             assert sum(one.loss_mask) > len(messages) // 2
 
 
-END = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>",
-       "llama2": "</s>", "mistral": "</s>"}  # fmt: skip
+END = {
+    "chatml": "<|im_end|>",
+    "qwen": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "llama2": "</s>",
+    "mistral": "</s>",
+}
 BY_HAND = {
     "chatml": ["  the quick \n<|im_end|>", "\n\ndog<|im_end|>"],
     "qwen": ["  the quick \n<|im_end|>", "\n\ndog<|im_end|>"],
@@ -171,7 +216,9 @@ def test_the_begin_token_is_written_once(name, kind):
     assert sequence.ids.count(tokenizer.bos_id) == 1 and sequence.ids[0] == tokenizer.bos_id
 
 
-WORDS = st.text(st.sampled_from("abz .\n\t<>[]/|é日🎈\U000f0001'\"{}%"), min_size=1, max_size=12).filter(str.strip)
+WORDS = st.text(
+    st.sampled_from("abz .\n\t<>[]/|é日🎈\U000f0001'\"{}%"), min_size=1, max_size=12
+).filter(str.strip)
 TURNS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4)
 
 
@@ -187,25 +234,35 @@ def test_what_is_learned_reads_as_the_answers(renderers, pairs, system):
     for name, renderer in renderers.items():
         tokenizer = chat_tokenizers.ours()
         (sequence,) = renderer.encode(chat(*messages))
-        stretches = groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
-        found = [tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag]
+        stretches = groupby(
+            zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1]
+        )
+        found = [
+            tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag
+        ]
         keeps = name in ("chatml", "qwen")
         expected = [(answer if keeps else answer.strip()) for _, answer in pairs]
         assert [
-            text.removesuffix(END[name]) if keeps else text.removesuffix(END[name]).strip() for text in found
+            text.removesuffix(END[name]) if keeps else text.removesuffix(END[name]).strip()
+            for text in found
         ] == expected
         assert all(text.endswith(END[name]) for text in found)
 
 
 @pytest.fixture(scope="module")
 def renderers():
-    made = {name: Renderer(chat_tokenizers.ours(), template=name, train_on="assistant") for name in BUILTIN}
+    made = {
+        name: Renderer(chat_tokenizers.ours(), template=name, train_on="assistant")
+        for name in BUILTIN
+    }
     yield made
     for renderer in made.values():
         renderer.close()
 
 
-@pytest.mark.parametrize(("name", "file"), [("llama3", "llama3"), ("qwen", "qwen2_5"), ("gemma", "gemma3")])
+@pytest.mark.parametrize(
+    ("name", "file"), [("llama3", "llama3"), ("qwen", "qwen2_5"), ("gemma", "gemma3")]
+)
 def test_built_in_templates_write_what_the_models_own_do(name, file):
     """TRL ships what the models' repositories hold."""
     own, published = builtin_template(name), (TRL / f"{file}.jinja").read_text()
@@ -220,7 +277,9 @@ def test_built_in_templates_write_what_the_models_own_do(name, file):
 def text(messages, template, tools=None, prompt=False):
     library = chat_tokenizers.theirs(template=template)
     turns = [as_turn(message) for message in messages]
-    return library.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=prompt)
+    return library.apply_chat_template(
+        turns, tools=tools, tokenize=False, add_generation_prompt=prompt
+    )
 
 
 def test_built_in_templates_of_formats_that_are_only_described():
@@ -252,13 +311,17 @@ def test_calls_are_learned_and_what_tools_answer_is_not():
     call = '<tool_call>\n{"name": "add_up", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert trained_text(example, "qwen") == [[call, "two<|im_end|>", "fine<|im_end|>"]]
     published = (TRL / "qwen3.jinja").read_text()
-    assert trained_text(example, published) == [[call, "two<|im_end|>", "<think>\n\n</think>\n\nfine<|im_end|>"]]
+    assert trained_text(example, published) == [
+        [call, "two<|im_end|>", "<think>\n\n</think>\n\nfine<|im_end|>"]
+    ]
 
 
 def test_thoughts_of_the_last_answer_are_learned_as_the_template_writes_them():
     template = (TRL / "qwen3.jinja").read_text()
     talk = (user("hi"), said("a", thinking="hm"), user("x"), said("b", thinking="so"))
-    assert trained_text(chat(*talk), template) == [["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]]
+    assert trained_text(chat(*talk), template) == [
+        ["a<|im_end|>", "<think>\nso\n</think>\n\nb<|im_end|>"]
+    ]
 
 
 def test_turns_of_weight_zero_are_not_learned():
@@ -272,13 +335,24 @@ def test_turns_of_weight_zero_are_not_learned():
 def test_of_a_prompt_and_its_answers_only_answers_are_learned(kind):
     answers = ((said("hello"),), (said("dog"),))[: 2 if kind == "pair" else 1]
     example = Example("a.jsonl:3", kind, (user("hi"), said("x"), user("what")), answers)
-    assert trained_text(example, "chatml") == [["hello<|im_end|>"], ["dog<|im_end|>"]][: len(answers)]
+    assert (
+        trained_text(example, "chatml") == [["hello<|im_end|>"], ["dog<|im_end|>"]][: len(answers)]
+    )
     assert trained_text(example, "chatml", "last") == trained_text(example, "chatml")
     marked = (TRL / "qwen3_instruct_2507_training.jinja").read_text()
-    assert trained_text(example, marked) == [["hello<|im_end|>\n"], ["dog<|im_end|>\n"]][: len(answers)]
+    assert (
+        trained_text(example, marked)
+        == [["hello<|im_end|>\n"], ["dog<|im_end|>\n"]][: len(answers)]
+    )
 
 
-TEXTS = [("hello", " there"), ("hell", "o there"), ("the quick ", "brown"), ("a\n", "\nb"), ("<s>hi", " dog</s>")]
+TEXTS = [
+    ("hello", " there"),
+    ("hell", "o there"),
+    ("the quick ", "brown"),
+    ("a\n", "\nb"),
+    ("<s>hi", " dog</s>"),
+]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
@@ -302,7 +376,9 @@ def test_texts_are_cut_as_trl_cuts_them(kind, prompt_answer):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MARKED)
-def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_whatever_the_format(name):
+def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_whatever_the_format(
+    name,
+):
     template = (TRL / f"{name}_training.jinja").read_text()
     tokenizer = chat_tokenizers.ours(template=template)
     rows = {
@@ -310,7 +386,12 @@ def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_wha
         "alpaca": {"instruction": "hi", "output": "hello there"},
         "kto": {"prompt": "hi", "completion": "hello there", "label": True},
         "preference": {"prompt": "hi", "chosen": "hello there", "rejected": "dog"},
-        "messages": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]},
+        "messages": {
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "hello there"},
+            ]
+        },
     }
     with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
         for format, row in rows.items():
@@ -318,7 +399,9 @@ def test_texts_of_a_prompt_and_an_answer_are_turns_where_there_is_a_template_wha
             for sequence, answer in zip(found, ("hello there", "dog"), strict=False):
                 expected = reference((user("hi"), said(answer)), template)
                 assert sequence.ids == expected["input_ids"], format
-                assert sequence.loss_mask == [bool(flag) for flag in expected["assistant_masks"]], format
+                assert sequence.loss_mask == [bool(flag) for flag in expected["assistant_masks"]], (
+                    format
+                )
             assert len(found) == (2 if format == "preference" else 1)
 
 
@@ -327,20 +410,32 @@ PLAIN = Example("a.jsonl:3", "completion", "hi", (" hello",))
 
 @pytest.mark.parametrize(
     ("example", "more"),
-    [(PLAIN, {"template": "none"}), (PLAIN, {"template": "chatml", "verbatim": True}),
-     (Example("a.jsonl:3", "pair", "Human: hi", (" hello", " dog"), implicit=True), {"template": "chatml"})],
+    [
+        (PLAIN, {"template": "none"}),
+        (PLAIN, {"template": "chatml", "verbatim": True}),
+        (
+            Example("a.jsonl:3", "pair", "Human: hi", (" hello", " dog"), implicit=True),
+            {"template": "chatml"},
+        ),
+    ],
     ids=["the recipe says none", "pretraining", "whole texts"],
-)  # fmt: skip
+)
 def test_texts_stay_as_they_are(example, more):
     tokenizer = chat_tokenizers.ours(template=builtin_template("qwen"))
     with Renderer(tokenizer, train_on="assistant", **more) as renderer:
-        assert renderer.encode(example) == encode(example, None, tokenizer=chat_tokenizers.ours())[1]
+        assert (
+            renderer.encode(example) == encode(example, None, tokenizer=chat_tokenizers.ours())[1]
+        )
 
 
-@pytest.mark.parametrize(("prompt", "word"), [
-    ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "begins with <|im_start|>"),
-    ("  <s>hi", "begins with <s>"), (" \n", "empty turn"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "word"),
+    [
+        ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "begins with <|im_start|>"),
+        ("  <s>hi", "begins with <s>"),
+        (" \n", "empty turn"),
+    ],
+)
 def test_a_prompt_that_is_formatted_already_is_not_formatted_twice(prompt, word):
     formatted = Example("a.jsonl:3", "completion", prompt, ("hello",))
     with Renderer(chat_tokenizers.ours(), template="chatml", train_on="assistant") as renderer:
@@ -356,13 +451,19 @@ def test_both_answers_of_a_pair_begin_to_be_learned_at_one_token():
 
 
 def each(body):
-    return "{% for m in messages %}" + body + "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    return (
+        "{% for m in messages %}"
+        + body
+        + "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
 
 
 STRANGE = {
     "cuts contents short": each("{{ m.role }}:{{ m.content[:3] }}</s>"),
     "writes in capitals": each("{{ m.role }}:{{ m.content | upper }}</s>"),
-    "turns the order": each("{{ m.role }}:{{ m.content }}</s>").replace("messages", "messages | reverse"),
+    "turns the order": each("{{ m.role }}:{{ m.content }}</s>").replace(
+        "messages", "messages | reverse"
+    ),
     "writes answers twice": each("{{ m.role }}:{{ m.content }}/{{ m.content }}</s>"),
     "leaves answers out": each("{{ m.role }}:{{ m.content if m.role == 'user' }}</s>"),
     "counts characters": each("{{ m.content | length }}{{ m.role }}:{{ m.content }}</s>"),
@@ -386,14 +487,23 @@ def test_a_template_is_understood_or_refused_and_never_taken_wrongly(name):
         assert "template" in found.problem and found.fix
         return
     (sequence,) = found
-    stretches = groupby(zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1])
+    stretches = groupby(
+        zip(sequence.ids, sequence.loss_mask, strict=True), key=lambda pair: pair[1]
+    )
     spoken = [tokenizer.decode([token for token, _ in group]) for flag, group in stretches if flag]
     assert spoken == RIGHT[name]
 
 
 def test_a_conversation_that_uses_the_characters_of_the_marks():
-    talk = (user("\U00100000\U00100001"), said("a\U0010fffd"), user("\U00100003"), said("\U00100004b"))
-    assert trained_text(chat(*talk), "chatml") == [["a\U0010fffd<|im_end|>", "\U00100004b<|im_end|>"]]
+    talk = (
+        user("\U00100000\U00100001"),
+        said("a\U0010fffd"),
+        user("\U00100003"),
+        said("\U00100004b"),
+    )
+    assert trained_text(chat(*talk), "chatml") == [
+        ["a\U0010fffd<|im_end|>", "\U00100004b<|im_end|>"]
+    ]
     both = (user("\U00100000"), said("\U000f0000"))
     with pytest.raises(UserError, match="private planes"):
         trained_text(chat(*both), "chatml")
@@ -417,7 +527,9 @@ def test_one_bad_conversation_of_a_batch_is_a_flaw_and_the_others_are_read():
 
 
 def test_markup_that_the_tokenizer_does_not_know_is_named():
-    with Renderer(chat_tokenizers.ours(), template="{{ '<|im_start|><|nosuch|>' }}", train_on="all") as renderer:
+    with Renderer(
+        chat_tokenizers.ours(), template="{{ '<|im_start|><|nosuch|>' }}", train_on="all"
+    ) as renderer:
         assert renderer.missing_tokens() == ["<|nosuch|>"]
 
 
@@ -429,7 +541,9 @@ def test_a_conversation_with_tools_takes_the_template_for_tools():
     named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": tools}]
     tokenizer = chat_tokenizers.ours(template=named)
     with Renderer(tokenizer, template=None, train_on="all") as renderer:
-        without, beside = renderer.encode_batch([chat(*TALKS["one"]), chat(*TALKS["one"], tools=(TOOL,))])
+        without, beside = renderer.encode_batch(
+            [chat(*TALKS["one"]), chat(*TALKS["one"], tools=(TOOL,))]
+        )
     assert [tokenizer.decode(found[0].ids)[0] for found in (without, beside)] == ["A", "B"]
 
 
@@ -438,17 +552,32 @@ def test_sentencepiece_models_read_the_control_tokens_of_a_template(tmp_path, ki
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "text").write_text("\n".join(chat_tokenizers.TEXT.split("\n") * 30))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), model_type=kind, vocab_size=330,
-        byte_fallback=True, user_defined_symbols=["<|im_start|>", "<|im_end|>"], hard_vocab_limit=False,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
-    )  # fmt: skip
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        model_type=kind,
+        vocab_size=330,
+        byte_fallback=True,
+        user_defined_symbols=["<|im_start|>", "<|im_end|>"],
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
     tokenizer = load_tokenizer(tmp_path / "tokenizer.model")
     _, (sequence,) = encode(chat(*TALKS["two"]), "llama2", tokenizer=tokenizer)
     assert sequence.ids.count(tokenizer.bos_id) == sequence.ids.count(tokenizer.eos_id) == 2
-    spoken = [tokenizer.decode([token]) for token, flag in zip(sequence.ids, sequence.loss_mask, strict=True) if flag]
+    spoken = [
+        tokenizer.decode([token])
+        for token, flag in zip(sequence.ids, sequence.loss_mask, strict=True)
+        if flag
+    ]
     assert "".join(spoken).replace(" ", "") == "hellolazydog"
     assert (
-        sum(t == tokenizer.eos_id and flag for t, flag in zip(sequence.ids, sequence.loss_mask, strict=True)) == 2
+        sum(
+            t == tokenizer.eos_id and flag
+            for t, flag in zip(sequence.ids, sequence.loss_mask, strict=True)
+        )
+        == 2
     )
 
 
@@ -456,7 +585,13 @@ def test_many_calls_with_arguments_of_all_lengths():
     arguments = [{"a": 10**index, "b": ["x"] * index} for index in range(30)]
     turns = [user("go")]
     for said_so in arguments:
-        turns += [said("", calls=({**CALL, "function": {"name": "add", "arguments": said_so}},)), Message("tool", "1")]
+        turns += [
+            said("", calls=({**CALL, "function": {"name": "add", "arguments": said_so}},)),
+            Message("tool", "1"),
+        ]
     (found,) = trained_text(chat(*turns, said("done"), tools=(TOOL,)), "qwen")
     calls = (json.dumps({"name": "add", "arguments": said_so}) for said_so in arguments)
-    assert found == [*(f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls), "done<|im_end|>"]
+    assert found == [
+        *(f"<tool_call>\n{call}\n</tool_call><|im_end|>" for call in calls),
+        "done<|im_end|>",
+    ]

@@ -36,7 +36,12 @@ def read_all(folder, split="train"):
 def test_every_flipped_file_is_refused_by_prepare_and_by_reading(sealed):
     folder, loaded = sealed
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    assert {"train-00000.bin", "validation-documents.bin", "tokenizer_config.json", "sources.jsonl"} <= set(names)
+    assert {
+        "train-00000.bin",
+        "validation-documents.bin",
+        "tokenizer_config.json",
+        "sources.jsonl",
+    } <= set(names)
     for name in names:
         whole = (folder / name).read_bytes()
         for at in (0, len(whole) // 2, len(whole) - 2):
@@ -105,9 +110,22 @@ def test_a_file_that_is_added_is_refused(sealed, name):
 def test_what_stands_beside_the_tokens_is_sealed_too(tmp_path, name):
     texts = [[(token, place > 3) for place, token in enumerate(range(1, 9))] for _ in range(12)]
     whole = write_structured(tmp_path, [texts], "kto", marks=[0, 1] * 6)
-    manifest = Manifest(recipe="r", identity="i", tokenizer_hash="t", vocab_size=1000, bos_id=1, eos_id=2, unk_id=0,
-                        pad_id=9, dtype="uint16", shard_tokens=7, sources=(), kind="kto", train=whole.record,
-                        validation=whole.record)  # fmt: skip
+    manifest = Manifest(
+        recipe="r",
+        identity="i",
+        tokenizer_hash="t",
+        vocab_size=1000,
+        bos_id=1,
+        eos_id=2,
+        unk_id=0,
+        pad_id=9,
+        dtype="uint16",
+        shard_tokens=7,
+        sources=(),
+        kind="kto",
+        train=whole.record,
+        validation=whole.record,
+    )
     write_manifest(tmp_path, manifest)
     flip(tmp_path / f"train-{name}.bin", 3)
     with pytest.raises(UserError, match="has changed"):

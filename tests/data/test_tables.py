@@ -39,7 +39,10 @@ def good(path, format="csv"):
         ("\n\nquestion;answer\n" + LINES, "semicolons"),
         ("question\tanswer\n" + LINES.replace(";", "\t"), "tabs"),
         ("question|answer\n" + LINES.replace(";", "|"), "vertical bars"),
-        ("question,answer\n" + "".join(f'{question},"{answer}"\n' for question, answer in ROWS), None),
+        (
+            "question,answer\n" + "".join(f'{question},"{answer}"\n' for question, answer in ROWS),
+            None,
+        ),
     ],
 )
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz"])
@@ -47,7 +50,10 @@ def test_the_delimiter_is_found_and_announced(tmp_path, text, delimiter, suffix)
     path = tmp_path / f"a{suffix}"
     path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
     assert good(path) == ROWS
-    assert peek(Source(path=str(path))) == ("alpaca", {"instruction": "question", "output": "answer"})
+    assert peek(Source(path=str(path))) == (
+        "alpaca",
+        {"instruction": "question", "output": "answer"},
+    )
     line = describe_rows(Source(path=str(path)), "sft")
     assert ("separated by" in line) == (delimiter is not None)
     assert f"separated by {delimiter or ''}" in line or delimiter is None
@@ -60,7 +66,9 @@ def test_a_tsv_with_commas_is_read_too(tmp_path):
     assert "separated by commas" in describe_rows(Source(path=str(tmp_path / "a.tsv")), "sft")
 
 
-cell = st.text(st.sampled_from("ab ;,|\t\n\"'é9"), min_size=1, max_size=12).filter(lambda text: text.strip() == text)
+cell = st.text(st.sampled_from("ab ;,|\t\n\"'é9"), min_size=1, max_size=12).filter(
+    lambda text: text.strip() == text
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -95,7 +103,10 @@ def test_one_column_needs_quotes_around_commas(tmp_path):
     ("data", "problem"),
     [
         ("question,answer\na,b\nc;d\n", "a.csv:3 has 1 field where the header names 2"),
-        ("question^answer\na^b\n", "has one column, 'question^answer': the delimiter is none of comma"),
+        (
+            "question^answer\na^b\n",
+            "has one column, 'question^answer': the delimiter is none of comma",
+        ),
         ("question,answer,answer\na,b,c\n", "has the column 'answer' twice"),
         ('question,answer\n"a,b\nc,d\n', "is a quote unbalanced?"),
     ],
@@ -121,10 +132,13 @@ def test_a_table_without_rows_is_empty(tmp_path, data):
         ("utf-16", "a.csv:1 is UTF-16, not UTF-8", "iconv -f UTF-16 -t UTF-8"),
         ("utf-16-le", "a.csv:1 is UTF-16LE, not UTF-8", "iconv -f UTF-16LE -t UTF-8"),
         ("utf-16-be", "a.csv:1 is UTF-16BE, not UTF-8", "iconv -f UTF-16BE -t UTF-8"),
-        ("cp1252", 'a.csv:2 is not UTF-8: byte 0xe9 at byte 4 of the line, "é" in Windows-1252',
-         "iconv -f WINDOWS-1252 -t UTF-8"),
+        (
+            "cp1252",
+            'a.csv:2 is not UTF-8: byte 0xe9 at byte 4 of the line, "é" in Windows-1252',
+            "iconv -f WINDOWS-1252 -t UTF-8",
+        ),
     ],
-)  # fmt: skip
+)
 def test_another_encoding_is_named_with_its_conversion(tmp_path, encoding, problem, fix):
     text = "question;answer\nCafé?;Yes.\n"
     (tmp_path / "a.csv").write_bytes(text.encode(encoding))
@@ -132,7 +146,8 @@ def test_another_encoding_is_named_with_its_conversion(tmp_path, encoding, probl
         peek(Source(path=str(tmp_path / "a.csv")))
     assert caught.value.problem.startswith(problem)
     assert fix in caught.value.fix
-    (tmp_path / "a.csv").write_bytes((tmp_path / "a.csv").read_bytes().decode(encoding).encode())  # what the fix does
+    # what the fix does
+    (tmp_path / "a.csv").write_bytes((tmp_path / "a.csv").read_bytes().decode(encoding).encode())
     assert good(tmp_path / "a.csv") == [("Café?", "Yes.")]
 
 
@@ -150,7 +165,10 @@ def test_a_huge_list_on_one_line_is_streamed(tmp_path):
     """Longer than the limit of one line."""
     row = json.dumps({"text": "a" * MIB})
     (tmp_path / "a.jsonl").write_text("[" + ", ".join([row] * 66) + "]")
-    assert sum(isinstance(value, Value) for value in read_values(tmp_path / "a.jsonl", "a", "jsonl")) == 66
+    assert (
+        sum(isinstance(value, Value) for value in read_values(tmp_path / "a.jsonl", "a", "jsonl"))
+        == 66
+    )
 
 
 @pytest.mark.parametrize("lines", [1, 3])
@@ -173,7 +191,9 @@ def test_the_place_in_a_row_is_where_it_went_wrong(tmp_path):
     lines = [json.dumps(row) for row in OBJECTS]
     lines[4] = lines[4][:-1]
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n" + b'{"text": "caf\xe9"}\n')
-    brace, letter = (value for value in read(tmp_path / "a.jsonl", "jsonl") if isinstance(value, BadRow))
+    brace, letter = (
+        value for value in read(tmp_path / "a.jsonl", "jsonl") if isinstance(value, BadRow)
+    )
     end = f"column {len(lines[4]) + 1}, where it ends: is a closing brace missing?"
     assert brace.where == "a.jsonl:5" and brace.problem.endswith(end)
     assert letter.problem.startswith("a.jsonl:41 is not UTF-8: byte 0xe9 at byte 14 of the line")
@@ -189,10 +209,15 @@ def test_plain_text_among_other_columns_is_announced(tmp_path):
     source = Source(path=str(tmp_path / "a.csv"))
     assert peek(source) is None
     line = describe_rows(source, "sft")
-    assert "column 'text' is plain text, every token of it is trained on; not read: question, answer" in line
+    assert (
+        "column 'text' is plain text, every token of it is trained on; not read: question, answer"
+        in line
+    )
     assert "data.format=alpaca data.columns='{instruction: question, output: answer}'" in line
     (tmp_path / "b.csv").write_text("question,answer\nq,a\n")
     pretrained = describe_rows(Source(path=str(tmp_path / "b.csv")), "any")
-    assert pretrained.endswith("question is the instruction, answer the output; every token of them is trained on")
+    assert pretrained.endswith(
+        "question is the instruction, answer the output; every token of them is trained on"
+    )
     (tmp_path / "c.jsonl").write_text('{"text": "a", "url": "b"}\n')
     assert describe_rows(Source(path=str(tmp_path / "c.jsonl")), "any") is None

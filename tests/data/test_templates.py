@@ -53,7 +53,9 @@ def test_of_several_templates_the_default_is_taken_and_others_by_name(tmp_path):
 
 
 def test_files_beside_the_tokenizer_come_before_its_configuration(tmp_path):
-    tokenizer = folder_with(tmp_path, {"chat_template": "A"}, chat_template="B", additional_chat_templates__rag="C")
+    tokenizer = folder_with(
+        tmp_path, {"chat_template": "A"}, chat_template="B", additional_chat_templates__rag="C"
+    )
     assert find_template(None, tokenizer.config).text == "B"
     assert find_template("rag", tokenizer.config).text == "C"
 
@@ -76,7 +78,11 @@ def test_a_file_a_name_and_a_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "why"),
-    [(None, "has no chat template"), ("chatlm", "did you mean chatml?"), ("no/such.jinja", "file: 'no/such.jinja'")],
+    [
+        (None, "has no chat template"),
+        ("chatlm", "did you mean chatml?"),
+        ("no/such.jinja", "file: 'no/such.jinja'"),
+    ],
 )
 def test_a_template_that_is_not_there(asked, why):
     with pytest.raises(UserError, match=why.replace("?", r"\?")) as caught:
@@ -97,16 +103,25 @@ BAD = {
     "a block that never ends": ("{% for m in messages %}", "end of template"),
     "a tag of nobody": ("{% import 'os' as os %}{% frobnicate %}", "frobnicate"),
     "a power of powers": ("{{ 9**(9**9) }}", "more than 0.5 seconds"),
-    "a power that depends on the talk": ("{{ (messages | length + 7)**(9**9) }}", "more than 0.5 seconds"),
+    "a power that depends on the talk": (
+        "{{ (messages | length + 7)**(9**9) }}",
+        "more than 0.5 seconds",
+    ),
     "loops in loops": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a %}{% endfor %}{% endfor %}",
         "more than 0.5 seconds",
     ),
     "a range beyond bounds": ("{% for a in range(10**9) %}{% endfor %}", "OverflowError"),
     "ten billion letters": ("{{ 'a' * 10**10 }}", "1 GiB"),
-    "a text in the middle of nowhere": ("{{ messages[0].content.center(10**8) }}", "characters for one conversation"),
+    "a text in the middle of nowhere": (
+        "{{ messages[0].content.center(10**8) }}",
+        "characters for one conversation",
+    ),
     "a format of any width": ("{{ '%03000000000d' % 3 }}", "1 GiB"),
-    "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "endless recursion"),
+    "a macro that calls itself": (
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "endless recursion",
+    ),
     "nested brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
     "Python's insides": ("{{ ''.__class__.__mro__ }}", "forbidden attribute"),
     "insides of a helper": (
@@ -114,7 +129,10 @@ BAD = {
         "forbidden attribute",
     ),
     "insides by a filter": ("{{ (messages | attr('__class__')).__mro__ }}", "forbidden"),
-    "insides by a format": ("{{ '{0.__class__.__mro__}'.format(messages) }}", "forbidden attribute"),
+    "insides by a format": (
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "forbidden attribute",
+    ),
     "a change of the talk": ("{{ messages.append(1) }}", "forbidden attribute"),
     "a file": ("{% include '/etc/passwd' %}", "no loader"),
     "a name of nothing": ("{{ messages[0].nothing.at.all }}", "undefined value"),
@@ -131,7 +149,9 @@ def test_no_template_harms_the_parent(name, monkeypatch):
         monkeypatch.setattr(render, "CPU_SECONDS", 0.5)
     began = time.monotonic()
     with (
-        Renderer(chat_tokenizers.ours(), template=template + "{{ '' }}", train_on="all") as renderer,
+        Renderer(
+            chat_tokenizers.ours(), template=template + "{{ '' }}", train_on="all"
+        ) as renderer,
         pytest.raises(UserError) as caught,
     ):
         renderer.encode(TALK)
@@ -142,21 +162,32 @@ def test_no_template_harms_the_parent(name, monkeypatch):
 
 
 BOOM = Example("a.jsonl:4", "chat", (), ((Message("user", "boom"), Message("assistant", "yo")),))
-HANGS = "{% if messages[0].content == 'boom' %}{{ (messages | length + 7)**(9**9) }}{% endif %}" + SIMPLE
+HANGS = (
+    "{% if messages[0].content == 'boom' %}{{ (messages | length + 7)**(9**9) }}{% endif %}"
+    + SIMPLE
+)
 
 
 def test_a_conversation_that_kills_the_process_is_a_flaw_and_the_next_ones_are_read(monkeypatch):
     monkeypatch.setattr(render, "CPU_SECONDS", 0.2)
     with Renderer(chat_tokenizers.ours(), template=HANGS, train_on="all") as renderer:
         first, second, third = renderer.encode_batch([TALK, BOOM, TALK])
-    assert isinstance(second, BadRow) and "more than 0.2 seconds" in second.problem and second.where == "a.jsonl:4"
+    assert (
+        isinstance(second, BadRow)
+        and "more than 0.2 seconds" in second.problem
+        and second.where == "a.jsonl:4"
+    )
     assert first == third and not isinstance(first, BadRow)
 
 
 def test_a_template_that_refuses_in_half_characters_is_quoted():
-    with Renderer(chat_tokenizers.ours(), template=r"{{ raise_exception('no \ud800.') }}", train_on="all") as renderer:
+    with Renderer(
+        chat_tokenizers.ours(), template=r"{{ raise_exception('no \ud800.') }}", train_on="all"
+    ) as renderer:
         (bad_row,) = renderer.encode_batch([TALK])
-    assert isinstance(bad_row, BadRow) and bad_row.problem.endswith(r"it refuses the conversation: no \ud800")
+    assert isinstance(bad_row, BadRow) and bad_row.problem.endswith(
+        r"it refuses the conversation: no \ud800"
+    )
 
 
 def test_a_template_that_kills_the_process_again_and_again_ends_the_run(monkeypatch):
@@ -214,7 +245,9 @@ def test_templates_mean_what_they_mean_in_transformers():
     turns = [{"role": "user", "content": "a<b"}, {"role": "assistant", "content": "é"}]
     (expected,), _ = render_jinja_template([turns], chat_template=template, bos_token="<s>")
     with Renderer(chat_tokenizers.ours(), template=template, train_on="all") as renderer:
-        talk = Example("a:1", "chat", (), (tuple(Message(turn["role"], turn["content"]) for turn in turns),))
+        talk = Example(
+            "a:1", "chat", (), (tuple(Message(turn["role"], turn["content"]) for turn in turns),)
+        )
         (sequence,) = renderer.encode(talk)
     assert chat_tokenizers.ours().decode(sequence.ids) == expected
 

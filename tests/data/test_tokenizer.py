@@ -53,7 +53,9 @@ def code() -> list[str]:
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
 def trained(request, tmp_path_factory) -> tuple[Tokenizer, Path]:
     folder = tmp_path_factory.mktemp(request.param)
-    spec = TrainTokenizer(kind=request.param, vocab_size=800, special_tokens=["<PR_TITLE>", "<PR_BODY>"])
+    spec = TrainTokenizer(
+        kind=request.param, vocab_size=800, special_tokens=["<PR_TITLE>", "<PR_BODY>"]
+    )
     return train_tokenizer(iter(code()[:10]), spec, folder), folder
 
 
@@ -89,7 +91,12 @@ def test_auto_tokenizer_opens_what_is_saved(trained):
     assert theirs(text, add_special_tokens=False).input_ids == tokenizer.encode(text)
     assert theirs(text).input_ids == [1, *tokenizer.encode(text)]
     assert theirs.decode(tokenizer.encode(text)) == text
-    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (1, 2, 3, 0)
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id, theirs.unk_token_id) == (
+        1,
+        2,
+        3,
+        0,
+    )
 
 
 def test_save_and_load_give_the_same_tokenizer(trained, tmp_path):
@@ -119,8 +126,18 @@ QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}
 def with_pattern(folder: Path, pattern: str, normalizer: dict[str, str] | None) -> Tokenizer:
     """The trained tokenizer with another way of cutting words."""
     description = json.loads((folder / "tokenizer.json").read_text())
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     description["normalizer"] = normalizer
     (folder / "other.json").write_text(json.dumps(description))
@@ -162,11 +179,17 @@ def bpe(tmp_path_factory) -> tuple[Tokenizer, Path]:
 
 
 BROKEN = {
-    "duplicate id": (lambda d: d["model"]["vocab"].update({"zzz": 17}), "id 17 belongs to two tokens"),
+    "duplicate id": (
+        lambda d: d["model"]["vocab"].update({"zzz": 17}),
+        "id 17 belongs to two tokens",
+    ),
     "huge id": (lambda d: d["model"]["vocab"].update({"zzz": 2**40}), "invalid id"),
     "negative id": (lambda d: d["model"]["vocab"].update({"zzz": -1}), "invalid id"),
     "two ids": (lambda d: d["added_tokens"][0].update(id=9), "has two ids"),
-    "merge of nothing": (lambda d: d["model"]["merges"].append(["qqq", "zzz"]), "not a valid tokenizer"),
+    "merge of nothing": (
+        lambda d: d["model"]["merges"].append(["qqq", "zzz"]),
+        "not a valid tokenizer",
+    ),
     "no model": (lambda d: d.pop("model"), "not a valid tokenizer"),
 }
 
@@ -210,8 +233,15 @@ def test_padding_that_would_abort_the_process_is_dropped(bpe):
 
 def test_panic_of_the_library_is_a_sentence(bpe):
     """A pattern that backtracks without end makes the library raise PanicException, which is no Exception."""
-    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    path = broken(bpe, lambda d: d.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]}))
+    pattern = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    path = broken(
+        bpe, lambda d: d.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [pattern]})
+    )
     tokenizer = load_tokenizer(path)
     with pytest.raises(UserError, match="the tokenizer failed on a text"):
         tokenizer.encode("a" * 5000 + "b")
@@ -250,7 +280,12 @@ def test_sentencepiece_ids_are_its_own(piece_model, tmp_path):
         assert tokenizer.encode(text) == processor.encode(text)
         assert tokenizer.encode_array(text).tolist() == processor.encode(text)
         assert tokenizer.decode(tokenizer.encode(text)) == processor.decode(processor.encode(text))
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id, tokenizer.pad_id) == (1, 2, 0, None)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id, tokenizer.pad_id) == (
+        1,
+        2,
+        0,
+        None,
+    )
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).hash == tokenizer.hash
 
@@ -259,15 +294,24 @@ def test_sentencepiece_ids_are_its_own(piece_model, tmp_path):
 @pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
 @pytest.mark.parametrize("remove_spaces", [True, False])
 def test_auto_tokenizer_cuts_like_sentencepiece(tmp_path, kind, rule, remove_spaces):
-    sentencepiece, transformers = pytest.importorskip("sentencepiece"), pytest.importorskip("transformers")
+    sentencepiece, transformers = (
+        pytest.importorskip("sentencepiece"),
+        pytest.importorskip("transformers"),
+    )
     (tmp_path / "text.txt").write_text(
         "\n".join(line for text in code()[:8] for line in text.splitlines() if line.strip())
     )
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text.txt"), model_prefix=str(tmp_path / "m"), vocab_size=450, byte_fallback=True,
-        minloglevel=2, model_type=kind, normalization_rule_name=rule, remove_extra_whitespaces=remove_spaces,
+        input=str(tmp_path / "text.txt"),
+        model_prefix=str(tmp_path / "m"),
+        vocab_size=450,
+        byte_fallback=True,
+        minloglevel=2,
+        model_type=kind,
+        normalization_rule_name=rule,
+        remove_extra_whitespaces=remove_spaces,
         user_defined_symbols=["<PR_TITLE>"],
-    )  # fmt: skip
+    )
     tokenizer = load_tokenizer(tmp_path / "m.model")
     tokenizer.save(tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -278,24 +322,38 @@ def test_auto_tokenizer_cuts_like_sentencepiece(tmp_path, kind, rule, remove_spa
 
 
 def test_ordinary_text_is_trained_on_whole():
-    texts = [*code(), "ein Wort " + "a" * (LONGEST_WORD - 1), "=" * 900 + " " * 900, "\n\n  x" * 3000]
+    texts = [
+        *code(),
+        "ein Wort " + "a" * (LONGEST_WORD - 1),
+        "=" * 900 + " " * 900,
+        "\n\n  x" * 3000,
+    ]
     assert [list(bounded(text)) for text in texts] == [[text] for text in texts]
 
 
-@pytest.mark.parametrize("word", ["acgt" * 2000, " " * 5000, "\n" * 5000, "の" * 3000, "=" * 4000, "é" * 1025])
+@pytest.mark.parametrize(
+    "word", ["acgt" * 2000, " " * 5000, "\n" * 5000, "の" * 3000, "=" * 4000, "é" * 1025]
+)
 def test_long_words_are_cut_and_nothing_is_lost(word):
     text = f"before it\n{word}\nand after it " * 3
     pieces = list(bounded(text))
     assert "".join(pieces) == text
-    assert max(len(found) for piece in pieces for found, _ in WORDS.pre_tokenize_str(piece)) <= 4 * LONGEST_WORD
+    assert (
+        max(len(found) for piece in pieces for found, _ in WORDS.pre_tokenize_str(piece))
+        <= 4 * LONGEST_WORD
+    )
 
 
 def test_a_child_trains_the_same_tokenizer(tmp_path, monkeypatch):
     spec, told = TrainTokenizer(vocab_size=400), []
     here = train_tokenizer(iter(code()[:5]), spec, tmp_path / "a")
     monkeypatch.setitem(tokenizer_training._AT_ONCE, "bpe", 100)
-    there = train_tokenizer(iter(code()[:5]), spec, tmp_path / "b", lambda done, total: told.append((done, total)))
-    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+    there = train_tokenizer(
+        iter(code()[:5]), spec, tmp_path / "b", lambda done, total: told.append((done, total))
+    )
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (
+        tmp_path / "b/tokenizer.json"
+    ).read_bytes()
     assert here.hash == there.hash and told
 
 
@@ -321,7 +379,8 @@ def test_what_ends_the_training_ends_its_child(tmp_path, monkeypatch):
 def test_one_word_of_a_megabyte_takes_no_longer_than_other_text(tmp_path, text):
     began = time.process_time() + sum(os.times()[2:4])
     train_tokenizer(iter([text]), TrainTokenizer(vocab_size=300), tmp_path)
-    assert time.process_time() + sum(os.times()[2:4]) - began < 8  # uncut it was 26 s for a third of it
+    # uncut it was 26 s for a third of it
+    assert time.process_time() + sum(os.times()[2:4]) - began < 8
 
 
 LATER = [words._LATER % "", words._LATER % "{1,3}", words.GPT2_PATTERN]
@@ -333,15 +392,33 @@ def later(trained) -> dict[str, Tokenizer]:
     found = {}
     for number, pattern in enumerate([*LATER, r"\p{L}+|\s|[^\p{L}\s]+"]):
         description = json.loads((trained[1] / "tokenizer.json").read_text())
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        steps = [split, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pattern},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        steps = [
+            split,
+            {
+                "type": "ByteLevel",
+                "add_prefix_space": False,
+                "trim_offsets": True,
+                "use_regex": False,
+            },
+        ]
         description["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
         found[pattern] = Tokenizer(JsonBackend(description, str(number), set(SPECIAL)), {})
     return found
 
 
 @pytest.mark.parametrize("pattern", LATER)
-@given(st.lists(st.sampled_from([*SNIPPETS, *["日本", "。", "é", " 's", "7", "\r\n", "\u00a0", "\u0301"]]), min_size=8))
+@given(
+    st.lists(
+        st.sampled_from([*SNIPPETS, *["日本", "。", "é", " 's", "7", "\r\n", "\u00a0", "\u0301"]]),
+        min_size=8,
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_text_in_pieces_has_the_ids_of_the_whole(later, pattern, snippets):
     text, tokenizer = "".join(snippets), later[pattern]
@@ -360,13 +437,21 @@ def test_long_text_is_encoded_in_little_memory_or_refused(trained, later, monkey
     monkeypatch.setattr(words, "PIECE", 10_000)
     monkeypatch.setattr(words, "LONGEST_PIECE", 40_000)
     tokenizer, _ = trained
-    for unit, ends in (("a line of it\n", True), ("日本語のテキスト。\n", True), ("é ", True), ("x = [1];", False)):
+    for unit, ends in (
+        ("a line of it\n", True),
+        ("日本語のテキスト。\n", True),
+        ("é ", True),
+        ("x = [1];", False),
+    ):
         text = unit * 20_000
         sizes = [len(piece.encode()) for piece in words.pieces(text, tokenizer._ends)]
         assert not ends or max(sizes) <= 40_000
         assert tokenizer.too_long(text) is None
         part = text[:100_000]
-        assert tokenizer.encode_array(part).tolist() == tokenizer._backend.encode_batch([part], special=False)[0]
+        assert (
+            tokenizer.encode_array(part).tolist()
+            == tokenizer._backend.encode_batch([part], special=False)[0]
+        )
     for text in ("a" * 50_000, "日" * 50_000, "é" * 30_000 + " ok"):
         with pytest.raises(UserError, match="in one piece"):
             tokenizer.encode_array(text)

@@ -21,7 +21,11 @@ def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traits")
     (folder / "text").mkdir()
     for number in range(60):
-        same = "one text that is there twenty times" if number % 3 == 0 else f"a text of its own, number {number}"
+        same = (
+            "one text that is there twenty times"
+            if number % 3 == 0
+            else f"a text of its own, number {number}"
+        )
         (folder / "text" / f"{number}.txt").write_text(same * 3)
     (folder / "tiny.yaml").write_text(RECIPE)
     prepare(load_recipe(folder / "tiny.yaml"), folder / "prepared")

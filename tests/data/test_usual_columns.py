@@ -11,10 +11,17 @@ from bloomery.data.sources.documents import ReadStats, open_dataset, read_docume
 from bloomery.recipe.schema import Source
 
 ASKED = [
-    ("question", "answer"), ("instruction", "response"), ("input", "output"), ("prompt", "response"),
-    ("query", "answer"), ("Question", "Answer"), ("user", "assistant"), ("human", "bot"), ("problem", "solution"),
+    ("question", "answer"),
+    ("instruction", "response"),
+    ("input", "output"),
+    ("prompt", "response"),
+    ("query", "answer"),
+    ("Question", "Answer"),
+    ("user", "assistant"),
+    ("human", "bot"),
+    ("problem", "solution"),
     ("input", "target"),
-]  # fmt: skip
+]
 
 
 def read(path, required_format="sft", **source):
@@ -51,21 +58,32 @@ def test_what_stands_beside_the_question_is_read_too(tmp_path):
     row["system_prompt"] = "Be brief."
     (document,), stats = read(write(tmp_path / "dolly.jsonl", row))
     assert turns_of(document) == [
-        ("system", "Be brief."), ("user", "Sum up.\nIron is a metal."), ("assistant", "A metal."),
-    ]  # fmt: skip
-    assert stats.formats == {"alpaca (response is the output, context the input, system_prompt the system)"}
+        ("system", "Be brief."),
+        ("user", "Sum up.\nIron is a metal."),
+        ("assistant", "A metal."),
+    ]
+    assert stats.formats == {
+        "alpaca (response is the output, context the input, system_prompt the system)"
+    }
 
 
 def test_the_question_of_a_pair(tmp_path):
     row = {"question": "What is iron?", "chosen": "A metal.", "rejected": "A cheese."}
     (document,), stats = read(write(tmp_path / "pairs.jsonl", row), "pairs")
-    assert document.example.prompt == "What is iron?" or document.example.prompt[0].content == "What is iron?"
+    assert (
+        document.example.prompt == "What is iron?"
+        or document.example.prompt[0].content == "What is iron?"
+    )
     assert stats.formats == {"preference (question is the prompt)"}
 
 
 def test_what_a_recipe_says_of_columns_is_not_guessed_at(tmp_path):
-    path = write(tmp_path / "qa.jsonl", {"question": "What is iron?", "answer": "A metal.", "hint": "Fe"})
-    (document,), stats = read(path, format="alpaca", columns={"instruction": "hint", "output": "answer"})
+    path = write(
+        tmp_path / "qa.jsonl", {"question": "What is iron?", "answer": "A metal.", "hint": "Fe"}
+    )
+    (document,), stats = read(
+        path, format="alpaca", columns={"instruction": "hint", "output": "answer"}
+    )
     assert turns_of(document)[0] == ("user", "Fe") and stats.formats == {"alpaca"}
 
 

@@ -19,8 +19,12 @@ from bloomery.recipe.load import load_recipe
 from bloomery.runs import lifecycle
 
 UNSUPPORTED = (
-    "parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2", "objective.kind=ppo", "objective.kind=grpo",
-)  # fmt: skip
+    "parallel.pipeline=2",
+    "parallel.tensor=2",
+    "parallel.context=2",
+    "objective.kind=ppo",
+    "objective.kind=grpo",
+)
 GUIDES = {
     "go-coder-guide.md": (59, "go-coder-125m"),
     "worldmodel-rocm-spec.md": (64, "qwen2.5-3b-lora"),
@@ -39,7 +43,10 @@ def rows_of(page: str) -> dict[int, list[str]]:
 
 def cells_of(line: str) -> list[str]:
     """The cells of a row; an escaped bar is part of its cell."""
-    return [cell.strip().replace("\0", "|") for cell in line.replace(r"\|", "\0").strip().strip("|").split("|")]
+    return [
+        cell.strip().replace("\0", "|")
+        for cell in line.replace(r"\|", "\0").strip().strip("|").split("|")
+    ]
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -70,7 +77,9 @@ def check_row(page: str, there: str, here: str, correction: str) -> None:
 def check_missing(text: str, recipe: str) -> None:
     """The product says so itself: there is no such verb, or the recipe is refused in a sentence."""
     if text.startswith("bloomery "):
-        assert words_of(text)[0] not in cli.list_commands(click.Context(cli)), f"{text} has come: give it its row"
+        assert words_of(text)[0] not in cli.list_commands(click.Context(cli)), (
+            f"{text} has come: give it its row"
+        )
         return
     with pytest.raises(UserError, match="not supported in this version"):
         asked = load_recipe(recipe, shlex.split(text)).recipe
@@ -88,7 +97,9 @@ def check(text: str, recipe: str) -> None:
     elif "." in text:
         check_key(text)
     else:
-        assert re.match(r"(make \w+|--?\w+|[a-z_.]+)$", text), f"{text!r} is neither a command, a recipe key nor a test"
+        assert re.match(r"(make \w+|--?\w+|[a-z_.]+)$", text), (
+            f"{text!r} is neither a command, a recipe key nor a test"
+        )
 
 
 @pytest.mark.parametrize("edits", UNSUPPORTED)
@@ -113,7 +124,10 @@ def test_precisions_that_the_page_names_are_the_ones_chosen() -> None:
     _, _, correction = rows_of("worldmodel-rocm-spec.md")[15]
     assert "`auto` chooses float32" in correction
     here = detect()
-    chosen = {gpu: build_profile(with_gpu(here, find_gpu(gpu))).dtype.value for gpu in ("MI50 32GB", "MI250X")}
+    chosen = {
+        gpu: build_profile(with_gpu(here, find_gpu(gpu))).dtype.value
+        for gpu in ("MI50 32GB", "MI250X")
+    }
     assert chosen == {"MI50 32GB": "float32", "MI250X": "bfloat16"}
 
 
@@ -121,7 +135,17 @@ def test_the_plan_of_the_frontier_workbook_is_the_one_on_its_page(tmp_path):
     page = (ROOT / "docs/guides/frontier-workbook.md").read_text(encoding="utf-8")
     (recipe,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "frontier.yaml").write_text(recipe)
-    words = ["plan", str(tmp_path / "frontier.yaml"), "--gpu", "MI250X", "--gpus", "8", "--nodes", "64", "--json"]
+    words = [
+        "plan",
+        str(tmp_path / "frontier.yaml"),
+        "--gpu",
+        "MI250X",
+        "--gpus",
+        "8",
+        "--nodes",
+        "64",
+        "--json",
+    ]
     told = CliRunner().invoke(cli, words)
     plan = json.loads(told.stdout)
     assert told.exit_code == 0 and plan["fits"] and plan["steps"] == 59_605
@@ -141,13 +165,17 @@ FIGURES = [
     ("forgather-examples.md", 'llama2-7b-full-24gb --gpu "RX 7900 XTX"', "12.6 19.0 22.1"),
     ("forgather-examples.md", 'llama2-7b-lora --gpu "RTX 4090" --gpus 2', "7,100 5,300 3,000"),
     (
-        "forgather-examples.md", "llama2-7b-full-24gb optimizer.fused_backward=false"
-        ' optimizer.stochastic_rounding=false --gpu "RTX 4090" --gpus 2', "3,500 3,200",
+        "forgather-examples.md",
+        "llama2-7b-full-24gb optimizer.fused_backward=false"
+        ' optimizer.stochastic_rounding=false --gpu "RTX 4090" --gpus 2',
+        "3,500 3,200",
     ),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("page", "words", "figures"), FIGURES, ids=[words for _, words, _ in FIGURES])
+@pytest.mark.parametrize(
+    ("page", "words", "figures"), FIGURES, ids=[words for _, words, _ in FIGURES]
+)
 def test_figures_of_a_guide_are_those_of_the_plan(page, words, figures) -> None:
     text = (ROOT / "docs/guides" / page).read_text(encoding="utf-8")
     assert f"`bloomery plan {words}`" in text

@@ -17,7 +17,11 @@ from bloomery.recipe.schema import Recipe
 from bloomery.runs.resume_plan import ALLOWED, refuse_overrides
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = [*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "src").rglob("*.yaml")), ROOT / "pyproject.toml"]
+SOURCES = [
+    *sorted((ROOT / "src").rglob("*.py")),
+    *sorted((ROOT / "src").rglob("*.yaml")),
+    ROOT / "pyproject.toml",
+]
 SECTIONS = "|".join(Recipe.model_fields)
 FILES = {path.name for path in (ROOT / "src").rglob("*") if path.is_file()}
 # Names that the code puts together from pieces, that other programs write, and that stand for a user's own file.
@@ -61,8 +65,11 @@ def test_pages_have_commands() -> None:
 
 def test_a_recipe_key_on_a_page_exists() -> None:
     texts = {text for page in PAGES for text in quoted(page.read_text())}
-    for key in sorted(text for text in texts if re.fullmatch(rf"(?:{SECTIONS})(?:\.[a-z_]+)+=?", text)):
-        if key not in FILES and not key.endswith((".json", ".safetensors", ".py", ".sh")):  # train.py is no key
+    for key in sorted(
+        text for text in texts if re.fullmatch(rf"(?:{SECTIONS})(?:\.[a-z_]+)+=?", text)
+    ):
+        # train.py is no key
+        if key not in FILES and not key.endswith((".json", ".safetensors", ".py", ".sh")):
             check_key(key.rstrip("="))
 
 
@@ -95,7 +102,9 @@ def test_links_to_headings_lead_somewhere() -> None:
     for page in PAGES:
         for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
             target = (page.parent / link if link else page).resolve()
-            assert target.suffix != ".md" or anchor in anchors_of(target), f"{page}: {link}#{anchor}"
+            assert target.suffix != ".md" or anchor in anchors_of(target), (
+                f"{page}: {link}#{anchor}"
+            )
 
 
 def test_messages_name_verbs_that_exist() -> None:
@@ -106,9 +115,13 @@ def test_messages_name_verbs_that_exist() -> None:
 
 def test_a_file_that_a_page_names_exists_or_is_written() -> None:
     """A file of the repository, a name in the code, or one that a block of the same page shows."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     in_repository = {Path(line).name for line in tracked.splitlines()}
-    sources = [path for path in (ROOT / "src").rglob("*.*") if path.suffix in (".py", ".toml", ".jinja")]
+    sources = [
+        path for path in (ROOT / "src").rglob("*.*") if path.suffix in (".py", ".toml", ".jinja")
+    ]
     code = "\n".join(path.read_text() for path in sources)
     endings = "bin|db|gguf|html|ipynb|jsonl?|log|md|model|py|safetensors|sh|svg|toml|txt|ya?ml"
     missing = []
@@ -118,7 +131,8 @@ def test_a_file_that_a_page_names_exists_or_is_written() -> None:
         for quote in quoted(text):
             match = re.fullmatch(rf"(?:[\w./<>~-]*/)?([\w.-]+\.(?:{endings}))", quote)
             known = in_repository | WRITTEN_IN_PIECES | OF_OTHERS | OF_USERS
-            if match is None or match[1] in known or page.name == "decisions.md":  # what was tried and is gone
+            # what was tried and is gone
+            if match is None or match[1] in known or page.name == "decisions.md":
                 continue
             if match[1] not in code and match[1] not in blocks:
                 missing.append(f"{page.relative_to(ROOT)}: {quote}")
@@ -128,7 +142,9 @@ def test_a_file_that_a_page_names_exists_or_is_written() -> None:
 def yaml_blocks() -> Iterator[tuple[Path, str]]:
     """Each block of YAML. One that shows a section several times, as alternatives, gives one text per line."""
     for page in PAGES:
-        for block in re.findall(r"^```yaml[^\n]*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for block in re.findall(
+            r"^```yaml[^\n]*\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+        ):
             sections = re.findall(r"^(\w+):", block, re.MULTILINE)
             alternatives = len(set(sections)) < len(sections)
             for text in block.splitlines() if alternatives else [block]:
@@ -142,7 +158,11 @@ def test_yaml_on_a_page_loads_as_a_recipe(tmp_path: Path) -> None:
     for page, block in yaml_blocks():
         needed = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}
         sections = set(re.findall(r"^(\w+):", block, re.MULTILINE))
-        added = [text for name, text in needed.items() if name not in sections and "extends" not in sections]
+        added = [
+            text
+            for name, text in needed.items()
+            if name not in sections and "extends" not in sections
+        ]
         recipe.write_text("\n".join([block, *added]) + "\n")
         try:
             load_recipe(str(recipe))

@@ -14,7 +14,9 @@ from bloomery.hardware.doctor.diagnose import RULES
 
 PAGES = [ROOT / "docs/how-to/check-your-machine.md", ROOT / "docs/how-to/docker.md"]
 BLOCK = re.compile(r"```console\n\$ (bloomery doctor .*tests/machines/.*)\n((?:.*\n)+?)```")
-BLOCKS = [(page, *block) for page in PAGES for block in BLOCK.findall(page.read_text(encoding="utf-8"))]
+BLOCKS = [
+    (page, *block) for page in PAGES for block in BLOCK.findall(page.read_text(encoding="utf-8"))
+]
 
 
 def without_figures(text: str) -> str:
@@ -23,8 +25,12 @@ def without_figures(text: str) -> str:
     return re.sub(r"\(\d+\.\d of (\d+\.\d) GiB\)( · about [\d.]+ \w+)?", r"(of \1 GiB)", text)
 
 
-@pytest.mark.parametrize(("page", "command", "shown"), BLOCKS, ids=[command for _, command, _ in BLOCKS])
-def test_a_page_shows_today_s_output(page: Path, command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("page", "command", "shown"), BLOCKS, ids=[command for _, command, _ in BLOCKS]
+)
+def test_a_page_shows_today_s_output(
+    page: Path, command: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()

@@ -20,12 +20,23 @@ WIDTH = 150
 
 
 def run(line: str, folder: Path, environment: dict[str, str]) -> str:
-    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], cwd=folder, env=environment, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=1800)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        timeout=1800,
+    )
     assert done.returncode == 0, f"{line}\n{done.stdout}"
     passing = r"^(WARNING: |loading  |progress  |tokens +\d+%|checksums +\d).*\n"
     text = re.sub(passing, "", done.stdout, flags=re.MULTILINE)
-    return "".join(f"{each.rstrip()[:WIDTH]}\n" for each in text.replace(str(folder), "~/bloomery").splitlines())
+    return "".join(
+        f"{each.rstrip()[:WIDTH]}\n"
+        for each in text.replace(str(folder), "~/bloomery").splitlines()
+    )
 
 
 @pytest.mark.soak
@@ -42,8 +53,12 @@ def test_the_whole_way(tmp_path: Path) -> None:
         words = "-m bloomery" if name == "bloomery" else "-m pip" if name == "pip" else ""
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         (programs / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache"),
-                                "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}  # fmt: skip
+    environment = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "100",
+    }
     said: dict[str, str] = {}
 
     def ran(block: re.Match[str]) -> str:
@@ -55,9 +70,15 @@ def test_the_whole_way(tmp_path: Path) -> None:
     written = BLOCK.sub(ran, text)
     if os.environ.get("BLOOMERY_UPDATE"):
         PAGE.write_text(written, encoding="utf-8")
-    answers = {line: output.splitlines()[-1] for line, output in said.items() if "ask.py" in line or "chat" in line}
-    before, after = (next(text for line, text in answers.items() if f"chat {name} " in line)
-                     for name in ("smollm2", "tuned"))  # fmt: skip
+    answers = {
+        line: output.splitlines()[-1]
+        for line, output in said.items()
+        if "ask.py" in line or "chat" in line
+    }
+    before, after = (
+        next(text for line, text in answers.items() if f"chat {name} " in line)
+        for name in ("smollm2", "tuned")
+    )
     assert before != after
     assert answers["python ask.py tuned-f16.gguf"] == after
     assert answers["python ask.py base-f16.gguf tuned-lora.gguf"] == after

@@ -38,8 +38,12 @@ def test_a_lora_of_rank_8_has_no_more_than_8_directions():
 @pytest.mark.parametrize("name", list(methods_page.PICTURES))
 def test_a_picture_is_drawn_from_todays_figures(name):
     text = (methods_page.FIGURES / f"{name}.svg").read_text(encoding="utf-8")
-    assert methods_page.DRAWN.findall(text) == [methods_page.number()], "run scripts/methods_page.py --draw"
-    assert any(f"figures/{name}.svg" in page.read_text(encoding="utf-8") for page in methods_page.PAGES)
+    assert methods_page.DRAWN.findall(text) == [methods_page.number()], (
+        "run scripts/methods_page.py --draw"
+    )
+    assert any(
+        f"figures/{name}.svg" in page.read_text(encoding="utf-8") for page in methods_page.PAGES
+    )
 
 
 def test_shares_of_a_change_are_those_of_its_singular_values():

@@ -27,11 +27,20 @@ def test_the_edits_of_a_table_load_in_a_recipe(page) -> None:
     for _, table in migration_pages.TABLE.findall(page.read_text(encoding="utf-8")):
         for line in table.splitlines():
             cell = line.rstrip("| ").rpartition(" | ")[2]
-            edits = [edit for edit in quoted(cell.partition(" (")[0]) if "=" in edit and " RUN" not in edit]
+            edits = [
+                edit
+                for edit in quoted(cell.partition(" (")[0])
+                if "=" in edit and " RUN" not in edit
+            ]
             kinds = [edit for edit in edits if ".kind=" in edit]
             for edit in edits:
-                objective = ["objective.kind=distill"] if "kd_ratio" in edit else ["objective.kind=dpo"]
-                others = [*kinds, *(objective if edit.startswith("objective.") and not kinds else [])]
+                objective = (
+                    ["objective.kind=distill"] if "kd_ratio" in edit else ["objective.kind=dpo"]
+                )
+                others = [
+                    *kinds,
+                    *(objective if edit.startswith("objective.") and not kinds else []),
+                ]
                 lora = edit.startswith("adapter.") and "adapter.kind=lora" not in kinds
                 adapter = ["adapter.kind=lora"] if lora else []
                 assert accepted(edit, *others, *adapter), shlex.quote(edit)

@@ -14,11 +14,18 @@ PAGES = [path.relative_to(ROOT).as_posix() for path in plan_pages.pages()]
 
 
 def test_the_pages_that_people_buy_by_show_real_output() -> None:
-    assert {"docs/explanation/planner.md", "docs/how-to/plan-a-gpu.md", "docs/how-to/amd-mi50.md"} <= set(PAGES)
+    assert {
+        "docs/explanation/planner.md",
+        "docs/how-to/plan-a-gpu.md",
+        "docs/how-to/amd-mi50.md",
+    } <= set(PAGES)
 
 
 # docs/explanation/memory.md simulates steps for its figures, which takes longer than all other pages together.
-SHOWN = [pytest.param(page, marks=pytest.mark.soak) if page == "docs/explanation/memory.md" else page for page in PAGES]
+SHOWN = [
+    pytest.param(page, marks=pytest.mark.soak) if page == "docs/explanation/memory.md" else page
+    for page in PAGES
+]
 
 
 @pytest.mark.parametrize("page", SHOWN)
@@ -51,4 +58,8 @@ def test_the_attention_backend_of_each_gpu_is_the_plans() -> None:
     for gpu, backend, reason in rows:
         plan = plan_pages._planned("qwen2.5-1.5b-lora", gpu, [])
         why = next(choice.reason for choice in plan.choices if choice.key == "train.attention")
-        assert (gpu, plan.model.attention, why.partition("; PyTorch's fallback")[0]) == (gpu, backend, reason)
+        assert (gpu, plan.model.attention, why.partition("; PyTorch's fallback")[0]) == (
+            gpu,
+            backend,
+            reason,
+        )

@@ -23,21 +23,38 @@ def tiny_qwen(folder) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     letters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=TOKENS[1], pad_token=TOKENS[2])
+    letters.pre_tokenizer, letters.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=letters, eos_token=TOKENS[1], pad_token=TOKENS[2]
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": TOKENS[:1]})
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = Qwen2Config(
-        vocab_size=len(tokenizer), num_key_value_heads=1, max_position_embeddings=4096, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **sizes,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **sizes,
+    )
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
@@ -48,13 +65,28 @@ def test_the_fine_tuning_commands_run_and_the_exports_open(tmp_path):
 
     tiny_qwen(tmp_path / "tiny")
     rows = [
-        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"Number {n}."}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {n}?"},
+                {"role": "assistant", "content": f"Number {n}."},
+            ]
+        }
         for n in range(50)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = commands_of((ROOT / "README.md").read_text(encoding="utf-8"), "Fine-tune a model")
-    assert [shlex.split(line)[1] for line in lines] == ["prepare", "plan", "train", "chat", "export"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    assert [shlex.split(line)[1] for line in lines] == [
+        "prepare",
+        "plan",
+        "train",
+        "chat",
+        "export",
+    ]
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "1",
+    }
     for line in [*lines, "bloomery export last --to adapter --out my-adapter"]:
         words = shlex.split(line)
         tiny = ["model.from=tiny"] if "qwen2.5-0.5b-lora" in words else []

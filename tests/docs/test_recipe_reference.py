@@ -20,8 +20,12 @@ def script() -> ModuleType:
 
 
 def test_both_files_are_current(script) -> None:
-    assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run python scripts/recipe_page.py"
-    assert script.EVERYTHING.read_text(encoding="utf-8") == script.everything(), "run python scripts/recipe_page.py"
+    assert script.PAGE.read_text(encoding="utf-8") == script.page(), (
+        "run python scripts/recipe_page.py"
+    )
+    assert script.EVERYTHING.read_text(encoding="utf-8") == script.everything(), (
+        "run python scripts/recipe_page.py"
+    )
 
 
 def test_every_key_has_a_description_and_a_row(script) -> None:
@@ -39,4 +43,7 @@ def test_editors_accept_the_short_spellings() -> None:
         first, *_ = schema["properties"][section]["anyOf"]
         assert "none" in first["enum"] or len(first["enum"]) > 2
     assert schema["$defs"]["Checkpoint"]["properties"]["every"]["default"] == "1000 steps"
-    assert any(one.get("type") == "array" for one in schema["$defs"]["Logging"]["properties"]["trackers"]["anyOf"])
+    assert any(
+        one.get("type") == "array"
+        for one in schema["$defs"]["Logging"]["properties"]["trackers"]["anyOf"]
+    )

@@ -15,10 +15,14 @@ def test_the_page_on_recipes_lists_each_of_them_once():
     text = (ROOT / "docs/reference/recipes.md").read_text(encoding="utf-8")
     listed = text.partition("$ bloomery recipes list\n")[2].partition("\n```")[0]
     names = [line.split()[0] for line in listed.partition("\n\n")[0].splitlines()[1:]]
-    assert set(names) == {name for name in packaged() if not name.endswith("-tiny") and name != "everything"}
+    assert set(names) == {
+        name for name in packaged() if not name.endswith("-tiny") and name != "everything"
+    }
     assert len(names) == len(set(names))
     places = [by_release(name) for name in names]
-    assert places == sorted(places) and places[-1] < len(NEWEST_FIRST), "a recipe of a new family has no place"
+    assert places == sorted(places) and places[-1] < len(NEWEST_FIRST), (
+        "a recipe of a new family has no place"
+    )
 
 
 def test_the_page_on_fine_tuning_says_what_each_of_its_recipes_does_and_on_what_data():
@@ -27,7 +31,9 @@ def test_the_page_on_fine_tuning_says_what_each_of_its_recipes_does_and_on_what_
     for name in packaged():
         recipe = load_recipe(name).recipe
         if (recipe.model.from_ or "").count("/") == 1:  # of the Hub
-            stem = next((stem for stem in named if name.startswith(stem) and not stem.startswith("-")), None)
+            stem = next(
+                (stem for stem in named if name.startswith(stem) and not stem.startswith("-")), None
+            )
             assert stem is not None, f"docs/how-to/choose-a-method.md lacks {name}"
             assert str(recipe.data.path).removeprefix("hub:") in named
 
@@ -53,7 +59,9 @@ train:
 )
 def test_the_page_shows_the_answers_to_other_names(command, tmp_path, monkeypatch, capsys):
     page = ROOT / "docs/reference/recipes.md"
-    shown = re.search(rf"\$ bloomery {re.escape(command)}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)[1]
+    shown = re.search(
+        rf"\$ bloomery {re.escape(command)}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+    )[1]
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(MINE)
     Path("axolotl.yml").write_text((ROOT / "tests/recipe/foreign/axolotl.yml").read_text())

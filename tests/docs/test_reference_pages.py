@@ -39,10 +39,14 @@ def test_every_format_has_samples_that_are_read_as_that_format() -> None:
 
 
 def test_every_event_has_a_section_with_its_fields() -> None:
-    sections = dict(part.partition("\n")[::2] for part in reference_pages.events_page().split("\n## ")[1:])
+    sections = dict(
+        part.partition("\n")[::2] for part in reference_pages.events_page().split("\n## ")[1:]
+    )
     assert set(sections) == set(KINDS)
     for name, kind in KINDS.items():
-        assert {field.name for field in fields(kind)} - {"step", "time"} <= set(quoted(sections[name])), name
+        assert {field.name for field in fields(kind)} - {"step", "time"} <= set(
+            quoted(sections[name])
+        ), name
 
 
 def test_every_gpu_has_a_row() -> None:

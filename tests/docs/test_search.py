@@ -52,7 +52,9 @@ def headings(page: str) -> str:
 
 @pytest.mark.parametrize(("typed", "page"), ANSWERS.items())
 def test_a_heading_has_the_words(typed: str, page: str) -> None:
-    assert any(all(word in line for word in typed.lower().split()) for line in headings(page).splitlines()), page
+    assert any(
+        all(word in line for word in typed.lower().split()) for line in headings(page).splitlines()
+    ), page
 
 
 def test_the_pages_are_in_the_navigation_and_in_llms_txt() -> None:

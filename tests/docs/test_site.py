@@ -38,7 +38,8 @@ def test_links_and_tabs_have_the_contrast_that_wcag_asks_of_text() -> None:
 
 def test_search_works_in_pages_that_are_opened_as_files() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
-    script = re.search(r"polyfills: \[(\S+iframe-worker\.js)\]", config)  # else the theme loads one from a foreign site
+    # else the theme loads one from a foreign site
+    script = re.search(r"polyfills: \[(\S+iframe-worker\.js)\]", config)
     assert "\n  - offline\n" in config
     assert script is not None
     assert (ROOT / "docs" / script[1]).is_file()

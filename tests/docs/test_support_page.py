@@ -19,13 +19,21 @@ from bloomery.recipe.schema import OBJECTIVES, OptimizerKind
 def rows() -> dict[str, list[str]]:
     """Cells by the first word of a row, without marks of code."""
     lines = support_page.PAGE.read_text(encoding="utf-8").split("\n## ")[0].splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
     return {first.replace("`", ""): cells for first, *cells in table[1:]}
 
 
 def test_the_page_is_current() -> None:
-    assert support_page.PAGE.read_text(encoding="utf-8") == support_page.page(), "run python scripts/support_page.py"
-    assert [name.replace(",", "") for name in rows()] == [one.name.replace(",", "") for one in FEATURES]
+    assert support_page.PAGE.read_text(encoding="utf-8") == support_page.page(), (
+        "run python scripts/support_page.py"
+    )
+    assert [name.replace(",", "") for name in rows()] == [
+        one.name.replace(",", "") for one in FEATURES
+    ]
 
 
 EDITS = {
@@ -55,13 +63,18 @@ CHOICES = {
     "optimizer": [(f"optimizer.kind={kind}",) for kind in get_args(OptimizerKind)],
     "objective": [
         (f"objective={{kind: {spec.kind}{', teacher: gpt2' * (spec.extra_forwards > 0)}}}",)
-        for spec in OBJECTIVES.values() if not spec.rollouts
+        for spec in OBJECTIVES.values()
+        if not spec.rollouts
     ],
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("name", "edits"), [(name, edits) for name, all_ in CHOICES.items() for edits in all_])
+@pytest.mark.parametrize(
+    ("name", "edits"), [(name, edits) for name, all_ in CHOICES.items() for edits in all_]
+)
 def test_every_optimizer_and_objective_has_one_row(name, edits) -> None:
     """One without a row would train over several devices untested."""
     recipe = load_recipe("llama2-7b-lora-qa-tiny", [*edits]).recipe
-    assert len([one for one in FEATURES if one.name.startswith(f"{name} ") and one.used(recipe)]) == 1
+    assert (
+        len([one for one in FEATURES if one.name.startswith(f"{name} ") and one.used(recipe)]) == 1
+    )

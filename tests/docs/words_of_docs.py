@@ -36,13 +36,16 @@ def shown_equals(page: Path, shown: str, output: str, *, same: Callable[[str], s
 
 def quoted(text: str) -> list[str]:
     """What stands in backticks outside of fenced blocks."""
-    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    return re.findall(
+        r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    )
 
 
 def commands_in(page: str) -> Iterator[str]:
     """Each `bloomery ...` in a fenced or indented block (up to its comment, after two blanks), or in backticks."""
     prose = []
-    for index, part in enumerate(re.sub(r" \\\n +", " ", page).split("\n```")):  # a command may go on below
+    # a command may go on below
+    for index, part in enumerate(re.sub(r" \\\n +", " ", page).split("\n```")):
         if index % 2:
             lines = part.splitlines()[1:]
         else:
@@ -52,7 +55,9 @@ def commands_in(page: str) -> Iterator[str]:
             match = re.match(r"\s*(?:\$ )?(bloomery .*)", line)
             if match:
                 yield re.split(r"\s{2,}", match[1])[0]
-    yield from (text for text in quoted(" ".join(prose).replace("\n", " ")) if text.startswith("bloomery "))
+    yield from (
+        text for text in quoted(" ".join(prose).replace("\n", " ")) if text.startswith("bloomery ")
+    )
 
 
 def words_of(command: str) -> list[str]:
@@ -71,7 +76,9 @@ def check_command(words: list[str]) -> None:
         assert found is not None, f"there is no {verb}"
         command = found
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    flags = {name for option in options for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+    flags = {name for option in options for name in (*option.opts, *option.secondary_opts)} | {
+        "--help"
+    }
     asked = {word for word in words if re.match(r"--?[a-z]", word)}
     assert asked <= flags, f"{command.name} has no {asked - flags}"
     overrides = [word for word in words if OVERRIDE.match(word)]
@@ -92,7 +99,11 @@ def check_key(key: str) -> None:
             return
         kinds = sections_in(section)
         assert kinds, f"{key} is too deep"
-        names = {info.alias or name: info.annotation for kind in kinds for name, info in kind.model_fields.items()}
+        names = {
+            info.alias or name: info.annotation
+            for kind in kinds
+            for name, info in kind.model_fields.items()
+        }
         assert part in names, f"a recipe has no {key}"
         section = names[part]
 

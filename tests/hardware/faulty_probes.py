@@ -33,7 +33,9 @@ def nan(name, job):
 
 
 def raises(name, job):
-    raise RuntimeError(f"HIP error: invalid device function in {Path.home()}\nCompile with TORCH_USE_HIP_DSA")
+    raise RuntimeError(
+        f"HIP error: invalid device function in {Path.home()}\nCompile with TORCH_USE_HIP_DSA"
+    )
 
 
 def sees(name, job):
@@ -46,5 +48,7 @@ def leaves(name, job):
 
 
 if __name__ == "__main__":
-    known = {each.__name__: each for each in (fine, segfault, hang, wrong, nan, raises, sees, leaves)}
+    known = {
+        each.__name__: each for each in (fine, segfault, hang, wrong, nan, raises, sees, leaves)
+    }
     leave(main(known))

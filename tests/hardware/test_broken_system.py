@@ -74,7 +74,9 @@ def test_the_whole_tree_is_read(root):
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("damage", [*DAMAGES, "a folder", "an error of the disk", "a link to nowhere"])
+@pytest.mark.parametrize(
+    "damage", [*DAMAGES, "a folder", "an error of the disk", "a link to nowhere"]
+)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_no_crash(root, name, damage):
     file = root / name
@@ -91,12 +93,19 @@ def test_a_damaged_file_is_no_crash(root, name, damage):
     json.loads(machine.model_dump_json())
 
 
-def bloomery(*words: str, folder: Path, **changes: str | None) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environb, **{name.encode(): os.fsencode(v) for name, v in changes.items() if v is not None}}
+def bloomery(
+    *words: str, folder: Path, **changes: str | None
+) -> subprocess.CompletedProcess[bytes]:
+    environment = {
+        **os.environb,
+        **{name.encode(): os.fsencode(v) for name, v in changes.items() if v is not None},
+    }
     for name in (name for name, value in changes.items() if value is None):
         environment.pop(name.encode(), None)
     command = [sys.executable, "-m", "bloomery", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False, timeout=60)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, check=False, timeout=60
+    )
 
 
 @pytest.mark.sampled(3)
@@ -128,16 +137,24 @@ def test_a_user_without_a_name_or_a_home(tmp_path):
 
 
 def bloomery_as(before: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("HOME", "USER", "LOGNAME")
+    }
     script = before + "from bloomery.cli import main; main(['doctor', '--bundle', 'b.json'])"
     command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_working_folder_that_is_gone(tmp_path):
     gone = tmp_path / "gone"
-    script = f"import os; os.mkdir({str(gone)!r}); os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})\n"
+    script = (
+        f"import os; os.mkdir({str(gone)!r}); os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})\n"
+    )
     script += "from bloomery.cli import main; main(['doctor'])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1)

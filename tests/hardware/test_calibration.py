@@ -22,10 +22,20 @@ from bloomery.hardware.cpu_check import with_check, with_known_check
 from bloomery.hardware.machine import Accelerator, CpuCheck, Host, Machine, Probe, Software
 
 POINT = Point(
-    sequence_length=128, micro_batch_size=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
-    activation_checkpointing="none", optimizer="adamw", tokens_per_second=1000.0, peak_gib=0.5,
-)  # fmt: skip
-RX = Accelerator(index=0, vendor="amd", name="AMD Radeon RX 6700 XT", arch="gfx1031", memory_bytes=12 * 2**30)
+    sequence_length=128,
+    micro_batch_size=4,
+    accumulation=2,
+    precision="bfloat16",
+    attention="mask",
+    compiled=False,
+    activation_checkpointing="none",
+    optimizer="adamw",
+    tokens_per_second=1000.0,
+    peak_gib=0.5,
+)
+RX = Accelerator(
+    index=0, vendor="amd", name="AMD Radeon RX 6700 XT", arch="gfx1031", memory_bytes=12 * 2**30
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,20 +48,37 @@ def own_cache(tmp_path, monkeypatch):
 
 def card(**changes) -> Calibration:
     facts = {
-        "device": "a CPU", "arch": "avx2", "cores": 2, "memory_gib": 16.0, "torch": "2.13.0+cpu", "bloomery": "0.1.0",
-        "model": {"hidden_size": 64}, "parameters": 1000, "text": "random", "contributor": "Ada", "day": "2026-11-21",
+        "device": "a CPU",
+        "arch": "avx2",
+        "cores": 2,
+        "memory_gib": 16.0,
+        "torch": "2.13.0+cpu",
+        "bloomery": "0.1.0",
+        "model": {"hidden_size": 64},
+        "parameters": 1000,
+        "text": "random",
+        "contributor": "Ada",
+        "day": "2026-11-21",
         "points": (POINT,),
-    }  # fmt: skip
+    }
     return Calibration.model_validate(facts | changes)
 
 
 def machine(
-    *devices: Accelerator, cores: int = 2, flags: tuple[str, ...] = ("avx2",), environment: dict[str, str] | None = None
+    *devices: Accelerator,
+    cores: int = 2,
+    flags: tuple[str, ...] = ("avx2",),
+    environment: dict[str, str] | None = None,
 ) -> Machine:
     host = Host(
-        system="Linux", cpu_name="a CPU", cpu_cores=cores, cpu_flags=flags, memory_bytes=2**34, memory_free_bytes=2**33,
+        system="Linux",
+        cpu_name="a CPU",
+        cpu_cores=cores,
+        cpu_flags=flags,
+        memory_bytes=2**34,
+        memory_free_bytes=2**33,
         disk_free_bytes=2**40,
-    )  # fmt: skip
+    )
     build = "rocm" if devices else "cpu"
     software = Software(python="3.12.4", torch="2.13.0", build=build, environment=environment or {})
     return Machine(accelerators=devices, host=host, software=software)
@@ -62,7 +89,8 @@ def test_a_measurement_is_kept_for_its_device_alone():
     (found,) = calibrations(machine())
     assert found.contributor == OWN and found.points == (POINT,)
     assert calibrations(machine(cores=4)) == ()
-    assert calibrations(machine(flags=("avx2", "avx512f"))) == ()  # a cloud gives processors of one name and many kinds
+    # a cloud gives processors of one name and many kinds
+    assert calibrations(machine(flags=("avx2", "avx512f"))) == ()
     assert calibrations(machine(RX)) == ()
 
 
@@ -162,4 +190,5 @@ def test_the_cards_that_come_with_bloomery_can_be_read():
     for path in paths:
         text = path.read_text()
         assert not any(word in text for word in ("/home", "/root", "@", "hostname"))
-    assert all(one.cpu_check is not None for one in contributed() if one.cores)  # it would count nowhere
+    # it would count nowhere
+    assert all(one.cpu_check is not None for one in contributed() if one.cores)

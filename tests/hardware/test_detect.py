@@ -15,7 +15,17 @@ from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
 from bloomery.plan.resolve import local_plan
 from bloomery.recipe.load import load_recipe
-from kfd_trees import CPU, GFX942, GFX1031, GFX1036, GFX1100, drm_device, pci_device, topology_node, write
+from kfd_trees import (
+    CPU,
+    GFX942,
+    GFX1031,
+    GFX1036,
+    GFX1100,
+    drm_device,
+    pci_device,
+    topology_node,
+    write,
+)
 
 
 @pytest.fixture
@@ -25,14 +35,20 @@ def root(tmp_path):
         tmp_path / "proc/cpuinfo",
         "processor : 0\nmodel name\t: AMD Ryzen 7\nflags\t\t: fpu sse2 avx2 avx512f avx512_bf16\n",
     )
-    write(tmp_path / "proc/meminfo", "MemTotal:       32000000 kB\nMemFree: 1000 kB\nMemAvailable:   16000000 kB\n")
+    write(
+        tmp_path / "proc/meminfo",
+        "MemTotal:       32000000 kB\nMemFree: 1000 kB\nMemAvailable:   16000000 kB\n",
+    )
     write(tmp_path / "proc/self/cgroup", "0::/user.slice/job\n")
     topology_node(tmp_path, 0, CPU)
     topology_node(tmp_path, 1, GFX1031, bank_bytes=12868124672)
     topology_node(tmp_path, 2, GFX1036, bank_bytes=536870912)
     drm_device(tmp_path, 128, revision="0xc1", mem_info_vram_used="655360000")
     drm_device(tmp_path, 129, revision="0xc9", mem_info_gtt_total="16000000000")
-    write(tmp_path / "usr/share/libdrm/amdgpu.ids", "# comment\n1.0.0\n73DF,\tC1,\tAMD Radeon RX 6700 XT\n")
+    write(
+        tmp_path / "usr/share/libdrm/amdgpu.ids",
+        "# comment\n1.0.0\n73DF,\tC1,\tAMD Radeon RX 6700 XT\n",
+    )
     return tmp_path
 
 
@@ -81,7 +97,10 @@ def test_an_integrated_nvidia_gpu_shares_the_machines_memory(root, monkeypatch):
     shared = found.accelerators[-1]
     assert shared.usable_bytes == found.host.memory_bytes > 0
     machine = found.model_copy(
-        update={"accelerators": (shared,), "software": Software(python="3.12", torch="2.13.0", build="cuda")}
+        update={
+            "accelerators": (shared,),
+            "software": Software(python="3.12", torch="2.13.0", build="cuda"),
+        }
     )
     assert build_profile(machine).accelerator == shared
     assert not [finding for finding in diagnose(machine) if "carved out" in finding.evidence]
@@ -95,7 +114,11 @@ def test_a_real_node_of_an_rx_7900_xtx(tmp_path):
     drm_device(tmp_path, 128, mem_info_vram_total="25753026560", product_name="Radeon RX 7900 XTX")
     (card,) = detect(root=tmp_path).accelerators
     assert (card.arch, card.compute_units, card.memory_bytes) == ("gfx1100", 96, 25753026560)
-    assert (card.pci_address, card.device_id, card.unique_id) == ("0000:86:00.0", 0x744C, hex(11673270660693242239))
+    assert (card.pci_address, card.device_id, card.unique_id) == (
+        "0000:86:00.0",
+        0x744C,
+        hex(11673270660693242239),
+    )
     assert (card.name, card.access, card.hive_id) == ("Radeon RX 7900 XTX", "open", "")
 
 
@@ -107,7 +130,9 @@ def test_an_mi300x_node(tmp_path):
         topology_node(tmp_path, 2 + index, GFX942 + place, bank_bytes=196592 * 2**20)
     cards = detect(root=tmp_path).accelerators
     assert [card.index for card in cards] == list(range(8))
-    assert {(card.arch, card.compute_units, card.hive_id) for card in cards} == {("gfx942", 304, hex(8839))}
+    assert {(card.arch, card.compute_units, card.hive_id) for card in cards} == {
+        ("gfx942", 304, hex(8839))
+    }
     assert len({card.pci_address for card in cards}) == 8
 
 
@@ -145,7 +170,11 @@ def test_groups_of_the_first_version_count_too(root):
     write(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "100000\n")
     write(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
     host = detect(root=root).host
-    assert (host.memory_bytes, host.memory_free_bytes, host.cpu_cores) == (4_000_000_000, 3_000_000_000, 1)
+    assert (host.memory_bytes, host.memory_free_bytes, host.cpu_cores) == (
+        4_000_000_000,
+        3_000_000_000,
+        1,
+    )
 
 
 def test_nvidia_smi_rows():
@@ -154,7 +183,12 @@ def test_nvidia_smi_rows():
         "1, NVIDIA GB10, [N/A], [N/A], 12.1, 0000000F:01:00.0, 0x2E1210DE\nNo devices were found\n"
     )
     card, shared = parse_nvidia_smi(text, start=1)
-    assert (card.index, card.name, card.arch, card.memory_bytes) == (1, "NVIDIA H200", "sm_90", 143771 * 2**20)
+    assert (card.index, card.name, card.arch, card.memory_bytes) == (
+        1,
+        "NVIDIA H200",
+        "sm_90",
+        143771 * 2**20,
+    )
     assert (card.pci_address, card.device_id) == ("0000:1b:00.0", 0x2335)
     assert (shared.arch, shared.integrated, shared.memory_bytes) == ("sm_121", True, 0)
 
@@ -162,12 +196,18 @@ def test_nvidia_smi_rows():
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
-        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", ("2.13.0+cpu", "cpu")),
+        (
+            "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n",
+            ("2.13.0+cpu", "cpu"),
+        ),
         (
             "__version__ = '2.9.1+rocm6.3'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.3.42'\n",
             ("2.9.1+rocm6.3", "rocm"),
         ),
-        ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", ("2.13.0", "cuda")),
+        (
+            "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n",
+            ("2.13.0", "cuda"),
+        ),
     ],
 )
 def test_the_build_of_torch_is_read_from_its_version_file(lines, found):
@@ -176,9 +216,18 @@ def test_the_build_of_torch_is_read_from_its_version_file(lines, found):
 
 
 def test_cards_without_a_driver_are_on_the_bus(tmp_path):
-    pci_device(tmp_path, "0000:0b:00.0", kind="0x030000", vendor="0x1002", device="0x73bf", driver="vfio-pci")
+    pci_device(
+        tmp_path,
+        "0000:0b:00.0",
+        kind="0x030000",
+        vendor="0x1002",
+        device="0x73bf",
+        driver="vfio-pci",
+    )
     pci_device(tmp_path, "0000:0c:00.0", kind="0x038000", vendor="0x1002", device="0x740c")
-    pci_device(tmp_path, "0000:0d:00.0", kind="0x020000", vendor="0x8086", device="0x1533", driver="igb")
+    pci_device(
+        tmp_path, "0000:0d:00.0", kind="0x020000", vendor="0x8086", device="0x1533", driver="igb"
+    )
     machine = detect(root=tmp_path)
     assert machine.accelerators == ()
     assert [(d.address, d.vendor, d.driver) for d in machine.host.displays] == [
@@ -199,7 +248,9 @@ def test_this_machine_is_detected_without_torch_and_survives_json():
         "import sys; from bloomery.hardware.detect import detect; m = detect(); print(m.model_dump_json());"
         "assert 'torch' not in sys.modules"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     machine = Machine.model_validate_json(answer.stdout)
     assert machine.host.cpu_cores >= 1
     assert 0 < machine.host.memory_free_bytes <= machine.host.memory_bytes
@@ -218,7 +269,8 @@ def test_what_is_installed_meanwhile_is_seen(root, monkeypatch):
 
     def installed(name: str, at: int) -> list[str]:
         write(root / f"site/{name}-1.dist-info/METADATA", "")
-        os.utime(root / "site", (at, at))  # the clock of the file system may be slower than this test
+        # the clock of the file system may be slower than this test
+        os.utime(root / "site", (at, at))
         return [package.name for package in detect(root=root).software.packages]
 
     assert installed("torch", 1_700_000_000) == ["torch"]

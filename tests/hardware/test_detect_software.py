@@ -23,7 +23,10 @@ def environment(tmp_path, monkeypatch):
 
 def distribution(folder, name, version, *, metadata="", requested=False, at=1_700_000_000):
     info = folder / f"{name}-{version}.dist-info"
-    write(info / "METADATA", f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{metadata}\nText of the page\n")
+    write(
+        info / "METADATA",
+        f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\n{metadata}\nText of the page\n",
+    )
     write(info / "RECORD", "")
     os.utime(info / "RECORD", (at, at))
     if requested:
@@ -34,9 +37,15 @@ def test_what_pulled_torch_in_is_seen(environment, tmp_path, monkeypatch):
     site = tmp_path / "site"
     distribution(site, "torch", "2.13.0", at=1_700_000_000)
     distribution(
-        site, "xformers", "0.0.35", metadata="Requires-Dist: numpy\nRequires-Dist: torch>=2.10\n", requested=True
+        site,
+        "xformers",
+        "0.0.35",
+        metadata="Requires-Dist: numpy\nRequires-Dist: torch>=2.10\n",
+        requested=True,
     )
-    distribution(site, "transformers", "5.2", metadata='Requires-Dist: torch>=2.4; extra == "torch"\n')
+    distribution(
+        site, "transformers", "5.2", metadata='Requires-Dist: torch>=2.4; extra == "torch"\n'
+    )
     distribution(site, "old_style", "1", metadata="Requires-Dist: torch (>=2.0,<3)\n")
     distribution(site, "pytorch_lightning", "1", metadata="Requires-Dist: torchmetrics>0.7\n")
     distribution(site, "amd_torch_device_gfx1031", "2.13.0+rocm10.0.0")
@@ -60,9 +69,18 @@ def test_lines_that_set_what_matters(environment):
         "export PATH=$PATH:/opt/bin\nexport NCCL_DEBUG=INFO HIP_VISIBLE_DEVICES=0\nexport HSA_XNACK\n",
     )
     write(environment / "home/sam/.config/fish/config.fish", "set -gx HSA_ENABLE_SDMA 0\n")
-    write(environment / "etc/environment", 'PATH="/usr/bin"\nPYTORCH_ALLOC_CONF="expandable_segments:True"\n')
-    write(environment / "home/sam/project/.venv/conda-meta/state", '{"env_vars": {"AMD_LOG_LEVEL": "4"}}')
-    write(environment / "home/sam/project/.venv/bin/activate", "VIRTUAL_ENV=x\nexport TORCH_BLAS_PREFER_HIPBLASLT=0\n")
+    write(
+        environment / "etc/environment",
+        'PATH="/usr/bin"\nPYTORCH_ALLOC_CONF="expandable_segments:True"\n',
+    )
+    write(
+        environment / "home/sam/project/.venv/conda-meta/state",
+        '{"env_vars": {"AMD_LOG_LEVEL": "4"}}',
+    )
+    write(
+        environment / "home/sam/project/.venv/bin/activate",
+        "VIRTUAL_ENV=x\nexport TORCH_BLAS_PREFER_HIPBLASLT=0\n",
+    )
     found = [(s.file, s.line, s.name, s.value) for s in read_software(environment).settings]
     assert found == [
         ("~/.bashrc", 3, "HSA_OVERRIDE_GFX_VERSION", "10.3.0"),
@@ -78,8 +96,13 @@ def test_lines_that_set_what_matters(environment):
 def test_the_pin_that_set_up_writes_is_found(environment):
     prefix = environment / "home/sam/project/.venv"
     assert read_software(environment).pinned == ""
-    write(prefix / "pip.conf", "[install]\nconstraint = file:///home/sam/project/.venv/torch-pin.txt\n")
-    write(prefix / "torch-pin.txt", "# Chosen for the GPU\ntorchvision==0.28\ntorch==2.13.0+rocm7.2\n")
+    write(
+        prefix / "pip.conf",
+        "[install]\nconstraint = file:///home/sam/project/.venv/torch-pin.txt\n",
+    )
+    write(
+        prefix / "torch-pin.txt", "# Chosen for the GPU\ntorchvision==0.28\ntorch==2.13.0+rocm7.2\n"
+    )
     assert read_software(environment).pinned == "torch==2.13.0+rocm7.2"
 
 

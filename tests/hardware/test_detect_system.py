@@ -20,7 +20,14 @@ from bloomery.hardware.detect import (
 )
 from kfd_trees import drm_device, write
 
-CLUSTER = ("SLURM_CLUSTER_NAME", "LMOD_SYSTEM_NAME", "PAWSEY_CLUSTER", "LOADEDMODULES", "ROCM_PATH", "ROCM_HOME")
+CLUSTER = (
+    "SLURM_CLUSTER_NAME",
+    "LMOD_SYSTEM_NAME",
+    "PAWSEY_CLUSTER",
+    "LOADEDMODULES",
+    "ROCM_PATH",
+    "ROCM_HOME",
+)
 CONTAINERS = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "KUBERNETES_SERVICE_HOST")
 
 
@@ -55,8 +62,14 @@ def test_a_distributions_own_rocm_counts_too(tmp_path):
 @pytest.mark.parametrize(
     ("line", "version"),
     [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024", "550.54.14"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build", "580.82.07"),
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024",
+            "550.54.14",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build",
+            "580.82.07",
+        ),
     ],
 )
 def test_nvidias_driver(tmp_path, line, version):
@@ -102,8 +115,13 @@ def test_groups_of_the_process_and_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 1000)
     monkeypatch.setattr(os, "getegid", lambda: 1000)
     monkeypatch.setattr(os, "getgroups", lambda: [27, 4321])
-    write(tmp_path / "etc/passwd", "root:x:0:0::/root:/bin/sh\nsam:x:1000:1000::/home/sam:/bin/bash\n")
-    write(tmp_path / "etc/group", "sudo:x:27:sam\nrender:x:992:ci,sam\nvideo:x:44:sampson\nsam:x:1000:\n")
+    write(
+        tmp_path / "etc/passwd", "root:x:0:0::/root:/bin/sh\nsam:x:1000:1000::/home/sam:/bin/bash\n"
+    )
+    write(
+        tmp_path / "etc/group",
+        "sudo:x:27:sam\nrender:x:992:ci,sam\nvideo:x:44:sampson\nsam:x:1000:\n",
+    )
     access, _ = read_access(tmp_path)
     assert access.groups == ("sudo", "sam", "4321")
     assert access.listed_groups == ("sam", "sudo", "render")
@@ -129,7 +147,10 @@ def test_a_driver_that_hangs_is_said_and_not_waited_for(tmp_path, monkeypatch):
     fifo = tmp_path / "kfd"
     os.mkfifo(fifo)
     monkeypatch.setattr(detect_system, "OPEN_SECONDS", 0.5)
-    monkeypatch.setattr(detect_system, "OPENER", "import os, sys; os.open(sys.argv[1], os.O_RDONLY)")  # waits forever
+    # waits forever
+    monkeypatch.setattr(
+        detect_system, "OPENER", "import os, sys; os.open(sys.argv[1], os.O_RDONLY)"
+    )
     began = time.monotonic()
     assert openings([fifo]) == {fifo: "hung"}
     assert time.monotonic() - began < 5
@@ -159,7 +180,8 @@ def _kubernetes(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind"), [(_docker, "docker"), (_podman, "podman"), (_lxc, "lxc"), (_kubernetes, "kubernetes")]
+    ("make", "kind"),
+    [(_docker, "docker"), (_podman, "podman"), (_lxc, "lxc"), (_kubernetes, "kubernetes")],
 )
 def test_containers_are_known(tmp_path, make, kind):
     assert read_surroundings(tmp_path).container == ""
@@ -173,7 +195,9 @@ def test_apptainer_says_so_itself(tmp_path, monkeypatch):
 
 
 def test_wsl(tmp_path):
-    write(tmp_path / "proc/version", "Linux version 6.6.87.2-microsoft-standard-WSL2 (root@build)\n")
+    write(
+        tmp_path / "proc/version", "Linux version 6.6.87.2-microsoft-standard-WSL2 (root@build)\n"
+    )
     write(tmp_path / "dev/dxg", "")
     around = read_surroundings(tmp_path)
     assert (around.wsl, around.dxg) == (True, True)

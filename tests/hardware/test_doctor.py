@@ -63,7 +63,9 @@ EXPECTED = {
             "pip install --force-reinstall --index-url https://download.pytorch.org/whl/cu126 torch==2.13.0+cu126",
         ),
     ],
-    "rtx-5070-ti-cuda-12.6-wheel": [("cuda-too-old", "pip install --force-reinstall torch==2.13.0")],
+    "rtx-5070-ti-cuda-12.6-wheel": [
+        ("cuda-too-old", "pip install --force-reinstall torch==2.13.0")
+    ],
     "rx-6700-xt": [],
     "rx-6700-xt-override": [
         ("override-harms", "unset HSA_OVERRIDE_GFX_VERSION"),
@@ -76,7 +78,10 @@ EXPECTED = {
         ("torch-not-pinned", PIN.format(3)),
     ],
     "rx-6800-driver-blacklisted": [
-        ("driver-blacklisted", "sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' /etc/modprobe.d/vfio.conf"),
+        (
+            "driver-blacklisted",
+            "sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' /etc/modprobe.d/vfio.conf",
+        ),
         ("torch-not-pinned", PIN.format(2)),
     ],
     "rx-7900-xt-cuda-wheel": [
@@ -106,7 +111,10 @@ EXPECTED = {
         ("torch-not-pinned", PIN.format(2)),
     ],
     "strix-halo": [
-        ("shared-memory-gpu", "# to raise the limit, set amdgpu.gttsize or ttm.pages_limit on the kernel command line"),
+        (
+            "shared-memory-gpu",
+            "# to raise the limit, set amdgpu.gttsize or ttm.pages_limit on the kernel command line",
+        ),
         ("torch-not-pinned", PIN.format(2)),
     ],
     "two-zen-4-cores": [("no-gpu", "bloomery demo")],
@@ -126,9 +134,17 @@ EXPECTED = {
     ],
 }
 READY = {
-    "h200", "laptop-without-a-gpu", "mi100-two-without-iommu-pt", "mi250x-frontier-slurm", "mi300x-node", "rx-6700-xt",
-    "rx-7900-xtx-behind-an-igpu", "rx-9060-xt-math-attention", "strix-halo", "two-zen-4-cores",
-}  # fmt: skip
+    "h200",
+    "laptop-without-a-gpu",
+    "mi100-two-without-iommu-pt",
+    "mi250x-frontier-slurm",
+    "mi300x-node",
+    "rx-6700-xt",
+    "rx-7900-xtx-behind-an-igpu",
+    "rx-9060-xt-math-attention",
+    "strix-halo",
+    "two-zen-4-cores",
+}
 
 
 def test_every_recorded_machine_has_a_diagnosis():
@@ -147,7 +163,9 @@ def test_a_machine_gets_exactly_these_findings_and_commands(name):
 def test_what_mends_can_be_pasted_into_a_shell(name):
     for finding in diagnose(machine(name)):
         script = "\n".join((*finding.fix, finding.verify))
-        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        done = subprocess.run(
+            ["bash", "-n"], input=script, text=True, capture_output=True, check=False
+        )
         assert (done.returncode, done.stderr) == (0, ""), finding.fix
         assert finding.what and finding.evidence
 
@@ -165,7 +183,9 @@ def test_who_brought_the_wrong_wheel_is_named():
 def test_the_line_that_sets_the_override_is_named():
     found = only(machine("rx-6700-xt-override"), "override-harms")
     assert found.evidence == "~/.bashrc line 118"
-    assert found.fix == ("unset HSA_OVERRIDE_GFX_VERSION  # and delete that line",) and not found.run
+    assert (
+        found.fix == ("unset HSA_OVERRIDE_GFX_VERSION  # and delete that line",) and not found.run
+    )
     assert "has kernels for gfx1031" in found.what
 
 
@@ -175,10 +195,12 @@ def test_the_line_that_sets_the_override_is_named():
         ("rx-6700-xt", "2.13.0+rocm7.2", "10.3.0", "override-helps"),  # the wheel has gfx1030 alone
         ("rx-6700-xt", "2.13.0+rocm7.2", "", "arch-not-in-wheel"),
         ("rx-6700-xt", "2.13.0+rocm10.0.0", "10.3.0", "device-package-missing override-harms"),
-        ("rx-6700-xt", "2.13.0+rocm7.2", "11.0.0", "arch-not-in-wheel override-harms"),  # another family
+        # another family
+        ("rx-6700-xt", "2.13.0+rocm7.2", "11.0.0", "arch-not-in-wheel override-harms"),
         ("rx-9060-xt-math-attention", "2.13.0+rocm7.2", "12.0.0", "override-needless"),
         ("rx-9060-xt-math-attention", "2.13.0+rocm7.2", "12.0.1", "override-harms"),
-        ("rx-7900-xtx-behind-an-igpu", "2.13.0+rocm7.2", "11.0.0", "override-harms"),  # the iGPU would claim it, too
+        # the iGPU would claim it, too
+        ("rx-7900-xtx-behind-an-igpu", "2.13.0+rocm7.2", "11.0.0", "override-harms"),
         ("strix-halo", "2.13.0+rocm7.2", "", "wheel-unfit"),
         ("mi300x-node", "2.9.1+rocm6.4", "", None),
         ("mi300x-node", "2.13.0a0+git1234", "", None),  # nobody wrote down what it brings
@@ -187,14 +209,20 @@ def test_the_line_that_sets_the_override_is_named():
 def test_kernels_and_override(name, torch, value, expected):
     environment = {"HSA_OVERRIDE_GFX_VERSION": value} if value else {}
     one = machine(
-        name, software__torch=torch, software__environment=environment, software__packages=(), software__settings=()
+        name,
+        software__torch=torch,
+        software__environment=environment,
+        software__packages=(),
+        software__settings=(),
     )
     found = " ".join(id for id in ids(one) if re.match("override|arch|wheel|device-package", id))
     assert found == (expected or "")
 
 
 def test_of_two_ways_amds_wheel_comes_first():
-    found = only(machine(software__torch="2.13.0+rocm7.2", software__packages=()), "arch-not-in-wheel")
+    found = only(
+        machine(software__torch="2.13.0+rocm7.2", software__packages=()), "arch-not-in-wheel"
+    )
     assert found.fix[0].endswith(AMD_WHEEL.removeprefix("pip install --force-reinstall "))
     assert found.fix[1].startswith("export HSA_OVERRIDE_GFX_VERSION=10.3.0  # or")
 
@@ -206,7 +234,8 @@ def test_amds_wheel_without_the_package_of_this_chip():
 
 
 @pytest.mark.parametrize(
-    ("value", "chip"), [("10.3.0", "gfx1030"), ("9.0.10", "gfx90a"), ("11.5.1", "gfx1151"), ("x", "")]
+    ("value", "chip"),
+    [("10.3.0", "gfx1030"), ("9.0.10", "gfx90a"), ("11.5.1", "gfx1151"), ("x", "")],
 )
 def test_what_an_override_claims(value, chip):
     assert reported_arch(value) == chip
@@ -220,7 +249,10 @@ def test_a_pin_of_the_old_build_does_not_hold_up_the_mending_command():
 
 def test_no_torch_and_an_old_one():
     assert only(machine(software__torch=None, software__build=None), "no-torch").level == "blocks"
-    assert only(machine(software__torch="2.5.1+rocm6.2", software__packages=()), "torch-too-old").level == "blocks"
+    assert (
+        only(machine(software__torch="2.5.1+rocm6.2", software__packages=()), "torch-too-old").level
+        == "blocks"
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,9 +271,15 @@ def test_variables(environment, found):
 
 
 def test_two_maskings_stop_only_where_the_second_reaches_beyond_the_first():
-    within = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,1"})
+    within = machine(
+        "mi300x-node",
+        software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "0,1"},
+    )
     assert only(within, "two-maskings").level == "note"
-    beyond = machine("mi300x-node", software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"})
+    beyond = machine(
+        "mi300x-node",
+        software__environment={"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "2,3"},
+    )
     assert only(beyond, "two-maskings").level == "blocks"
 
 
@@ -257,11 +295,17 @@ def test_a_container_wants_the_hosts_number_of_the_group():
 
 
 def test_selinux_is_thought_of_where_it_is():
-    one = machine("user-outside-render", host__distribution="fedora 42", host__access__groups=("sam", "render"))
+    one = machine(
+        "user-outside-render",
+        host__distribution="fedora 42",
+        host__access__groups=("sam", "render"),
+    )
     assert "ausearch" in only(one, "access-denied").fix[0]
     assert (
         "ausearch"
-        not in only(machine("user-outside-render", host__access__groups=("render",)), "access-denied").fix[0]
+        not in only(
+            machine("user-outside-render", host__access__groups=("render",)), "access-denied"
+        ).fix[0]
     )
 
 
@@ -275,20 +319,45 @@ def test_drivers_that_are_not_loaded():
 @pytest.mark.parametrize(
     ("says", "distribution", "before", "after", "again"),
     [
-        ("/etc/modprobe.d/a.conf", "ubuntu 24.04", "blacklist amdgpu\nblacklist nouveau\n", "blacklist nouveau\n",
-         "sudo update-initramfs -u && sudo reboot"),
-        ("/etc/modprobe.d/a.conf", "fedora 43", "install amdgpu /bin/false\n", "",
-         "sudo dracut --force && sudo reboot"),
-        ("modprobe.blacklist=amdgpu in /proc/cmdline", "debian 13", 'LINUX="quiet modprobe.blacklist=amdgpu"\n',
-         'LINUX="quiet modprobe.blacklist="\n', "sudo update-grub && sudo reboot"),
-        ("module_blacklist=nouveau,amdgpu in /proc/cmdline", "rhel 9.6", 'L="module_blacklist=nouveau,amdgpu quiet"\n',
-         'L="module_blacklist=nouveau, quiet"\n', "sudo grub2-mkconfig -o /boot/grub2/grub.cfg && sudo reboot"),
+        (
+            "/etc/modprobe.d/a.conf",
+            "ubuntu 24.04",
+            "blacklist amdgpu\nblacklist nouveau\n",
+            "blacklist nouveau\n",
+            "sudo update-initramfs -u && sudo reboot",
+        ),
+        (
+            "/etc/modprobe.d/a.conf",
+            "fedora 43",
+            "install amdgpu /bin/false\n",
+            "",
+            "sudo dracut --force && sudo reboot",
+        ),
+        (
+            "modprobe.blacklist=amdgpu in /proc/cmdline",
+            "debian 13",
+            'LINUX="quiet modprobe.blacklist=amdgpu"\n',
+            'LINUX="quiet modprobe.blacklist="\n',
+            "sudo update-grub && sudo reboot",
+        ),
+        (
+            "module_blacklist=nouveau,amdgpu in /proc/cmdline",
+            "rhel 9.6",
+            'L="module_blacklist=nouveau,amdgpu quiet"\n',
+            'L="module_blacklist=nouveau, quiet"\n',
+            "sudo grub2-mkconfig -o /boot/grub2/grub.cfg && sudo reboot",
+        ),
     ],
-)  # fmt: skip
-def test_what_keeps_the_driver_out_is_taken_out_where_it_stands(says, distribution, before, after, again, tmp_path):
+)
+def test_what_keeps_the_driver_out_is_taken_out_where_it_stands(
+    says, distribution, before, after, again, tmp_path
+):
     found = machine("rx-6800-driver-blacklisted")
     host = found.host.model_copy(
-        update={"distribution": distribution, "driver": found.host.driver.model_copy(update={"blacklisted": says})}
+        update={
+            "distribution": distribution,
+            "driver": found.host.driver.model_copy(update={"blacklisted": says}),
+        }
     )
     finding = only(found.model_copy(update={"host": host}), "driver-blacklisted")
     file = says if says.startswith("/") else "/etc/default/grub"
@@ -302,7 +371,9 @@ def test_what_keeps_the_driver_out_is_taken_out_where_it_stands(says, distributi
 def test_slurm_jobs_and_login_nodes():
     frontier = machine("mi250x-frontier-slurm", accelerators=())
     assert "slurm-without-gpu" in ids(frontier)
-    login = machine("mi250x-frontier-slurm", accelerators=(), host__around__slurm={}, host__displays=())
+    login = machine(
+        "mi250x-frontier-slurm", accelerators=(), host__around__slurm={}, host__displays=()
+    )
     assert "login-node" in ids(login)
     one_each = machine("mi250x-frontier-slurm")
     one_each = changed_part(one_each, ["accelerators"], one_each.accelerators[:1])
@@ -311,14 +382,19 @@ def test_slurm_jobs_and_login_nodes():
 
 def test_the_machine_around_the_gpu():
     debian, fedora = (
-        machine("h200", host__compiler=None, host__distribution=name) for name in ("debian 12", "fedora 42")
+        machine("h200", host__compiler=None, host__distribution=name)
+        for name in ("debian 12", "fedora 42")
     )
     assert only(debian, "no-compiler").fix == ("sudo apt install g++",)
     assert only(fedora, "no-compiler").fix[0].startswith("sudo dnf")
     assert only(machine(host__disk_free_bytes=5 * GIB), "little-disk").level == "note"
     assert only(machine(host__disk_free_bytes=100 * MIB), "little-disk").level == "blocks"
-    assert "shm-small" not in ids(machine(host__around__shared_memory_bytes=64 * MIB))  # one card, no container
-    assert only(machine("mi300x-node", host__around__shared_memory_bytes=64 * MIB), "shm-small").level == "blocks"
+    # one card, no container
+    assert "shm-small" not in ids(machine(host__around__shared_memory_bytes=64 * MIB))
+    assert (
+        only(machine("mi300x-node", host__around__shared_memory_bytes=64 * MIB), "shm-small").level
+        == "blocks"
+    )
 
 
 def test_memory_that_others_hold():
@@ -331,7 +407,11 @@ def test_memory_that_others_hold():
 
 @pytest.mark.parametrize(
     ("name", "version", "found"),
-    [("rx-6700-xt", "0.49.2", "bitsandbytes-old"), ("rx-6700-xt", "0.50.2", None), ("h200", "0.49.2", None)],
+    [
+        ("rx-6700-xt", "0.49.2", "bitsandbytes-old"),
+        ("rx-6700-xt", "0.50.2", None),
+        ("h200", "0.49.2", None),
+    ],
 )
 def test_bitsandbytes(name, version, found):
     one = machine(name)
@@ -341,15 +421,20 @@ def test_bitsandbytes(name, version, found):
 
 def test_bitsandbytes_has_to_be_built_for_an_old_chip():
     one = machine(
-        "mi50-wheel-without-its-kernels", software__packages=(Package(name="bitsandbytes", version="0.50.2"),)
+        "mi50-wheel-without-its-kernels",
+        software__packages=(Package(name="bitsandbytes", version="0.50.2"),),
     )
     assert "-DBNB_ROCM_ARCH=gfx906" in only(one, "bitsandbytes-without-arch").fix[1]
 
 
 def test_companions_of_another_index():
-    one = machine("mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0"),))
+    one = machine(
+        "mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0"),)
+    )
     assert only(one, "companions-mismatch").fix[0].startswith("pip uninstall torchvision")
-    same = machine("mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0+rocm7.2"),))
+    same = machine(
+        "mi300x-node", software__packages=(Package(name="torchvision", version="0.28.0+rocm7.2"),)
+    )
     assert "companions-mismatch" not in ids(same)
 
 
@@ -360,7 +445,9 @@ def test_companions_of_another_index():
 def test_cuda_13_needs_a_new_driver_and_turing(driver, arch, blocks):
     one = machine("h200", host__driver__nvidia=driver)
     card = one.accelerators[0].model_copy(update={"arch": arch})
-    found = [f for f in diagnose(changed_part(one, ["accelerators"], (card,))) if f.id == "cuda-too-new"]
+    found = [
+        f for f in diagnose(changed_part(one, ["accelerators"], (card,))) if f.id == "cuda-too-new"
+    ]
     assert bool(found) == blocks
     assert all("whl/cu126" in finding.fix[0] for finding in found)
 
@@ -384,7 +471,8 @@ def test_ids_are_words():
 
 def test_no_compiler_is_said_where_one_would_be_used():
     assert only(machine("h200", host__compiler=None), "no-compiler").level == "slows"
-    assert "no-compiler" not in ids(machine("rx-6700-xt", host__compiler=None))  # never compiled there
+    # never compiled there
+    assert "no-compiler" not in ids(machine("rx-6700-xt", host__compiler=None))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +480,8 @@ def test_no_compiler_is_said_where_one_would_be_used():
     [
         ("6.14.14", "2.10.0+rocm7.1", None),  # 30.10 of September 2025 under a ROCm of October
         ("6.12.12", "2.13.0+rocm7.2", None),  # nine months, three releases
-        ("6.10.5", "2.13.0+rocm7.2", None),  # AMD lists 30.30's ROCm and 6.3 as tested, 13 months apart
+        # AMD lists 30.30's ROCm and 6.3 as tested, 13 months apart
+        ("6.10.5", "2.13.0+rocm7.2", None),
         ("6.8.5", "2.10.0+rocm7.1", "amd-driver-old blocks"),
         ("6.8.5", "2.9.1+rocm6.4", None),  # two releases
         ("5.18.13", "2.9.1+rocm6.4", "amd-driver-old blocks"),
@@ -402,15 +491,23 @@ def test_no_compiler_is_said_where_one_would_be_used():
     ],
 )
 def test_amds_driver_is_compared_with_the_rocm_of_the_wheel(driver, torch, found):
-    one = machine("mi300x-node", host__driver__amdgpu_version=driver, software__torch=torch, software__hip="")
-    told = [f"{finding.id} {finding.level}" for finding in diagnose(one) if finding.id.startswith("amd-driver")]
+    one = machine(
+        "mi300x-node", host__driver__amdgpu_version=driver, software__torch=torch, software__hip=""
+    )
+    told = [
+        f"{finding.id} {finding.level}"
+        for finding in diagnose(one)
+        if finding.id.startswith("amd-driver")
+    ]
     assert told == ([found] if found else [])
 
 
 def test_an_old_driver_that_works_is_a_note_and_the_build_that_fits_it_is_named():
     old = machine("rx-7900-xtx-old-driver")
     found = only(old, "amd-driver-old")
-    assert re.search(r"amdgpu 6\.8\.5 .* ROCm 6\.2, torch 2\.13\.0\+rocm7\.2 .* ROCm 7\.2", found.evidence)
+    assert re.search(
+        r"amdgpu 6\.8\.5 .* ROCm 6\.2, torch 2\.13\.0\+rocm7\.2 .* ROCm 7\.2", found.evidence
+    )
     assert "torch==2.9.1+rocm6.4" in found.fix[-1]  # of September's driver 6.4 is two releases away
     assert found.run and found.run in found.fix[-1]
     probed = old.model_copy(update={"probes": (Probe(name="matmul-float32", outcome="ok"),)})
@@ -427,9 +524,12 @@ def test_an_old_driver_that_works_is_a_note_and_the_build_that_fits_it_is_named(
 )
 def test_the_kernels_own_driver_is_compared_with_linux(kernel, torch, found):
     one = machine(
-        "mi300x-node", host__driver__kernel=kernel, host__driver__amdgpu_version="", software__torch=torch,
+        "mi300x-node",
+        host__driver__kernel=kernel,
+        host__driver__amdgpu_version="",
+        software__torch=torch,
         software__hip="",
-    )  # fmt: skip
+    )
     assert ("amd-driver-inbox" in ids(one)) == found
 
 
@@ -446,9 +546,13 @@ def test_the_kernels_own_driver_is_compared_with_linux(kernel, torch, found):
 )
 def test_loaded_libraries_are_compared_with_those_of_the_wheel(modules, path, found):
     one = machine(
-        "mi250x-frontier-slurm", host__around__modules=modules, software__environment={"LD_LIBRARY_PATH": path}
+        "mi250x-frontier-slurm",
+        host__around__modules=modules,
+        software__environment={"LD_LIBRARY_PATH": path},
     )
-    told = [f"{f.id} {f.level}" for f in diagnose(one) if f.id in ("rocm-mixed", "site-modules-missing")]
+    told = [
+        f"{f.id} {f.level}" for f in diagnose(one) if f.id in ("rocm-mixed", "site-modules-missing")
+    ]
     assert told == ([found] if found else [])
     if found:
         finding = only(one, found.split()[0])
@@ -456,7 +560,9 @@ def test_loaded_libraries_are_compared_with_those_of_the_wheel(modules, path, fo
 
 
 def test_a_cluster_is_told_what_to_load_before_its_wheel_is_installed():
-    bare = machine("mi250x-frontier-slurm", software__torch=None, software__build=None, software__hip="")
+    bare = machine(
+        "mi250x-frontier-slurm", software__torch=None, software__build=None, software__hip=""
+    )
     assert only(bare, "no-torch").fix[:3] == (
         *FRONTIER,
         "pip install --index-url https://download.pytorch.org/whl/rocm7.1 torch==2.10.0+rocm7.1",
@@ -467,7 +573,9 @@ def test_rocm_path_matters_for_what_is_compiled_here_alone():
     one = machine("mi300x-node", software__environment={"ROCM_PATH": "/opt/rocm"})
     assert only(one, "rocm-path-other").level == "note"
     assert "rocm-path-other" not in ids(machine("mi300x-node"))
-    wheel = machine("mi300x-node", host__driver__rocm="7.1.0", software__environment={"ROCM_PATH": "/opt/rocm"})
+    wheel = machine(
+        "mi300x-node", host__driver__rocm="7.1.0", software__environment={"ROCM_PATH": "/opt/rocm"}
+    )
     assert "rocm-path-other" not in ids(wheel)
 
 
@@ -486,10 +594,15 @@ def test_rocm_path_matters_for_what_is_compiled_here_alone():
 def test_nvidias_driver_is_compared_with_the_cuda_of_the_wheel(driver, cuda, arch, found):
     local = "cu" + cuda.replace(".", "")
     one = machine(
-        "rtx-3090-old-driver", host__driver__nvidia=driver, software__cuda=cuda, software__torch=f"2.10.0+{local}"
+        "rtx-3090-old-driver",
+        host__driver__nvidia=driver,
+        software__cuda=cuda,
+        software__torch=f"2.10.0+{local}",
     )
     card = one.accelerators[0].model_copy(update={"arch": arch})
     one = changed_part(one, ["accelerators"], (card,))
     assert [id for id in ids(one) if id.startswith("cuda-")] == ([found] if found else [])
     if driver.startswith("470"):  # no build of CUDA 12 runs on it, either
-        assert only(one, "cuda-too-new").fix == ("sudo apt install nvidia-driver-525 && sudo reboot",)
+        assert only(one, "cuda-too-new").fix == (
+            "sudo apt install nvidia-driver-525 && sudo reboot",
+        )

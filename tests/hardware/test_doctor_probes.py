@@ -17,17 +17,31 @@ TRAIN = "bloomery train RECIPE"
     ("name", "outcome", "said", "level", "fix"),
     [
         ("device", "crashed", "SIGSEGV", "blocks", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
-        ("device", "hung", "no answer within 40 s", "blocks", "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL),
+        (
+            "device",
+            "hung",
+            "no answer within 40 s",
+            "blocks",
+            "PIP_CONSTRAINT=/dev/null " + AMD_WHEEL,
+        ),
         ("matmul-float16", "wrong", "", "slows", f"{TRAIN} train.precision=float32"),
         ("matmul-bfloat16", "failed", "", "note", f"{TRAIN} train.precision=float16"),
         ("matmul-float32", "crashed", "SIGSEGV", "blocks", "bloomery doctor --bundle"),
         ("attention-flash", "wrong", "", "note", f"{TRAIN} train.attention=blockwise"),
-        ("compile", "failed", "error: unsupported target: 'gfx1031'", "note", f"{TRAIN} train.compile=false"),
+        (
+            "compile",
+            "failed",
+            "error: unsupported target: 'gfx1031'",
+            "note",
+            f"{TRAIN} train.compile=false",
+        ),
         ("all-reduce", "hung", "no answer within 90 s", "slows", "bloomery doctor --bundle"),
     ],
 )
 def test_a_probe_that_went_wrong_is_a_finding(name, outcome, said, level, fix):
-    probe = Probe(name=name, outcome=outcome, message=said, error=0.4 if outcome == "wrong" else None)
+    probe = Probe(
+        name=name, outcome=outcome, message=said, error=0.4 if outcome == "wrong" else None
+    )
     found = only(machine(probes=(probe, Probe(name="bandwidth", outcome="ok"))), f"probe-{name}")
     assert found.level == level
     assert found.fix[0].startswith(fix)
@@ -54,7 +68,8 @@ def test_the_build_line_of_flash_attn_is_given_where_it_is_of_use():
     probe = Probe(name="flash-attn", outcome="absent", facts={"build": line})
     one = machine("rx-9060-xt-math-attention", probes=(probe,))
     assert only(one, "flash-attn-absent").fix[0].startswith(line)
-    assert "flash-attn-absent" not in ids(machine("mi300x-node", probes=(probe,)))  # torch has its own there
+    # torch has its own there
+    assert "flash-attn-absent" not in ids(machine("mi300x-node", probes=(probe,)))
 
 
 def test_a_plan_follows_what_was_probed_on_these_very_devices(tmp_path, monkeypatch):
@@ -66,12 +81,19 @@ def test_a_plan_follows_what_was_probed_on_these_very_devices(tmp_path, monkeypa
     for now in (detect(), narrowed(detect(), "cpu")):
         assert [probe.name for probe in now.probes] == ["compile"]
         assert "probe compile crashed" in build_profile(now).compile.reason
-    assert with_gpu(detect(), machine("rx-6700-xt").accelerators[0]).probes == ()  # another device was not probed
+    # another device was not probed
+    assert with_gpu(detect(), machine("rx-6700-xt").accelerators[0]).probes == ()
 
 
 def test_a_command_that_the_probe_and_the_symptom_name_is_said_once():
     said = "RuntimeError: Failed to find C compiler. Please specify via CC environment variable."
-    found = only(machine("h200", probes=(Probe(name="compile", outcome="failed", message=said),)), "probe-compile")
+    found = only(
+        machine("h200", probes=(Probe(name="compile", outcome="failed", message=said),)),
+        "probe-compile",
+    )
     commands = [step.partition("  # ")[0] for step in found.fix]
     assert len(commands) == len(set(commands)) > 2
-    assert found.fix[0] == "bloomery train RECIPE train.compile=false  # `auto` selects it on this machine"
+    assert (
+        found.fix[0]
+        == "bloomery train RECIPE train.compile=false  # `auto` selects it on this machine"
+    )

@@ -29,21 +29,35 @@ def test_a_container_with_the_cards_node_and_without_kfd():
     """`docker run --device=/dev/dri` alone: the kernel lists the card, and nothing computes."""
     one = machine(host__access__kfd="absent", host__around__container="docker")
     assert only(one, "container-without-gpu").fix[0].startswith("bloomery doctor --docker")
-    older = one.accelerators[0].model_copy(update={"access": None})  # a record in which nobody looked
+    # a record in which nobody looked
+    older = one.accelerators[0].model_copy(update={"access": None})
     assert "container-without-gpu" not in ids(changed_part(one, ["accelerators"], (older,)))
 
 
 def test_nomodeset_is_taken_out():
     waiting = (Display(address="0000:03:00.0", vendor=0x1002, device_id=0x73DF),)
     one = machine(
-        accelerators=(), host__displays=waiting, host__driver__amdgpu=False, host__driver__boot="quiet nomodeset",
+        accelerators=(),
+        host__displays=waiting,
+        host__driver__amdgpu=False,
+        host__driver__boot="quiet nomodeset",
         host__access__kfd="absent",
-    )  # fmt: skip
+    )
     assert ids(one)[0] == "driver-switched-off"
     changed = subprocess.run(
-        ["bash", "-c", only(one, "driver-switched-off").fix[0].replace("sudo sed -i.bak", "sed").rpartition(" ")[0]],
-        input='GRUB_CMDLINE_LINUX="quiet nomodeset"\n', capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        [
+            "bash",
+            "-c",
+            only(one, "driver-switched-off")
+            .fix[0]
+            .replace("sudo sed -i.bak", "sed")
+            .rpartition(" ")[0],
+        ],
+        input='GRUB_CMDLINE_LINUX="quiet nomodeset"\n',
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert changed == 'GRUB_CMDLINE_LINUX="quiet"\n'
 
 
@@ -68,7 +82,9 @@ def test_an_nvidia_card_that_nvidia_smi_does_not_list():
     silent = machine("h200", accelerators=(), host__displays=card)
     assert ids(silent) == ["nvidia-silent"]
     assert not ready(diagnose(silent))
-    in_docker = machine("h200", accelerators=(), host__displays=card, host__around__container="docker")
+    in_docker = machine(
+        "h200", accelerators=(), host__displays=card, host__around__container="docker"
+    )
     assert only(in_docker, "container-without-gpu").fix[0].startswith("docker run --gpus all")
     windows = machine("wsl", software=machine("h200").software)
     assert only(windows, "wsl-nvidia").level == "blocks"

@@ -20,7 +20,17 @@ def machines() -> dict[str, Machine]:
 def test_every_kind_of_machine_is_there():
     assert len(FILES) >= 14
     seen = {device.arch for path in FILES for device in read_machine(path).accelerators}
-    assert seen >= {"gfx906", "gfx908", "gfx90a", "gfx942", "gfx1031", "gfx1100", "gfx1151", "gfx1200", "sm_90"}
+    assert seen >= {
+        "gfx906",
+        "gfx908",
+        "gfx90a",
+        "gfx942",
+        "gfx1031",
+        "gfx1100",
+        "gfx1151",
+        "gfx1200",
+        "sm_90",
+    }
 
 
 def test_a_machine_loads_and_survives_json():
@@ -28,7 +38,8 @@ def test_a_machine_loads_and_survives_json():
         machine = read_machine(path)
         assert Machine.model_validate_json(machine.model_dump_json()) == machine, path
         written = machine.model_dump_json(indent=1, exclude_defaults=True) + "\n"
-        assert path.read_text() == written, path  # a key that the type does not have would be dropped in silence
+        # a key that the type does not have would be dropped in silence
+        assert path.read_text() == written, path
 
 
 def test_a_machine_says_where_it_comes_from():
@@ -41,7 +52,8 @@ def test_devices_agree_with_the_table():
         for device in machine.accelerators:
             assert arch_spec(device.arch) is not None, name
             spec = gpu_spec(device)
-            if spec is not None and spec.memory_gib:  # the driver keeps a little of the nominal memory
+            # the driver keeps a little of the nominal memory
+            if spec is not None and spec.memory_gib:
                 nominal = min(spec.memory_gib, key=lambda gib: abs(gib * GIB - device.memory_bytes))
                 assert 0.97 * nominal * GIB < device.memory_bytes <= nominal * GIB, name
             if device.vendor == "amd":
@@ -54,7 +66,9 @@ def test_the_build_agrees_with_the_version():
     for name, machine in machines().items():
         software = machine.software
         local = (software.torch or "").partition("+")[2]
-        wanted = "rocm" if local.startswith("rocm") else "cuda" if local.startswith("cu1") else "cpu"
+        wanted = (
+            "rocm" if local.startswith("rocm") else "cuda" if local.startswith("cu1") else "cpu"
+        )
         assert software.build == wanted, name
         assert bool(software.hip) == (wanted == "rocm"), name
         assert bool(software.cuda) == (wanted == "cuda"), name
@@ -74,7 +88,8 @@ def test_what_the_kernel_shows_fits_together():
 def test_a_named_gpu_gets_the_build_that_the_doctor_would_install_here():
     here = read_machine(FOLDER / "mi250x-frontier-slurm.json")
     planned = with_gpu(here, find_gpu("MI250X"))
-    assert planned.software.torch == "2.10.0+rocm7.1"  # the site's own, not what fits a gfx90a elsewhere
+    # the site's own, not what fits a gfx90a elsewhere
+    assert planned.software.torch == "2.10.0+rocm7.1"
     assert planned.software.torch in install(here)
     old = read_machine(FOLDER / "h200.json")
     driver = old.host.driver.model_copy(update={"nvidia": "535.183.01"})

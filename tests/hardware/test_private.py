@@ -27,7 +27,9 @@ def test_the_folder_is_made_for_this_user_alone_and_used_again(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("trap", ["open", "link", "file", "owner"])
-def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch, trap: str) -> None:
+def test_a_folder_that_others_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch, trap: str
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     theirs, root = tmp_path / "theirs", tmp_path / "bloomery-7"
     theirs.mkdir(mode=0o700)

@@ -12,16 +12,30 @@ from bloomery.bench import attention_probes
 from bloomery.hardware import probes as probes
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
-from bloomery.hardware.probes import ProbeSpec, cache_key, probe, run_probes, specs, with_cached_probes
+from bloomery.hardware.probes import (
+    ProbeSpec,
+    cache_key,
+    probe,
+    run_probes,
+    specs,
+    with_cached_probes,
+)
 from bloomery.hardware.profile import build_profile
 
 HERE = Path(__file__).parent
 FAULTY = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
 HOST = Host(
-    system="Linux", cpu_name="a CPU", cpu_cores=2, cpu_flags=("avx2",), memory_bytes=2**34, memory_free_bytes=2**33,
+    system="Linux",
+    cpu_name="a CPU",
+    cpu_cores=2,
+    cpu_flags=("avx2",),
+    memory_bytes=2**34,
+    memory_free_bytes=2**33,
     disk_free_bytes=2**40,
-)  # fmt: skip
-CARD = Accelerator(index=0, vendor="amd", name="Radeon RX 6700 XT", arch="gfx1031", memory_bytes=12 * 2**30)
+)
+CARD = Accelerator(
+    index=0, vendor="amd", name="Radeon RX 6700 XT", arch="gfx1031", memory_bytes=12 * 2**30
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +45,35 @@ def own_cache(tmp_path, monkeypatch):
 
 def faulty(*names: str, seconds: float = 20.0, **job) -> tuple[Probe, ...]:
     wanted = [ProbeSpec(name=name, module="faulty_probes", seconds=seconds) for name in names]
-    return probe(wanted, {"device": "cpu", "dtype": "float32", "arch": ""} | job, environment=FAULTY)
+    return probe(
+        wanted, {"device": "cpu", "dtype": "float32", "arch": ""} | job, environment=FAULTY
+    )
 
 
 def machine(*devices: Accelerator, build: str = "cpu", torch: str | None = "2.13.0+cpu") -> Machine:
-    return Machine(accelerators=devices, host=HOST, software=Software(python="3.12.4", torch=torch, build=build))
+    return Machine(
+        accelerators=devices,
+        host=HOST,
+        software=Software(python="3.12.4", torch=torch, build=build),
+    )
 
 
 def test_every_way_to_go_wrong_is_an_outcome_and_the_rest_still_run():
-    found = faulty("fine-1", "segfault", "fine-2", "wrong", "nan", "raises", "fine-3", "leaves", "fine-4")
+    found = faulty(
+        "fine-1", "segfault", "fine-2", "wrong", "nan", "raises", "fine-3", "leaves", "fine-4"
+    )
     outcomes = {each.name: each.outcome for each in found}
     assert outcomes == {
-        "fine-1": "ok", "segfault": "crashed", "fine-2": "ok", "wrong": "wrong", "nan": "wrong", "raises": "failed",
-        "fine-3": "ok", "leaves": "crashed", "fine-4": "ok",
-    }  # fmt: skip
+        "fine-1": "ok",
+        "segfault": "crashed",
+        "fine-2": "ok",
+        "wrong": "wrong",
+        "nan": "wrong",
+        "raises": "failed",
+        "fine-3": "ok",
+        "leaves": "crashed",
+        "fine-4": "ok",
+    }
     said = {each.name: each.message for each in found}
     assert said["segfault"].startswith("SIGSEGV")
     assert said["raises"] == "RuntimeError: HIP error: invalid device function in ~"
@@ -71,9 +100,16 @@ def test_a_hanging_probe_is_given_up_and_its_whole_group_is_dead(tmp_path, monke
 
 def test_progress_names_each_probe_and_counts():
     seen: list[tuple[str, int, int]] = []
-    wanted = [ProbeSpec(name=name, module="faulty_probes") for name in ("fine-1", "segfault", "fine-2")]
+    wanted = [
+        ProbeSpec(name=name, module="faulty_probes") for name in ("fine-1", "segfault", "fine-2")
+    ]
     environment = FAULTY
-    probe(wanted, {}, environment=environment, on_progress=lambda name, done, total: seen.append((name, done, total)))
+    probe(
+        wanted,
+        {},
+        environment=environment,
+        on_progress=lambda name, done, total: seen.append((name, done, total)),
+    )
     assert [name for name, _, _ in dict.fromkeys(seen)] == ["fine-1", "segfault", "fine-2"]
     assert {done for _, done, _ in seen} == {0, 1, 2} and {total for _, _, total in seen} == {3}
 
@@ -81,10 +117,16 @@ def test_progress_names_each_probe_and_counts():
 def test_the_processor_is_probed_and_remembered_until_torch_changes(tmp_path):
     here = detect()
     extra = attention_probes.specs(here)
-    found = run_probes(here, extra=extra, only={"device", "matmul-float32", "attention", "backend-sdpa"})
+    found = run_probes(
+        here, extra=extra, only={"device", "matmul-float32", "attention", "backend-sdpa"}
+    )
     assert {each.name: each.outcome for each in found} == {
-        "device": "ok", "matmul-float32": "ok", "attention-flash": "ok", "attention-math": "ok", "backend-sdpa": "ok",
-    }  # fmt: skip
+        "device": "ok",
+        "matmul-float32": "ok",
+        "attention-flash": "ok",
+        "attention-math": "ok",
+        "backend-sdpa": "ok",
+    }
     rate = next(each for each in found if each.name == "matmul-float32")
     assert rate.error is not None and rate.error < 2e-5 and float(rate.facts["tflops"]) > 0
     assert next(each for each in found if each.name == "backend-sdpa").facts["kernel"] == "flash"
@@ -115,7 +157,9 @@ def test_a_damaged_cache_is_an_empty_one(text, tmp_path):
     assert with_cached_probes(here).probes == (Probe(name="device", outcome="ok"),)
 
 
-def test_the_cache_is_the_users_alone_keeps_few_machines_and_may_be_unwritable(tmp_path, monkeypatch):
+def test_the_cache_is_the_users_alone_keeps_few_machines_and_may_be_unwritable(
+    tmp_path, monkeypatch
+):
     for number in range(probes.CACHED + 5):
         probes._store(machine(torch=f"2.{number}"), (Probe(name="device", outcome="ok"),))
     path = tmp_path / "cache/bloomery/probes.json"
@@ -132,11 +176,14 @@ def test_what_is_probed_depends_on_the_machine():
 
     alone = names(machine())
     assert {"matmul-bfloat16", "attention-flash", "all-reduce"} <= alone
-    assert not {"blas-hipblaslt", "p2p", "attention-efficient", "compile"} & alone  # no compiler on that host
+    # no compiler on that host
+    assert not {"blas-hipblaslt", "p2p", "attention-efficient", "compile"} & alone
     amd = names(machine(CARD, build="rocm", torch="2.13.0+rocm7.2"))
     assert {"blas-hipblaslt", "blas-rocblas", "attention-efficient", "compile"} <= amd
     assert not {"p2p", "all-reduce", "attention-cudnn", "device-1"} & amd
-    two = names(machine(CARD, CARD.model_copy(update={"index": 1}), build="rocm", torch="2.13.0+rocm7.2"))
+    two = names(
+        machine(CARD, CARD.model_copy(update={"index": 1}), build="rocm", torch="2.13.0+rocm7.2")
+    )
     assert {"p2p", "all-reduce", "device-1"} <= two
 
 
@@ -146,11 +193,16 @@ def test_a_probe_sees_the_device_that_trains_and_a_joint_one_sees_all(monkeypatc
     profile = build_profile(two)
     joint = {spec.name for spec in specs(two, profile) if spec.every_device}
     assert joint == {"device-0", "all-reduce", "p2p"}  # "device" is the second
-    wanted = [ProbeSpec(name=f"sees-{joint}", module="faulty_probes", every_device=joint) for joint in (False, True)]
+    wanted = [
+        ProbeSpec(name=f"sees-{joint}", module="faulty_probes", every_device=joint)
+        for joint in (False, True)
+    ]
 
     def masks(**own: str) -> list[str]:
         environment = FAULTY | own
-        found = probe(wanted, {"device": "cuda"}, environment=environment, defaults=profile.environment.value)
+        found = probe(
+            wanted, {"device": "cuda"}, environment=environment, defaults=profile.environment.value
+        )
         return [each.facts["mask"] for each in found]
 
     monkeypatch.delenv("HIP_VISIBLE_DEVICES", raising=False)

@@ -21,28 +21,53 @@ from bloomery.hardware.machine import (
     read_machine,
     visible_devices,
 )
-from bloomery.hardware.profile import MEMORY_SHARE, NODE_LOCAL, apply_environment, build_profile, with_gpu
+from bloomery.hardware.profile import (
+    MEMORY_SHARE,
+    NODE_LOCAL,
+    apply_environment,
+    build_profile,
+    with_gpu,
+)
 from bloomery.hardware.specs import find_gpu
 
 RECORDED = Path(__file__).parent.parent / "machines"
 
 
 def machine(
-    *devices, flags=("avx2",), build=None, compiler="/usr/bin/g++", environment=None, torch="2.13.0", around=None
+    *devices,
+    flags=("avx2",),
+    build=None,
+    compiler="/usr/bin/g++",
+    environment=None,
+    torch="2.13.0",
+    around=None,
 ) -> Machine:
     return Machine(
         accelerators=devices,
         host=Host(
-            system="Linux", cpu_name="a CPU", cpu_cores=8, cpu_flags=flags, memory_bytes=32 * GIB,
-            memory_free_bytes=30 * GIB, disk_free_bytes=100 * GIB, compiler=compiler,
+            system="Linux",
+            cpu_name="a CPU",
+            cpu_cores=8,
+            cpu_flags=flags,
+            memory_bytes=32 * GIB,
+            memory_free_bytes=30 * GIB,
+            disk_free_bytes=100 * GIB,
+            compiler=compiler,
             around=around or Surroundings(),
         ),
         software=Software(python="3.12.4", torch=torch, build=build, environment=environment or {}),
-    )  # fmt: skip
+    )
 
 
 def amd(arch, index=0, gib=16, integrated=False) -> Accelerator:
-    return Accelerator(index=index, vendor="amd", name=arch, arch=arch, memory_bytes=gib * GIB, integrated=integrated)
+    return Accelerator(
+        index=index,
+        vendor="amd",
+        name=arch,
+        arch=arch,
+        memory_bytes=gib * GIB,
+        integrated=integrated,
+    )
 
 
 def nvidia(arch, index=0, gib=16) -> Accelerator:
@@ -81,7 +106,11 @@ def test_a_processor_gets_bf16_only_in_hardware(flags, dtype):
 def test_each_chip_gets_what_it_can_do(device, build, dtype, attention, compiled):
     profile = build_profile(machine(device, build=build))
     assert profile.device.value == "cuda"
-    assert (profile.dtype.value, profile.attention.value, profile.compile.value) == (dtype, attention, compiled)
+    assert (profile.dtype.value, profile.attention.value, profile.compile.value) == (
+        dtype,
+        attention,
+        compiled,
+    )
     assert all(choice.reason for choice in (profile.dtype, profile.attention, profile.compile))
 
 
@@ -93,23 +122,32 @@ def test_a_build_for_the_other_vendor_trains_on_the_processor():
 
 @pytest.mark.parametrize("value", ["", "-1"])
 def test_hidden_gpus_are_not_used(value):
-    profile = build_profile(machine(amd("gfx1031"), build="rocm", environment={"HIP_VISIBLE_DEVICES": value}))
+    profile = build_profile(
+        machine(amd("gfx1031"), build="rocm", environment={"HIP_VISIBLE_DEVICES": value})
+    )
     assert profile.device.value == "cpu"
     assert "HIP_VISIBLE_DEVICES" in profile.device.reason
 
 
 def test_processor_graphics_give_way_to_a_card():
-    profile = build_profile(machine(amd("gfx1036", 0, 32, integrated=True), amd("gfx1031", 1, 12), build="rocm"))
+    profile = build_profile(
+        machine(amd("gfx1036", 0, 32, integrated=True), amd("gfx1031", 1, 12), build="rocm")
+    )
     assert profile.accelerator.arch == "gfx1031"
     assert profile.environment.value["HIP_VISIBLE_DEVICES"] == "1"
 
 
 def test_the_users_own_allocator_settings_stay():
-    assert "PYTORCH_ALLOC_CONF" in build_profile(machine(amd("gfx1031"), build="rocm")).environment.value
+    assert (
+        "PYTORCH_ALLOC_CONF"
+        in build_profile(machine(amd("gfx1031"), build="rocm")).environment.value
+    )
     own = {"PYTORCH_HIP_ALLOC_CONF": "max_split_size_mb:128"}
     assert (
         "PYTORCH_ALLOC_CONF"
-        not in build_profile(machine(amd("gfx1031"), build="rocm", environment=own)).environment.value
+        not in build_profile(
+            machine(amd("gfx1031"), build="rocm", environment=own)
+        ).environment.value
     )
 
 
@@ -122,19 +160,31 @@ def test_an_old_chip_gets_the_settings_that_are_called_safe():
     profile = build_profile(read_machine(RECORDED / "mi50-wheel-without-its-kernels.json"))
     assert profile.dtype.value == "float32"
     assert "float16" in profile.dtype.reason  # and is told what else there is
-    assert (profile.attention.value, profile.compile.value, profile.pin_memory.value) == ("plain", False, False)
+    assert (profile.attention.value, profile.compile.value, profile.pin_memory.value) == (
+        "plain",
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize("name", ["mi250x-frontier-slurm", "mi300x-node"])
 def test_mi200_and_later_get_bf16_and_flash(name):
     profile = build_profile(read_machine(RECORDED / f"{name}.json"))
-    assert (profile.dtype.value, profile.attention.value, profile.compile.value) == ("bfloat16", "fused", True)
+    assert (profile.dtype.value, profile.attention.value, profile.compile.value) == (
+        "bfloat16",
+        "fused",
+        True,
+    )
     assert profile.pin_memory.value
 
 
 @pytest.mark.parametrize(
     ("arch", "torch", "attention"),
-    [("gfx1100", "2.9.1+rocm6.4", "plain"), ("gfx1100", "2.10.0+rocm7.1", "fused"), ("gfx1103", "2.9.1", "plain")],
+    [
+        ("gfx1100", "2.9.1+rocm6.4", "plain"),
+        ("gfx1100", "2.10.0+rocm7.1", "fused"),
+        ("gfx1103", "2.9.1", "plain"),
+    ],
 )
 def test_kernels_of_a_bad_release_are_not_used(arch, torch, attention):
     profile = build_profile(machine(amd(arch), build="rocm", torch=torch))
@@ -147,10 +197,16 @@ def test_what_a_probe_refutes_is_not_chosen():
     profile = build_profile(sound.model_copy(update={"probes": (bad,)}))
     assert profile.dtype.value == "float16"
     assert "SIGSEGV" in profile.dtype.reason
-    worse = (bad, Probe(name="matmul-float16", outcome="wrong"), Probe(name="compile", outcome="failed", message="no"))
+    worse = (
+        bad,
+        Probe(name="matmul-float16", outcome="wrong"),
+        Probe(name="compile", outcome="failed", message="no"),
+    )
     profile = build_profile(sound.model_copy(update={"probes": worse}))
     assert (profile.dtype.value, profile.compile.value) == ("float32", False)
-    both = tuple(Probe(name=f"attention-{kernel}", outcome="wrong") for kernel in ("flash", "efficient"))
+    both = tuple(
+        Probe(name=f"attention-{kernel}", outcome="wrong") for kernel in ("flash", "efficient")
+    )
     assert build_profile(sound.model_copy(update={"probes": both})).attention.value == "plain"
     assert build_profile(sound.model_copy(update={"probes": both[:1]})).attention.value == "fused"
 
@@ -161,7 +217,9 @@ def test_a_probe_without_the_switch_refutes_nothing():
     assert profile.environment.value["TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"] == "1"
 
 
-@pytest.mark.parametrize("name", ["user-outside-render", "user-added-to-render-not-logged-in-again"])
+@pytest.mark.parametrize(
+    "name", ["user-outside-render", "user-added-to-render-not-logged-in-again"]
+)
 def test_a_card_that_may_not_be_opened_is_not_used(name):
     profile = build_profile(read_machine(RECORDED / f"{name}.json"))
     assert profile.device.value == "cpu"
@@ -174,7 +232,9 @@ def reached(name: str, *, node: str = "open", container: str = "", **access: str
     cards = tuple(device.model_copy(update={"access": node}) for device in here.accelerators)
     around = here.host.around.model_copy(update={"container": container})
     told = {"access": here.host.access.model_copy(update=access), "around": around}
-    return here.model_copy(update={"accelerators": cards, "host": here.host.model_copy(update=told)})
+    return here.model_copy(
+        update={"accelerators": cards, "host": here.host.model_copy(update=told)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +242,10 @@ def reached(name: str, *, node: str = "open", container: str = "", **access: str
     [
         (reached("rx-6700-xt", kfd="hung"), "the driver does not respond at /dev/kfd"),
         (reached("rx-6700-xt", node="hung"), "the driver does not respond at /dev/dri/renderD128"),
-        (reached("rx-6700-xt", kfd="absent", container="docker"), "this docker container was started without /dev/kfd"),
+        (
+            reached("rx-6700-xt", kfd="absent", container="docker"),
+            "this docker container was started without /dev/kfd",
+        ),
         (reached("rx-6700-xt", node="absent"), "missing: /dev/dri/renderD128"),
     ],
 )
@@ -216,9 +279,17 @@ def test_processor_graphics_leave_memory_to_the_machine():
 def test_every_machine_gets_a_reason_for_everything(path):
     profile = build_profile(read_machine(path))
     chosen = (
-        profile.device, profile.dtype, profile.attention, profile.compile, profile.fused_optimizer,
-        profile.memory_share, profile.workers, profile.pin_memory, profile.prefetch, profile.environment,
-    )  # fmt: skip
+        profile.device,
+        profile.dtype,
+        profile.attention,
+        profile.compile,
+        profile.fused_optimizer,
+        profile.memory_share,
+        profile.workers,
+        profile.pin_memory,
+        profile.prefetch,
+        profile.environment,
+    )
     assert all(choice.reason for choice in chosen)
 
 
@@ -228,7 +299,11 @@ def test_a_torch_for_both_vendors_cards_uses_its_own():
 
 
 def masked(profile) -> dict[str, str]:
-    return {name: value for name, value in profile.environment.value.items() if name in (*MASKS, CUDA_ORDER)}
+    return {
+        name: value
+        for name, value in profile.environment.value.items()
+        if name in (*MASKS, CUDA_ORDER)
+    }
 
 
 def test_of_two_unlike_cards_the_better_one_trains_and_the_reason_says_so():
@@ -239,7 +314,10 @@ def test_of_two_unlike_cards_the_better_one_trains_and_the_reason_says_so():
     assert profile.device.reason == "gfx1031 (gfx1031), device 1: most memory of 2 GPUs"
     assert "gfx1031" in profile.environment.reason
     two = machine(nvidia("sm_75", 0, 8), nvidia("sm_86", 1, 24), build="cuda")
-    assert masked(build_profile(two)) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
+    assert masked(build_profile(two)) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
 
 
 def test_cuda_counts_its_own_cards_alone():
@@ -247,8 +325,11 @@ def test_cuda_counts_its_own_cards_alone():
     assert masked(build_profile(laptop)) == {}  # CUDA sees one device
     asked = build_profile(only(laptop, {1}))
     assert asked.accelerator.vendor == "nvidia"
-    assert masked(asked) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"}  # and no other number
-    three = machine(amd("gfx1103", 0, 4, integrated=True), nvidia("sm_86", 1), nvidia("sm_86", 2), build="cuda")
+    # and no other number
+    assert masked(asked) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0"}
+    three = machine(
+        amd("gfx1103", 0, 4, integrated=True), nvidia("sm_86", 1), nvidia("sm_86", 2), build="cuda"
+    )
     assert masked(build_profile(only(three, {2})))["CUDA_VISIBLE_DEVICES"] == "1"
 
 
@@ -259,7 +340,9 @@ def test_a_process_that_computes_itself_sees_the_same_device():
     assert found == build_profile(two).environment.value
     own = {"ROCR_VISIBLE_DEVICES": "0"}
     apply_environment(machine(*two.accelerators, build="rocm", environment=own), own)
-    assert masked(SimpleNamespace(environment=SimpleNamespace(value=own))) == {"ROCR_VISIBLE_DEVICES": "0"}
+    assert masked(SimpleNamespace(environment=SimpleNamespace(value=own))) == {
+        "ROCR_VISIBLE_DEVICES": "0"
+    }
 
 
 def test_the_order_in_which_the_user_lets_cuda_count_stays():
@@ -284,7 +367,9 @@ def test_the_plan_is_for_the_device_that_the_users_mask_shows_first():
     assert masked(profile) == {}
     assert profile.overridden == {}
     assert profile.device.reason.endswith("the first GPU of ROCR_VISIBLE_DEVICES=1,0")
-    worse = build_profile(machine(*cards, build="rocm", environment={"ROCR_VISIBLE_DEVICES": "0,1"}))
+    worse = build_profile(
+        machine(*cards, build="rocm", environment={"ROCR_VISIBLE_DEVICES": "0,1"})
+    )
     assert worse.accelerator.index == 0
     assert worse.overridden["ROCR_VISIBLE_DEVICES"].profile_value == "1"
 
@@ -299,7 +384,9 @@ def test_the_users_mask_decides():
     cards = (amd("gfx1100", 0, 24), amd("gfx1031", 1, 12), amd("gfx1030", 2, 16))
 
     def seen(**environment):
-        return [d.index for d in visible_devices(machine(*cards, build="rocm", environment=environment))]
+        return [
+            d.index for d in visible_devices(machine(*cards, build="rocm", environment=environment))
+        ]
 
     assert seen() == [0, 1, 2]
     assert seen(HIP_VISIBLE_DEVICES="1") == [1]
@@ -340,12 +427,16 @@ def test_a_setting_that_agrees_overrides_nothing():
 def test_an_older_torch_is_told_by_the_older_name():
     assert (
         "PYTORCH_HIP_ALLOC_CONF"
-        in build_profile(machine(amd("gfx906"), build="rocm", torch="2.9.1+rocm6.3")).environment.value
+        in build_profile(
+            machine(amd("gfx906"), build="rocm", torch="2.9.1+rocm6.3")
+        ).environment.value
     )
 
 
 def test_a_clusters_caches_stay_on_the_node():
-    environment = build_profile(read_machine(RECORDED / "mi250x-frontier-slurm.json")).environment.value
+    environment = build_profile(
+        read_machine(RECORDED / "mi250x-frontier-slurm.json")
+    ).environment.value
     assert all(environment[name].startswith("/tmp/") for name in NODE_LOCAL)
     assert len(set(environment.values())) == len(environment)
 
@@ -367,14 +458,22 @@ def test_cuda_gets_expandable_segments_where_they_exist():
 
 def test_compiling_on_a_gpu_needs_triton_and_a_compiler():
     here = read_machine(RECORDED / "mi300x-node.json")
-    without_triton = here.model_copy(update={"software": here.software.model_copy(update={"triton": None})})
+    without_triton = here.model_copy(
+        update={"software": here.software.model_copy(update={"triton": None})}
+    )
     assert build_profile(without_triton).compile.value is False
-    without_compiler = here.model_copy(update={"host": here.host.model_copy(update={"compiler": None})})
+    without_compiler = here.model_copy(
+        update={"host": here.host.model_copy(update={"compiler": None})}
+    )
     assert "compiler" in build_profile(without_compiler).compile.reason
-    switched_off = machine(nvidia("sm_90"), build="cuda", environment={"TORCH_COMPILE_DISABLE": "1"})
+    switched_off = machine(
+        nvidia("sm_90"), build="cuda", environment={"TORCH_COMPILE_DISABLE": "1"}
+    )
     assert build_profile(switched_off).compile.value is False
 
 
 def test_without_a_compiler_nothing_is_compiled():
     assert build_profile(machine(compiler=None)).compile.value is False
-    assert build_profile(machine(compiler="/usr/bin/clang++")).environment.value == {"CXX": "/usr/bin/clang++"}
+    assert build_profile(machine(compiler="/usr/bin/clang++")).environment.value == {
+        "CXX": "/usr/bin/clang++"
+    }

@@ -14,7 +14,11 @@ RECORDED = Path(__file__).parent.parent / "machines"
 def effects(name, torch=None, **environment):
     machine = read_machine(RECORDED / f"{name}.json")
     software = machine.software.model_copy(
-        update={"environment": environment, "torch": torch or machine.software.torch, "settings": ()}
+        update={
+            "environment": environment,
+            "torch": torch or machine.software.torch,
+            "settings": (),
+        }
     )
     machine = machine.model_copy(update={"software": software})
     return {effect.name: effect for effect in idle_settings(machine, build_profile(machine))}
@@ -22,7 +26,8 @@ def effects(name, torch=None, **environment):
 
 CASES = [
     ("rx-6700-xt", "PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True", "harms"),  # torch 2.13
-    ("mi250x-frontier-slurm", "PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True", "nothing"),  # torch 2.10
+    # torch 2.10
+    ("mi250x-frontier-slurm", "PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True", "nothing"),
     ("rx-6700-xt", "PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.6", "works"),
     ("rx-6700-xt", "PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512", "harms"),
     ("h200", "PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True", "nothing"),
@@ -89,15 +94,19 @@ def test_an_override_that_lends_kernels_works():
     machine = read_machine(RECORDED / "rx-6700-xt.json")
     software = machine.software.model_copy(
         update={
-            "torch": "2.13.0+rocm7.2", "packages": (), "environment": {"HSA_OVERRIDE_GFX_VERSION": "10.3.0"},
+            "torch": "2.13.0+rocm7.2",
+            "packages": (),
+            "environment": {"HSA_OVERRIDE_GFX_VERSION": "10.3.0"},
         }
-    )  # fmt: skip
+    )
     lent = machine.model_copy(update={"software": software})
     (effect,) = idle_settings(lent, build_profile(lent))
     assert effect.kind == "works"
 
 
 def test_two_masks_are_explained():
-    found = effects("mi300x-node", ROCR_VISIBLE_DEVICES="0,1", HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="0")
+    found = effects(
+        "mi300x-node", ROCR_VISIBLE_DEVICES="0,1", HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="0"
+    )
     assert "ROCR_VISIBLE_DEVICES=0,1" in found["HIP_VISIBLE_DEVICES"].reason
     assert found["CUDA_VISIBLE_DEVICES"].kind == "nothing"

@@ -5,12 +5,24 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.hardware.machine import Accelerator
-from bloomery.hardware.specs import arch_spec, counted_gpu, cpu_efficiency, find_gpu, gpu_spec, named_gpus, table
+from bloomery.hardware.specs import (
+    arch_spec,
+    counted_gpu,
+    cpu_efficiency,
+    find_gpu,
+    gpu_spec,
+    named_gpus,
+    table,
+)
 
 
 def device(name: str, arch: str, gib: float) -> Accelerator:
     return Accelerator(
-        index=0, vendor="amd" if arch.startswith("gfx") else "nvidia", name=name, arch=arch, memory_bytes=int(gib * GIB)
+        index=0,
+        vendor="amd" if arch.startswith("gfx") else "nvidia",
+        name=name,
+        arch=arch,
+        memory_bytes=int(gib * GIB),
     )
 
 
@@ -26,7 +38,9 @@ def test_every_row_is_consistent():
 def assert_consistent(gpu):
     arch = arch_spec(gpu.arch)
     assert arch is not None
-    figures = {"memory", "bandwidth", "peaks", "link", "power"} | ({"achievable"} if gpu.achievable_tflops else set())
+    figures = {"memory", "bandwidth", "peaks", "link", "power"} | (
+        {"achievable"} if gpu.achievable_tflops else set()
+    )
     assert set(gpu.sources) == figures
     assert all(gpu.source(figure) for figure in figures)
     assert ("float16" in gpu.peak_tflops) == (not arch.float16_rate)
@@ -37,7 +51,9 @@ def assert_consistent(gpu):
     assert ("float8" in gpu.peak_tflops) == (arch.fp8 != "none")
     rate = {"full": 1.0, "half": 0.5, "none": None}[arch.bf16]
     if rate:
-        assert gpu.peak_tflops["bfloat16"] == pytest.approx(rate * gpu.peak_tflops["float16"], rel=0.01)
+        assert gpu.peak_tflops["bfloat16"] == pytest.approx(
+            rate * gpu.peak_tflops["float16"], rel=0.01
+        )
     if arch.fp8 != "none":
         assert gpu.peak_tflops["float8"] == pytest.approx(2 * gpu.peak_tflops["float16"], rel=0.02)
     if not arch.matrix_units:  # packed float16 and nothing else
@@ -59,12 +75,18 @@ RX 6950 XT: 5120 2.310; Instinct MI50: 3840 1.725
 """
 
 
-@pytest.mark.parametrize("card", [card.strip() for card in SHADERS.replace("\n", ";").split(";") if card.strip()])
+@pytest.mark.parametrize(
+    "card", [card.strip() for card in SHADERS.replace("\n", ";").split(";") if card.strip()]
+)
 def test_float32_is_two_operations_a_core_and_clock(card):
     name, figures = card.split(": ")
     cores, gigahertz = map(float, figures.split())
-    spec = find_gpu(f"{name} 16GB" if name in ("V100 SXM", "RTX 5060 Ti", "Instinct MI50") else name)
-    assert find_spec(spec.name).peak_tflops["float32"] == pytest.approx(2 * cores * gigahertz / 1e3, rel=0.02)
+    spec = find_gpu(
+        f"{name} 16GB" if name in ("V100 SXM", "RTX 5060 Ti", "Instinct MI50") else name
+    )
+    assert find_spec(spec.name).peak_tflops["float32"] == pytest.approx(
+        2 * cores * gigahertz / 1e3, rel=0.02
+    )
 
 
 # TFLOP/s that NVIDIA's whitepapers and datasheets and AMD's product pages publish: float16 with float32 accumulation.
@@ -78,7 +100,9 @@ RX 6900 XT: 46.1; W7900: 122.6
 """
 
 
-@pytest.mark.parametrize("card", [card.strip() for card in PUBLISHED.replace("\n", ";").split(";") if card.strip()])
+@pytest.mark.parametrize(
+    "card", [card.strip() for card in PUBLISHED.replace("\n", ";").split(";") if card.strip()]
+)
 def test_computed_rates_are_those_that_the_vendor_publishes(card):
     name, tera = card.split(": ")
     spec = find_spec(find_gpu(name).name)
@@ -217,13 +241,20 @@ def test_people_are_understood(text, name):
 @pytest.mark.parametrize(
     ("text", "name", "count"),
     [
-        ("8xMI300X", "Instinct MI300X", 8), ("MI300X x 8", "Instinct MI300X", 8), ("MI300X x8", "Instinct MI300X", 8),
-        ("2x4090", "GeForce RTX 4090", 2), ("4090x2", "GeForce RTX 4090", 2), ("2 x RTX 3090", "GeForce RTX 3090", 2),
-        ("8 * H200", "H200 SXM", 8), ("4x MI50 32GB", "Instinct MI50", 4), ("MI50 32GB x 4", "Instinct MI50", 4),
-        ("RX 6700 XT", "Radeon RX 6700 XT", None), ("RX 6600", "Radeon RX 6600", None),
+        ("8xMI300X", "Instinct MI300X", 8),
+        ("MI300X x 8", "Instinct MI300X", 8),
+        ("MI300X x8", "Instinct MI300X", 8),
+        ("2x4090", "GeForce RTX 4090", 2),
+        ("4090x2", "GeForce RTX 4090", 2),
+        ("2 x RTX 3090", "GeForce RTX 3090", 2),
+        ("8 * H200", "H200 SXM", 8),
+        ("4x MI50 32GB", "Instinct MI50", 4),
+        ("MI50 32GB x 4", "Instinct MI50", 4),
+        ("RX 6700 XT", "Radeon RX 6700 XT", None),
+        ("RX 6600", "Radeon RX 6600", None),
         ("4090", "GeForce RTX 4090", None),
     ],
-)  # fmt: skip
+)
 def test_a_number_of_gpus_is_read_with_their_name(text, name, count):
     product, counted = counted_gpu(text)
     assert (find_gpu(product).name, counted) == (name, count)
@@ -286,10 +317,14 @@ def test_a_name_of_several_cards_lists_them(text, names):
 @pytest.mark.parametrize(
     ("text", "maker"),
     [
-        ("M3 Max", "Apple"), ("m1", "Apple"), ("Apple M2 Ultra", "Apple"), ("M4 Pro 48GB", "Apple"),
-        ("Arc A770", "Intel"), ("intel iris xe", "Intel"),
+        ("M3 Max", "Apple"),
+        ("m1", "Apple"),
+        ("Apple M2 Ultra", "Apple"),
+        ("M4 Pro 48GB", "Apple"),
+        ("Arc A770", "Intel"),
+        ("intel iris xe", "Intel"),
     ],
-)  # fmt: skip
+)
 def test_other_makers_get_a_sentence(text, maker):
     with pytest.raises(UserError, match=f"GPUs of {maker} are not supported") as error:
         find_gpu(text)
@@ -299,7 +334,9 @@ def test_other_makers_get_a_sentence(text, maker):
 def test_every_card_is_found_by_the_name_it_is_listed_under_and_by_its_drivers():
     for spec, size in [(gpu, size) for gpu in table().gpu for size in gpu.memory_gib]:
         several = len(spec.memory_gib) > 1
-        assert find_gpu(f"{spec.name} {size}GB" if several else spec.name).name == spec.name, spec.name
+        assert find_gpu(f"{spec.name} {size}GB" if several else spec.name).name == spec.name, (
+            spec.name
+        )
         seen = device(spec.aliases[0] if spec.aliases else spec.name, spec.arch, size)
         assert gpu_spec(seen) in (spec, None), spec.name
         if not (spec.arch == "gfx906" and size == 32):  # MI50 and MI60 share a driver's name
@@ -337,7 +374,8 @@ def test_detected_devices_are_recognised():
 @pytest.mark.parametrize(
     "unknown",
     [
-        device("AMD Instinct MI60 / MI50", "gfx906", 32),  # both exist with 32 GiB, at different speeds
+        # both exist with 32 GiB, at different speeds
+        device("AMD Instinct MI60 / MI50", "gfx906", 32),
         device("gfx1031", "gfx1031", 12),
         device("Radeon RX 6700 XT", "gfx1030", 12),
         device("Future Card", "gfx1300", 64),

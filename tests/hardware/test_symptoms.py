@@ -74,14 +74,20 @@ def test_a_remedy_can_be_pasted_into_a_shell():
         steps = [step for step in (*symptom.fix, symptom.verify) if step != "{install}"]
         assert not any("{install}" in step for step in steps), symptom.id
         assert all(re.match("# |[a-zA-Z]", step) for step in steps), symptom.id
-        checked = subprocess.run(["bash", "-n"], input="\n".join(steps), text=True, capture_output=True, check=False)
+        checked = subprocess.run(
+            ["bash", "-n"], input="\n".join(steps), text=True, capture_output=True, check=False
+        )
         assert (checked.returncode, checked.stderr) == (0, ""), symptom.id
 
 
 def test_an_unknown_key_is_an_error():
     good = symptoms()[0].model_dump()
     assert Symptom.model_validate(good)
-    for wrong in ({**good, "patern": "x"}, {**good, "requires": {"vender": "amd"}}, {**good, "patterns": ["("]}):
+    for wrong in (
+        {**good, "patern": "x"},
+        {**good, "requires": {"vender": "amd"}},
+        {**good, "patterns": ["("]},
+    ):
         with pytest.raises(ValidationError):
             Symptom.model_validate(wrong)
 
@@ -133,7 +139,9 @@ def test_the_command_that_installs_fits_the_machine(name, command):
 
 def test_the_command_passes_our_own_pin_and_knows_the_site():
     here = machine("rx-6700-xt-wrong-wheel")
-    pinned = here.model_copy(update={"software": here.software.model_copy(update={"pinned": "torch==2.13.0+rocm7.2"})})
+    pinned = here.model_copy(
+        update={"software": here.software.model_copy(update={"pinned": "torch==2.13.0+rocm7.2"})}
+    )
     for subject, part in (
         (pinned, "PIP_CONSTRAINT=/dev/null pip"),
         (machine("mi250x-frontier-slurm"), "2.10.0+rocm7.1"),
@@ -148,7 +156,8 @@ def test_without_a_machine_the_doctor_is_asked_for_the_build():
 def test_a_huge_log_is_searched_at_its_end():
     log = "x" * 3_000_000 + "\n" + "CUDA out of memory"
     assert match(log)[0].id == "cuda-out-of-memory"
-    assert json.dumps(match("y" * 100_000 + "HIP out of memory")) == "[]"  # no message is that far into a line
+    # no message is that far into a line
+    assert json.dumps(match("y" * 100_000 + "HIP out of memory")) == "[]"
 
 
 NO_RESOURCES = (
@@ -166,13 +175,25 @@ NO_RESOURCES = (
             "torchvision 0.19.1 requires torch==2.4.1, but you have torch 2.5.1 which is incompatible.",
             "companions-mismatch",
         ),
-        ("socketProgressOpt: Call to recv from 10.0.0.3<41234> failed : Connection reset by peer", "peer-left"),
-        ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:41234", "peer-left"),
+        (
+            "socketProgressOpt: Call to recv from 10.0.0.3<41234> failed : Connection reset by peer",
+            "peer-left",
+        ),
+        (
+            "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:41234",
+            "peer-left",
+        ),
         (f"{NO_RESOURCES} Available Free mem : 0 MB", "hip-out-of-memory"),
         (f"{NO_RESOURCES} Available Free mem : 13386 MB", "hsa-out-of-resources"),
         ("zsh: segmentation fault (core dumped)  comfy launch", "segmentation-fault"),
-        ("NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error", "nvidia-memory-error"),
-        ("NVRM: Xid (PCI:0000:ca:00): 31, pid=1587983, name=exe, Ch 0000000a, intr 00000000.", "nvidia-xid"),
+        (
+            "NVRM: Xid (PCI:0000:9b:00): 94, pid=1234, name=python3, Contained ECC error",
+            "nvidia-memory-error",
+        ),
+        (
+            "NVRM: Xid (PCI:0000:ca:00): 31, pid=1587983, name=exe, Ch 0000000a, intr 00000000.",
+            "nvidia-xid",
+        ),
         (
             "amdgpu 0000:de:ad.0: amdgpu: socket: 0 2 uncorrectable hardware errors detected in gfx block",
             "amdgpu-memory-error",

@@ -27,37 +27,59 @@ from bloomery.hardware.telemetry import (
     throttle_reason,
 )
 
-CARD = SensorDevice(index=0, vendor="amd", name="RX 6700 XT", node="/dev/dri/renderD128", pci_address="0000:03:00.0")
+CARD = SensorDevice(
+    index=0, vendor="amd", name="RX 6700 XT", node="/dev/dri/renderD128", pci_address="0000:03:00.0"
+)
 
 
 def files(folder: Path, **contents: str | bytes) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
+        (folder / name).write_bytes(
+            content if isinstance(content, bytes) else f"{content}\n".encode()
+        )
 
 
 def card(root: Path, minor: int = 128, **sensors: str) -> Path:
     """The folder of a card's PCI device; `sensors` lie in its hwmon."""
     folder = root / f"sys/class/drm/renderD{minor}/device"
-    files(folder, gpu_busy_percent="97", mem_info_vram_used=str(3 * 2**30), mem_info_vram_total=str(12 * 2**30))
+    files(
+        folder,
+        gpu_busy_percent="97",
+        mem_info_vram_used=str(3 * 2**30),
+        mem_info_vram_total=str(12 * 2**30),
+    )
     files(folder / "hwmon/hwmon3", **sensors)
     return folder
 
 
 WARM = {
-    "temp1_label": "edge", "temp1_input": "61000", "temp1_crit": "100000",
-    "temp2_label": "junction", "temp2_input": "78000", "temp2_crit": "110000",
-    "power1_average": "183000000", "freq1_input": "2424000000",
-}  # fmt: skip
+    "temp1_label": "edge",
+    "temp1_input": "61000",
+    "temp1_crit": "100000",
+    "temp2_label": "junction",
+    "temp2_input": "78000",
+    "temp2_crit": "110000",
+    "power1_average": "183000000",
+    "freq1_input": "2424000000",
+}
 
 
 def test_a_card_is_read_at_its_junction(tmp_path):
     card(tmp_path, **WARM)
     (reading,) = sample([CARD], [Sysfs(tmp_path)])
     assert reading == SensorReading(
-        device=0, name="RX 6700 XT", source="sysfs", utilization=97.0, memory_gib=3.0, memory_total_gib=12.0,
-        temperature=78.0, critical=110.0, power=183.0, clock_mhz=2424.0,
-    )  # fmt: skip
+        device=0,
+        name="RX 6700 XT",
+        source="sysfs",
+        utilization=97.0,
+        memory_gib=3.0,
+        memory_total_gib=12.0,
+        temperature=78.0,
+        critical=110.0,
+        power=183.0,
+        clock_mhz=2424.0,
+    )
 
 
 def test_newer_cards_have_only_power1_input_and_some_only_an_edge(tmp_path):
@@ -154,15 +176,28 @@ def test_amdsmi_where_the_kernels_files_say_nothing(monkeypatch):
 
         amdsmi_init = staticmethod(lambda: None)
         amdsmi_get_processor_handles = staticmethod(lambda: ["one", "other"])
-        amdsmi_get_gpu_device_bdf = staticmethod({"one": "0000:83:00.0", "other": "0000:03:00.0"}.get)
-        amdsmi_get_gpu_vram_usage = staticmethod(lambda handle: {"vram_used": 1024, "vram_total": 196608})
-        amdsmi_get_power_info = staticmethod(lambda handle: {"current_socket_power": "N/A", "socket_power": 410})
+        amdsmi_get_gpu_device_bdf = staticmethod(
+            {"one": "0000:83:00.0", "other": "0000:03:00.0"}.get
+        )
+        amdsmi_get_gpu_vram_usage = staticmethod(
+            lambda handle: {"vram_used": 1024, "vram_total": 196608}
+        )
+        amdsmi_get_power_info = staticmethod(
+            lambda handle: {"current_socket_power": "N/A", "socket_power": 410}
+        )
         amdsmi_get_temp_metric = staticmethod(lambda handle, kind, metric: 68)
-        amdsmi_get_gpu_activity = staticmethod(lambda handle: {"gfx_activity": {"value": 42.5, "unit": "%"}})
+        amdsmi_get_gpu_activity = staticmethod(
+            lambda handle: {"gfx_activity": {"value": 42.5, "unit": "%"}}
+        )
 
     monkeypatch.setitem(sys.modules, "amdsmi", Library)
     (reading,) = AmdSmi().read([CARD])
-    assert (reading.device, reading.utilization, reading.temperature, reading.power) == (0, 42.5, 68.0, 410.0)
+    assert (reading.device, reading.utilization, reading.temperature, reading.power) == (
+        0,
+        42.5,
+        68.0,
+        410.0,
+    )
     assert (reading.memory_gib, reading.memory_total_gib) == (1.0, 192.0)
 
 
@@ -192,7 +227,10 @@ class Says:
         self.name, self._figures = name, figures
 
     def read(self, devices):
-        yield from (SensorReading(device=device.index, source=self.name, **self._figures) for device in devices)
+        yield from (
+            SensorReading(device=device.index, source=self.name, **self._figures)
+            for device in devices
+        )
 
 
 class Raises:
@@ -217,7 +255,11 @@ def test_a_source_that_raises_is_passed_over_and_the_next_one_completes():
 
 
 def processor(root: Path, ticks: str, microjoules: int) -> None:
-    files(root / "proc", stat=ticks, meminfo="MemTotal:  4194304 kB\nMemFree: 1 kB\nMemAvailable: 1048576 kB")
+    files(
+        root / "proc",
+        stat=ticks,
+        meminfo="MemTotal:  4194304 kB\nMemFree: 1 kB\nMemAvailable: 1048576 kB",
+    )
     files(root / "sys/class/powercap/intel-rapl:0", name="package-0", energy_uj=str(microjoules))
     files(root / "sys/class/powercap/intel-rapl:0:0", name="core", energy_uj="1")
     files(root / "sys/class/hwmon/hwmon0", name="k10temp", temp1_input="55125", temp3_input="61000")
@@ -227,7 +269,12 @@ def test_the_processor_between_two_looks(tmp_path):
     looks = CpuSensors(tmp_path, "EPYC")
     processor(tmp_path, "cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1", 5_000_000)
     first = looks.read(10.0)
-    assert (first.device, first.utilization, first.power, first.memory_gib) == (CPU_DEVICE, None, None, 3.0)
+    assert (first.device, first.utilization, first.power, first.memory_gib) == (
+        CPU_DEVICE,
+        None,
+        None,
+        3.0,
+    )
     processor(tmp_path, "cpu  130 0 100 870 0 0 0 0 90 0", 65_000_000)
     second = looks.read(12.0)
     assert (second.utilization, second.power, second.temperature) == (30.0, 30.0, 61.0)
@@ -285,7 +332,10 @@ def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatc
     assert reader.read() == []
     assert [reading.device for reading in reader.read()] == [CPU_DEVICE]
     reader.close()
-    assert len(told) == 1 and "sensors (amdsmi) are no longer read: the process that reads sensors crashed" in told[0]
+    assert (
+        len(told) == 1
+        and "sensors (amdsmi) are no longer read: the process that reads sensors crashed" in told[0]
+    )
 
 
 def test_the_child_knows_no_torch_and_no_pydantic():

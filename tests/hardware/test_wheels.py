@@ -41,7 +41,9 @@ def test_first_choice(arch, requirement, index):
 
 def test_the_command_is_one_that_a_shell_takes():
     command = torch_builds("gfx1031", python=PYTHON)[0].command
-    assert command == f"pip install --index-url {AMD_INDEX} 'torch[device-gfx1031]==2.13.0+rocm10.0.0'"
+    assert (
+        command == f"pip install --index-url {AMD_INDEX} 'torch[device-gfx1031]==2.13.0+rocm10.0.0'"
+    )
 
 
 def test_the_override_is_offered_to_its_own_family_only():
@@ -92,10 +94,17 @@ def test_an_old_nvidia_driver_takes_cuda_12():
 
 
 def test_what_is_installed_is_judged_by_its_kernels():
-    rocm = {"torch": "2.13.0+rocm7.2", "hip": "7.2", "cuda": None, "kernels": ["gfx1030", "gfx90a:sramecc+"]}
+    rocm = {
+        "torch": "2.13.0+rocm7.2",
+        "hip": "7.2",
+        "cuda": None,
+        "kernels": ["gfx1030", "gfx90a:sramecc+"],
+    }
     assert fits("gfx90a", **rocm) is None
     assert "no kernels for gfx1031" in str(fits("gfx1031", **rocm))
-    assert "not a ROCm build" in str(fits("gfx1031", torch="2.13.0+cu130", hip=None, cuda="13.0", kernels=["sm_80"]))
+    assert "not a ROCm build" in str(
+        fits("gfx1031", torch="2.13.0+cu130", hip=None, cuda="13.0", kernels=["sm_80"])
+    )
     assert fits(None, torch="2.13.0", hip=None, cuda=None, kernels=[]) is None
     assert "older" in str(fits(None, torch="2.6.0", hip=None, cuda=None, kernels=[]))
 
@@ -133,8 +142,13 @@ def test_lumi_has_a_container_that_nothing_is_installed_over():
 
 
 def test_an_asked_for_release_wins_over_the_site():
-    assert torch_builds("gfx90a", python=PYTHON, torch="2.12.0", site="frontier")[0].requirement.endswith("rocm7.2")
-    assert torch_builds("gfx90a", python=PYTHON, site="setonix")[0].requirement == "torch==2.13.0+rocm7.2"
+    assert torch_builds("gfx90a", python=PYTHON, torch="2.12.0", site="frontier")[
+        0
+    ].requirement.endswith("rocm7.2")
+    assert (
+        torch_builds("gfx90a", python=PYTHON, site="setonix")[0].requirement
+        == "torch==2.13.0+rocm7.2"
+    )
 
 
 def test_a_site_is_known_on_its_login_nodes(tmp_path, monkeypatch):
@@ -149,6 +163,11 @@ def test_a_site_is_known_on_its_login_nodes(tmp_path, monkeypatch):
 
 def test_the_table_needs_nothing_but_the_standard_library():
     tree = ast.parse(Path(wheels.__file__).read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert all(name.split(".")[0] in sys.stdlib_module_names for name in imported)

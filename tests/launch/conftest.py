@@ -31,7 +31,9 @@ def dying_workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(params=["paper_worker", pytest.param("dying_worker", marks=pytest.mark.soak)])
-def paper_workshop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def paper_workshop(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """The same for what only the launcher decides, with a child that computes nothing; `make soak` has the real one."""
     return dies(tmp_path, monkeypatch, request.param)
 

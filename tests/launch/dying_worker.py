@@ -17,12 +17,20 @@ from bloomery.runs import worker
 def mortal(take_step, deaths):
     def step(job, stream):
         train, optimizer = job.plan.train, job.plan.optimizer
-        facts = {"compile": train.compile, "attention": job.plan.model.attention, "precision": train.precision,
-                 "rows": train.micro_batch_size, "checkpointing": train.activation_checkpointing,
-                 "state_dtype": optimizer.state_dtype, "rate": optimizer.learning_rate,
-                 "rank": int(os.environ.get("RANK", "0"))}  # fmt: skip
+        facts = {
+            "compile": train.compile,
+            "attention": job.plan.model.attention,
+            "precision": train.precision,
+            "rows": train.micro_batch_size,
+            "checkpointing": train.activation_checkpointing,
+            "state_dtype": optimizer.state_dtype,
+            "rate": optimizer.learning_rate,
+            "rank": int(os.environ.get("RANK", "0")),
+        }
         for condition, number, how in deaths:
-            if job.step + 1 >= number and all(facts[name] == value for name, value in condition.items()):
+            if job.step + 1 >= number and all(
+                facts[name] == value for name, value in condition.items()
+            ):
                 if isinstance(how, int):
                     os.kill(os.getpid(), how)
                 if how not in ("memory", "NaN"):
@@ -45,7 +53,9 @@ def failing(how):
 
     def compute_loss(*args, **kwargs):
         if how == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."
+            )
         parts = real(*args, **kwargs)
         return parts._replace(total=parts.total * float("nan"))
 

@@ -47,7 +47,23 @@ RECIPES = {
     "lora": RECIPE + FRESH + "adapter: {kind: lora, rank: 2}\n",
     "dpo": RECIPE + "model: {from: base}\nobjective: {kind: dpo}\n",
 }
-WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
+WORDS = (
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "tree",
+    "and",
+    "then",
+    "it",
+    "was",
+    "seen",
+)
 RUN = Path("runs/one")
 STOP_AFTER = 2
 # Written by a run and read by nobody that decides anything; events.jsonl is the history and has tests of its own.
@@ -55,7 +71,9 @@ torch.set_num_threads(1)
 UNREAD = ("lock", "log.txt", "metrics.json", "events.jsonl", ".lock")
 
 
-def in_process(stage, folder, *, words, environment, inherited, requests, on_event, on_line, **_) -> StageResult:
+def in_process(
+    stage, folder, *, words, environment, inherited, requests, on_event, on_line, **_
+) -> StageResult:
     """`run_stage` without a child."""
     with EventLog(folder.events) as log:
 
@@ -71,7 +89,12 @@ def in_process(stage, folder, *, words, environment, inherited, requests, on_eve
                 with requests.handled_by(lambda: setattr(flag, "asked", True)):
                     code = worker._train(folder, emit, flag, resumed="--resumed" in words)
         except UserError as error:
-            report = {"problem": error.problem, "where": error.where, "fix": error.fix, "code": error.code}
+            report = {
+                "problem": error.problem,
+                "where": error.where,
+                "fix": error.fix,
+                "code": error.code,
+            }
             return StageResult(stage, worker.FAILED, report, ())
     return StageResult(stage, code, None, ())
 
@@ -84,10 +107,13 @@ def here(folder: Path) -> Iterator[StringIO]:
     """Children are this process, the machine is detected once, and blocks are small enough for tiny files."""
     machine = machine_here()
     with (
-        chdir(folder), redirect_stdout(StringIO()), redirect_stderr(StringIO()) as told,
-        mock.patch.object(local, "run_stage", in_process), mock.patch.object(local, "detect", lambda: machine),
+        chdir(folder),
+        redirect_stdout(StringIO()),
+        redirect_stderr(StringIO()) as told,
+        mock.patch.object(local, "run_stage", in_process),
+        mock.patch.object(local, "detect", lambda: machine),
         mock.patch.object(sealed_files, "BLOCK", 512),
-    ):  # fmt: skip
+    ):
         yield told
 
 
@@ -127,7 +153,9 @@ def outcome(*, resumed: bool) -> Outcome:
     evaluation = evaluate(decoder, tokenizer, data)
     out = Path("out")
     shutil.rmtree(out, ignore_errors=True)
-    export_adapter(found, out, verify=False) if found.base else export(found.weights, out, verify=False)
+    export_adapter(found, out, verify=False) if found.base else export(
+        found.weights, out, verify=False
+    )
     events = list(read_events(RUN / "events.jsonl"))
     return Outcome(
         losses=[event.loss for event in last_per_step(events, StepDone)],
@@ -159,9 +187,13 @@ class World:
             self._build()
 
     def _build(self) -> None:
-        local.start(load_recipe("recipe.yaml"), run_dir=RUN, quiet=True, watch=_stop_after(STOP_AFTER))
+        local.start(
+            load_recipe("recipe.yaml"), run_dir=RUN, quiet=True, watch=_stop_after(STOP_AFTER)
+        )
         middle = files_of(self.folder)
-        start = {path: content for path, content in middle.items() if "checkpoints" not in path.parts}
+        start = {
+            path: content for path, content in middle.items() if "checkpoints" not in path.parts
+        }
         whole = outcome(resumed=True)
         done = files_of(self.folder)
         self.moments = {"start": start, "middle": middle, "done": done}
@@ -169,14 +201,26 @@ class World:
         put_back(self.folder, start)
         self.expected["start"] = outcome(resumed=True)
         assert len({len(found.losses) for found in self.expected.values()}) == 1
-        assert whole == self.expected["done"] == self.expected["start"], "the undisturbed runs differ"
+        assert whole == self.expected["done"] == self.expected["start"], (
+            "the undisturbed runs differ"
+        )
 
     def read(self, moment: str) -> list[Path]:
         """Files that a run at this moment may read."""
         skip = {self.folder / "recipe.yaml"}  # which the run has copied
-        files = [path for path in self.moments[moment] if "rows" not in path.parts and "out" not in path.parts]
-        files = [path for path in files if path not in skip and path.name not in UNREAD and path.suffix != ".md"]
-        return [path for path in files if "tensorboard" not in path.parts and self.moments[moment][path]]
+        files = [
+            path
+            for path in self.moments[moment]
+            if "rows" not in path.parts and "out" not in path.parts
+        ]
+        files = [
+            path
+            for path in files
+            if path not in skip and path.name not in UNREAD and path.suffix != ".md"
+        ]
+        return [
+            path for path in files if "tensorboard" not in path.parts and self.moments[moment][path]
+        ]
 
     def flipped(self, moment: str, path: Path, bit: int) -> str:
         """What came of it: refused (in a sentence), warned (a damaged checkpoint is passed over, and a resumed run ends
@@ -192,10 +236,15 @@ class World:
             except UserError as error:
                 assert error.problem and (error.where or error.fix), error
                 return "refused"
-        if moment == "done" and "warning:" in told.getvalue():  # an older checkpoint was evaluated, and that is said
+        # an older checkpoint was evaluated, and that is said
+        if moment == "done" and "warning:" in told.getvalue():
             return "warned"
         expected = self.expected[moment]
-        wrong = [name for name in vars(found) if name != "warned" and getattr(found, name) != getattr(expected, name)]
+        wrong = [
+            name
+            for name in vars(found)
+            if name != "warned" and getattr(found, name) != getattr(expected, name)
+        ]
         if wrong:
             return f"SILENT: {moment}, {path.relative_to(self.folder)}, bit {bit}: {', '.join(wrong)} differ"
         return "warned" if len(found.warned) > len(expected.warned) else "same"

@@ -41,14 +41,28 @@ def main() -> None:
             word, *rest = act.split(" ")
             if word == "steps":
                 for step in range(1, int(rest[0]) + 1):
-                    emit(StepDone(step=step, loss=1.0, learning_rate=1.0, grad_norm=1.0, tokens=step,
-                                  tokens_per_second=1.0, sequences_per_second=1.0, step_seconds=0.01,
-                                  data_wait_seconds=0.0, memory_gib=0.0))  # fmt: skip
+                    emit(
+                        StepDone(
+                            step=step,
+                            loss=1.0,
+                            learning_rate=1.0,
+                            grad_norm=1.0,
+                            tokens=step,
+                            tokens_per_second=1.0,
+                            sequences_per_second=1.0,
+                            step_seconds=0.01,
+                            data_wait_seconds=0.0,
+                            memory_gib=0.0,
+                        )
+                    )
             elif word == "hang":
                 sleep()
             elif word == "wait":
                 scope: dict = {}
-                exec(compile(INSIDE, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), scope)
+                exec(
+                    compile(INSIDE, "/site-packages/torch/distributed/distributed_c10d.py", "exec"),
+                    scope,
+                )
                 scope["all_reduce"](sleep)
             elif word == "deaf":  # as a rank inside a collective is
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -34,7 +34,23 @@ checkpoint: {every: 3 steps, keep: 2, async_save: true}
 eval: {every: 10 steps}
 logging: {every: 5 steps}
 """
-WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "then", "it", "was", "seen")
+WORDS = (
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "under",
+    "mat",
+    "tree",
+    "and",
+    "then",
+    "it",
+    "was",
+    "seen",
+)
 PATIENCE_SECONDS = 120.0
 PR_SET_PTRACER = 0x59616D61  # linux/prctl.h
 CALLS = "fsync,?rename,?renameat,?renameat2,?unlink,unlinkat,?rmdir,?mkdir,mkdirat,ftruncate"
@@ -70,8 +86,13 @@ def write_workshop(folder: Path, kind: str = "pretrain") -> Path:
     for number in range(40):
         (folder / f"text/{number}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(60)))
     if kind == "dpo":
-        said = [{role: " ".join(draw.choice(WORDS) for _ in range(6)) for role in ("prompt", "chosen", "rejected")}
-                for _ in range(60)]  # fmt: skip
+        said = [
+            {
+                role: " ".join(draw.choice(WORDS) for _ in range(6))
+                for role in ("prompt", "chosen", "rejected")
+            }
+            for _ in range(60)
+        ]
         (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in said))
     elif kind != "pretrain":
         (folder / "base").mkdir()
@@ -87,8 +108,12 @@ def why_no_strace() -> str:
     """Why system calls cannot be made to fail here; "" when they can."""
     if shutil.which("strace") is None:
         return "strace is not installed"
-    tried = subprocess.run([*STRACE, os.devnull, "-e", f"trace={CALLS}", "true"], capture_output=True)
-    return "" if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.decode()[:200]}"
+    tried = subprocess.run(
+        [*STRACE, os.devnull, "-e", f"trace={CALLS}", "true"], capture_output=True
+    )
+    return (
+        "" if tried.returncode == 0 else f"strace cannot trace here: {tried.stderr.decode()[:200]}"
+    )
 
 
 @dataclass
@@ -98,9 +123,11 @@ class Bloomery:
     folder: Path
 
     def start(
-        self, *words: str, stdout: int = subprocess.PIPE,
+        self,
+        *words: str,
+        stdout: int = subprocess.PIPE,
         command: Sequence[str] = (sys.executable, "-m", "bloomery"),
-    ) -> "subprocess.Popen[str]":  # fmt: skip
+    ) -> "subprocess.Popen[str]":
         return preloaded.Popen(
             [*command, *words],
             cwd=self.folder,
@@ -125,9 +152,20 @@ class Bloomery:
         with self.start(*words, command=(sys.executable, "-c", STOPPED)) as process:
             status = Path(f"/proc/{process.pid}/status")
             wait_for(lambda: "\nState:\tT" in status.read_text())
-            tracing = (*STRACE, trace, "-e", f"trace={CALLS}", "-e", f"inject={fault}", "-p", str(process.pid))
+            tracing = (
+                *STRACE,
+                trace,
+                "-e",
+                f"trace={CALLS}",
+                "-e",
+                f"inject={fault}",
+                "-p",
+                str(process.pid),
+            )
             with subprocess.Popen(tracing, stderr=subprocess.DEVNULL) as tracer:
-                wait_for(lambda: "\nTracerPid:\t0" not in status.read_text() or tracer.poll() is not None)
+                wait_for(
+                    lambda: "\nTracerPid:\t0" not in status.read_text() or tracer.poll() is not None
+                )
                 process.send_signal(signal.SIGCONT)
                 out, err = process.communicate(timeout=PATIENCE_SECONDS)
             return subprocess.CompletedProcess(words, process.returncode, out, err)
@@ -143,7 +181,9 @@ class Bloomery:
             code = cli._run(list(words), debug=False)
         return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
-    def run_until(self, moment: Callable[[], bool], number: int, *words: str, repeat: int = 1) -> int:
+    def run_until(
+        self, moment: Callable[[], bool], number: int, *words: str, repeat: int = 1
+    ) -> int:
         """Sends the signal when `moment` has come (or the process has ended); returns the exit code."""
         with self.start(*words) as process:
             wait_for(lambda: moment() or process.poll() is not None)
@@ -174,7 +214,9 @@ class Bloomery:
         tail, seen = Tail(self.run_dir / "events.jsonl"), []
 
         def moment() -> bool:
-            seen.extend(event for event in tail.read() if isinstance(event, kind) and event.step >= step)
+            seen.extend(
+                event for event in tail.read() if isinstance(event, kind) and event.step >= step
+            )
             return bool(seen)
 
         return moment
@@ -197,8 +239,13 @@ def losses(run: Path) -> list[float | None]:
 def assert_bitwise_equal(run: Path, reference: Path, step: int = 16) -> None:
     """Losses, evaluations, and every tensor of the last checkpoint: model or adapter, optimizer, random numbers."""
     assert losses(run) == losses(reference)
-    exams = [[(exam.step, exam.loss) for exam in last_per_step(read_events(folder / "events.jsonl"), EvalDone)]
-             for folder in (run, reference)]  # fmt: skip
+    exams = [
+        [
+            (exam.step, exam.loss)
+            for exam in last_per_step(read_events(folder / "events.jsonl"), EvalDone)
+        ]
+        for folder in (run, reference)
+    ]
     assert exams[0] == exams[1]
     ours, theirs = (folder / f"checkpoints/step-{step:08d}" for folder in (run, reference))
     names = sorted(path.name for path in theirs.glob("*.safetensors"))

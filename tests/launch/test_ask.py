@@ -17,7 +17,14 @@ from bloomery.monitor.events import EventLog, Recovered, RunEnded, Saved, StepDo
 from bloomery.runs.folder import RunFolder, holder_of, host_name, start_mark
 from bloomery.train.model_folder import NOT_SAVED, damage, saved_steps
 
-TRAIN = ("train", "tiny.yaml", "--run-dir", "runs/one", "train.max_steps=4000", "checkpoint.every=4000 steps")
+TRAIN = (
+    "train",
+    "tiny.yaml",
+    "--run-dir",
+    "runs/one",
+    "train.max_steps=4000",
+    "checkpoint.every=4000 steps",
+)
 
 
 def test_a_run_saves_is_recorded_and_stops_when_asked(bloomery: Bloomery) -> None:
@@ -59,7 +66,9 @@ def test_a_run_saves_is_recorded_and_stops_when_asked(bloomery: Bloomery) -> Non
     assert bloomery.here("save", "one", "--profile", "0").returncode == 2
 
 
-def test_wishes_to_save_before_training_and_between_steps_change_nothing(bloomery: Bloomery, undisturbed) -> None:
+def test_wishes_to_save_before_training_and_between_steps_change_nothing(
+    bloomery: Bloomery, undisturbed
+) -> None:
     """The one that comes before there is a step is kept for the first."""
     with bloomery.start("train", "tiny.yaml", "--run-dir", "runs/one") as process:
         wait_for(lambda: bool(holder_of(bloomery.run_dir / "lock")))
@@ -73,7 +82,12 @@ def test_wishes_to_save_before_training_and_between_steps_change_nothing(bloomer
 
 
 def write_lock(folder: Path, pid: int, **changes) -> RunFolder:
-    entry = {"pid": pid, "started": start_mark(pid), "host": host_name(), "receives_signals": True} | changes
+    entry = {
+        "pid": pid,
+        "started": start_mark(pid),
+        "host": host_name(),
+        "receives_signals": True,
+    } | changes
     (folder / "lock").write_text(json.dumps(entry))
     (folder / "recipe.yaml").touch()
     return RunFolder(folder)
@@ -86,8 +100,12 @@ def sleeper():
         process.kill()
 
 
-@pytest.mark.parametrize("change", [{"started": "another boot 1"}, {"host": "node17"}, {"receives_signals": False}])
-def test_a_process_that_is_not_the_runs_own_is_never_signalled(tmp_path: Path, sleeper, change) -> None:
+@pytest.mark.parametrize(
+    "change", [{"started": "another boot 1"}, {"host": "node17"}, {"receives_signals": False}]
+)
+def test_a_process_that_is_not_the_runs_own_is_never_signalled(
+    tmp_path: Path, sleeper, change
+) -> None:
     folder = write_lock(tmp_path, sleeper.pid, **change)
     with pytest.raises(UserError) as caught:
         stop_run(runner_of(folder), on_event=lambda _: None)
@@ -106,7 +124,9 @@ def test_a_number_that_passed_to_another_process_is_not_signalled(tmp_path: Path
 
 
 @pytest.mark.parametrize(("since", "answer"), [(50.0, "stopped"), (150.0, None)])
-def test_a_run_that_is_about_to_leave_has_answered_before_it_is_asked(tmp_path: Path, sleeper, since, answer) -> None:
+def test_a_run_that_is_about_to_leave_has_answered_before_it_is_asked(
+    tmp_path: Path, sleeper, since, answer
+) -> None:
     """What was told before its process took the run up is the end of another one."""
     folder = write_lock(tmp_path, sleeper.pid, since=since)
     with EventLog(folder.events) as log:
@@ -139,8 +159,20 @@ def answered(folder: Path, deaf, *told) -> Saved:
     """What `save` makes of a run that has taken three steps and then tells this."""
     runner = runner_of(write_lock(folder, deaf.pid))
     with EventLog(folder / "events.jsonl") as emit:
-        emit(StepDone(step=3, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
-                      sequences_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0))  # fmt: skip
+        emit(
+            StepDone(
+                step=3,
+                loss=1,
+                learning_rate=1,
+                grad_norm=1,
+                tokens=1,
+                tokens_per_second=1,
+                sequences_per_second=1,
+                step_seconds=1,
+                data_wait_seconds=0,
+                memory_gib=0,
+            )
+        )
         original = runner.send
         object.__setattr__(runner, "send", lambda number: (original(number), *map(emit, told)))
         return save_run(runner, on_event=lambda _: None)
@@ -148,19 +180,28 @@ def answered(folder: Path, deaf, *told) -> Saved:
 
 def test_a_save_that_fails_is_said(tmp_path: Path, deaf) -> None:
     with pytest.raises(UserError, match="the disk is full"):
-        answered(tmp_path, deaf, Warned(step=3, reason=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full"))
+        answered(
+            tmp_path,
+            deaf,
+            Warned(step=3, reason=f"the checkpoint of step 3 {NOT_SAVED}: the disk is full"),
+        )
     deaf.kill()
     deaf.wait()
     with pytest.raises(UserError, match="no process is training"):
         save_run(runner_of(RunFolder(tmp_path)), on_event=lambda _: None)
 
 
-def test_an_older_checkpoint_that_was_still_being_written_is_no_answer(tmp_path: Path, deaf) -> None:
+def test_an_older_checkpoint_that_was_still_being_written_is_no_answer(
+    tmp_path: Path, deaf
+) -> None:
     older, asked = (Saved(step=step, path=f"step-{step}", bytes=1, seconds=1.0) for step in (2, 4))
     late = Warned(step=2, reason=f"the checkpoint of step 2 {NOT_SAVED}: the disk is full")
     assert answered(tmp_path, deaf, older, late, asked) == asked
 
 
 def test_a_run_that_goes_back_answers_with_an_earlier_step(tmp_path: Path, deaf) -> None:
-    back, asked = Recovered(step=0, reason="nan", action="back"), Saved(step=1, path="x", bytes=1, seconds=1.0)
+    back, asked = (
+        Recovered(step=0, reason="nan", action="back"),
+        Saved(step=1, path="x", bytes=1, seconds=1.0),
+    )
     assert answered(tmp_path, deaf, back, asked) == asked

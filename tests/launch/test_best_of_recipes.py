@@ -22,21 +22,40 @@ from bloomery.report import write_report
 from bloomery.train.model_folder import best_on_disk, damage, model_folder
 
 MODEL = {
-    "family": "qwen2", "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_positions": 256,
+    "family": "qwen2",
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_positions": 256,
     "tie_embeddings": True,
-}  # fmt: skip
+}
 OVERFITS = {
-    "objective": {"kind": "sft"}, "rows": 12, "train": {"max_steps": 60, "batch_size": 4, "micro_batch_size": 4},
+    "objective": {"kind": "sft"},
+    "rows": 12,
+    "train": {"max_steps": 60, "batch_size": 4, "micro_batch_size": 4},
     "optimizer": {"learning_rate": 0.01, "schedule": "constant", "warmup": "0 steps"},
-    "checkpoint": {"every": "25%", "keep": 1}, "eval": {"every": "12.5%"},
-}  # fmt: skip
+    "checkpoint": {"every": "25%", "keep": 1},
+    "eval": {"every": "12.5%"},
+}
 
 
 def documented() -> list[tuple[str, str]]:
     """Names and docstrings of functions of the standard library."""
     functions = []
-    for module in ("random", "textwrap", "statistics", "shutil", "tempfile", "inspect", "argparse", "string"):
-        tree = ast.parse(Path(sys.modules.get(module, __import__(module)).__file__).read_text(encoding="utf-8"))
+    for module in (
+        "random",
+        "textwrap",
+        "statistics",
+        "shutil",
+        "tempfile",
+        "inspect",
+        "argparse",
+        "string",
+    ):
+        tree = ast.parse(
+            Path(sys.modules.get(module, __import__(module)).__file__).read_text(encoding="utf-8")
+        )
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
                 functions.append((node.name, text.split("\n\n")[0].replace("\n", " ")[:120]))
@@ -47,11 +66,20 @@ def rows_of(kind: str, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
     if kind == "pretrain":
         return [{"text": f"def {name}():\n    {text}"} for name, text in pairs]
     if kind == "sft":
-        return [{"messages": [{"role": "user", "content": f"What does {name} do?"},
-                              {"role": "assistant", "content": text}]} for name, text in pairs]  # fmt: skip
+        return [
+            {
+                "messages": [
+                    {"role": "user", "content": f"What does {name} do?"},
+                    {"role": "assistant", "content": text},
+                ]
+            }
+            for name, text in pairs
+        ]
     if kind == "kto":
-        return [{"prompt": name, "completion": text, "label": number % 2 == 0}
-                for number, (name, text) in enumerate(pairs)]  # fmt: skip
+        return [
+            {"prompt": name, "completion": text, "label": number % 2 == 0}
+            for number, (name, text) in enumerate(pairs)
+        ]
     return [{"prompt": name, "chosen": text, "rejected": text[::-1]} for name, text in pairs]
 
 
@@ -67,17 +95,30 @@ def drawn(seed: int) -> dict[str, Any]:
         return dice.choice(units)
 
     recipe: dict[str, Any] = {
-        "objective": {"kind": kind}, "rows": dice.choice([40, 90, 160]),
+        "objective": {"kind": kind},
+        "rows": dice.choice([40, 90, 160]),
         "train": {"max_steps": steps, "batch_size": 4, "micro_batch_size": 4, "seed": seed},
-        "optimizer": {"learning_rate": dice.choice([0.003, 0.01, 0.03]), "warmup": "0 steps",
-                      "schedule": dice.choice(["constant", "cosine"])},
-        "checkpoint": {"every": interval(), "keep": dice.randint(1, 3), "async_save": dice.random() < 0.5},
+        "optimizer": {
+            "learning_rate": dice.choice([0.003, 0.01, 0.03]),
+            "warmup": "0 steps",
+            "schedule": dice.choice(["constant", "cosine"]),
+        },
+        "checkpoint": {
+            "every": interval(),
+            "keep": dice.randint(1, 3),
+            "async_save": dice.random() < 0.5,
+        },
         "eval": {"every": interval()},
-    }  # fmt: skip
+    }
     if kind == "sft" and dice.random() < 0.5:
         recipe["objective"]["loss"] = "dft"
     if kind in ("sft", "dpo") and dice.random() < 0.6:
-        recipe["adapter"] = {"kind": "lora", "rank": 8, "alpha": 16, "modules_to_save": ["embed_tokens", "norms"]}
+        recipe["adapter"] = {
+            "kind": "lora",
+            "rank": 8,
+            "alpha": 16,
+            "modules_to_save": ["embed_tokens", "norms"],
+        }
         recipe["train"]["neftune_alpha"] = 5.0
     if dice.random() < 0.3:
         recipe["eval"]["early_stopping_patience"] = 3
@@ -87,7 +128,14 @@ def drawn(seed: int) -> dict[str, Any]:
 def bloomery(*words: str, folder: Path) -> str:
     """The output of a command, both streams."""
     command = [sys.executable, "-m", "bloomery", *words]
-    done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=250)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
@@ -103,7 +151,11 @@ def trained(recipe: dict[str, Any], folder: Path) -> str:
     data = {"path": "rows.jsonl", "sequence_length": 128, "validation": "20%"}
     if kind != "pretrain":
         data["chat"] = {"template": "chatml"}
-    whole = {"model": MODEL, "tokenizer": {"train": {"kind": "bpe", "vocab_size": 400}}, "data": data} | recipe
+    whole = {
+        "model": MODEL,
+        "tokenizer": {"train": {"kind": "bpe", "vocab_size": 400}},
+        "data": data,
+    } | recipe
     (folder / "drawn.yaml").write_text(yaml.safe_dump(whole))
     return bloomery("train", "drawn.yaml", "--run-dir", "run", "-d", "cpu", folder=folder)
 
@@ -112,7 +164,9 @@ def named_best(run: Path, terminal: str) -> dict[str, int | None]:
     """The best step by source."""
     events = list(read_events(run / "events.jsonl"))
     evaluations = {event.step: event.loss for event in events if isinstance(event, EvalDone)}
-    losses = {step: loss for step, loss in evaluations.items() if step in summary_of(events).evaluations}
+    losses = {
+        step: loss for step, loss in evaluations.items() if step in summary_of(events).evaluations
+    }
     page = write_report(run).read_text()
     (marked,) = re.findall(r"([\d,]+) \(best\)", page)
     told = re.findall(r"best: step ([\d,]+), done", terminal)
@@ -135,7 +189,9 @@ def check(recipe: dict[str, Any], folder: Path) -> str:
     best = named_best(run, terminal)
     assert len(set(best.values())) == 1, (best, terminal)
     assert damage(model_folder(run)) is None
-    evaluations = {e.step: e.loss for e in read_events(run / "events.jsonl") if isinstance(e, EvalDone)}
+    evaluations = {
+        e.step: e.loss for e in read_events(run / "events.jsonl") if isinstance(e, EvalDone)
+    }
     lowest = min(evaluations.values())
     measured = None
     if kind in ("pretrain", "sft", "reward"):  # of other pairs `eval` measures the chosen responses

@@ -27,7 +27,9 @@ def interrupt(bloomery: Bloomery, moment: Callable[[], bool], *words: str) -> No
     assert isinstance(bloomery.events()[-1], RunEnded)
 
 
-@pytest.mark.parametrize("moments", ["starting saving", pytest.param("stepping evaluating", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "moments", ["starting saving", pytest.param("stepping evaluating", marks=pytest.mark.soak)]
+)
 def test_one_ctrl_c_costs_nothing(bloomery: Bloomery, undisturbed: Bloomery, moments: str) -> None:
     saving = bloomery.run_dir / "checkpoints"
     when = {
@@ -46,7 +48,9 @@ def test_one_ctrl_c_costs_nothing(bloomery: Bloomery, undisturbed: Bloomery, mom
 @pytest.mark.soak
 def test_ctrl_c_while_compiling(bloomery: Bloomery) -> None:
     def compiling() -> bool:
-        return any(isinstance(event, Phase) and event.name == "compile" for event in bloomery.events())
+        return any(
+            isinstance(event, Phase) and event.name == "compile" for event in bloomery.events()
+        )
 
     interrupt(bloomery, compiling, *TRAIN, "train.compile=true")
     done: subprocess.CompletedProcess[str] = bloomery.run(*RESUME)

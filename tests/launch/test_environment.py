@@ -20,7 +20,13 @@ NAME = "PYTORCH_ALLOC_CONF"
 
 @pytest.fixture
 def rx_6700_xt(monkeypatch) -> Machine:
-    for name in (*MASKS, NAME, "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"):
+    for name in (
+        *MASKS,
+        NAME,
+        "PYTORCH_HIP_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "OMP_NUM_THREADS",
+    ):
         monkeypatch.delenv(name, raising=False)
     return read_machine(MACHINES / "rx-6700-xt.json")
 
@@ -36,17 +42,23 @@ def given(machine: Machine, tmp_path: Path, **train) -> tuple[dict[str, str], li
 def with_setting(machine: Machine, monkeypatch, name: str, value: str) -> Machine:
     monkeypatch.setenv(name, value)
     environment = dict(machine.software.environment) | {name: value}
-    return machine.model_copy(update={"software": machine.software.model_copy(update={"environment": environment})})
+    return machine.model_copy(
+        update={"software": machine.software.model_copy(update={"environment": environment})}
+    )
 
 
-def test_the_profile_is_set_where_the_user_has_said_nothing(rx_6700_xt: Machine, tmp_path: Path) -> None:
+def test_the_profile_is_set_where_the_user_has_said_nothing(
+    rx_6700_xt: Machine, tmp_path: Path
+) -> None:
     environment, told = given(rx_6700_xt, tmp_path, threads=3)
     assert "garbage_collection_threshold" in environment[NAME]
     assert environment["OMP_NUM_THREADS"] == "3"
     assert told == []
 
 
-def test_the_users_own_setting_stays_and_is_warned_of(rx_6700_xt: Machine, tmp_path: Path, monkeypatch) -> None:
+def test_the_users_own_setting_stays_and_is_warned_of(
+    rx_6700_xt: Machine, tmp_path: Path, monkeypatch
+) -> None:
     machine = with_setting(rx_6700_xt, monkeypatch, NAME, "expandable_segments:True")
     environment, told = given(machine, tmp_path)
     assert environment[NAME] == "expandable_segments:True"
@@ -57,21 +69,30 @@ def test_the_users_own_setting_stays_and_is_warned_of(rx_6700_xt: Machine, tmp_p
 def two_unlike(machine: Machine) -> Machine:
     """A smaller card before the RX 6700 XT."""
     (card,) = machine.accelerators
-    small = card.model_copy(update={"name": "AMD Radeon RX 6600", "arch": "gfx1032", "memory_bytes": 8 * 2**30})
-    return machine.model_copy(update={"accelerators": (small, card.model_copy(update={"index": 1}))})
+    small = card.model_copy(
+        update={"name": "AMD Radeon RX 6600", "arch": "gfx1032", "memory_bytes": 8 * 2**30}
+    )
+    return machine.model_copy(
+        update={"accelerators": (small, card.model_copy(update={"index": 1}))}
+    )
 
 
-def test_the_card_of_the_plan_is_the_one_that_training_sees(rx_6700_xt: Machine, tmp_path: Path) -> None:
+def test_the_card_of_the_plan_is_the_one_that_training_sees(
+    rx_6700_xt: Machine, tmp_path: Path
+) -> None:
     machine = two_unlike(rx_6700_xt)
     assert build_profile(machine).accelerator == machine.accelerators[1]
     assert given(machine, tmp_path)[0]["HIP_VISIBLE_DEVICES"] == "1"
     for index in "01":
         asked = narrowed(machine, index)
         assert given(asked, tmp_path)[0]["HIP_VISIBLE_DEVICES"] == index
-        assert given(same_devices(machine, asked), tmp_path)[0]["HIP_VISIBLE_DEVICES"] == index  # `resume`
+        # `resume`
+        assert given(same_devices(machine, asked), tmp_path)[0]["HIP_VISIBLE_DEVICES"] == index
 
 
-def test_a_device_that_the_users_mask_keeps_from_training_is_refused(rx_6700_xt: Machine, monkeypatch) -> None:
+def test_a_device_that_the_users_mask_keeps_from_training_is_refused(
+    rx_6700_xt: Machine, monkeypatch
+) -> None:
     machine = with_setting(two_unlike(rx_6700_xt), monkeypatch, "HIP_VISIBLE_DEVICES", "0,1")
     assert narrowed(machine, "0").accelerators[0].index == 0
     with pytest.raises(UserError, match="cannot use device 1") as refusal:
@@ -112,7 +133,9 @@ def test_bench_measures_in_the_environment_in_which_training_runs(
     assert ("CUBLAS_WORKSPACE_CONFIG" in seen[0]) == deterministic
 
 
-def test_a_mask_of_the_users_own_is_not_masked_again(rx_6700_xt: Machine, tmp_path: Path, monkeypatch) -> None:
+def test_a_mask_of_the_users_own_is_not_masked_again(
+    rx_6700_xt: Machine, tmp_path: Path, monkeypatch
+) -> None:
     machine = with_setting(rx_6700_xt, monkeypatch, "ROCR_VISIBLE_DEVICES", "1")
     assert "HIP_VISIBLE_DEVICES" not in given(machine, tmp_path)[0]
 
@@ -126,4 +149,6 @@ def test_what_determinism_needs_is_said_when_it_is_set_otherwise(
     machine = with_setting(rx_6700_xt, monkeypatch, "CUBLAS_WORKSPACE_CONFIG", ":0:0")
     environment, told = given(machine, tmp_path, deterministic=True)
     assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
-    assert any("CUBLAS_WORKSPACE_CONFIG=:0:0" in said and "train.deterministic" in said for said in told)
+    assert any(
+        "CUBLAS_WORKSPACE_CONFIG=:0:0" in said and "train.deterministic" in said for said in told
+    )

@@ -16,7 +16,11 @@ def worlds(tmp_path_factory) -> dict[str, World]:
     folder = tmp_path_factory.mktemp("flips")
     pretrain = World(folder / "pretrain", "pretrain")
     lora = World(folder / "lora", "lora")
-    return {"pretrain": pretrain, "lora": lora, "dpo": World(folder / "dpo", "dpo", lora.folder / RUN / "base")}
+    return {
+        "pretrain": pretrain,
+        "lora": lora,
+        "dpo": World(folder / "dpo", "dpo", lora.folder / RUN / "base"),
+    }
 
 
 # A file of each class, and the moment at which it matters.
@@ -43,7 +47,7 @@ CLASSES = [
     ("dpo", "middle", "runs/one/reference-validation.json"),
     ("dpo", "middle", "prepared/train-loss-mask-00000.bin"),
     ("dpo", "middle", "prepared/train-first.bin"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.soak)])
@@ -56,7 +60,8 @@ def test_a_bit_in_each_class_of_file_is_noticed(worlds, every):
         result = world.flipped(moment, path, draw.randrange(8 * len(world.moments[moment][path])))
         assert not result.startswith("SILENT"), result
         found[result] += 1
-    assert found["same"] <= 3, found  # what the sources were is read by `prepare` alone; bits of JSON may say the same
+    # what the sources were is read by `prepare` alone; bits of JSON may say the same
+    assert found["same"] <= 3, found
 
 
 @pytest.mark.soak
@@ -77,6 +82,8 @@ def test_a_hundred_bits_anywhere(worlds, chunk):
 def test_files_are_where_they_are_expected(worlds):
     """So that a class of files that a run begins to read is not forgotten here."""
     names = {Path(name) for _, _, name in CLASSES}
-    every = {path.relative_to(world.folder) for world in worlds.values() for path in world.read("done")}
+    every = {
+        path.relative_to(world.folder) for world in worlds.values() for path in world.read("done")
+    }
     kinds = {(path.parent.parts[:1], path.suffix) for path in names}
     assert {(path.parent.parts[:1], path.suffix) for path in every} <= kinds

@@ -101,14 +101,20 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert "less than the 4 steps already trained" in shorter.stderr
     assert bloomery.here(*RESUME, "--from", "3").returncode == 1
     assert bloomery.here(*RESUME, "train.max_steps=9", "-d", "7").returncode == 2
-    assert (bloomery.run_dir / "events.jsonl").read_bytes() == before, "a refused word is no failure of the run"
+    assert (bloomery.run_dir / "events.jsonl").read_bytes() == before, (
+        "a refused word is no failure of the run"
+    )
     shutil.rmtree(bloomery.folder / "prepared")
     longer = bloomery.run(*RESUME, "train.max_steps=6", "--from", "2")
     assert longer.returncode == 0, longer.stderr
     assert last(bloomery, Resumed).step == 2
     assert len(losses(bloomery.run_dir)) == 6
     assert list((bloomery.run_dir / "checkpoints").glob("before-*/step-00000004"))
-    assert any("preparing it again" in event.reason for event in bloomery.events() if isinstance(event, Warned))
+    assert any(
+        "preparing it again" in event.reason
+        for event in bloomery.events()
+        if isinstance(event, Warned)
+    )
     shutil.rmtree(bloomery.folder / "prepared")
     (bloomery.folder / "text/0.txt").write_text("another text " * 50)
     other_text = bloomery.here(*RESUME, "train.max_steps=8")
@@ -116,7 +122,10 @@ def test_a_done_run_says_so_and_can_be_prolonged(bloomery: Bloomery) -> None:
     assert "prepared dataset has changed" in " ".join(other_text.stderr.split())
     missing = bloomery.here(*RESUME, "--from", "3")
     assert missing.returncode == 1
-    assert "checkpoint of step 3" in missing.stderr and "fix:   use one of these steps: " in missing.stderr
+    assert (
+        "checkpoint of step 3" in missing.stderr
+        and "fix:   use one of these steps: " in missing.stderr
+    )
 
 
 def test_ctrl_c_twice_ends_at_once_even_when_training_hangs(bloomery: Bloomery) -> None:
@@ -182,9 +191,18 @@ def test_a_stop_while_preparing_is_quick_and_resumable(bloomery: Bloomery) -> No
 
 def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomery) -> None:
     limit = 150_000  # above every file but the optimizer's
-    code = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
-    words = [sys.executable, "-c", code + "runpy.run_module('bloomery', run_name='__main__')", *TRAIN]
-    done = preloaded.run([*words, "train.max_steps=8"], cwd=bloomery.folder, text=True, timeout=PATIENCE_SECONDS)
+    code = (
+        f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    )
+    words = [
+        sys.executable,
+        "-c",
+        code + "runpy.run_module('bloomery', run_name='__main__')",
+        *TRAIN,
+    ]
+    done = preloaded.run(
+        [*words, "train.max_steps=8"], cwd=bloomery.folder, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 1
     assert "cannot write the checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
@@ -194,11 +212,15 @@ def test_a_disk_that_is_full_costs_checkpoints_but_not_the_run(bloomery: Bloomer
     assert not list((bloomery.run_dir / "checkpoints").iterdir())
 
 
-def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloomery: Bloomery) -> None:
+def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(
+    bloomery: Bloomery,
+) -> None:
     misspelt = ("adapter.kind=lora", "adapter.target_modules=[q_porj]")
     for words, said in (
-        (("-d", "7"), "device: '7'"), (("train.micro_batch_size=3",), "size to one of 1, 2, 4"), (misspelt, "q_proj"),
-    ):  # fmt: skip
+        (("-d", "7"), "device: '7'"),
+        (("train.micro_batch_size=3",), "size to one of 1, 2, 4"),
+        (misspelt, "q_proj"),
+    ):
         refused = bloomery.here(*TRAIN, *words)
         assert refused.returncode == 2 and said in refused.stderr
         assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()
@@ -209,8 +231,14 @@ def test_what_needs_no_text_to_be_seen_is_refused_before_text_is_prepared(bloome
     [
         ({"pytorch_model.bin": ""}, "pytorch_model.bin is a pickle"),
         ({}, "no model.safetensors is here"),
-        ({"model.safetensors.index.json": '{"weight_map": {"a": "one.safetensors"}}'}, "one.safetensors is missing"),
-        ({"model.safetensors.index.json": '{"weight_map": {"a": "../one.safetensors"}}'}, "not a file of this folder"),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "one.safetensors"}}'},
+            "one.safetensors is missing",
+        ),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "../one.safetensors"}}'},
+            "not a file of this folder",
+        ),
     ],
 )
 def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
@@ -233,7 +261,9 @@ def test_weights_that_cannot_be_read_are_refused_before_text_is_prepared(
         ("data.validation=held", "data.validation: held"),
     ],
 )
-def test_text_that_is_not_there_is_refused_before_there_is_a_folder(bloomery: Bloomery, word: str, said: str) -> None:
+def test_text_that_is_not_there_is_refused_before_there_is_a_folder(
+    bloomery: Bloomery, word: str, said: str
+) -> None:
     refused = bloomery.here(*TRAIN, word)
     assert refused.returncode == 1 and said in refused.stderr
     assert not (bloomery.folder / "prepared").exists() and not bloomery.run_dir.exists()

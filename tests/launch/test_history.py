@@ -35,7 +35,12 @@ def test_an_end_that_was_appended_is_not_believed_and_missing_steps_are_named(
 ) -> None:
     checkpoints = copied.run_dir / "checkpoints"
     shutil.rmtree(checkpoints / f"step-{LAST:08d}")
-    keep_lines(copied, lambda event: event.step < LAST and not (isinstance(event, StepDone) and 5 <= event.step <= 9))
+    keep_lines(
+        copied,
+        lambda event: (
+            event.step < LAST and not (isinstance(event, StepDone) and 5 <= event.step <= 9)
+        ),
+    )
     with EventLog(copied.run_dir / "events.jsonl") as emit:
         emit(RunEnded(step=LAST, status="done"))
     assert "one" in copied.here("runs").stdout and "done" not in copied.here("runs").stdout
@@ -50,7 +55,10 @@ def test_an_end_that_was_appended_is_not_believed_and_missing_steps_are_named(
     assert any("no event of steps 5 to 9" in text for text in told)
     assert f"step-{LAST:08d}" in {path.name for path in checkpoints.iterdir()}
     for name in ("model.safetensors", "optimizer.safetensors"):
-        ours, theirs = (run / f"checkpoints/step-{LAST:08d}" / name for run in (copied.run_dir, undisturbed.run_dir))
+        ours, theirs = (
+            run / f"checkpoints/step-{LAST:08d}" / name
+            for run in (copied.run_dir, undisturbed.run_dir)
+        )
         assert ours.read_bytes() == theirs.read_bytes()
 
 

@@ -80,9 +80,13 @@ def others(world: World, tmp_path_factory) -> dict[str, Path]:
         with here(world.folder):
             put_back(world.folder, {})
             shutil.copytree(folder / "rows", "rows")
-            loaded = load_recipe(folder / "recipe.yaml", [f"{key}={value}" for key, value in changes.items()])
+            loaded = load_recipe(
+                folder / "recipe.yaml", [f"{key}={value}" for key, value in changes.items()]
+            )
             local.start(loaded, run_dir=RUN, quiet=True)
-            kept[name] = shutil.copytree(step_folder(RUN.absolute() / "checkpoints", 3), folder / name)
+            kept[name] = shutil.copytree(
+                step_folder(RUN.absolute() / "checkpoints", 3), folder / name
+            )
 
     put_back(world.folder, world.moments["middle"])
     shutil.copytree(world.folder / "rows", folder / "rows")
@@ -108,8 +112,13 @@ def test_a_checkpoint_of_another_seed_is_refused_where_no_run_has_a_name(middle,
     from bloomery.train.loop import run
 
     with pytest.raises(UserError, match=r"with train\.seed=7, not 0"):
-        run(read_plan(middle / "plan.json"), run_dir=middle.parent / "bare", emit=lambda event: None,
-            stop=lambda: False, resume_from=others["other seed"])  # fmt: skip
+        run(
+            read_plan(middle / "plan.json"),
+            run_dir=middle.parent / "bare",
+            emit=lambda event: None,
+            stop=lambda: False,
+            resume_from=others["other seed"],
+        )
 
 
 def test_a_checkpoint_of_another_past_of_the_same_run_is_refused(middle):
@@ -140,7 +149,9 @@ def seal_again(folder: Path) -> None:
 def test_checkpoints_name_their_run_its_plan_and_the_one_before(middle):
     local.resume(RUN, quiet=True)
     head = read_identity(middle)
-    third, fourth = (unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4))
+    third, fourth = (
+        unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4)
+    )
     assert third["run"] == fourth["run"] == head.run
     assert third["plan"] == fourth["plan"] == head.plans[-1]
     assert fourth["before"] == [3, third["sha256"]]
@@ -153,7 +164,10 @@ def test_overrides_write_a_new_plan_and_the_chain_holds_both(middle):
     head = read_identity(middle)
     assert len(head.plans) == 2
     assert digest_of((middle / "plan.json").read_bytes()) == head.plans[-1]
-    assert unstamped(step_folder(middle / "checkpoints", 5) / "MANIFEST.json")["plan"] == head.plans[-1]
+    assert (
+        unstamped(step_folder(middle / "checkpoints", 5) / "MANIFEST.json")["plan"]
+        == head.plans[-1]
+    )
     local.resume(RUN, quiet=True, overrides=["train.max_steps=6"])
 
 
@@ -169,15 +183,21 @@ def test_a_resumed_run_keeps_its_prepared_dataset_whatever_its_files_are_now(mid
 def test_going_back_starts_another_chain(middle):
     local.resume(RUN, quiet=True)
     local.resume(RUN, quiet=True, step=3)
-    third, fourth = (unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4))
+    third, fourth = (
+        unstamped(step_folder(middle / "checkpoints", n) / "MANIFEST.json") for n in (3, 4)
+    )
     assert fourth["before"] == [3, third["sha256"]]
 
 
-def test_a_plan_that_is_gone_is_made_again_from_the_sealed_recipe_and_the_chain_says_so(middle, world):
+def test_a_plan_that_is_gone_is_made_again_from_the_sealed_recipe_and_the_chain_says_so(
+    middle, world
+):
     (middle / "plan.json").unlink()
     found = outcome(resumed=True)
     assert found == world.expected["middle"]
-    warned = [event.reason for event in read_events(middle / "events.jsonl") if isinstance(event, Warned)]
+    warned = [
+        event.reason for event in read_events(middle / "events.jsonl") if isinstance(event, Warned)
+    ]
     assert any("plan.json" in reason for reason in warned)
 
 
@@ -201,7 +221,10 @@ def test_a_kill_between_the_head_and_the_files_leaves_a_run_that_goes_on(middle,
     for number in range(1, 5):
         calls.clear()
         monkeypatch.setattr(head, "write_durably", dies(number))
-        new = {"plan.json": text + " " * number, "machine.json": (middle / "machine.json").read_text() + " "}
+        new = {
+            "plan.json": text + " " * number,
+            "machine.json": (middle / "machine.json").read_text() + " ",
+        }
         with pytest.raises(Killed):
             write_sealed(middle, new)
         for name in new:
@@ -220,13 +243,17 @@ def test_each_run_has_a_name_of_its_own(tmp_path):
     assert len({read_identity(tmp_path / name).run for name in ("a", "b")}) == 2
 
 
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "chat_template.jinja", "adapter_config.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "chat_template.jinja", "adapter_config.json"]
+)
 def test_a_file_added_to_a_checkpoint_is_never_read(middle, world, name):
     folder = step_folder(middle / "checkpoints", 2)
     (folder / name).write_text("{}")
     assert damage(folder) == f"{name} was added"
     told = []
-    assert newest_valid(middle / "checkpoints", on_damage=told.append) == step_folder(middle / "checkpoints", 1)
+    assert newest_valid(middle / "checkpoints", on_damage=told.append) == step_folder(
+        middle / "checkpoints", 1
+    )
     assert name in told[0]
     for place in (folder, RUN):
         with pytest.raises(UserError, match="was added"):

@@ -52,7 +52,9 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 
 def script() -> str:
     """The lines from `srun` on, without the modules of a cluster."""
-    (whole,) = re.findall(r"^#!/bin/bash\n.*?(?=^```)", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (whole,) = re.findall(
+        r"^#!/bin/bash\n.*?(?=^```)", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     header, command, rest = whole.partition("srun bloomery train frontier.yaml\n")
     assert "--signal=TERM@" in header and "--requeue" in header
     return "#!/bin/bash\n" + command + rest
@@ -70,7 +72,9 @@ def run_job(folder: Path, text: str, srun: str, *, most: int = 10) -> list[int]:
     codes: list[int] = []
     while len(codes) < most:
         (folder / "requeued").unlink(missing_ok=True)
-        done = subprocess.run(["bash", "job.sh"], cwd=folder, env=variables, capture_output=True, check=False)
+        done = subprocess.run(
+            ["bash", "job.sh"], cwd=folder, env=variables, capture_output=True, check=False
+        )
         codes.append(done.returncode)
         if not (folder / "requeued").exists():
             break
@@ -82,15 +86,19 @@ def run_job(folder: Path, text: str, srun: str, *, most: int = 10) -> list[int]:
     [
         ([(0, [])], 1),
         ([(2, [])], 1),  # a mistake in the recipe stays one
-        ([(75, [5]), (75, [9]), (75, [12]), (75, [15]), (0, [20])], 5),  # the time limit, as often as it comes
+        # the time limit, as often as it comes
+        ([(75, [5]), (75, [9]), (75, [12]), (75, [15]), (0, [20])], 5),
         ([(1, [5]), (0, [20])], 2),
         ([(1, []), (1, []), (1, []), (0, [])], 3),  # twice again, and no more
         ([(1, [5]), (1, [5]), (1, [5]), (0, [])], 3),
-        ([(137, [5]), (1, [5]), (1, [5, 9]), (1, [9]), (1, [9]), (0, [])], 5),  # a new checkpoint counts anew
+        # a new checkpoint counts anew
+        ([(137, [5]), (1, [5]), (1, [5, 9]), (1, [9]), (1, [9]), (0, [])], 5),
         ([(1, [5]), (75, [5]), (1, [5]), (1, [5]), (0, [])], 4),  # a stop in between does not
     ],
 )
-def test_a_job_returns_to_the_queue_at_most_twice_without_a_new_checkpoint(tmp_path, attempts, starts) -> None:
+def test_a_job_returns_to_the_queue_at_most_twice_without_a_new_checkpoint(
+    tmp_path, attempts, starts
+) -> None:
     (tmp_path / "attempts.json").write_text(json.dumps(attempts))
     assert run_job(tmp_path, script(), SRUN) == [code for code, _ in attempts[:starts]]
 

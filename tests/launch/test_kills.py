@@ -47,14 +47,21 @@ def test_kills_from_set_up_to_saving_and_at_system_calls_leave_no_trace(
         lambda: bloomery.saw(StepDone, 8)() and saving(bloomery),
     ):
         bloomery.kill_when(moment, *bloomery.go_on)
-    for call in ("fsync:signal=SIGKILL:when=5", "?rename:signal=SIGKILL:when=2", "unlinkat:signal=SIGKILL:when=4"):
+    for call in (
+        "fsync:signal=SIGKILL:when=5",
+        "?rename:signal=SIGKILL:when=2",
+        "unlinkat:signal=SIGKILL:when=4",
+    ):
         strike(bloomery, call)
     finish(bloomery, undisturbed)
 
 
 def strike(bloomery: Bloomery, fault: str, *words: str) -> None:
     told = bloomery.faulted(fault, *bloomery.go_on, *(words if "train" in bloomery.go_on else ()))
-    assert told.returncode in ((-signal.SIGKILL, 1) if "SIGKILL" in fault else (0, 1)), (fault, told.stderr)
+    assert told.returncode in ((-signal.SIGKILL, 1) if "SIGKILL" in fault else (0, 1)), (
+        fault,
+        told.stderr,
+    )
     assert "Traceback" not in told.stderr and "stumbled" not in told.stderr
 
 
@@ -78,11 +85,23 @@ SHORT = ("train.max_steps=8", "eval.every=4 steps")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("kind", "faults"), [
-    ("dpo", ["fsync:signal=SIGKILL:when=12", "?rename:signal=SIGKILL:when=4", "fsync:error=ENOSPC:when=8"]),
-    ("qlora", ["?rename:signal=SIGKILL:when=2", "?rename:signal=SIGKILL:when=5"]),
-])  # fmt: skip
-def test_faults_at_system_calls_leave_no_trace(kind: str, faults: list[str], tmp_path, calm) -> None:
+@pytest.mark.parametrize(
+    ("kind", "faults"),
+    [
+        (
+            "dpo",
+            [
+                "fsync:signal=SIGKILL:when=12",
+                "?rename:signal=SIGKILL:when=4",
+                "fsync:error=ENOSPC:when=8",
+            ],
+        ),
+        ("qlora", ["?rename:signal=SIGKILL:when=2", "?rename:signal=SIGKILL:when=5"]),
+    ],
+)
+def test_faults_at_system_calls_leave_no_trace(
+    kind: str, faults: list[str], tmp_path, calm
+) -> None:
     write_workshop(tmp_path, kind)
     bloomery = Bloomery(tmp_path)
     for fault in faults:
@@ -95,8 +114,14 @@ def test_faults_at_system_calls_leave_no_trace(kind: str, faults: list[str], tmp
 STEPS = 40
 LONG = (f"train.max_steps={STEPS}", "checkpoint.every=2 steps", "eval.every=7 steps")
 # How often a thread calls it: in every process of a run (each checkpoint is a thread), and in the busiest.
-CALLED = {"fsync": (9, 18), "?rename": (2, 8), "?renameat": (3, 3), "unlinkat": (8, 8), "?unlink": (4, 16),
-          "?mkdir": (2, 5)}  # fmt: skip
+CALLED = {
+    "fsync": (9, 18),
+    "?rename": (2, 8),
+    "?renameat": (3, 3),
+    "unlinkat": (8, 8),
+    "?unlink": (4, 16),
+    "?mkdir": (2, 5),
+}
 PROCESSES = ("launcher", "launcher while saving", "worker", "worker while saving")
 EFFECTS = ("signal=SIGKILL", "error=EIO", "error=ENOSPC")
 Struck = list[tuple[str, str]]  # the kind of run, and what struck it
@@ -134,8 +159,12 @@ def strike_at_random(bloomery: Bloomery, what: str, draw: random.Random) -> bool
     return told.returncode != 0 or bloomery.injected()
 
 
-def kill_at_random(bloomery: Bloomery, what: str, draw: random.Random, words: tuple[str, ...]) -> bool:
-    reached = max((event.step for event in bloomery.events() if isinstance(event, StepDone)), default=0)
+def kill_at_random(
+    bloomery: Bloomery, what: str, draw: random.Random, words: tuple[str, ...]
+) -> bool:
+    reached = max(
+        (event.step for event in bloomery.events() if isinstance(event, StepDone)), default=0
+    )
     target, delay, saves = reached + draw.randrange(4), draw.uniform(0, 0.1), "saving" in what
     events = bloomery.run_dir / "events.jsonl"
     size = events.stat().st_size if events.exists() else 0
@@ -164,7 +193,9 @@ def kill_at_random(bloomery: Bloomery, what: str, draw: random.Random, words: tu
 @pytest.mark.soak
 @pytest.mark.parametrize("chain", range(5))
 @pytest.mark.parametrize("kind", KINDS)
-def test_fifty_faults_of_each_kind_of_run_leave_no_trace(kind: str, chain: int, tmp_path, calm, struck: Struck) -> None:
+def test_fifty_faults_of_each_kind_of_run_leave_no_trace(
+    kind: str, chain: int, tmp_path, calm, struck: Struck
+) -> None:
     """Two hundred in all, in chains of ten, each of which ends equal to the undisturbed run."""
     if why := why_no_strace():
         pytest.skip(why)
@@ -173,7 +204,10 @@ def test_fifty_faults_of_each_kind_of_run_leave_no_trace(kind: str, chain: int, 
     bloomery = Bloomery(tmp_path)
     for what in planned_faults(draw):
         while not strike_at_random(bloomery, what, draw):
-            if any(isinstance(event, RunEnded) and event.status == "done" for event in bloomery.events()):
+            if any(
+                isinstance(event, RunEnded) and event.status == "done"
+                for event in bloomery.events()
+            ):
                 assert_bitwise_equal(bloomery.run_dir, calm(kind, *LONG).run_dir, step=STEPS)
                 shutil.rmtree(bloomery.run_dir)  # it came too late: another run
         struck.append((kind, what))

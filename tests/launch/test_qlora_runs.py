@@ -39,21 +39,31 @@ def test_a_rehearsal_trains_kills_resumes_bitwise_and_exports_the_adapter(qlora:
     saved = next(event for event in events if isinstance(event, Saved))
     (resumed,) = [event for event in events if isinstance(event, Resumed)]
     assert resumed.step == saved.step
-    repeated = [event.loss for event in events if isinstance(event, StepDone) and event.step == saved.step + 1]
+    repeated = [
+        event.loss
+        for event in events
+        if isinstance(event, StepDone) and event.step == saved.step + 1
+    ]
     assert len(repeated) == 2 and repeated[0] == repeated[1]
     assert (qlora.run_dir / "report.html").is_file()
     assert "bitwise identical" in done.stdout and "in PEFT format" in done.stdout
     assert (qlora.run_dir / "export/adapter_model.safetensors").is_file()
     plan = json.loads((qlora.run_dir / "plan.json").read_text())
-    assert plan["quantize"] == {"kind": "nf4", "double_quant": True} and plan["quantized_by"] == "torch"
+    assert (
+        plan["quantize"] == {"kind": "nf4", "double_quant": True}
+        and plan["quantized_by"] == "torch"
+    )
     checkpoint = next((qlora.run_dir / "checkpoints").iterdir())
     assert not (checkpoint / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["adapter.kind=none"], "nf4 weights are not trainable"),
-    (["quantize.kind=int4"], "none, nf4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["adapter.kind=none"], "nf4 weights are not trainable"),
+        (["quantize.kind=int4"], "none, nf4"),
+    ],
+)
 def test_what_cannot_be_is_one_sentence(qlora: Bloomery, words: list[str], said: str) -> None:
     done = qlora.run("plan", "qlora.yaml", *words)
     assert done.returncode == 2 and said in done.stderr, done.stderr
@@ -66,4 +76,6 @@ def test_weights_that_are_not_finite_are_named_before_a_step(qlora: Bloomery) ->
     save_file(tensors, file, metadata={"format": "pt"})
     done = qlora.run("train", "qlora.yaml", "--run-dir", "runs/one")
     assert done.returncode != 0
-    assert "model.layers.1.mlp.down_proj.weight holds weights that are not finite" in done.stderr, done.stderr
+    assert "model.layers.1.mlp.down_proj.weight holds weights that are not finite" in done.stderr, (
+        done.stderr
+    )

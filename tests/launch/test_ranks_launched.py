@@ -36,30 +36,69 @@ from bloomery.runs.signals import StopRequests
 from bloomery.runs.supervisor import failure, run_stage, training_place
 from ranks import train as train_on_ranks
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1",
-            "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job7"}  # fmt: skip
-SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}  # fmt: skip
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-a-12@1"}  # fmt: skip
-PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PBS_JOBID": "99.pbs"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job7",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-a-12@1",
+}
+PMI = {
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "PBS_JOBID": "99.pbs",
+}
 
 
 @pytest.mark.parametrize(
     ("given", "launcher", "place", "job"),
     [
         (TORCHRUN, "torchrun", (1, 4, 1, 2), "torchrun-job7"),
-        (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch", (1, 4, 1, 2), "torchrun-job7"),
+        (
+            TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"},
+            "accelerate launch",
+            (1, 4, 1, 2),
+            "torchrun-job7",
+        ),
         (SRUN, "srun", (5, 8, 1, 4), "slurm-4711.0"),
         (OPEN_MPI, "mpirun (Open MPI)", (3, 4, 1, 2), "mpi-prterun-a-12@1"),
         (PMI, "mpiexec (PMI)", (1, 2, 1, 2), "mpi-99.pbs"),
         # One daemon of an inner launcher on each host of a Slurm step: the ranks are the inner ones.
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI, "mpirun (Open MPI)", (3, 4, 1, 2),
-         "mpi-prterun-a-12@1"),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, "torchrun", (1, 4, 1, 2), "torchrun-job7"),
+        (
+            SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI,
+            "mpirun (Open MPI)",
+            (3, 4, 1, 2),
+            "mpi-prterun-a-12@1",
+        ),
+        (
+            SRUN | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN,
+            "torchrun",
+            (1, 4, 1, 2),
+            "torchrun-job7",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_launcher_is_read_from_its_variables(given, launcher, place, job) -> None:
     launch = current_launch(given)
     assert launch is not None
@@ -70,7 +109,9 @@ def test_the_launcher_is_read_from_its_variables(given, launcher, place, job) ->
 def test_no_launcher() -> None:
     assert current_launch({}) is None
     assert current_launch({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
+    batch_script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"} | {
+        "SLURM_PROCID": "0"
+    }
     assert current_launch(batch_script) is None
     with pytest.raises(UserError, match="RANK=4 is not a rank of WORLD_SIZE=4"):
         current_launch(TORCHRUN | {"RANK": "4"})
@@ -78,9 +119,17 @@ def test_no_launcher() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("WORLD_SIZE", "two"), ("WORLD_SIZE", "0"), ("RANK", "-1"), ("RANK", "first"), ("LOCAL_WORLD_SIZE", "0"),
-     ("MASTER_PORT", "99999"), ("MASTER_PORT", "0"), ("MASTER_PORT", "http")],
-)  # fmt: skip
+    [
+        ("WORLD_SIZE", "two"),
+        ("WORLD_SIZE", "0"),
+        ("RANK", "-1"),
+        ("RANK", "first"),
+        ("LOCAL_WORLD_SIZE", "0"),
+        ("MASTER_PORT", "99999"),
+        ("MASTER_PORT", "0"),
+        ("MASTER_PORT", "http"),
+    ],
+)
 def test_a_variable_that_is_no_number_is_named(name, text) -> None:
     with pytest.raises(UserError, match=f"{name}={text} is not") as refused:
         current_launch(TORCHRUN | {name: text})
@@ -95,14 +144,19 @@ def test_more_ranks_than_any_machine_has_are_refused_at_once() -> None:
 
 
 def test_a_restart_is_another_start_of_the_same_job_and_ranks_agree_on_both() -> None:
-    first, other = current_launch(TORCHRUN), current_launch(TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0"})
+    first, other = (
+        current_launch(TORCHRUN),
+        current_launch(TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0"}),
+    )
     again = current_launch(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"})
     assert first and other and again
     assert (first.job, first.start) == (other.job, other.start)
     assert first.job == again.job and first.start != again.start
 
 
-def test_a_job_name_that_is_used_again_does_not_continue_a_run_of_another_recipe(tmp_path, monkeypatch) -> None:
+def test_a_job_name_that_is_used_again_does_not_continue_a_run_of_another_recipe(
+    tmp_path, monkeypatch
+) -> None:
     for name, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     write_workshop(tmp_path)
@@ -111,9 +165,12 @@ def test_a_job_name_that_is_used_again_does_not_continue_a_run_of_another_recipe
         write_sealed(folder.path, {"plan.json": "{}"})
         board = Board(folder, current_launch())
         board.begin(resumed=False)
-    with pytest.raises(UserError, match=r"torchrun-job7 has another recipe: train.seed is \d+ there, and 77 now"):
+    with pytest.raises(
+        UserError, match=r"torchrun-job7 has another recipe: train.seed is \d+ there, and 77 now"
+    ):
         start(load_recipe(recipe, ["train.seed=77"]), run_dir=folder.path)
-    longer = load_recipe(recipe, ["train.max_steps=77", "eval.every=5"]).recipe  # what a resumed run may change
+    # what a resumed run may change
+    longer = load_recipe(recipe, ["train.max_steps=77", "eval.every=5"]).recipe
     refuse_other_recipe(folder, load_recipe(folder.recipe).recipe, longer, job="torchrun-job7")
 
 
@@ -123,7 +180,12 @@ def test_the_run_folder_has_the_name_of_the_job(monkeypatch) -> None:
     assert new_folder("my recipe").name == "my-recipe-slurm-4711.0"
     for name in SRUN:
         monkeypatch.delenv(name)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "far"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "far",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="cannot agree on a run folder"):
         new_folder("my recipe")
@@ -153,16 +215,24 @@ def act(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "LAST_WORDS_SECONDS", 1.5)
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    }
 
     def run(*acts: list[str], hang: float = 0.0, requests: StopRequests | None = None) -> str | int:
         (tmp_path / "acts.json").write_text(json.dumps(dict(enumerate(acts))))
         own = environment | ({"BLOOMERY_HANG_SECONDS": str(hang / 10)} if hang else {})
         began = time.monotonic()
         ended = run_stage(
-            "train", folder, environment=own, inherited=(), requests=requests or StopRequests(),
-            on_event=lambda _: None, on_line=lambda _: None, ranks=len(acts),
-        )  # fmt: skip
+            "train",
+            folder,
+            environment=own,
+            inherited=(),
+            requests=requests or StopRequests(),
+            on_event=lambda _: None,
+            on_line=lambda _: None,
+            ranks=len(acts),
+        )
         assert time.monotonic() - began < 25
         assert ranks_of(folder.path) == []
         return ended.code if ended.code in (0, 75) else str(failure(ended, folder, step=3))
@@ -203,7 +273,9 @@ def test_an_agreed_save_and_a_stop_before_the_first_step_are_75(act) -> None:
     assert act(["exit 1"], ["exit 75"]) == 75  # rank 0 only lost the other
 
 
-def test_a_stop_that_no_step_answers_ends_on_the_last_checkpoint(act, monkeypatch, tmp_path) -> None:
+def test_a_stop_that_no_step_answers_ends_on_the_last_checkpoint(
+    act, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.5)
     requests = StopRequests()
 
@@ -235,8 +307,14 @@ Thread 0x02 (most recent call first):
 
 
 def launched(rank: int, restart: int = 0):
-    given = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-             "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": str(restart)}  # fmt: skip
+    given = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_RUN_ID": "a",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+    }
     launch = current_launch(given)
     assert launch is not None
     return launch
@@ -270,7 +348,12 @@ def test_ranks_of_a_launcher_start_together_and_hear_the_end_of_rank_0(tmp_path)
 
 
 def by_hand(rank: int, world: int = 2, port: int = 29511):
-    given = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    given = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     launch = current_launch(given)
     assert launch is not None
     return launch
@@ -288,9 +371,16 @@ def locked_run(tmp_path):
 
 def another(folder: RunFolder, launch, process: subprocess.Popen) -> Assembly:
     """That process as a member of the launch."""
-    found = Assembly(folder.path, rank=launch.rank, world=launch.world, launch=launch.meeting,
-                     variables=launch.variables)  # fmt: skip
-    found._own = replace(found._own, pid=process.pid, started=start_mark(process.pid).rpartition(" ")[2])
+    found = Assembly(
+        folder.path,
+        rank=launch.rank,
+        world=launch.world,
+        launch=launch.meeting,
+        variables=launch.variables,
+    )
+    found._own = replace(
+        found._own, pid=process.pid, started=start_mark(process.pid).rpartition(" ")[2]
+    )
     return found
 
 
@@ -306,18 +396,30 @@ def sleeper():
     [
         (by_hand(0), by_hand(0), "two processes have rank 0: process "),
         (by_hand(1), by_hand(1), "two processes have rank 1: process "),
-        (by_hand(0), by_hand(1, world=3), "rank 0 was started as one of 2 ranks, and rank 1 as one of 3"),
-        (by_hand(1, world=3), by_hand(0), "rank 0 was started as one of 2 ranks, and rank 1 as one of 3"),
+        (
+            by_hand(0),
+            by_hand(1, world=3),
+            "rank 0 was started as one of 2 ranks, and rank 1 as one of 3",
+        ),
+        (
+            by_hand(1, world=3),
+            by_hand(0),
+            "rank 0 was started as one of 2 ranks, and rank 1 as one of 3",
+        ),
         (by_hand(0), by_hand(1), None),
         (by_hand(0), by_hand(0, port=29512), None),  # another launch, which cannot lock the folder
     ],
 )
-def test_processes_of_a_launch_see_its_mistakes(locked_run, sleeper, monkeypatch, ours, theirs, problem) -> None:
+def test_processes_of_a_launch_see_its_mistakes(
+    locked_run, sleeper, monkeypatch, ours, theirs, problem
+) -> None:
     monkeypatch.setattr("bloomery.runs.assembly.LOOK_SECONDS", 0.0)
     assembly, other = Board(locked_run, ours).assembly, another(locked_run, theirs, sleeper)
     assert assembly.mistake() is None
     told = [other.mistake(), assembly.mistake()]
-    assert [told[0] and told[0].problem, told[1] and told[1].problem] == [told[0] and told[0].problem] * 2
+    assert [told[0] and told[0].problem, told[1] and told[1].problem] == [
+        told[0] and told[0].problem
+    ] * 2
     assert (told[0] is None) == (problem is None)
     if problem is None or told[0] is None:
         return
@@ -325,7 +427,8 @@ def test_processes_of_a_launch_see_its_mistakes(locked_run, sleeper, monkeypatch
     # The other has said it and is gone; this one looks later.
     sleeper.kill()
     sleeper.wait()
-    assert Board(locked_run, ours).assembly.mistake() is None  # a start after that: nobody else is there
+    # a start after that: nobody else is there
+    assert Board(locked_run, ours).assembly.mistake() is None
 
 
 def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
@@ -339,7 +442,9 @@ def test_a_rank_says_that_it_waits_for_rank_0(tmp_path, monkeypatch) -> None:
     assert sentence.startswith("for rank 0, at most 1 s") and str(tmp_path / "run") in sentence
 
 
-def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(tmp_path, monkeypatch, capsys) -> None:
+def test_a_rank_that_waits_for_rank_0_in_vain_does_not_call_it_ended(
+    tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr("bloomery.runs.launchers.QUIET_SECONDS", 0.0)
     monkeypatch.setattr("bloomery.runs.launchers.FIRST_WORD_SECONDS", 1.0)
     with pytest.raises(UserError, match="rank 0 did not come to rank 1"):
@@ -367,7 +472,10 @@ def test_rank_0_names_the_ranks_that_have_not_come(locked_run, sleeper, monkeypa
     absence.look()
     absence.look()
     (warning,) = heard
-    assert isinstance(warning, Warned) and "training waits for 1 of 3 ranks, such as rank 2" in warning.reason
+    assert (
+        isinstance(warning, Warned)
+        and "training waits for 1 of 3 ranks, such as rank 2" in warning.reason
+    )
     another(locked_run, by_hand(2, world=3), sleeper).mistake()
     assert board.assembly.absent() == ""
 
@@ -392,12 +500,22 @@ def ended_ranks(bloomery: Bloomery, *environments: dict[str, str]) -> list[tuple
                 for name, value in environment.items():
                     patch.setenv(name, value)
                 processes.append(stack.enter_context(bloomery.start(*words)))
-        return [(process.returncode, err) for process in processes for _, err in [process.communicate(timeout=60)]]
+        return [
+            (process.returncode, err)
+            for process in processes
+            for _, err in [process.communicate(timeout=60)]
+        ]
 
 
 def variables(rank: int, world: int, port: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 @pytest.mark.parametrize(
@@ -405,18 +523,27 @@ def variables(rank: int, world: int, port: int) -> dict[str, str]:
     [
         pytest.param([(0, 2), (1, 2), (1, 2)], "two processes have rank 1", id="rank 1 twice"),
         pytest.param([(0, 2), (0, 2)], "two processes have rank 0", id="rank 0 twice"),
-        pytest.param([(0, 2), (1, 3)], "rank 0 was started as one of 2 ranks", id="other sizes",
-                     marks=pytest.mark.soak),
+        pytest.param(
+            [(0, 2), (1, 3)],
+            "rank 0 was started as one of 2 ranks",
+            id="other sizes",
+            marks=pytest.mark.soak,
+        ),
     ],
-)  # fmt: skip
-def test_a_wrong_launch_ends_every_process_with_one_sentence(bloomery, one_thread, members, problem) -> None:
+)
+def test_a_wrong_launch_ends_every_process_with_one_sentence(
+    bloomery, one_thread, members, problem
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ends = ended_ranks(bloomery, *(variables(rank, world, port) for rank, world in members))
     assert [code for code, _ in ends] == [2] * len(members), ends
     for _, said in ends:
-        assert said.count("error: ") == said.count("where: ") == said.count("fix: ") == 1 and problem in said, said
+        assert (
+            said.count("error: ") == said.count("where: ") == said.count("fix: ") == 1
+            and problem in said
+        ), said
         assert "Traceback" not in said
 
 
@@ -476,9 +603,15 @@ def struck(bloomery: Bloomery, number: int, *, rank: int | None, step: int) -> s
     words = TRAIN if bloomery.go_on[0] == "train" else bloomery.go_on
     begun = len(bloomery.events())
     with bloomery.start(*words) as process:
-        moment = lambda: any(isinstance(e, StepDone) and e.step >= step for e in bloomery.events()[begun:])  # noqa: E731
+
+        def moment() -> bool:
+            events = bloomery.events()[begun:]
+            return any(isinstance(event, StepDone) and event.step >= step for event in events)
+
         wait_for(lambda: moment() or process.poll() is not None)
-        struck = [rank_process(bloomery.run_dir, each) for each in ([0, 1] if rank is None else [rank])]
+        struck = [
+            rank_process(bloomery.run_dir, each) for each in ([0, 1] if rank is None else [rank])
+        ]
         for each in filter(None, struck):
             with suppress(ProcessLookupError):  # the first kill may have ended the other rank
                 os.kill(each, number)
@@ -507,8 +640,12 @@ def assert_as_undisturbed(bloomery: Bloomery) -> None:
 
 def test_killed_ranks_leave_no_trace(bloomery, one_thread) -> None:
     """Four kills and a stop: of one rank, of the other, of both."""
-    assert "rank 1 of training process killed from outside" in struck(bloomery, signal.SIGKILL, rank=1, step=2)
-    assert "rank 0 of training process killed from outside" in struck(bloomery, signal.SIGKILL, rank=0, step=5)
+    assert "rank 1 of training process killed from outside" in struck(
+        bloomery, signal.SIGKILL, rank=1, step=2
+    )
+    assert "rank 0 of training process killed from outside" in struck(
+        bloomery, signal.SIGKILL, rank=0, step=5
+    )
     assert struck(bloomery, signal.SIGTERM, rank=1, step=7) == "75"
     assert "killed from outside" in struck(bloomery, signal.SIGKILL, rank=None, step=10)
     assert "rank 1" in struck(bloomery, signal.SIGSEGV, rank=1, step=12)
@@ -518,18 +655,33 @@ def test_killed_ranks_leave_no_trace(bloomery, one_thread) -> None:
 
 
 @pytest.mark.soak
-def test_a_rank_without_memory_restarts_all_with_a_smaller_micro_batch(dying_workshop, one_thread) -> None:
-    (dying_workshop / "runs/deaths.json").write_text(json.dumps([[{"rank": 1, "rows": 2}, 5, "memory"]]))
-    run = start(load_recipe(dying_workshop / "tiny.yaml"), run_dir=Path("runs/one"), devices="cpu,cpu", quiet=True)
+def test_a_rank_without_memory_restarts_all_with_a_smaller_micro_batch(
+    dying_workshop, one_thread
+) -> None:
+    (dying_workshop / "runs/deaths.json").write_text(
+        json.dumps([[{"rank": 1, "rows": 2}, 5, "memory"]])
+    )
+    run = start(
+        load_recipe(dying_workshop / "tiny.yaml"),
+        run_dir=Path("runs/one"),
+        devices="cpu,cpu",
+        quiet=True,
+    )
     assert run.code == 0
     events = list(read_events(run.folder / "events.jsonl"))
     (recovered,) = [event for event in events if isinstance(event, Recovered)]
-    assert "out of memory after step 4" in recovered.reason and "micro-batch 2 -> 1" in recovered.action
-    assert [event.step for event in events if isinstance(event, Resumed)] == [3]  # of the last checkpoint
+    assert (
+        "out of memory after step 4" in recovered.reason
+        and "micro-batch 2 -> 1" in recovered.action
+    )
+    # of the last checkpoint
+    assert [event.step for event in events if isinstance(event, Resumed)] == [3]
 
 
 @pytest.mark.soak
-def test_a_stopped_rank_of_a_real_run_is_named_and_the_run_goes_on(bloomery, one_thread, monkeypatch) -> None:
+def test_a_stopped_rank_of_a_real_run_is_named_and_the_run_goes_on(
+    bloomery, one_thread, monkeypatch
+) -> None:
     monkeypatch.setenv("BLOOMERY_HANG_SECONDS", "6")
     with bloomery.start(*TRAIN) as process:
         wait_for(lambda: bloomery.saw(StepDone, 4)() or process.poll() is not None)
@@ -557,7 +709,9 @@ def test_a_full_disk_of_rank_0_is_told_once(bloomery, one_thread) -> None:
 
 
 def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:
-    told = bloomery.here("train", "tiny.yaml", "train.seed=3", "--dry-run", "--", "--nproc-per-node", "2")
+    told = bloomery.here(
+        "train", "tiny.yaml", "train.seed=3", "--dry-run", "--", "--nproc-per-node", "2"
+    )
     assert told.returncode == 0, told.stderr
     assert told.stdout.splitlines()[-1].endswith(
         "-m torch.distributed.run --nproc-per-node 2 -m bloomery train tiny.yaml train.seed=3"
@@ -568,7 +722,7 @@ def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
 def test_a_disk_without_room_for_the_first_checkpoint_is_refused_with_the_number(
     bloomery, monkeypatch, devices
-) -> None:  # fmt: skip
+) -> None:
     usage = shutil.disk_usage(bloomery.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**19))
     refused = bloomery.here("train", "tiny.yaml", "-d", devices, "--run-dir", "runs/one")
@@ -577,21 +731,36 @@ def test_a_disk_without_room_for_the_first_checkpoint_is_refused_with_the_number
     said = re.search(pattern, refused.stderr)
     assert said, refused.stderr
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    trained = bloomery.run("train", "tiny.yaml", "-d", devices, "--run-dir", "runs/two", "train.max_steps=2")
+    trained = bloomery.run(
+        "train", "tiny.yaml", "-d", devices, "--run-dir", "runs/two", "train.max_steps=2"
+    )
     assert trained.returncode == 0, trained.stderr
     (saved,) = (bloomery.folder / "runs/two/checkpoints").glob("step-*")
     needs, written = float(said[1]) * 2**20, sum(path.stat().st_size for path in saved.iterdir())
     assert written < needs < 1.1 * written + 2**20
 
 
-def test_two_sequences_train_on_three_ranks_as_on_one_and_resume_on_two(bloomery, one_thread) -> None:
-    words = ("train", "tiny.yaml", "train.tokens_per_step=128", "train.micro_batch_size=1", "train.max_steps=4",
-             "checkpoint.every=2", "model.dropout=0")  # fmt: skip
+def test_two_sequences_train_on_three_ranks_as_on_one_and_resume_on_two(
+    bloomery, one_thread
+) -> None:
+    words = (
+        "train",
+        "tiny.yaml",
+        "train.tokens_per_step=128",
+        "train.micro_batch_size=1",
+        "train.max_steps=4",
+        "checkpoint.every=2",
+        "model.dropout=0",
+    )
     for folder, devices in (("one", "cpu"), ("three", "cpu,cpu,cpu")):
         ended = bloomery.run(*words, "-d", devices, "--run-dir", f"runs/{folder}")
         assert ended.returncode == 0, ended.stderr
     plan = read_plan(bloomery.folder / "runs/three/plan.json")
-    assert (plan.train.ranks, plan.train.empty_sequences, plan.train.sequences_per_step) == (3, 1, 2)
+    assert (plan.train.ranks, plan.train.empty_sequences, plan.train.sequences_per_step) == (
+        3,
+        1,
+        2,
+    )
     alone, three = (losses(bloomery.folder / "runs" / name) for name in ("one", "three"))
     assert three == pytest.approx(alone, abs=1e-5)
     resumed = bloomery.run("resume", "three", "--from", "2", "-d", "cpu,cpu")
@@ -615,8 +784,19 @@ def test_a_hundred_kills_leave_no_trace(bloomery, one_thread, seed) -> None:
 
 @pytest.mark.soak
 def test_torchrun_restarts_the_ranks_and_the_run_goes_on(bloomery, one_thread) -> None:
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "bloomery")
-    process = bloomery.start("train", "tiny.yaml", "--run-dir", "runs/one", command=(sys.executable, *command))
+    command = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "bloomery",
+    )
+    process = bloomery.start(
+        "train", "tiny.yaml", "--run-dir", "runs/one", command=(sys.executable, *command)
+    )
     with process:
         wait_for(lambda: bloomery.saw(StepDone, 4)() or process.poll() is not None)
         killed = rank_process(bloomery.run_dir, 1)
@@ -625,7 +805,8 @@ def test_torchrun_restarts_the_ranks_and_the_run_goes_on(bloomery, one_thread) -
         _, told = process.communicate(timeout=120)
     assert process.returncode == 0, told
     assert "rank 1 of training process killed from outside" in told
-    assert told.count("torchrun: rank 0 of 2, 2 on this host") == 2  # at the start and after the kill
+    # at the start and after the kill
+    assert told.count("torchrun: rank 0 of 2, 2 on this host") == 2
     assert any(isinstance(event, Resumed) and event.step for event in bloomery.events())
     assert ranks_of(bloomery.run_dir) == []
     assert_as_undisturbed(bloomery)
@@ -636,12 +817,24 @@ def test_torchrun_restarts_the_ranks_and_the_run_goes_on(bloomery, one_thread) -
 PYTHON = sys.executable
 LAUNCHERS = {
     "accelerate launch": (
-        PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--module", "bloomery",
+        PYTHON,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--module",
+        "bloomery",
     ),
     "mpirun (Open MPI)": ("mpirun", "--oversubscribe", "-n", "2", PYTHON, "-m", "bloomery"),
     "srun": ("srun", "-N", "2", "-n", "2", PYTHON, "-m", "bloomery"),
-}  # fmt: skip
+}
 OF_SLURM = """
 ClusterName=local
 SlurmctldHost={host}(127.0.0.1)
@@ -676,16 +869,21 @@ def slurm(tmp_path, monkeypatch):
     port, first, second = free_ports(3)
     host = platform.node().partition(".")[0]
     configuration = folder / "slurm.conf"
-    configuration.write_text(OF_SLURM.format(host=host, folder=folder, port=port, first=first, second=second))
+    configuration.write_text(
+        OF_SLURM.format(host=host, folder=folder, port=port, first=first, second=second)
+    )
     monkeypatch.setenv("SLURM_CONF", str(configuration))
     Path("/run/munge").mkdir(exist_ok=True)
     shutil.chown("/run/munge", "munge", "munge")
-    subprocess.run(["runuser", "-u", "munge", "--", "munged"], capture_output=True)  # it refuses to run twice
+    # it refuses to run twice
+    subprocess.run(["runuser", "-u", "munge", "--", "munged"], capture_output=True)
     try:
         for command in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
             subprocess.run(command, check=True, capture_output=True)
         ready = ["sinfo", "--noheader", "--format", "%t %D"]
-        wait_for(lambda: subprocess.run(ready, capture_output=True, text=True).stdout.strip() == "idle 2")
+        wait_for(
+            lambda: subprocess.run(ready, capture_output=True, text=True).stdout.strip() == "idle 2"
+        )
         yield
     finally:
         for file in folder.glob("*.pid"):
@@ -704,7 +902,9 @@ def why_not(launcher: str) -> str:
     """Why it cannot be tried here; "" where it can."""
     if launcher == "accelerate launch":
         return "" if importlib.util.find_spec("accelerate") else "accelerate is not installed"
-    needed = ("srun", "slurmctld", "slurmd", "munged", "runuser") if launcher == "srun" else ("mpirun",)
+    needed = (
+        ("srun", "slurmctld", "slurmd", "munged", "runuser") if launcher == "srun" else ("mpirun",)
+    )
     missing = [name for name in needed if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
@@ -713,7 +913,9 @@ def why_not(launcher: str) -> str:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_same_recipe_under_another_launcher(bloomery, one_thread, monkeypatch, request, launcher) -> None:
+def test_the_same_recipe_under_another_launcher(
+    bloomery, one_thread, monkeypatch, request, launcher
+) -> None:
     if why := why_not(launcher):
         pytest.skip(why)
     if launcher == "srun":
@@ -734,7 +936,9 @@ def test_the_same_recipe_under_another_launcher(bloomery, one_thread, monkeypatc
 
 
 @pytest.mark.soak
-def test_the_job_script_of_the_page_saves_requeues_itself_and_resumes(bloomery, one_thread, request) -> None:
+def test_the_job_script_of_the_page_saves_requeues_itself_and_resumes(
+    bloomery, one_thread, request
+) -> None:
     if why := why_not("srun"):
         pytest.skip(why)
     request.getfixturevalue("slurm")
@@ -749,19 +953,25 @@ def test_the_job_script_of_the_page_saves_requeues_itself_and_resumes(bloomery, 
     )
 
     def slurm(*words: str) -> str:
-        done = subprocess.run(words, cwd=bloomery.folder, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            words, cwd=bloomery.folder, capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
 
     job = slurm("sbatch", "--parsable", "job.sh")
     (bloomery.folder / "runs").mkdir(exist_ok=True)
     (bloomery.folder / "runs/one").symlink_to(bloomery.folder / f"runs/tiny-slurm-{job}.0")
     wait_for(bloomery.saw(StepDone, 4))
-    slurm("scancel", "--signal=TERM", job)  # what --signal does: the steps get it, the batch shell does not
+    # what --signal does: the steps get it, the batch shell does not
+    slurm("scancel", "--signal=TERM", job)
     wait_for(lambda: slurm("squeue", "--noheader", "--format=%T", "--job", job) == "PENDING")
     stopped = max(event.step for event in bloomery.events() if isinstance(event, StepDone))
     assert 4 <= stopped < 200
-    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm waits two minutes before it starts a job again
+    # Slurm waits two minutes before it starts a job again
+    slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_for(bloomery.saw(StepDone, 200))
-    wait_for(lambda: slurm("squeue", "--noheader", "--format=%T", "--job", job) in ("", "COMPLETED"))
+    wait_for(
+        lambda: slurm("squeue", "--noheader", "--format=%T", "--job", job) in ("", "COMPLETED")
+    )
     assert [event.step for event in bloomery.events() if isinstance(event, Resumed)] == [stopped]
     assert "srun: rank 0 of 2, 1 on this host" in told.read_text()

@@ -28,7 +28,8 @@ def run_with(workshop: Path, *deaths: object, recover: bool, overrides: tuple[st
     (workshop / "runs/deaths.json").write_text(json.dumps(deaths))
     run_dir = workshop / "runs/one"
     try:
-        loaded = load_recipe("tiny.yaml", ("checkpoint.async_save=false", *overrides))  # saved before it dies
+        # saved before it dies
+        loaded = load_recipe("tiny.yaml", ("checkpoint.async_save=false", *overrides))
         code = start(loaded, run_dir=run_dir, recover=recover, quiet=True).code
     except UserError as error:
         return error
@@ -36,10 +37,16 @@ def run_with(workshop: Path, *deaths: object, recover: bool, overrides: tuple[st
 
 
 def of(workshop: Path, kind: type) -> list:
-    return [event for event in read_events(workshop / "runs/one/events.jsonl") if isinstance(event, kind)]
+    return [
+        event
+        for event in read_events(workshop / "runs/one/events.jsonl")
+        if isinstance(event, kind)
+    ]
 
 
-def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(paper_workshop: Path) -> None:
+def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(
+    paper_workshop: Path,
+) -> None:
     deaths = (
         [{"attention": "mask"}, 5, SEGV],
         [{"precision": "bfloat16"}, 8, HIP],
@@ -58,9 +65,15 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(pap
     assert HIP in told[1].reason
     assert "SIGKILL" in told[2].reason
     saved = (paper_workshop / "runs/one/checkpoints").exists()  # paper has none to go on from
-    assert [event.step for event in of(paper_workshop, Resumed)] == ([3, 6, 9] if saved else [0, 0, 0])
+    assert [event.step for event in of(paper_workshop, Resumed)] == (
+        [3, 6, 9] if saved else [0, 0, 0]
+    )
     plan = read_plan(paper_workshop / "runs/one/plan.json")
-    assert (plan.model.attention, plan.train.precision, plan.train.micro_batch_size) == ("blockwise", "float32", 1)
+    assert (plan.model.attention, plan.train.precision, plan.train.micro_batch_size) == (
+        "blockwise",
+        "float32",
+        1,
+    )
     assert plan.train.tokens_per_step == 256
     reason = {decision.key: decision.reason for decision in plan.choices}
     assert "SIGSEGV" in reason["train.attention"]
@@ -71,15 +84,25 @@ def test_a_segfault_a_hip_error_and_a_kill_are_each_answered_by_a_safer_rung(pap
 
 def test_after_three_restarts_it_stops_and_says_how_to_go_on(paper_workshop: Path) -> None:
     error = run_with(
-        paper_workshop, [{}, 2, ABRT], recover=True, overrides=("train.precision=bfloat16", "train.micro_batch_size=4")
+        paper_workshop,
+        [{}, 2, ABRT],
+        recover=True,
+        overrides=("train.precision=bfloat16", "train.micro_batch_size=4"),
     )
     assert isinstance(error, UserError)
     assert len(of(paper_workshop, Recovered)) == 3
     assert "(after 3 restarts)" in error.problem
-    assert str(error).splitlines()[-1].strip().startswith("`bloomery resume one --recover` restarts with: ")
+    assert (
+        str(error)
+        .splitlines()[-1]
+        .strip()
+        .startswith("`bloomery resume one --recover` restarts with: ")
+    )
 
 
-def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the_rung(paper_workshop: Path) -> None:
+def test_without_the_flag_the_last_line_is_the_command_and_the_command_takes_the_rung(
+    paper_workshop: Path,
+) -> None:
     error = run_with(paper_workshop, [{"attention": "mask"}, 5, SEGV], recover=False)
     last = str(error).splitlines()[-1].strip()
     assert last == "`bloomery resume one --recover` restarts with: attention mask -> blockwise"
@@ -102,7 +125,9 @@ def test_a_resume_without_the_flag_changes_nothing(dying_workshop: Path, undistu
 
 
 def test_a_mistake_is_not_answered_by_restarts(paper_workshop: Path) -> None:
-    error = run_with(paper_workshop, [{}, 3, "shape '[2, 3]' is invalid for input of size 7"], recover=True)
+    error = run_with(
+        paper_workshop, [{}, 3, "shape '[2, 3]' is invalid for input of size 7"], recover=True
+    )
     assert isinstance(error, UserError)
     assert of(paper_workshop, Recovered) == []
     assert "--recover" not in error.fix
@@ -117,22 +142,34 @@ def ending(code: int, *tail: str, problem: str = "") -> StageResult:
     ("died", "action"),
     [
         (ending(-SEGV), "train.compile true -> false"),
-        (ending(-ABRT, "Memory access fault by GPU node-1 on address 0x7f"), "train.compile true -> false"),
-        (ending(FAILED, "RuntimeError: HIP error: invalid device function"), "train.compile true -> false"),
+        (
+            ending(-ABRT, "Memory access fault by GPU node-1 on address 0x7f"),
+            "train.compile true -> false",
+        ),
+        (
+            ending(FAILED, "RuntimeError: HIP error: invalid device function"),
+            "train.compile true -> false",
+        ),
         (
             ending(FAILED, "torch._inductor.exc.InductorError: CppCompileError", "", "Set X=1"),
             "train.compile true -> false",
         ),
-        (ending(UNSOUND, problem="flex attention computes wrong numbers"), "attention flex -> blockwise"),
+        (
+            ending(UNSOUND, problem="flex attention computes wrong numbers"),
+            "attention flex -> blockwise",
+        ),
         (ending(-KILL), HALVED),
         (ending(OUT_OF_MEMORY, problem="memory ran out"), HALVED),
         (ending(FAILED, "KeyError: 'x'"), None),
         (ending(FAILED, problem="the recipe is wrong"), None),
-        (ending(DIVERGED, problem="the loss is not a finite number"), f"learning rate 0.01 -> 0.005{INSTEAD}"),
+        (
+            ending(DIVERGED, problem="the loss is not a finite number"),
+            f"learning rate 0.01 -> 0.005{INSTEAD}",
+        ),
         (ending(-signal.SIGTERM), None),
         (StageResult("prepare", -SEGV, None, ()), None),
     ],
-)  # fmt: skip
+)
 def test_the_first_rung_follows_the_death(died: StageResult, action: str | None) -> None:
     plan = plan_of(compile=True, attention="flex", micro_batch_size=4, accumulation=1)
     fallback_after = next_fallback(plan, died)
@@ -140,7 +177,9 @@ def test_the_first_rung_follows_the_death(died: StageResult, action: str | None)
 
 
 def test_the_ladder_has_an_end() -> None:
-    plan = plan_of(compile=True, attention="flex", micro_batch_size=6, accumulation=2, precision="bfloat16")
+    plan = plan_of(
+        compile=True, attention="flex", micro_batch_size=6, accumulation=2, precision="bfloat16"
+    )
     actions = []
     while (fallback_after := next_fallback(plan, ending(-SEGV))) is not None:
         plan = fallback_after.fallback.plan
@@ -186,27 +225,44 @@ def test_a_full_gpu_gives_time_before_it_gives_numbers() -> None:
         ("optimizer.offload=true", True),
         ("optimizer.state_dtype=int8", False),
     ]
-    assert not any(unasked for _, unasked in climbed(plan, ending(-KILL)))  # a kill may have been meant
+    # a kill may have been meant
+    assert not any(unasked for _, unasked in climbed(plan, ending(-KILL)))
 
 
-@pytest.mark.parametrize(("precision", "known", "first"), [
-    ("float16", True, ["train.precision=bfloat16"]), ("float16", False, ["train.precision=float32"]),
-    ("float32", True, []), ("bfloat16", True, []),
-])  # fmt: skip
-def test_losses_that_stay_not_finite_end_after_a_few_rungs(precision: str, known: bool, first: list[str]) -> None:
-    taken = climbed(plan_of(precision=precision), ending(DIVERGED, problem="the loss is NaN"), bfloat16=known)
+@pytest.mark.parametrize(
+    ("precision", "known", "first"),
+    [
+        ("float16", True, ["train.precision=bfloat16"]),
+        ("float16", False, ["train.precision=float32"]),
+        ("float32", True, []),
+        ("bfloat16", True, []),
+    ],
+)
+def test_losses_that_stay_not_finite_end_after_a_few_rungs(
+    precision: str, known: bool, first: list[str]
+) -> None:
+    taken = climbed(
+        plan_of(precision=precision), ending(DIVERGED, problem="the loss is NaN"), bfloat16=known
+    )
     halves = [f"optimizer.learning_rate={rate}" for rate in ("0.005", "0.0025", "0.00125")]
-    wide = ["train.precision=float32"] if precision == "bfloat16" or (precision == "float16" and known) else []
+    wide = (
+        ["train.precision=float32"]
+        if precision == "bfloat16" or (precision == "float16" and known)
+        else []
+    )
     assert taken == [(edit, False) for edit in [*first, *halves, *wide]]
 
 
-def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_time(dying_workshop: Path) -> None:
+def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_time(
+    dying_workshop: Path,
+) -> None:
     code = run_with(dying_workshop, [{"checkpointing": "none"}, 8, "memory"], recover=False)
     assert code == 0
     told = of(dying_workshop, Recovered)
     assert [event.action.startswith("restarted: ") for event in told][-1:] == [True]
     assert {event.action.partition(" ")[0] for event in told[:-1]} == {"micro-batch"}
-    assert [event.step for event in of(dying_workshop, Resumed)] == [7]  # saved where memory ran out: nothing was lost
+    # saved where memory ran out: nothing was lost
+    assert [event.step for event in of(dying_workshop, Resumed)] == [7]
     assert len(losses(dying_workshop / "runs/one")) == 16
     plan = read_plan(dying_workshop / "runs/one/plan.json")
     assert (plan.train.activation_checkpointing, plan.optimizer.state_dtype) == ("full", "float32")
@@ -215,10 +271,14 @@ def test_memory_that_is_full_restarts_the_run_by_itself_where_that_only_costs_ti
 def test_numbers_change_only_when_asked(paper_workshop: Path) -> None:
     """States in 8 bits are offered without the flag, taken with it, and kept by a resume."""
     error = run_with(paper_workshop, [{"state_dtype": "float32"}, 8, "memory"], recover=False)
-    assert "`bloomery resume one --recover` restarts with: optimizer states float32 -> int8" in str(error)
+    assert "`bloomery resume one --recover` restarts with: optimizer states float32 -> int8" in str(
+        error
+    )
     assert resume(paper_workshop / "runs/one", recover=True, quiet=True).code == 0
     assert read_plan(paper_workshop / "runs/one/plan.json").optimizer.state_dtype == "int8"
-    assert of(paper_workshop, Recovered)[-1].action.startswith("restarted: optimizer states float32 -> int8")
+    assert of(paper_workshop, Recovered)[-1].action.startswith(
+        "restarted: optimizer states float32 -> int8"
+    )
     assert len(losses(paper_workshop / "runs/one")) == 16
 
 

@@ -9,15 +9,35 @@ from plans_of_runs import plan_of
 from runs_of_bloomery import Bloomery
 
 from bloomery.cli import smoke_test as smoke
-from bloomery.cli.smoke_test import Requirements, SmokeTest, _report_requirements, shortened, smoke_test
+from bloomery.cli.smoke_test import (
+    Requirements,
+    SmokeTest,
+    _report_requirements,
+    shortened,
+    smoke_test,
+)
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
 from bloomery.monitor.events import EvalDone, Resumed, Sampled, Saved, StepDone, Warned, read_events
 from bloomery.recipe.load import load_recipe
 from bloomery.train.model_folder import NOT_SAVED, saved_steps
 
-TITLES = ["smoke test", "ready", "first step", "evaluation", "sampling", "save", "step", "kill", "resume", "export",
-          "report", "disk", "ready", "next"]  # fmt: skip
+TITLES = [
+    "smoke test",
+    "ready",
+    "first step",
+    "evaluation",
+    "sampling",
+    "save",
+    "step",
+    "kill",
+    "resume",
+    "export",
+    "report",
+    "disk",
+    "ready",
+    "next",
+]
 WORDS = ("train", "tiny.yaml", "sample.prompts=[the, a cat]", "sample.max_new_tokens=4")
 
 
@@ -25,16 +45,32 @@ def test_a_rehearsal_does_all_that_a_run_does_and_leaves_nothing(bloomery: Bloom
     done = bloomery.run(*WORDS, "--smoke-test")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    titles = [line[:11].strip() for line in lines if not line.startswith("warning")]  # of a small validation set
+    # of a small validation set
+    titles = [line[:11].strip() for line in lines if not line.startswith("warning")]
     assert sorted(titles) == sorted(TITLES)
     assert titles[:3] == TITLES[:3]
     assert titles[-8:] == TITLES[-8:]
     timed = {line[:11].strip() for line in lines if re.search(r" \d[\d.]* (s|ms|min)$", line)}
-    assert {"first step", "evaluation", "sampling", "save", "step", "resume", "export", "report"} <= timed
+    assert {
+        "first step",
+        "evaluation",
+        "sampling",
+        "save",
+        "step",
+        "resume",
+        "export",
+        "report",
+    } <= timed
     assert "bitwise identical" in done.stdout
     assert "4 x" not in done.stdout
-    assert lines[-1].endswith("bloomery train tiny.yaml 'sample.prompts=[the, a cat]' sample.max_new_tokens=4")
-    assert sorted(path.name for path in bloomery.folder.iterdir()) == ["prepared", "text", "tiny.yaml"]
+    assert lines[-1].endswith(
+        "bloomery train tiny.yaml 'sample.prompts=[the, a cat]' sample.max_new_tokens=4"
+    )
+    assert sorted(path.name for path in bloomery.folder.iterdir()) == [
+        "prepared",
+        "text",
+        "tiny.yaml",
+    ]
 
 
 @pytest.mark.soak
@@ -47,7 +83,9 @@ def test_with_run_dir_all_of_it_is_kept_and_can_be_looked_at(bloomery: Bloomery)
     saved = next(event for event in events if isinstance(event, Saved))
     (resumed,) = [event for event in events if isinstance(event, Resumed)]
     assert resumed.step == saved.step
-    repeated = [event for event in events if isinstance(event, StepDone) and event.step == saved.step + 1]
+    repeated = [
+        event for event in events if isinstance(event, StepDone) and event.step == saved.step + 1
+    ]
     assert len(repeated) == 2
     assert repeated[0].loss == repeated[1].loss
     assert saved_steps(bloomery.run_dir / "checkpoints")[0] == saved.step
@@ -58,8 +96,17 @@ def test_with_run_dir_all_of_it_is_kept_and_can_be_looked_at(bloomery: Bloomery)
 
 
 @pytest.mark.soak
-def test_without_validation_text_it_ends_as_soon_and_says_that_nothing_was_evaluated(bloomery: Bloomery) -> None:
-    words = (*WORDS, "data.validation=0", "train.max_steps=100000", "--smoke-test", "--run-dir", "runs/one")
+def test_without_validation_text_it_ends_as_soon_and_says_that_nothing_was_evaluated(
+    bloomery: Bloomery,
+) -> None:
+    words = (
+        *WORDS,
+        "data.validation=0",
+        "train.max_steps=100000",
+        "--smoke-test",
+        "--run-dir",
+        "runs/one",
+    )
     done = bloomery.run(*words)
     assert done.returncode == 0, done.stderr
     said = {line[:11].strip(): line[11:].strip() for line in done.stdout.splitlines()}
@@ -69,8 +116,18 @@ def test_without_validation_text_it_ends_as_soon_and_says_that_nothing_was_evalu
 
 
 def step_done(step: int) -> StepDone:
-    return StepDone(step=step, loss=1, learning_rate=1, grad_norm=1, tokens=1, tokens_per_second=1,
-                    sequences_per_second=1, step_seconds=1, data_wait_seconds=0, memory_gib=0)  # fmt: skip
+    return StepDone(
+        step=step,
+        loss=1,
+        learning_rate=1,
+        grad_norm=1,
+        tokens=1,
+        tokens_per_second=1,
+        sequences_per_second=1,
+        step_seconds=1,
+        data_wait_seconds=0,
+        memory_gib=0,
+    )
 
 
 def test_it_is_killed_after_the_look_whether_or_not_there_was_something_to_evaluate() -> None:
@@ -88,8 +145,13 @@ def test_it_is_killed_after_the_look_whether_or_not_there_was_something_to_evalu
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_rehearsal_and_not_the_disk() -> None:
-    event = Warned(step=1, reason=f"the checkpoint of step 1 {NOT_SAVED}: No space left on device (6 GiB are needed)")
-    with pytest.raises(UserError, match="cannot write the checkpoint: No space left on device") as caught:
+    event = Warned(
+        step=1,
+        reason=f"the checkpoint of step 1 {NOT_SAVED}: No space left on device (6 GiB are needed)",
+    )
+    with pytest.raises(
+        UserError, match="cannot write the checkpoint: No space left on device"
+    ) as caught:
         smoke._until_killed(SmokeTest(plan_of(device="cpu")), event, None)
     assert "--run-dir" in caught.value.fix
 
@@ -102,12 +164,16 @@ def test_what_would_fail_on_day_six_fails_now_and_is_kept(dying_workshop: Path) 
     assert list(read_events(folder / "one/events.jsonl"))
 
 
-def test_a_kill_that_is_not_repeated_bitwise_fails_where_that_is_promised(tmp_path: Path, monkeypatch) -> None:
+def test_a_kill_that_is_not_repeated_bitwise_fails_where_that_is_promised(
+    tmp_path: Path, monkeypatch
+) -> None:
     seen = SmokeTest(plan_of(device="cpu"), before={3: 1.0}, after={3: 1.0 + 1e-7})
     assert seen.differing == [3]
     assert SmokeTest(plan_of(device="cuda"), before={3: 1.0}, after={3: 1.0 + 1e-7}).differing == []
     assert SmokeTest(plan_of(device="cuda"), before={3: 1.0}, after={3: 1.1}).differing == [3]
-    assert SmokeTest(plan_of(device="cuda", deterministic=True), before={3: 1.0}, after={3: 1.01}).differing == [3]
+    assert SmokeTest(
+        plan_of(device="cuda", deterministic=True), before={3: 1.0}, after={3: 1.01}
+    ).differing == [3]
 
     monkeypatch.setattr(smoke, "resume", lambda folder, **_: type("Run", (), {"folder": folder}))
     with pytest.raises(UserError, match="loss of step 3 differs after the resume") as caught:
@@ -125,7 +191,9 @@ def test_the_shortened_plan_keeps_the_mathematics() -> None:
     assert shortened(plan_of(steps=None, seconds=60.0)).train.steps is None
 
 
-@pytest.mark.parametrize(("free", "code", "verdict"), [(7 * GIB, 0, "ready"), (6 * GIB, 1, "not ready")])
+@pytest.mark.parametrize(
+    ("free", "code", "verdict"), [(7 * GIB, 0, "ready"), (6 * GIB, 1, "not ready")]
+)
 def test_a_disk_that_is_too_small_is_said(capsys, free: int, code: int, verdict: str) -> None:
     found = Requirements(seconds=3600.0 * 24 * 5, checkpoints=6 * GIB, events=GIB // 2, free=free)
     assert _report_requirements(found, "tiny.yaml") == code

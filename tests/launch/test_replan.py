@@ -22,16 +22,28 @@ data: {path: text, sequence_length: 64}
 optimizer: {schedule: {kind: wsd, decay: 20%}, warmup: 2 steps}
 train: {max_steps: 100, tokens_per_step: 1024}
 """
-MI300X = Accelerator(index=0, vendor="amd", name="AMD Instinct MI300X", arch="gfx942", memory_bytes=192 * 2**30)
+MI300X = Accelerator(
+    index=0, vendor="amd", name="AMD Instinct MI300X", arch="gfx942", memory_bytes=192 * 2**30
+)
 CPU = Machine(
     accelerators=(),
     host=Host(
-        system="Linux", cpu_name="AMD EPYC 9654", cpu_cores=4, memory_bytes=2**34, memory_free_bytes=2**34,
-        disk_free_bytes=2**40, compiler="/usr/bin/g++",
+        system="Linux",
+        cpu_name="AMD EPYC 9654",
+        cpu_cores=4,
+        memory_bytes=2**34,
+        memory_free_bytes=2**34,
+        disk_free_bytes=2**40,
+        compiler="/usr/bin/g++",
     ),
     software=Software(python="3.12.0", torch="2.13.0", build="cpu"),
-)  # fmt: skip
-GPU = CPU.model_copy(update={"accelerators": (MI300X,), "software": CPU.software.model_copy(update={"build": "rocm"})})
+)
+GPU = CPU.model_copy(
+    update={
+        "accelerators": (MI300X,),
+        "software": CPU.software.model_copy(update={"build": "rocm"}),
+    }
+)
 
 
 @pytest.fixture
@@ -54,7 +66,9 @@ def test_what_may_be_changed(word: str) -> None:
     refuse_overrides([word])
 
 
-@pytest.mark.parametrize("word", ["optimizer.learning_rate=1", "train.seed=2", "train.lengthy=1", "eval=1"])
+@pytest.mark.parametrize(
+    "word", ["optimizer.learning_rate=1", "train.seed=2", "train.lengthy=1", "eval=1"]
+)
 def test_anything_else_is_refused_by_name(word: str) -> None:
     with pytest.raises(UserError, match=word.partition("=")[0]) as caught:
         refuse_overrides([word])
@@ -68,7 +82,9 @@ def test_a_misspelt_key_is_no_key_that_cannot_be_changed() -> None:
 
 
 def test_the_same_machine_has_no_differences() -> None:
-    full = CPU.model_copy(update={"host": CPU.host.model_copy(update={"memory_free_bytes": 5, "disk_free_bytes": 5})})
+    full = CPU.model_copy(
+        update={"host": CPU.host.model_copy(update={"memory_free_bytes": 5, "disk_free_bytes": 5})}
+    )
     assert differences(CPU, full) == []
 
 
@@ -104,13 +120,21 @@ def test_another_machine_trains_the_same_batch(plan, fused: bool) -> None:
     stored, smaller = plan(CPU), plan(CPU)
     length, sequences = stored.data.sequence_length, stored.train.sequences_per_step
     stored, smaller = (
-        each.model_copy(update={"optimizer": each.optimizer.model_copy(update={"fused_backward": fused})})
+        each.model_copy(
+            update={"optimizer": each.optimizer.model_copy(update={"fused_backward": fused})}
+        )
         for each in (stored, smaller)
     )
     one = {"micro_batch_size": 1, "accumulation": 1, "tokens_per_step": length}
     assert sequences > 1
-    now, _ = moved(stored, smaller.model_copy(update={"train": smaller.train.model_copy(update=one)}))
-    assert now.train.sequences_per_step * length == now.train.tokens_per_step == stored.train.tokens_per_step
+    now, _ = moved(
+        stored, smaller.model_copy(update={"train": smaller.train.model_copy(update=one)})
+    )
+    assert (
+        now.train.sequences_per_step * length
+        == now.train.tokens_per_step
+        == stored.train.tokens_per_step
+    )
     assert now.train.accumulation == (1 if fused else sequences)
 
 
@@ -150,7 +174,9 @@ def test_devices_are_named_one_at_a_time() -> None:
 
 def test_every_gpu_like_the_best_one_is_used_and_a_list_narrows() -> None:
     second, other = (MI300X.model_copy(update={"index": number}) for number in (1, 2))
-    small = other.model_copy(update={"name": "AMD Radeon RX 6600", "arch": "gfx1032", "memory_bytes": 8 * 2**30})
+    small = other.model_copy(
+        update={"name": "AMD Radeon RX 6600", "arch": "gfx1032", "memory_bytes": 8 * 2**30}
+    )
     mixed = GPU.model_copy(update={"accelerators": (MI300X, second, small)})
     machine, count = chosen_devices(mixed, None)
     assert ([gpu.index for gpu in machine.accelerators], count) == ([0, 1], 2)
@@ -171,7 +197,10 @@ def test_the_recipe_and_the_devices_agree_or_both_numbers_are_said() -> None:
     assert device_count(plain, two, 2, named=False) == (two, 2)
     assert device_count(asks(replicate=1, shard=1), two, 2, named=False)[1] == 1
     in_backward = plain.optimizer.model_copy(update={"kind": "adafactor", "fused_backward": True})
-    assert device_count(plain.model_copy(update={"optimizer": in_backward}), two, 2, named=False)[1] == 1
+    assert (
+        device_count(plain.model_copy(update={"optimizer": in_backward}), two, 2, named=False)[1]
+        == 1
+    )
     for sizes, named in (({"shard": 4}, False), ({"replicate": 1, "shard": 1}, True)):
         with pytest.raises(UserError, match=r"parallel asks for (4|1) devices, and there are 2"):
             device_count(asks(**sizes), two, 2, named=named)

@@ -45,7 +45,9 @@ def holder(tmp_path: Path):
     """Another process that holds the lock of `run`."""
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder.path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.path)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         yield folder, process
@@ -59,7 +61,9 @@ def test_the_recipe_stands_from_the_first_moment_and_loads_again(tmp_path: Path,
     assert folder.lock.read_text() == ""
 
 
-def test_names_hold_recipe_date_and_time_and_are_never_taken_twice(tmp_path: Path, monkeypatch) -> None:
+def test_names_hold_recipe_date_and_time_and_are_never_taken_twice(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     first = propose_folder("go coder/125m ")
     assert re.fullmatch(r"go-coder-125m-\d{8}-\d{6}", first.name)
@@ -74,7 +78,10 @@ def test_a_folder_that_holds_a_run_is_refused_naming_resume(tmp_path: Path, load
     with new_run(loaded, tmp_path / "run") as (folder, _):
         folder.plan.write_text("{}")
     before = (tmp_path / "run/recipe.yaml").read_text()
-    with pytest.raises(UserError, match="already has a run") as caught, new_run(loaded, tmp_path / "run"):
+    with (
+        pytest.raises(UserError, match="already has a run") as caught,
+        new_run(loaded, tmp_path / "run"),
+    ):
         pass
     assert "bloomery resume" in caught.value.fix
     assert (tmp_path / "run/recipe.yaml").read_text() == before
@@ -87,12 +94,21 @@ def test_a_run_that_ended_before_its_plan_is_taken_over(tmp_path: Path, loaded) 
         with pytest.raises(UserError, match="in use"), new_run(loaded, folder.path):
             pass
     with new_run(loaded, tmp_path / "run") as (folder, _):
-        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml", "run.json"]
+        assert sorted(path.name for path in folder.path.iterdir()) == [
+            "lock",
+            "recipe.yaml",
+            "run.json",
+        ]
 
 
 @pytest.mark.parametrize(
     "kept",
-    [["recipe.yaml"], ["lock", "recipe.yaml", "notes.txt"], ["lock", "checkpoints"], ["lock", "log.txt"]],
+    [
+        ["recipe.yaml"],
+        ["lock", "recipe.yaml", "notes.txt"],
+        ["lock", "checkpoints"],
+        ["lock", "log.txt"],
+    ],
 )
 def test_what_may_be_somebody_s_is_not_taken_over(tmp_path: Path, loaded, kept) -> None:
     for name in kept:
@@ -116,7 +132,9 @@ def test_an_empty_folder_is_taken(tmp_path: Path, loaded) -> None:
         assert folder.recipe.exists()
 
 
-@pytest.mark.parametrize("name", ["mit Leerzeichen", "ünïcode-名前", "a" * 200, "-d", "'quotes\"", "new\nline"])
+@pytest.mark.parametrize(
+    "name", ["mit Leerzeichen", "ünïcode-名前", "a" * 200, "-d", "'quotes\"", "new\nline"]
+)
 def test_any_name_that_the_file_system_takes_will_do(tmp_path: Path, loaded, name: str) -> None:
     with new_run(loaded, tmp_path / name) as (folder, _):
         assert folder.recipe.exists()
@@ -125,7 +143,10 @@ def test_any_name_that_the_file_system_takes_will_do(tmp_path: Path, loaded, nam
 @pytest.mark.parametrize("place", ["file/run", "x" * 300])
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, loaded, place: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write the run folder") as caught, new_run(loaded, tmp_path / place):
+    with (
+        pytest.raises(UserError, match="cannot write the run folder") as caught,
+        new_run(loaded, tmp_path / place),
+    ):
         pass
     assert "--run-dir" in caught.value.fix
 
@@ -147,7 +168,11 @@ def test_two_runs_in_one_folder_are_refused(holder) -> None:
 
 
 def test_a_lock_in_this_very_process_holds_too(tmp_path: Path) -> None:
-    with locked(RunFolder(tmp_path)), pytest.raises(UserError, match="in use"), locked(RunFolder(tmp_path)):
+    with (
+        locked(RunFolder(tmp_path)),
+        pytest.raises(UserError, match="in use"),
+        locked(RunFolder(tmp_path)),
+    ):
         pass
 
 
@@ -170,7 +195,10 @@ def test_a_process_with_a_dead_ones_number_holds_nothing(tmp_path: Path) -> None
 
 def test_a_lock_without_kernel_locks_goes_by_its_text(tmp_path: Path, monkeypatch) -> None:
     folder = RunFolder(tmp_path)
-    monkeypatch.setattr("bloomery.core.files.flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
+    monkeypatch.setattr(
+        "bloomery.core.files.flock",
+        lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")),
+    )
     parent = os.getppid()
     text = {"pid": parent, "started": start_mark(parent), "host": run_folder.host_name()}
     folder.lock.write_text(json.dumps(text))
@@ -227,22 +255,35 @@ def test_drafts_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> N
     assert left == [f".tmp-report.html-{os.getpid()}", "letter", "lock"]
 
 
-def test_a_kill_while_the_recipe_is_written_leaves_a_folder_that_can_be_used(tmp_path: Path, loaded) -> None:
+def test_a_kill_while_the_recipe_is_written_leaves_a_folder_that_can_be_used(
+    tmp_path: Path, loaded
+) -> None:
     (tmp_path / "run").mkdir()
     for name in ("lock", ".tmp-recipe.yaml-4194999"):
         (tmp_path / "run" / name).touch()
     with new_run(loaded, tmp_path / "run") as (folder, _):
-        assert sorted(path.name for path in folder.path.iterdir()) == ["lock", "recipe.yaml", "run.json"]
+        assert sorted(path.name for path in folder.path.iterdir()) == [
+            "lock",
+            "recipe.yaml",
+            "run.json",
+        ]
 
 
-@pytest.mark.parametrize("name", ["lock", "events.jsonl", "plan.json", "checkpoints", ".reference-train.bin.tmp"])
-def test_a_link_that_leads_out_of_the_folder_is_refused_and_not_followed(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["lock", "events.jsonl", "plan.json", "checkpoints", ".reference-train.bin.tmp"]
+)
+def test_a_link_that_leads_out_of_the_folder_is_refused_and_not_followed(
+    tmp_path: Path, name: str
+) -> None:
     """It used to be truncated, appended to or written through by who resumed a stranger's run."""
     outside = tmp_path / "precious"
     outside.write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(outside)
-    with pytest.raises(UserError, match=f"{name} is a link to {outside}"), locked(RunFolder(tmp_path / "run")):
+    with (
+        pytest.raises(UserError, match=f"{name} is a link to {outside}"),
+        locked(RunFolder(tmp_path / "run")),
+    ):
         pass
     assert outside.read_text() == "mine"
 
@@ -274,11 +315,15 @@ def test_start_marks_tell_processes_apart() -> None:
 
 
 @pytest.mark.parametrize("writer", ["", "0.7.0"])
-def test_a_run_of_another_format_is_refused_with_the_version_that_reads_it(tmp_path: Path, loaded, writer) -> None:
+def test_a_run_of_another_format_is_refused_with_the_version_that_reads_it(
+    tmp_path: Path, loaded, writer
+) -> None:
     with new_run(loaded, tmp_path / "run"):
         pass
     old = {"run": "ab", "version": writer} if writer else {"run": "ab"}
     (tmp_path / "run/run.json").write_text(stamped(old))
-    with pytest.raises(UserError, match=f"has format 1; Bloomery {__version__} reads format {FORMAT}") as caught:
+    with pytest.raises(
+        UserError, match=f"has format 1; Bloomery {__version__} reads format {FORMAT}"
+    ) as caught:
         read_identity(tmp_path / "run")
     assert (f"Bloomery {writer}" if writer else "events.jsonl") in caught.value.fix

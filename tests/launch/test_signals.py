@@ -56,7 +56,9 @@ LEAVING = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), sign
 @pytest.mark.parametrize(("moment", "code"), [(IMPORTING, -signal.SIGINT), (LEAVING, 0)])
 def test_ctrl_c_at_the_door_is_no_traceback(moment: str, code: int) -> None:
     door = "\nimport runpy, sys; sys.argv[1:] = ['--version']\nrunpy.run_module('bloomery', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", moment + door], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", moment + door], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (code, "")
 
 

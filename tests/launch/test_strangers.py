@@ -21,7 +21,8 @@ def hooked(undisturbed: Bloomery, tmp_path: Path) -> tuple[RunFolder, str]:
     folder, command = RunFolder(tmp_path / "run"), f"touch {tmp_path / 'trace'}"
     plan = json.loads(folder.plan.read_text())
     plan["logging"]["commands"] = [command]
-    write_sealed(folder.path, {folder.plan.name: json.dumps(plan)})  # whoever sends a folder can seal it
+    # whoever sends a folder can seal it
+    write_sealed(folder.path, {folder.plan.name: json.dumps(plan)})
     return folder, command
 
 
@@ -33,7 +34,8 @@ def show(folder: RunFolder, *, asked: frozenset[str] = frozenset()) -> list[str]
         with hub.shown(plan, "run"):
             hub.show(RunEnded(status="stopped"))
     reasons = [event.reason for event in read_events(folder.events) if isinstance(event, Warned)]
-    return [reason for reason in reasons if "loss tokens" not in reason]  # of a small validation set
+    # of a small validation set
+    return [reason for reason in reasons if "loss tokens" not in reason]
 
 
 def test_the_hook_of_a_stranger_is_shown_and_not_run(hooked) -> None:
@@ -43,7 +45,9 @@ def test_the_hook_of_a_stranger_is_shown_and_not_run(hooked) -> None:
     assert not (folder.path.parent / "trace").exists()
 
 
-def test_a_hook_that_was_asked_for_runs_now_and_when_the_run_resumes_but_not_elsewhere(hooked, tmp_path: Path) -> None:
+def test_a_hook_that_was_asked_for_runs_now_and_when_the_run_resumes_but_not_elsewhere(
+    hooked, tmp_path: Path
+) -> None:
     folder, command = hooked
     trace = folder.path.parent / "trace"
     assert show(folder, asked=frozenset({command})) == [] and trace.exists()
@@ -55,10 +59,14 @@ def test_a_hook_that_was_asked_for_runs_now_and_when_the_run_resumes_but_not_els
     assert len(show(RunFolder(tmp_path / "copy"))) == 1 and not trace.exists()
 
 
-def test_train_notes_the_hooks_of_its_recipe(bloomery: Bloomery, tmp_path: Path, monkeypatch) -> None:
+def test_train_notes_the_hooks_of_its_recipe(
+    bloomery: Bloomery, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     words = ("train.max_steps=2", "logging.trackers=[{command: 'true'}]")
     done = bloomery.run("train", "tiny.yaml", "--run-dir", "runs/one", *words)
     assert done.returncode == 0, done.stderr
     assert hooks.remembered(bloomery.run_dir, ["true", "false"]) == {"true"}
-    assert not any(isinstance(event, Warned) and "hook" in event.reason for event in bloomery.events())
+    assert not any(
+        isinstance(event, Warned) and "hook" in event.reason for event in bloomery.events()
+    )

@@ -32,10 +32,21 @@ def test_signals_are_named(code: int, said: str) -> None:
 
 
 def test_of_a_traceback_the_exception_is_told() -> None:
-    tail = ("Traceback (most recent call last):", '  File "x.py", line 3', "    boom()", "RuntimeError: no such op", "")
+    tail = (
+        "Traceback (most recent call last):",
+        '  File "x.py", line 3',
+        "    boom()",
+        "RuntimeError: no such op",
+        "",
+    )
     assert "training failed after step 7: RuntimeError: no such op" in told(1, *tail)
     assert "/somewhere/runs/one/log.txt" in told(1, *tail)
-    dotted = ("Traceback", "torch._inductor.exc.InductorError: CppCompileError: it broke", "", "Set X=1 for more")
+    dotted = (
+        "Traceback",
+        "torch._inductor.exc.InductorError: CppCompileError: it broke",
+        "",
+        "Set X=1 for more",
+    )
     assert "InductorError: CppCompileError: it broke" in told(1, *dotted)
     later = (*tail, "note: rerun with TORCH_LOGS=all", "frame: 7 of 9")
     assert "training failed after step 7: RuntimeError: no such op" in told(1, *later)
@@ -48,14 +59,20 @@ def test_without_a_word_it_says_so() -> None:
 
 def test_a_reported_error_is_passed_on_as_it_is() -> None:
     report = {"problem": "the corpus is empty", "where": "data.path", "fix": "add text", "code": 1}
-    assert told(1, report=report, stage="prepare") == "error: the corpus is empty\nwhere: data.path\nfix:   add text"
+    assert (
+        told(1, report=report, stage="prepare")
+        == "error: the corpus is empty\nwhere: data.path\nfix:   add text"
+    )
 
 
 def test_a_known_death_ends_in_cause_and_remedy() -> None:
     """The last lines that a person sees are why, and what to type."""
     fault = "Memory access fault by GPU node-1 (Agent handle: 0x1f8) on address 0x7a. Reason: Page not present"
     said = told(-signal.SIGABRT, "some warning", fault, "Fatal Python error: Aborted").splitlines()
-    assert said[0].startswith("error: training killed after step 7 by SIGABRT: ") and "memory" in said[0]
+    assert (
+        said[0].startswith("error: training killed after step 7 by SIGABRT: ")
+        and "memory" in said[0]
+    )
     assert said[1].startswith("       (") and "HSA_OVERRIDE_GFX_VERSION" in said[1]
     assert [line[:7] for line in said if line[:7].strip()] == ["error: ", "where: ", "fix:   "]
     assert said[2] == f"where: {fault}"
@@ -69,12 +86,16 @@ def test_a_known_exception_is_explained_and_a_note_is_not() -> None:
     assert "ROCm build" in told(1, *tail)
     assert "sudo usermod -a -G render,video" in told(1, *tail)
     note = "UserWarning: Attempting to use hipBLASLt on an unsupported architecture! Overriding blas backend to hipblas"
-    assert "training failed after step 7: RuntimeError: no such op" in told(1, note, "RuntimeError: no such op")
+    assert "training failed after step 7: RuntimeError: no such op" in told(
+        1, note, "RuntimeError: no such op"
+    )
 
 
 def test_the_exception_counts_more_than_what_was_said_before() -> None:
     earlier = "[rank0]: Watchdog caught collective operation timeout"
-    said = told(1, earlier, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    said = told(
+        1, earlier, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
     assert "NVIDIA GPU out of memory" in said
 
 
@@ -83,12 +104,22 @@ def test_the_machine_of_the_run_decides(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_bytes(machine.read_bytes())
     ending = StageResult("train", 1, None, ("RuntimeError: HIP error: invalid device function",))
     assert "HIP error: invalid device function" in str(failure(ending, RunFolder(tmp_path), step=0))
-    assert "where: " in str(failure(ending, RunFolder(tmp_path), step=0)).splitlines()[1], "nothing is recognized"
+    assert "where: " in str(failure(ending, RunFolder(tmp_path), step=0)).splitlines()[1], (
+        "nothing is recognized"
+    )
 
 
 def test_a_real_child_that_aborts(tmp_path: Path) -> None:
     """What a driver does: a line on stderr, then SIGABRT."""
     script = "import os, sys; print('Memory access fault by GPU node-1', file=sys.stderr, flush=True); os.abort()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    said = str(failure(StageResult("train", done.returncode, None, tuple(done.stderr.splitlines())), FOLDER, step=3))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    said = str(
+        failure(
+            StageResult("train", done.returncode, None, tuple(done.stderr.splitlines())),
+            FOLDER,
+            step=3,
+        )
+    )
     assert "after step 3 by SIGABRT: memory access fault" in said

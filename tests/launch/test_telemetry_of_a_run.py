@@ -16,8 +16,15 @@ from bloomery.runs.telemetry import Guard, Stretch, Watcher
 
 def test_a_stretch_is_means_over_time_the_highest_temperature_and_the_last_of_the_rest():
     stretch = Stretch()
-    stretch.add(SensorReading(device=0, power=100.0, temperature=70.0, utilization=50.0, throttled="temperature"), 1.0)
-    stretch.add(SensorReading(device=0, power=200.0, temperature=60.0, memory_gib=3.0, throttled=""), 3.0)
+    stretch.add(
+        SensorReading(
+            device=0, power=100.0, temperature=70.0, utilization=50.0, throttled="temperature"
+        ),
+        1.0,
+    )
+    stretch.add(
+        SensorReading(device=0, power=200.0, temperature=60.0, memory_gib=3.0, throttled=""), 3.0
+    )
     event = stretch.event(step=7)
     assert (event.step, event.seconds, event.power, event.temperature) == (7, 4.0, 175.0, 70.0)
     assert (event.utilization, event.memory_gib, event.throttled) == (50.0, 3.0, "temperature")
@@ -43,7 +50,9 @@ def until(moment, seconds: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_takes_it_away(tmp_path, monkeypatch):
+def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_takes_it_away(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.05)
     hot, cool = (
         [SensorReading(device=0, temperature=108.0, critical=110.0)],
@@ -54,7 +63,9 @@ def test_a_hot_device_makes_the_file_that_training_waits_for_and_a_cool_one_take
     watcher = Watcher(Script(hot, hot, hot, hot, cool), Guard("auto"), told.append, pause)
     watcher.begin()
     until(lambda: any("paused" in event.reason for event in told if isinstance(event, Warned)))
-    until(lambda: any("resumed after" in event.reason for event in told if isinstance(event, Warned)))
+    until(
+        lambda: any("resumed after" in event.reason for event in told if isinstance(event, Warned))
+    )
     assert not pause.exists()
     watcher.end()
     assert max(event.temperature for event in told if isinstance(event, DeviceStats)) == 108.0
@@ -64,7 +75,10 @@ def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.05)
     pause = tmp_path / "pause"
     watcher = Watcher(
-        Script([SensorReading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), lambda event: None, pause
+        Script([SensorReading(device=0, temperature=120.0, critical=110.0)]),
+        Guard("auto"),
+        lambda event: None,
+        pause,
     )
     watcher.begin()
     until(pause.exists)
@@ -73,7 +87,11 @@ def test_the_end_of_a_run_takes_the_file_away(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "error", [UserError("an event could not be written", where="", fix=""), OSError(28, "No space left on device")]
+    "error",
+    [
+        UserError("an event could not be written", where="", fix=""),
+        OSError(28, "No space left on device"),
+    ],
 )
 def test_when_it_can_tell_nothing_any_more_it_holds_nobody(tmp_path, monkeypatch, error):
     """The disk is full at the very moment in which the run was paused."""
@@ -84,7 +102,12 @@ def test_when_it_can_tell_nothing_any_more_it_holds_nobody(tmp_path, monkeypatch
         seen.append(pause.exists())
         raise error
 
-    watcher = Watcher(Script([SensorReading(device=0, temperature=120.0, critical=110.0)]), Guard("auto"), emit, pause)
+    watcher = Watcher(
+        Script([SensorReading(device=0, temperature=120.0, critical=110.0)]),
+        Guard("auto"),
+        emit,
+        pause,
+    )
     watcher.begin()
     until(lambda: bool(seen) and not watcher._thread.is_alive())
     assert seen == [True] and not pause.exists()
@@ -113,13 +136,17 @@ def test_a_run_tells_how_hard_the_processor_works_and_ends_after_that(undisturbe
     assert isinstance(events[-1], RunEnded) and not (undisturbed.run_dir / "pause").exists()
 
 
-def test_a_run_waits_while_the_file_is_there_and_loses_nothing(bloomery: Bloomery, undisturbed: Bloomery):
+def test_a_run_waits_while_the_file_is_there_and_loses_nothing(
+    bloomery: Bloomery, undisturbed: Bloomery
+):
     words = ("train", "tiny.yaml", "--run-dir", "runs/one")
     with bloomery.start(*words) as process:
         until(bloomery.saw(StepDone, 2), 120)
         (bloomery.run_dir / "pause").touch()
         until(bloomery.saw(Phase), 60)
-        until(lambda: any(isinstance(e, Phase) and e.name == "paused" for e in bloomery.events()), 60)
+        until(
+            lambda: any(isinstance(e, Phase) and e.name == "paused" for e in bloomery.events()), 60
+        )
         count = len(losses(bloomery.run_dir))
         time.sleep(1)
         assert len(losses(bloomery.run_dir)) == count < 16

@@ -10,12 +10,18 @@ from bloomery.monitor.events import Phase
 from bloomery.runs.telemetry import BLIND_SECONDS, Guard, Waiting
 
 
-def looks(guard: Guard, *degrees: float | None, critical: float | None = 110.0, device: int = 0) -> list[str]:
+def looks(
+    guard: Guard, *degrees: float | None, critical: float | None = 110.0, device: int = 0
+) -> list[str]:
     """What is said at each look, five seconds apart."""
     said = []
     for at, heat in enumerate(degrees):
-        change = guard.check([SensorReading(device=device, temperature=heat, critical=critical)], 5.0 * at)
-        said.append("" if change is None else f"{'pause' if change.paused else 'go on'}: {change.reason}")
+        change = guard.check(
+            [SensorReading(device=device, temperature=heat, critical=critical)], 5.0 * at
+        )
+        said.append(
+            "" if change is None else f"{'pause' if change.paused else 'go on'}: {change.reason}"
+        )
     return said
 
 
@@ -75,8 +81,11 @@ def test_a_cool_device_does_not_vouch_for_a_hot_one_that_is_silent():
     assert guard.check(both, 0) is None and guard.check(both, 5).paused
     cool, hot = SensorReading(device=0, temperature=50.0), SensorReading(device=0, temperature=75.0)
     silent = SensorReading(device=1, temperature=None)
-    assert guard.check([cool, silent], 10) is None and guard.check([cool], 5 + BLIND_SECONDS) is None
-    assert guard.check([hot], 10 + BLIND_SECONDS) is None  # nor does the silence of one free another
+    assert (
+        guard.check([cool, silent], 10) is None and guard.check([cool], 5 + BLIND_SECONDS) is None
+    )
+    # nor does the silence of one free another
+    assert guard.check([hot], 10 + BLIND_SECONDS) is None
     change = guard.check([cool], 15 + BLIND_SECONDS)
     assert not change.paused and "GPU 1 without a reading for 60 s" in change.reason
     assert guard.check(both, 100) is None and guard.check(both, 105).paused
@@ -92,10 +101,16 @@ def test_training_waits_between_two_steps_and_says_so(tmp_path):
     threading.Timer(0.2, (tmp_path / "pause").unlink).start()
     begun = time.monotonic()
     assert not waiting.until(lambda: False, poll_seconds=0.01)
-    assert time.monotonic() - begun > 0.15 and [type(event) for event in told] == [Phase] and told[0].name == "paused"
+    assert (
+        time.monotonic() - begun > 0.15
+        and [type(event) for event in told] == [Phase]
+        and told[0].name == "paused"
+    )
 
 
 def test_a_paused_run_still_hears_a_stop(tmp_path):
     (tmp_path / "pause").touch()
     asked = iter([False, False, True, True])
-    assert Waiting(tmp_path / "pause", lambda event: None).until(lambda: next(asked), poll_seconds=0.01)
+    assert Waiting(tmp_path / "pause", lambda event: None).until(
+        lambda: next(asked), poll_seconds=0.01
+    )

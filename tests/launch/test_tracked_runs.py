@@ -32,11 +32,15 @@ def libraries(bloomery: Bloomery, monkeypatch, **sources: str) -> None:
     folder.mkdir()
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setenv("TOLD", str(bloomery.folder / "told"))
 
 
-def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloomery, undisturbed, monkeypatch):
+def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(
+    bloomery: Bloomery, undisturbed, monkeypatch
+):
     libraries(bloomery, monkeypatch, wandb=RECORD, trackio=FAIL)
     words = (*TRAIN, "logging.trackers=[wandb, trackio]", "logging.every=1 steps")
     assert bloomery.run_until(bloomery.saw(StepDone, 2), signal.SIGTERM, *words) == 75
@@ -52,7 +56,10 @@ def test_a_tracker_follows_a_run_over_a_stop_and_changes_nothing(bloomery: Bloom
     assert {one["step"] for one in told if "step" in one} >= set(range(1, 17))
     warned = [event.reason for event in bloomery.events() if isinstance(event, Warned)]
     assert sum("the disk is full" in reason for reason in warned) == 2  # once each time that it ran
-    assert [event.status for event in bloomery.events() if isinstance(event, RunEnded)] == ["stopped", "done"]
+    assert [event.status for event in bloomery.events() if isinstance(event, RunEnded)] == [
+        "stopped",
+        "done",
+    ]
 
 
 def test_a_tracker_that_is_not_installed_is_said_before_there_is_a_run(bloomery: Bloomery):

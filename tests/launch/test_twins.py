@@ -11,18 +11,34 @@ from runs_of_bloomery import Bloomery
 from bloomery.monitor.events import EvalDone, read_events
 from bloomery.recipe.load import load_recipe, packaged
 
-TWINS = sorted(name for name in packaged() if f"{name}-tiny" in packaged() and load_recipe(name).recipe.model.from_)
+TWINS = sorted(
+    name
+    for name in packaged()
+    if f"{name}-tiny" in packaged() and load_recipe(name).recipe.model.from_
+)
 WHOLE = [pytest.param(name, marks=pytest.mark.soak) for name in TWINS]
-FIRST = {"token": math.log(2048), "pair": math.log(2)}  # of a model that knows nothing: every token, a coin
+# of a model that knows nothing: every token, a coin
+FIRST = {"token": math.log(2048), "pair": math.log(2)}
 LEARNS_MORE = {"rank", "alpha", "modules_to_save"}  # a random base has nothing to adapt
 
 
 def test_every_recipe_that_starts_from_a_model_has_a_twin():
-    sizes = {"qwen2.5-0.5b-lora", "qwen2.5-3b-lora", "qwen2.5-0.5b-dpo-lora", "qwen3-0.6b-lora", "qwen3-1.7b-lora",
-             "qwen3-8b-qlora", "gemma3-1b-lora", "llama3.2-1b-lora"}  # fmt: skip
+    sizes = {
+        "qwen2.5-0.5b-lora",
+        "qwen2.5-3b-lora",
+        "qwen2.5-0.5b-dpo-lora",
+        "qwen3-0.6b-lora",
+        "qwen3-1.7b-lora",
+        "qwen3-8b-qlora",
+        "gemma3-1b-lora",
+        "llama3.2-1b-lora",
+    }
     sizes |= {"llama3.2-3b-qlora"}  # of a family and by a method that other twins have
-    asked = {name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1}
-    several = {"llama3.1-8b-full-8gpu", "llama2-70b-lora-8gpu"}  # tests/train/test_ranks_recipes.py has theirs
+    asked = {
+        name for name in packaged() if (load_recipe(name).recipe.model.from_ or "").count("/") == 1
+    }
+    # tests/train/test_ranks_recipes.py has theirs
+    several = {"llama3.1-8b-full-8gpu", "llama2-70b-lora-8gpu"}
     assert asked - sizes - several == set(TWINS)
     assert len(TWINS) == 13
 
@@ -64,13 +80,27 @@ def test_a_twin_learns_small_pairs(tmp_path):
     """In place of its own data, which takes as long to prepare as all nine to train for this: `make soak` has that."""
     draw = random.Random(0)
     says = lambda ending: " ".join(draw.choices(["we", "saw", "a", "tree", "there"], k=12)) + ending  # noqa: E731
-    rows = [{"prompt": says(""), "chosen": says(" yes"), "rejected": says(" no")} for _ in range(200)]
+    rows = [
+        {"prompt": says(""), "chosen": says(" yes"), "rejected": says(" no")} for _ in range(200)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("data.builtin=null", "data.path=pairs.jsonl", "tokenizer.train.vocab_size=300", "train.max_steps=8",
-             "train.tokens_per_step=1024", "train.micro_batch_size=1")  # fmt: skip
-    done = Bloomery(tmp_path).run("train", "qwen2.5-1.5b-reward-lora-tiny", "--run-dir", "run", *words)
+    words = (
+        "data.builtin=null",
+        "data.path=pairs.jsonl",
+        "tokenizer.train.vocab_size=300",
+        "train.max_steps=8",
+        "train.tokens_per_step=1024",
+        "train.micro_batch_size=1",
+    )
+    done = Bloomery(tmp_path).run(
+        "train", "qwen2.5-1.5b-reward-lora-tiny", "--run-dir", "run", *words
+    )
     assert done.returncode == 0, done.stderr
-    exams = [event.loss for event in read_events(tmp_path / "run/events.jsonl") if isinstance(event, EvalDone)]
+    exams = [
+        event.loss
+        for event in read_events(tmp_path / "run/events.jsonl")
+        if isinstance(event, EvalDone)
+    ]
     assert exams[-1] < FIRST["pair"] - 0.005
 
 

@@ -13,7 +13,10 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 def documents_of(*rows: Sequence[int]) -> Tensor:
     """Document numbers from the lengths of each row's documents; a negative length is padding."""
     return torch.stack(
-        [torch.cat([torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(lengths)]) for lengths in rows]
+        [
+            torch.cat([torch.full((abs(n),), i if n > 0 else -1) for i, n in enumerate(lengths)])
+            for lengths in rows
+        ]
     )
 
 
@@ -29,7 +32,9 @@ def inputs(
     """q, k and v as a projection leaves them: [B, T, heads, E] in memory."""
     generator = torch.Generator().manual_seed(length)
     q, k, v = (
-        torch.randn(batch, length, n, width, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
+        torch.randn(batch, length, n, width, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .transpose(1, 2)
         for n in (heads, key_heads, key_heads)
     )
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
@@ -47,11 +52,15 @@ def run(
 ) -> Tensor:
     torch.manual_seed(seed)
     layout = layout_of(documents, backend=backend)
-    return attend(*qkv, layout, backend=backend, window=window, softcap=softcap, scale=0.4, dropout=dropout)
+    return attend(
+        *qkv, layout, backend=backend, window=window, softcap=softcap, scale=0.4, dropout=dropout
+    )
 
 
 def with_gradients(backend: str, qkv: Inputs, documents: Tensor | None, **options) -> list[Tensor]:
     """The output and the gradients of q, k and v under a fixed upstream gradient."""
     out = run(backend, qkv, documents, **options)
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out.dtype)
+    upstream = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    ).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, qkv, upstream)]

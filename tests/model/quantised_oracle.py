@@ -23,8 +23,13 @@ SHAPES = {
 def weight_of(shape: tuple[int, int], dtype: str) -> Tensor:
     """Nearly normal numbers that no random library changes, with an outlier and, of several blocks, one of zeros."""
     count = math.prod(shape)
-    drawn = b"".join(hashlib.sha256(f"{count}/{index}".encode()).digest() for index in range(-(-count // 8)))
-    values = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)[: 4 * count].view(-1, 4).sum(1) - 510.0
+    drawn = b"".join(
+        hashlib.sha256(f"{count}/{index}".encode()).digest() for index in range(-(-count // 8))
+    )
+    values = (
+        torch.frombuffer(bytearray(drawn), dtype=torch.uint8)[: 4 * count].view(-1, 4).sum(1)
+        - 510.0
+    )
     values *= 2.0**-13
     if count > 64:
         values[:64] = 0
@@ -34,11 +39,15 @@ def weight_of(shape: tuple[int, int], dtype: str) -> Tensor:
 
 def text(tensor: Tensor) -> str:
     """The bytes of a tensor in memory."""
-    return base64.b64encode(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).decode()
+    return base64.b64encode(
+        tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    ).decode()
 
 
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def recorded(weight: Tensor) -> dict[str, str]:
@@ -46,19 +55,27 @@ def recorded(weight: Tensor) -> dict[str, str]:
     from bitsandbytes import functional
 
     codes, plain = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
-    levels, plain_torch = functional.create_dynamic_map(), torch._C.DispatchKey.CompositeExplicitAutograd
-    _, double = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64, compress_statistics=True)
+    levels, plain_torch = (
+        functional.create_dynamic_map(),
+        torch._C.DispatchKey.CompositeExplicitAutograd,
+    )
+    _, double = functional.quantize_4bit(
+        weight, quant_type="nf4", blocksize=64, compress_statistics=True
+    )
     # Near the middle between two levels its kernel for processors takes either; its plain torch the nearest.
     exact, _ = torch.ops.bitsandbytes.quantize_blockwise.default._op_dk(
         plain_torch, plain.absmax - double.offset, levels, 256
     )
     return {
-        "codes": digest(codes), "scales": digest(plain.absmax),
+        "codes": digest(codes),
+        "scales": digest(plain.absmax),
         "read": digest(functional.dequantize_4bit(codes, plain)),
-        "double_scales": text(double.absmax), "exact_scales": digest(exact),
-        "outer": text(double.state2.absmax), "mean": text(double.offset[None]),
+        "double_scales": text(double.absmax),
+        "exact_scales": digest(exact),
+        "outer": text(double.state2.absmax),
+        "mean": text(double.offset[None]),
         "double_read": digest(functional.dequantize_4bit(codes, double)),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

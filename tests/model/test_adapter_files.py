@@ -25,11 +25,15 @@ from bloomery.recipe.schema import Lora
 LLAMA = ["q_proj", "v_proj", "down_proj"]
 THEIRS = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
 KINDS = {
-    "lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True},
-    "patterns": {"rank_pattern": {"layers.0.self_attn.q_proj": 2, "^model.layers.1.self_attn.q_proj": 6},
-                 "alpha_pattern": {"v_proj": 3, r"layers\.[01]\.mlp.down_proj": 5}},
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "patterns": {
+        "rank_pattern": {"layers.0.self_attn.q_proj": 2, "^model.layers.1.self_attn.q_proj": 6},
+        "alpha_pattern": {"v_proj": 3, r"layers\.[01]\.mlp.down_proj": 5},
+    },
     "whole": {"modules_to_save": ["lm_head", "model.norm"]},
-}  # fmt: skip
+}
 
 
 def trained_by_peft(case, folder, **settings):
@@ -49,29 +53,49 @@ def trained_by_peft(case, folder, **settings):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("case", "kind"), [
-    *(("llama2", kind) for kind in KINDS), ("llama3-gqa-tied", "dora"), ("gpt2", "lora"), ("gpt2", "dora"),
-    ("phi3", "rslora"), ("qwen2", "dora"), ("gemma2", "lora"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        *(("llama2", kind) for kind in KINDS),
+        ("llama3-gqa-tied", "dora"),
+        ("gpt2", "lora"),
+        ("gpt2", "dora"),
+        ("phi3", "rslora"),
+        ("qwen2", "dora"),
+        ("gemma2", "lora"),
+    ],
+)
 def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
     targets = {"target_modules": THEIRS[case]} if case in THEIRS else {}
     theirs = trained_by_peft(case, tmp_path, **KINDS[kind], **targets)
-    ours = load_decoder(tmp_path / "adapter", dtype=torch.float64)  # float32 rounds the logits by more than 1e-5
+    # float32 rounds the logits by more than 1e-5
+    ours = load_decoder(tmp_path / "adapter", dtype=torch.float64)
     with torch.no_grad():
         assert_close(ours(tokens()), theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
         assert (ours(tokens()) - tiny_reference(case)(tokens()).logits).abs().max() > 0.1
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("case", "settings"), [
-    ("llama2", {}), ("llama2", {"kind": "dora", "use_rslora": True, "alpha": 5.0}), ("llama2", {"init": "pissa"}),
-    ("llama2", {"modules_to_save": ["embed_tokens", "lm_head", "norms", "k_proj"], "target_modules": ["q_proj"]}),
-    ("llama3-gqa-tied", {"modules_to_save": ["lm_head"]}), ("llama2",
-        {"dtype": "bfloat16", "target_modules": ["all-linear"]}),
-    ("gpt2", {"target_modules": ["q_proj", "v_proj", "c_proj"], "modules_to_save": ["norms"]}),
-    ("gpt2", {"kind": "dora", "target_modules": ["c_attn", "mlp.up_proj"]}),
-    ("phi3", {"target_modules": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("llama2", {}),
+        ("llama2", {"kind": "dora", "use_rslora": True, "alpha": 5.0}),
+        ("llama2", {"init": "pissa"}),
+        (
+            "llama2",
+            {
+                "modules_to_save": ["embed_tokens", "lm_head", "norms", "k_proj"],
+                "target_modules": ["q_proj"],
+            },
+        ),
+        ("llama3-gqa-tied", {"modules_to_save": ["lm_head"]}),
+        ("llama2", {"dtype": "bfloat16", "target_modules": ["all-linear"]}),
+        ("gpt2", {"target_modules": ["q_proj", "v_proj", "c_proj"], "modules_to_save": ["norms"]}),
+        ("gpt2", {"kind": "dora", "target_modules": ["c_attn", "mlp.up_proj"]}),
+        ("phi3", {"target_modules": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
+    ],
+)
 def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
     saved_reference(case, tmp_path / "base")
     ours = load_decoder(tmp_path / "base")
@@ -85,7 +109,13 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
                 parameter += torch.empty_like(parameter).normal_(0, 0.1, generator=numbers)
     (tmp_path / "adapter").mkdir()
     settings = adaptation(ours.config, lora)
-    write_adapter(trained_state(ours), settings, ours.config, tmp_path / "adapter", base=str(tmp_path / "base"))
+    write_adapter(
+        trained_state(ours),
+        settings,
+        ours.config,
+        tmp_path / "adapter",
+        base=str(tmp_path / "base"),
+    )
     wrapped = peft.PeftModel.from_pretrained(tiny_reference(case), tmp_path / "adapter").eval()
     again = load_decoder(tmp_path / "adapter", dtype=torch.float64)
     with torch.no_grad():
@@ -111,10 +141,14 @@ def test_an_adapter_of_a_reward_model_brings_its_values(case, tmp_path):
                 parameter += 0.05
     (tmp_path / "adapter").mkdir()
     settings = adaptation(config, lora)
-    write_adapter(trained_state(ours), settings, config, tmp_path / "adapter", base=str(tmp_path / "base"))
+    write_adapter(
+        trained_state(ours), settings, config, tmp_path / "adapter", base=str(tmp_path / "base")
+    )
     again = load_decoder(tmp_path / "adapter")
     assert again.config.head == "values"
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1, pad_token_id=0)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "base", num_labels=1, pad_token_id=0
+    )
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         values = ours.double()(tokens(), head=Values())
@@ -132,7 +166,9 @@ def broken(folder, kind):
     elif kind == "shape":
         tensors[first] = torch.zeros(4, 7)
     elif kind == "layers":
-        tensors = {name.replace("layers.1.", "layers.31."): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.replace("layers.1.", "layers.31."): tensor for name, tensor in tensors.items()
+        }
     elif kind == "name":
         tensors["../../etc/passwd"] = torch.zeros(1)
     elif kind == "rank":
@@ -157,12 +193,25 @@ def broken(folder, kind):
         file.rename(folder / "adapter_model.bin")
 
 
-@pytest.mark.parametrize(("kind", "told"), [
-    ("missing", "lacks"), ("shape", r"\[4, 7\]"), ("layers", "does not have"), ("name", "no name that PEFT"),
-    ("rank", r"make it \[5"), ("residual", "pissa_niter_4"), ("unknown", "use_qalora"),
-    ("bias", "bias"), ("pattern", "too wide"), ("alpha", "lora_alpha"), ("base", "not here"), ("json", "not JSON"),
-    ("pickle", "pickle"), ("empty", "changes nothing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("missing", "lacks"),
+        ("shape", r"\[4, 7\]"),
+        ("layers", "does not have"),
+        ("name", "no name that PEFT"),
+        ("rank", r"make it \[5"),
+        ("residual", "pissa_niter_4"),
+        ("unknown", "use_qalora"),
+        ("bias", "bias"),
+        ("pattern", "too wide"),
+        ("alpha", "lora_alpha"),
+        ("base", "not here"),
+        ("json", "not JSON"),
+        ("pickle", "pickle"),
+        ("empty", "changes nothing"),
+    ],
+)
 def test_an_adapter_that_does_not_fit_is_refused_in_a_sentence(kind, told, tmp_path):
     trained_by_peft("llama2", tmp_path)
     broken(tmp_path / "adapter", kind)
@@ -191,7 +240,9 @@ def test_gradients_and_a_step_of_adamw_are_those_of_peft(kind, tmp_path):
     ours = load_decoder(tmp_path / "adapter")
     batch = tokens()
     for model, logits in ((theirs, theirs(batch).logits), (ours, ours(batch))):
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()).backward()
+        torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()
+        ).backward()
         trained = [p for p in model.parameters() if p.requires_grad]
         assert all(p.grad is not None for p in trained)
         torch.optim.AdamW(trained, lr=0.01).step()
@@ -215,7 +266,9 @@ def test_pissa_begins_where_peft_begins(tmp_path):
     adapt(ours, Lora(kind="lora", init="pissa", rank=4, alpha=8.0, target_modules=["q_proj"]))
     init_adapters(ours, 0)
     assert_close(ours(tokens()), before, atol=1e-5, rtol=1e-5)
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights="pissa"
+    )
     theirs = peft.get_peft_model(reference, config)
     for name, module in adapted(ours):
         peer = theirs.base_model.model.get_submodule(name)
@@ -248,19 +301,27 @@ def test_names_and_patterns_choose_modules(case, tmp_path):
 
     assert len(chosen("q_proj")) == layers
     assert len(chosen("all-linear")) == layers * (7 if case == "llama2" else 6)
-    assert list(chosen("model.layers.[01].*.q_proj")) == [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    assert list(chosen("model.layers.[01].*.q_proj")) == [
+        f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)
+    ]
     assert len(chosen("mlp.*")) == layers * (3 if case == "llama2" else 2)
     if case == "gpt2":
         assert len(chosen("c_attn")) == 3 * layers
     assert math.isclose(chosen("q_proj")["model.layers.0.self_attn.q_proj"].scale, 2.0)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
-    ({"target_modules": ["q_porj"]}, "q_proj"), ({"target_modules": ["model.layers.9.mlp.up_proj"]}, "layers 0 to"),
-    ({"target_modules": ["lm_head"]}, "modules_to_save"), ({"target_modules": []}, "q_proj"),
-    ({"modules_to_save": ["lm_haed"]}, "lm_head"), ({"modules_to_save": ["q_proj"]}, "one of the two"),
-    ({"init": "pissa", "rank": 64}, "adapter.rank=48"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"target_modules": ["q_porj"]}, "q_proj"),
+        ({"target_modules": ["model.layers.9.mlp.up_proj"]}, "layers 0 to"),
+        ({"target_modules": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": []}, "q_proj"),
+        ({"modules_to_save": ["lm_haed"]}, "lm_head"),
+        ({"modules_to_save": ["q_proj"]}, "one of the two"),
+        ({"init": "pissa", "rank": 64}, "adapter.rank=48"),
+    ],
+)
 def test_settings_that_mean_nothing_are_refused_with_the_nearest(settings, told, tmp_path):
     saved_reference("llama2", tmp_path)
     config = load_decoder(tmp_path).config

@@ -7,27 +7,50 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from bloomery.model.adapters.lora import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
+from bloomery.model.adapters.lora import (
+    LoraLinear,
+    adapt,
+    adapted,
+    adapters_disabled,
+    init_adapters,
+)
 from bloomery.model.config import ModelConfig
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.recipe.schema import Lora
 
 CONFIG = ModelConfig(
-    family="qwen2", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
-    head_dim=16, attention_bias=True,
-)  # fmt: skip
+    family="qwen2",
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    attention_bias=True,
+)
 TOKENS = torch.arange(20)[None] * 7 % 61
 KINDS = {
-    "lora": {}, "rslora": {"use_rslora": True, "dtype": "bfloat16"}, "dora": {"kind": "dora"},
+    "lora": {},
+    "rslora": {"use_rslora": True, "dtype": "bfloat16"},
+    "dora": {"kind": "dora"},
     "pissa": {"init": "pissa"},
-}  # fmt: skip
+}
 
 
 def tuned(kind, *, dtype=torch.float32):
     """A decoder whose adapters have moved away from where they begin."""
     model = fresh_decoder(CONFIG, seed=0, dtype=dtype)
-    adapt(model, Lora(**({"kind": "lora", "rank": 4, "alpha": 8, "target_modules": ["all-linear"]} | KINDS[kind])))
+    adapt(
+        model,
+        Lora(
+            **(
+                {"kind": "lora", "rank": 4, "alpha": 8, "target_modules": ["all-linear"]}
+                | KINDS[kind]
+            )
+        ),
+    )
     init_adapters(model, 0)
     numbers = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -41,20 +64,32 @@ def step(model):
     """Logits, and every gradient by name."""
     logits = model(TOKENS)
     logits.square().sum().backward()
-    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logits.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("kind", "precision"), [
-    ("dora", None),
-    *(pytest.param(kind, precision, marks=pytest.mark.soak)
-      for kind, precision in (("rslora", torch.bfloat16), ("dora", torch.float16), ("pissa", torch.bfloat16))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("dora", None),
+        *(
+            pytest.param(kind, precision, marks=pytest.mark.soak)
+            for kind, precision in (
+                ("rslora", torch.bfloat16),
+                ("dora", torch.float16),
+                ("pissa", torch.bfloat16),
+            )
+        ),
+    ],
+)
 def test_compiled_and_recomputed_blocks_compute_the_same(kind, precision):
     torch._dynamo.reset()
     plain = tuned(kind)
     other = copy.deepcopy(plain)
-    for index, block in enumerate(other.model.layers[:1]):  # the others are alike, and each compiles anew
+    # the others are alike, and each compiles anew
+    for index, block in enumerate(other.model.layers[:1]):
         checkpoint_block(block, "full", index=index)
         block.compile(backend="aot_eager", fullgraph=True, dynamic=False)  # inductor takes a minute
     with torch.autocast("cpu", dtype=precision or torch.bfloat16, enabled=precision is not None):
@@ -109,7 +144,9 @@ def test_without_its_adapters_the_base_is_what_it_was(kind):
 def test_training_begins_with_the_function_of_the_base(kind):
     model = fresh_decoder(CONFIG, seed=0)
     before = model(TOKENS)
-    adapt(model, Lora(**({"kind": "lora", "rank": 4, "target_modules": ["all-linear"]} | KINDS[kind])))
+    adapt(
+        model, Lora(**({"kind": "lora", "rank": 4, "target_modules": ["all-linear"]} | KINDS[kind]))
+    )
     init_adapters(model, 0)
     assert_close(model(TOKENS), before, atol=1e-6, rtol=1e-6)
 
@@ -117,7 +154,9 @@ def test_training_begins_with_the_function_of_the_base(kind):
 def test_the_norm_that_dora_divides_by_is_that_of_the_whole_matrix():
     for _, module in adapted(tuned("dora")):
         whole = module.weight + module.scale * module.lora_B @ module.lora_A
-        assert_close(module.row_norms(*module.pair(torch.float32)), whole.norm(dim=1), atol=1e-6, rtol=1e-5)
+        assert_close(
+            module.row_norms(*module.pair(torch.float32)), whole.norm(dim=1), atol=1e-6, rtol=1e-5
+        )
 
 
 def test_dropout_drops_what_the_adapter_reads_and_only_while_training():
@@ -134,4 +173,7 @@ def test_dropout_drops_what_the_adapter_reads_and_only_while_training():
     assert added.std() > 1
     assert abs(float(added.mean()) / expected - 1) < 0.05
     module.eval()
-    assert_close(module(x) - nn.functional.linear(x, module.weight, module.bias), torch.full_like(added, expected))
+    assert_close(
+        module(x) - nn.functional.linear(x, module.weight, module.bias),
+        torch.full_like(added, expected),
+    )

@@ -15,7 +15,9 @@ from bloomery.model.native import find_compiler
 
 PACKED = documents_of([5, 200, 60, -35], [300])
 HAS_COMPILER = find_compiler() is not None
-COMPILED = pytest.param("compiled", marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler"))
+COMPILED = pytest.param(
+    "compiled", marks=pytest.mark.skipif(not HAS_COMPILER, reason="no C++ compiler")
+)
 ON_CPU = [
     name
     for name, facts in BACKENDS.items()
@@ -28,9 +30,16 @@ ON_CPU = [
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_backends_agree_with_math(backend: str, packed: bool, window: int | None, softcap: float | None) -> None:
+def test_backends_agree_with_math(
+    backend: str, packed: bool, window: int | None, softcap: float | None
+) -> None:
     refusal = supports(
-        backend, device_type="cpu", packed=packed, window=window is not None, softcap=softcap is not None, dropout=False
+        backend,
+        device_type="cpu",
+        packed=packed,
+        window=window is not None,
+        softcap=softcap is not None,
+        dropout=False,
     )
     if refusal is not None:
         pytest.skip(refusal)
@@ -46,7 +55,9 @@ def test_backends_agree_with_math(backend: str, packed: bool, window: int | None
 def test_half_types_stay_near_the_exact_result(backend: str) -> None:
     documents = None if backend == "sdpa" else PACKED
     qkv = inputs(300, dtype=torch.bfloat16)
-    exact = with_gradients("math", tuple(x.detach().double().requires_grad_() for x in qkv), documents)
+    exact = with_gradients(
+        "math", tuple(x.detach().double().requires_grad_() for x in qkv), documents
+    )
     for ours, theirs in zip(with_gradients(backend, qkv, documents), exact, strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours.double() - theirs).norm() < 0.01 * theirs.norm()
@@ -68,19 +79,27 @@ def test_one_graph_serves_every_length() -> None:
     options = {"window": None, "softcap": None, "scale": 0.4, "dropout": 0.0}
     for length in (6, 9):
         qkv = inputs(length)
-        assert_close(compiled(*qkv, layout_of(None, backend="sdpa"), backend="sdpa", **options), run("math", qkv))
+        assert_close(
+            compiled(*qkv, layout_of(None, backend="sdpa"), backend="sdpa", **options),
+            run("math", qkv),
+        )
 
 
 def test_documents_do_not_see_each_other_by_hand() -> None:
     q, k, v = inputs(12, batch=1)
     documents = documents_of([5, 7])
-    apart = [run("math", (q[:, :, part], k[:, :, part], v[:, :, part])) for part in (slice(0, 5), slice(5, 12))]
+    apart = [
+        run("math", (q[:, :, part], k[:, :, part], v[:, :, part]))
+        for part in (slice(0, 5), slice(5, 12))
+    ]
     for backend in ("mask", "math", "per_document", "blockwise"):
         assert_close(run(backend, (q, k, v), documents), torch.cat(apart, 2))
 
 
 @pytest.mark.parametrize("backend", ["mask", "math", "per_document", COMPILED, "blockwise"])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}, {"dropout": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"softcap": 2.0}, {"dropout": 0.5}], ids=str
+)
 def test_padding_is_never_nan(backend: str, options: dict[str, float]) -> None:
     if backend == "mask" and "softcap" in options:
         pytest.skip("no soft-cap")
@@ -95,7 +114,9 @@ def test_queries_are_the_last_positions_of_a_cache() -> None:
         whole = run("math", (q, k, v), window=window)
         for backend in ("sdpa", "mask", "math"):
             for queries in (1, 7):
-                assert_close(run(backend, (q[:, :, -queries:], k, v), window=window), whole[:, :, -queries:])
+                assert_close(
+                    run(backend, (q[:, :, -queries:], k, v), window=window), whole[:, :, -queries:]
+                )
 
 
 def test_a_window_counts_the_query_itself() -> None:
@@ -110,10 +131,14 @@ def test_sdpa_refuses_documents() -> None:
 
 @pytest.mark.parametrize("backend", ["per_document", COMPILED, "blockwise"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_compiled_blocks_hold_the_operators_and_never_recompile(backend: str, dropout: float) -> None:
+def test_compiled_blocks_hold_the_operators_and_never_recompile(
+    backend: str, dropout: float
+) -> None:
     def block(x: torch.Tensor, layout: object) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (x * 2, x, x + 1))
-        out = attend(q, k, v, layout, backend=backend, window=None, softcap=None, scale=0.3, dropout=dropout)
+        out = attend(
+            q, k, v, layout, backend=backend, window=None, softcap=None, scale=0.3, dropout=dropout
+        )
         return out.transpose(1, 2).flatten(2)
 
     graphs = []
@@ -132,7 +157,9 @@ def test_compiled_blocks_hold_the_operators_and_never_recompile(backend: str, dr
         torch.manual_seed(3)
         theirs = block(x, layout)
         assert torch.equal(ours, theirs)
-        assert torch.equal(*(torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs)))
+        assert torch.equal(
+            *(torch.autograd.grad(out.square().sum(), x)[0] for out in (ours, theirs))
+        )
     assert len(graphs) == 1
 
 
@@ -158,5 +185,9 @@ def test_documents_of_many_lengths_share_few_kernels() -> None:
 
     with mock.patch.object(per_document, "_flash", seen):
         for first in range(1, 257):
-            run("per_document", inputs(257, batch=1, dtype=torch.bfloat16), documents_of([first, 257 - first]))
+            run(
+                "per_document",
+                inputs(257, batch=1, dtype=torch.bfloat16),
+                documents_of([first, 257 - first]),
+            )
     assert met == {64, 128, 192, 256}

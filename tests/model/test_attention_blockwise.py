@@ -25,8 +25,12 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", ["blockwise", "per_document"])
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["whole", "packed"])
 @pytest.mark.parametrize("features", ["", "window", "softcap", "dropout", "window+softcap+dropout"])
-@pytest.mark.parametrize("key_heads", [1, pytest.param(2, marks=pytest.mark.soak)], ids=["shared", "own"])
-def test_gradients(backend: str, documents: torch.Tensor | None, features: str, key_heads: int) -> None:
+@pytest.mark.parametrize(
+    "key_heads", [1, pytest.param(2, marks=pytest.mark.soak)], ids=["shared", "own"]
+)
+def test_gradients(
+    backend: str, documents: torch.Tensor | None, features: str, key_heads: int
+) -> None:
     qkv = inputs(8, batch=1, heads=2, key_heads=key_heads, width=2)
     options = {name: FEATURES[name] for name in features.split("+") if name}
     assert gradcheck(lambda *qkv: run(backend, qkv, documents, **options), qkv)
@@ -47,7 +51,12 @@ def test_foreign_and_far_blocks_are_skipped() -> None:
     first_BT = torch.tensor([[0] * 5 + [5] * 7, [0] * 3 + [3] * 9])
     task = blockwise.Task(first_BT, blockwise.reach_of(first_BT), None, None, None, 1.0, 0.0)
     assert _touched(task) == [[0], [1, 0], [2, 1], [3, 2, 1]]
-    assert _touched(blockwise.Task(None, None, None, 2, None, 1.0, 0.0)) == [[0], [1, 0], [2, 1], [3, 2]]
+    assert _touched(blockwise.Task(None, None, None, 2, None, 1.0, 0.0)) == [
+        [0],
+        [1, 0],
+        [2, 1],
+        [3, 2],
+    ]
 
 
 def _touched(task: blockwise.Task) -> list[list[int]]:
@@ -58,24 +67,33 @@ def _touched(task: blockwise.Task) -> list[list[int]]:
 def test_dropout_keeps_the_expectation(backend: str) -> None:
     documents = documents_of([100, 200, 212])
     qkv = tuple(x.detach() for x in inputs(512, batch=1, heads=2, key_heads=1, dtype=torch.float32))
-    ones = (qkv[0], qkv[1], torch.ones_like(qkv[2]))  # the output is then the sum of the kept shares
-    mean = torch.stack([run(backend, ones, documents, dropout=0.3, seed=seed) for seed in range(40)]).mean()
+    # the output is then the sum of the kept shares
+    ones = (qkv[0], qkv[1], torch.ones_like(qkv[2]))
+    mean = torch.stack(
+        [run(backend, ones, documents, dropout=0.3, seed=seed) for seed in range(40)]
+    ).mean()
     assert abs(mean.item() - 1) < 0.01
     plain = run(backend, qkv, documents)
-    many = torch.stack([run(backend, qkv, documents, dropout=0.1, seed=seed) for seed in range(60)]).mean(0)
+    many = torch.stack(
+        [run(backend, qkv, documents, dropout=0.1, seed=seed) for seed in range(60)]
+    ).mean(0)
     assert (many - plain).norm() < 0.1 * plain.norm()
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "per_document"])
 def test_dropout_repeats_with_the_default_generator_alone(backend: str) -> None:
     documents, qkv = documents_of([40, 260], [300]), inputs(300, dtype=torch.float32)
-    first, again, other = (with_gradients(backend, qkv, documents, dropout=0.2, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        with_gradients(backend, qkv, documents, dropout=0.2, seed=seed) for seed in (1, 1, 2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
     state = torch.get_rng_state()
     torch.randint(2**62, ())
     torch.set_rng_state(state)
-    assert torch.equal(run(backend, qkv, documents, dropout=0.2), run(backend, qkv, documents, dropout=0.2))
+    assert torch.equal(
+        run(backend, qkv, documents, dropout=0.2), run(backend, qkv, documents, dropout=0.2)
+    )
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "per_document"])
@@ -84,7 +102,9 @@ def test_activation_checkpointing_regenerates_the_same_mask(backend: str) -> Non
     layout = layout_of(documents_of([20, 40], [60]), backend=backend)
 
     def layer(q: torch.Tensor) -> torch.Tensor:
-        return attend(q, k, v, layout, backend=backend, window=None, softcap=None, scale=0.4, dropout=0.5)
+        return attend(
+            q, k, v, layout, backend=backend, window=None, softcap=None, scale=0.4, dropout=0.5
+        )
 
     gradients = []
     for forward in (layer, lambda q: checkpoint(layer, q, use_reentrant=False)):
@@ -96,7 +116,9 @@ def test_activation_checkpointing_regenerates_the_same_mask(backend: str) -> Non
 @pytest.mark.usefixtures("small_blocks")
 def test_dropped_shares_are_those_of_the_asked_rate() -> None:
     task = blockwise.Task(None, None, torch.tensor(9), None, None, 1.0, 0.25)
-    masks = [task.dropped(blockwise.Tile(n, slice(0), False), torch.empty(3, 99, 33)) for n in range(4)]
+    masks = [
+        task.dropped(blockwise.Tile(n, slice(0), False), torch.empty(3, 99, 33)) for n in range(4)
+    ]
     assert all(abs(mask.float().mean().item() - 0.25) < 0.02 for mask in masks)
     assert not torch.equal(masks[0], masks[1])
     assert task.boost == 4 / 3
@@ -113,11 +135,17 @@ def test_gradients_use_the_mask_of_the_output() -> None:
     assert_close(dv, shares.detach().mT @ upstream)
 
 
-@pytest.mark.parametrize(("length", "part"), [(3072, 11), pytest.param(8192, 30, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("length", "part"), [(3072, 11), pytest.param(8192, 30, marks=pytest.mark.soak)]
+)
 def test_memory_is_a_small_part_of_maths(length: int, part: int) -> None:
     qkv = inputs(length, batch=1, heads=1, key_heads=1, width=64, dtype=torch.float32)
     documents = documents_of([length // 3, length - length // 3])
     math = peak_bytes(lambda: with_gradients("math", qkv, None))
     for packed, options in ((None, {}), (documents, {"dropout": 0.1, "softcap": 30.0})):
-        ours = peak_bytes(lambda packed=packed, options=options: with_gradients("blockwise", qkv, packed, **options))
+        ours = peak_bytes(
+            lambda packed=packed, options=options: with_gradients(
+                "blockwise", qkv, packed, **options
+            )
+        )
         assert ours < math / part

@@ -10,20 +10,28 @@ from bloomery.model.native import find_compiler
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 
-def heads(length: int, queries: int, keys: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def heads(
+    length: int, queries: int, keys: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(length)
     shapes = [(1, length, count, width) for count in (queries, keys, keys)]
-    return tuple(torch.randn(s, generator=draw).to(dtype).transpose(1, 2).requires_grad_() for s in shapes)
+    return tuple(
+        torch.randn(s, generator=draw).to(dtype).transpose(1, 2).requires_grad_() for s in shapes
+    )
 
 
 @pytest.mark.parametrize("lengths", [[1, 31, 32, 33, 63, 64, 65], [255, 256, 257], [600]], ids=str)
 @pytest.mark.parametrize(("queries", "keys", "width"), [(6, 2, 64), (2, 2, 20), (3, 1, 128)])
-def test_every_length_and_width_is_exact(lengths: list[int], queries: int, keys: int, width: int) -> None:
+def test_every_length_and_width_is_exact(
+    lengths: list[int], queries: int, keys: int, width: int
+) -> None:
     """Blocks are of 32, 64 and 256 tokens, widths are padded to multiples of 32."""
     documents = documents_of(lengths)
     for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 6e-3)):
         qkv = heads(sum(lengths), queries, keys, width, dtype)
-        exact = with_gradients("math", tuple(x.detach().double().requires_grad_() for x in qkv), documents)
+        exact = with_gradients(
+            "math", tuple(x.detach().double().requires_grad_() for x in qkv), documents
+        )
         for ours, theirs in zip(with_gradients("compiled", qkv, documents), exact, strict=True):
             assert ours.dtype == dtype
             assert (ours.double() - theirs).norm() < limit * theirs.norm()
@@ -32,7 +40,9 @@ def test_every_length_and_width_is_exact(lengths: list[int], queries: int, keys:
 def test_large_scores_neither_overflow_nor_vanish() -> None:
     q, k, v = (x.detach() for x in heads(70, 2, 2, 32, torch.float32))
     qkv = tuple(x.requires_grad_() for x in (q * 50, k * 50, v))
-    exact = with_gradients("math", tuple(x.detach().double().requires_grad_() for x in qkv), documents_of([70]))
+    exact = with_gradients(
+        "math", tuple(x.detach().double().requires_grad_() for x in qkv), documents_of([70])
+    )
     results = with_gradients("compiled", qkv, documents_of([70]))
     assert all(result.isfinite().all() for result in results)
     assert (results[0].double() - exact[0]).norm() < 1e-4 * exact[0].norm()
@@ -44,7 +54,9 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(with_gradients("compiled", heads(300, 6, 2, 64, dtype), documents_of([40, 200, 60])))
+            results.append(
+                with_gradients("compiled", heads(300, 6, 2, 64, dtype), documents_of([40, 200, 60]))
+            )
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:

@@ -41,40 +41,72 @@ def test_no_torch_is_imported() -> None:
 )
 def test_choices(device, fused, length, packed, window, softcap, dropout, expected) -> None:
     choice = choose(
-        device, arch_has_fused=fused, sequence_length=length, packed=packed, window=window, softcap=softcap,
+        device,
+        arch_has_fused=fused,
+        sequence_length=length,
+        packed=packed,
+        window=window,
+        softcap=softcap,
         dropout=dropout,
-    )  # fmt: skip
+    )
     assert choice.value == expected
     assert choice.reason
 
 
 @pytest.mark.parametrize(
-    ("arch", "expected"), [("sm_61", "blockwise"), ("sm_70", "blockwise"), ("sm_75", "flex"), ("sm_80", "varlen")]
+    ("arch", "expected"),
+    [("sm_61", "blockwise"), ("sm_70", "blockwise"), ("sm_75", "flex"), ("sm_80", "varlen")],
 )
 def test_a_backend_without_a_kernel_for_the_gpu_is_left_out(arch, expected) -> None:
     """FlashAttention-2, the kernel of varlen_attn, begins at sm_80; FlexAttention needs torch.compile."""
     spec = arch_spec(arch)
     choice = choose(
-        "cuda", arch_has_fused=True, sequence_length=1024, packed=True, window=None, softcap=None, dropout=0.0,
+        "cuda",
+        arch_has_fused=True,
+        sequence_length=1024,
+        packed=True,
+        window=None,
+        softcap=None,
+        dropout=0.0,
         absent=spec.absent_attention(),
-    )  # fmt: skip
+    )
     assert choice.value == expected
 
 
 def test_a_choice_always_honours_the_recipe() -> None:
     wanted = itertools.product(
-        ("cpu", "cuda"), (False, True), (128, 4096), (False, True), (None, 64), (None, 9.0), (0.0, 0.1), (False, True),
+        ("cpu", "cuda"),
+        (False, True),
+        (128, 4096),
+        (False, True),
+        (None, 64),
+        (None, 9.0),
+        (0.0, 0.1),
+        (False, True),
         ("2.9.1", "2.13.0"),
-    )  # fmt: skip
+    )
     for device, fused, length, packed, window, softcap, dropout, float32, torch in wanted:
         backend = choose(
-            device, arch_has_fused=fused, sequence_length=length, packed=packed, window=window, softcap=softcap,
-            dropout=dropout, float32=float32, torch=torch,
-        ).value  # fmt: skip
+            device,
+            arch_has_fused=fused,
+            sequence_length=length,
+            packed=packed,
+            window=window,
+            softcap=softcap,
+            dropout=dropout,
+            float32=float32,
+            torch=torch,
+        ).value
         assert not supports(
-            backend, device_type=device, packed=packed, window=window is not None, softcap=softcap is not None,
-            dropout=dropout > 0, float32=float32, torch=torch,
-        )  # fmt: skip
+            backend,
+            device_type=device,
+            packed=packed,
+            window=window is not None,
+            softcap=softcap is not None,
+            dropout=dropout > 0,
+            float32=float32,
+            torch=torch,
+        )
 
 
 def test_refusals_say_why() -> None:

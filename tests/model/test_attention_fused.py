@@ -15,8 +15,12 @@ PACKED = documents_of([100, 150, -50], [140, 1, 159])
 @pytest.mark.parametrize("window", [None, 50, 200])
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["whole", "packed"])
 @pytest.mark.parametrize("length", [256, 300])
-def test_block_mask_equals_torchs(documents: torch.Tensor | None, window: int | None, length: int) -> None:
-    first_BT = None if documents is None else layout_of(documents[:, :length], backend="flex").first_BT
+def test_block_mask_equals_torchs(
+    documents: torch.Tensor | None, window: int | None, length: int
+) -> None:
+    first_BT = (
+        None if documents is None else layout_of(documents[:, :length], backend="flex").first_BT
+    )
     ours = block_mask(first_BT, length, window, torch.device("cpu"))
     batch = 1 if first_BT is None else 2
     theirs = create_block_mask(ours.mask_mod, batch, 1, length, length, device="cpu")
@@ -29,9 +33,15 @@ def test_block_mask_equals_torchs(documents: torch.Tensor | None, window: int | 
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("documents", [None, PACKED], ids=["whole", "packed"])
 def test_flex_forward(documents, options, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_attention, "_compiled_flex", lambda: flex_attention)  # the same function, uncompiled
+    # the same function, uncompiled
+    monkeypatch.setattr(fused_attention, "_compiled_flex", lambda: flex_attention)
     qkv = tuple(x.detach() for x in inputs(300, dtype=torch.float32))
-    assert_close(run("flex", qkv, documents, **options), run("math", qkv, documents, **options), atol=1e-5, rtol=1e-5)
+    assert_close(
+        run("flex", qkv, documents, **options),
+        run("math", qkv, documents, **options),
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 @pytest.mark.soak
@@ -50,9 +60,13 @@ def test_offsets_end_with_empty_documents() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["varlen", "flex"])
 def test_fused_kernels_agree_with_math(backend: str) -> None:
-    qkv = tuple(x.detach().cuda().requires_grad_() for x in inputs(300, width=64, dtype=torch.bfloat16))
+    qkv = tuple(
+        x.detach().cuda().requires_grad_() for x in inputs(300, width=64, dtype=torch.bfloat16)
+    )
     ours, exact = (run(name, qkv, PACKED.cuda()) for name in (backend, "math"))
     assert (ours - exact).norm() < 0.01 * exact.norm()
     upstream = torch.randn_like(exact)
-    for a, b in zip(*(torch.autograd.grad(out, qkv, upstream) for out in (ours, exact)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(out, qkv, upstream) for out in (ours, exact)), strict=True
+    ):
         assert (a - b).norm() < 0.02 * b.norm()

@@ -10,7 +10,10 @@ from safetensors.torch import save_file
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.settings import Base, base_of, digest
 
-TENSORS = {name: torch.randn(64, 64, generator=torch.Generator().manual_seed(n)) for n, name in enumerate("abc")}
+TENSORS = {
+    name: torch.randn(64, 64, generator=torch.Generator().manual_seed(n))
+    for n, name in enumerate("abc")
+}
 
 
 def saved(folder: Path, tensors: dict, shards: int = 1) -> Path:

@@ -31,7 +31,9 @@ def scored(native: bool, dtype: torch.dtype, vocabulary: int, chunk: int) -> tup
 @pytest.mark.parametrize(("vocabulary", "chunk"), [(17, 80), (4096, 80), (9001, 80), (9001, 16)])
 def test_it_computes_what_torch_computes(dtype: torch.dtype, vocabulary: int, chunk: int) -> None:
     tolerance = 2e-5 if dtype == torch.float32 else 1e-2
-    for ours, theirs in zip(*(scored(native, dtype, vocabulary, chunk) for native in (True, False)), strict=True):
+    for ours, theirs in zip(
+        *(scored(native, dtype, vocabulary, chunk) for native in (True, False)), strict=True
+    ):
         assert ours.dtype == theirs.dtype
         assert_close(ours, theirs, atol=tolerance * float(theirs.abs().max()), rtol=0)
 
@@ -53,7 +55,10 @@ def test_what_is_not_a_number_is_not_hidden() -> None:
 def test_a_soft_cap_is_left_to_torch() -> None:
     hidden, output = torch.randn(1, 20, 32), nn.Linear(32, 50, bias=False)
     labels, weights = torch.ones(1, 20, dtype=torch.int64), torch.ones(1, 20)
-    ours, theirs = (LabelScores(labels, weights, 20, native=native)(hidden, output, 3.0) for native in (True, False))
+    ours, theirs = (
+        LabelScores(labels, weights, 20, native=native)(hidden, output, 3.0)
+        for native in (True, False)
+    )
     assert torch.equal(ours, theirs)
 
 

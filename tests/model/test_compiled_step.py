@@ -19,12 +19,27 @@ from bloomery.model.native import Uncompiled
 from bloomery.recipe.schema import Lora, Quantize
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-SHAPES = ["llama3-gqa-tied", "llama-biases-head-dim", "gpt2", "gpt2-erf-wide", "mistral-window", "gemma2", "gemma3",
-          "qwen2", "qwen3", "smollm3-window", "olmo2", "phi4-partial", "llama-yarn"]  # fmt: skip
+SHAPES = [
+    "llama3-gqa-tied",
+    "llama-biases-head-dim",
+    "gpt2",
+    "gpt2-erf-wide",
+    "mistral-window",
+    "gemma2",
+    "gemma3",
+    "qwen2",
+    "qwen3",
+    "smollm3-window",
+    "olmo2",
+    "phi4-partial",
+    "llama-yarn",
+]
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
 
 
-def wide(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32) -> Decoder:
+def wide(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
+) -> Decoder:
     """The tiny model of that shape, in widths that the compiled code takes."""
     prefix, settings = CASES[case]
     sizes = dict(hidden_size=64, intermediate_size=128, head_dim=16)
@@ -36,11 +51,15 @@ def wide(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.
 
 @pytest.mark.parametrize("case", SHAPES)
 @torch.no_grad()
-def test_logits_equal_those_of_the_decoder(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_those_of_the_decoder(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder, row = wide(case, tmp_path, monkeypatch), tokens(rows=1)[0].tolist()
     expected = decoder(torch.tensor([row]))[0]
     step, cache = CompiledStep(decoder), Cache(decoder.config, capacity=40, slots=2)
-    assert_close(torch.cat([step([[token]], 1, cache) for token in row]), expected, atol=2e-4, rtol=1e-4)
+    assert_close(
+        torch.cat([step([[token]], 1, cache) for token in row]), expected, atol=2e-4, rtol=1e-4
+    )
     again = Cache(decoder.config, capacity=40)
     decoder(torch.tensor([row[:5]]), cache=again)  # it continues what PyTorch has read
     assert_close(step([row[5:8]], 0, again, every=True), expected[5:8], atol=2e-4, rtol=1e-4)
@@ -69,9 +88,12 @@ def test_a_text_is_the_same_bits_alone_with_others_and_in_pieces(
             found = step([rows[3][first:last]], threads, several, every=True)
             assert torch.equal(found, alone[3][first:last])
     torch.set_num_threads(1)
-    tolerance = {"float32": 1e-4, "bfloat16": 0.3, "int8": 0.5}[precision]  # PyTorch rounds between bfloat16 products
+    # PyTorch rounds between bfloat16 products
+    tolerance = {"float32": 1e-4, "bfloat16": 0.3, "int8": 0.5}[precision]
     with torch.no_grad():
-        assert_close(alone[0], decoder(torch.tensor(rows[:1]))[0].float(), atol=tolerance, rtol=0.02)
+        assert_close(
+            alone[0], decoder(torch.tensor(rows[:1]))[0].float(), atol=tolerance, rtol=0.02
+        )
 
 
 @torch.no_grad()
@@ -97,7 +119,8 @@ def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.Monkey
     batch = Batch(Past(decoder, 7, 100), piece=3)
     texts = [batch.add(ids, COLD) for ids in (*prompts, [*prompts[0], *prompts[1]] * 3)]
     first = batch.step()
-    assert [each.text for each in first] == texts[:4]  # 28 of at most 32 tokens; the long prompt waits
+    # 28 of at most 32 tokens; the long prompt waits
+    assert [each.text for each in first] == texts[:4]
     assert [each.text for each in batch.step()] == texts[:6]
     while batch.texts:
         batch.step()

@@ -13,14 +13,22 @@ from bloomery.model.presets import build_config
 from bloomery.recipe.schema import Model
 
 LONGER = {
-    "yarn": {"rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_positions": 64}, "max_positions": 256},
-    "llama3": {"rope_scaling": {"kind": "llama3", "factor": 8.0, "original_max_positions": 32}, "max_positions": 256},
+    "yarn": {
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_max_positions": 64},
+        "max_positions": 256,
+    },
+    "llama3": {
+        "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_max_positions": 32},
+        "max_positions": 256,
+    },
     "theta": {"rope_theta": 5e5, "max_positions": 256},
 }
 
 
 def extended(base, changes) -> Decoder:
-    decoder = fresh_decoder(build_config(Model.model_validate({"from": str(base)} | changes), vocab_size=131), seed=0)
+    decoder = fresh_decoder(
+        build_config(Model.model_validate({"from": str(base)} | changes), vocab_size=131), seed=0
+    )
     read_model(decoder, base)
     return decoder.eval()
 
@@ -33,14 +41,19 @@ def test_transformers_opens_the_extended_model_and_computes_the_same(case, tmp_p
     assert ours.config.max_positions == 256
     (tmp_path / "out").mkdir()
     write_model(model_state(ours), ours.config, tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    ).eval()
     assert theirs.config.max_position_embeddings == 256
     tokens = torch.randint(131, (2, 200), generator=torch.Generator().manual_seed(1))
     assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
-    assert (theirs(tokens).logits - base(tokens).logits).abs().max() > 1e-3  # the extension changes what is computed
+    # the extension changes what is computed
+    assert (theirs(tokens).logits - base(tokens).logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(("case", "changes"), [("gpt2", {"max_positions": 128}), ("llama2", {"hidden_size": 64})])
+@pytest.mark.parametrize(
+    ("case", "changes"), [("gpt2", {"max_positions": 128}), ("llama2", {"hidden_size": 64})]
+)
 def test_other_changes_of_a_pretrained_model_are_refused(case, changes, tmp_path):
     saved_reference(case, tmp_path)
     with pytest.raises(UserError, match="cannot be changed with") as error:

@@ -30,12 +30,22 @@ def on_meta(config: ModelConfig) -> Decoder:
 def test_shapes_are_those_of_the_decoder_and_of_transformers(case: str) -> None:
     config = config_of(case)
     decoder = on_meta(config)
-    assert list(parameter_shapes(config).items()) == [(n, tuple(p.shape)) for n, p in decoder.named_parameters()]
+    assert list(parameter_shapes(config).items()) == [
+        (n, tuple(p.shape)) for n, p in decoder.named_parameters()
+    ]
     assert parameter_count(config) == tiny_reference(case).num_parameters()
     for layer, block in zip(layers(config), decoder.model.layers, strict=True):
-        assert list(layer.shapes) == [(name, tuple(p.shape)) for name, p in block.named_parameters()]
-        assert layer.active_parameters == layer.total_parameters == sum(p.numel() for p in block.parameters())
-        linear = {name: each for name, each in block.named_modules() if isinstance(each, torch.nn.Linear)}
+        assert list(layer.shapes) == [
+            (name, tuple(p.shape)) for name, p in block.named_parameters()
+        ]
+        assert (
+            layer.active_parameters
+            == layer.total_parameters
+            == sum(p.numel() for p in block.parameters())
+        )
+        linear = {
+            name: each for name, each in block.named_modules() if isinstance(each, torch.nn.Linear)
+        }
         assert {m.name: (m.outputs, m.inputs) for m in layer.matrices} == {
             name: (each.out_features, each.in_features) for name, each in linear.items()
         }

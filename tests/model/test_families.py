@@ -38,18 +38,39 @@ def test_presets_can_be_stored(name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("hidden_size", 10**12), ("hidden_size", -4), ("hidden_size", 48.0), ("hidden_size", "48"),
+        ("hidden_size", 10**12),
+        ("hidden_size", -4),
+        ("hidden_size", 48.0),
+        ("hidden_size", "48"),
         ("hidden_size", True),
-        ("num_attention_heads", 0), ("num_attention_heads", 5), ("num_hidden_layers", 10**9), ("vocab_size", None),
-        ("rms_norm_eps", float("nan")), ("rms_norm_eps", -1), ("rms_norm_eps", "small"), ("hidden_act", "quick_gelu"),
-        ("hidden_act", ["silu"]), ("tie_word_embeddings", "yes"), ("attention_dropout", 1.5), ("rope_theta", 0),
-        ("rope_scaling", [1]), ("rope_scaling", {"rope_type": "spiral", "factor": 2}), ("head_dim", 7),
-        ("rope_scaling", {"rope_type": "linear"}), ("rope_scaling", {"rope_type": "linear", "factor": float("inf")}),
-        ("num_key_value_heads", 3), ("eos_token_id", "end"), ("max_position_embeddings", 0), ("mlp_bias", 1),
-        ("rope_parameters", {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]}),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", 5),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", None),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", -1),
+        ("rms_norm_eps", "small"),
+        ("hidden_act", "quick_gelu"),
+        ("hidden_act", ["silu"]),
+        ("tie_word_embeddings", "yes"),
+        ("attention_dropout", 1.5),
+        ("rope_theta", 0),
+        ("rope_scaling", [1]),
+        ("rope_scaling", {"rope_type": "spiral", "factor": 2}),
+        ("head_dim", 7),
+        ("rope_scaling", {"rope_type": "linear"}),
+        ("rope_scaling", {"rope_type": "linear", "factor": float("inf")}),
+        ("num_key_value_heads", 3),
+        ("eos_token_id", "end"),
+        ("max_position_embeddings", 0),
+        ("mlp_bias", 1),
+        (
+            "rope_parameters",
+            {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]},
+        ),
         ("partial_rotary_factor", 0.01),
     ],
-)  # fmt: skip
+)
 def test_values_that_make_no_sense_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UserError) as caught:
         config_from_hf(LLAMA | {key: value}, where="some/config.json")
@@ -60,7 +81,12 @@ def test_values_that_make_no_sense_are_refused_by_name(key: str, value: object) 
 
 
 def test_unknown_keys_and_remote_code_are_dropped() -> None:
-    hostile = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "_name_or_path": "/etc", "__class__": 1, "zzz": [[]]}
+    hostile = {
+        "auto_map": {"AutoModelForCausalLM": "evil.Model"},
+        "_name_or_path": "/etc",
+        "__class__": 1,
+        "zzz": [[]],
+    }
     assert config_from_hf(LLAMA | hostile) == config_from_hf(LLAMA)
     assert not set(config_to_hf(config_from_hf(LLAMA | hostile))) & set(hostile)
 
@@ -82,7 +108,13 @@ def test_mathematics_that_the_decoder_lacks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"qk_norm": "head"}, {"sliding_window": (8, 8, 8, 8)}, {"norm": "layer"}, {"scale_embeddings": True}]
+    "change",
+    [
+        {"qk_norm": "head"},
+        {"sliding_window": (8, 8, 8, 8)},
+        {"norm": "layer"},
+        {"scale_embeddings": True},
+    ],
 )
 def test_facts_that_a_family_cannot_hold_are_refused(change: dict) -> None:
     config = config_from_hf(LLAMA)
@@ -91,13 +123,21 @@ def test_facts_that_a_family_cannot_hold_are_refused(change: dict) -> None:
 
 
 def test_dropout_of_any_family_survives() -> None:
-    config = replace(config_from_hf(LLAMA), embedding_dropout=0.1, residual_dropout=0.2, attention_dropout=0.3)
+    config = replace(
+        config_from_hf(LLAMA), embedding_dropout=0.1, residual_dropout=0.2, attention_dropout=0.3
+    )
     assert config_from_hf(config_to_hf(config)) == config
 
 
 def test_gemma_configs_may_leave_out_what_transformers_assumes() -> None:
-    raw_config = {"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-              "num_attention_heads": 8, "vocab_size": 256000}  # fmt: skip
+    raw_config = {
+        "model_type": "gemma2",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "vocab_size": 256000,
+    }
     config = config_from_hf(raw_config)
     assert (config.head_dim, config.tie_embeddings) == (256, True)
     assert (config.attention_softcap, config.final_softcap) == (50, 30)
@@ -106,40 +146,87 @@ def test_gemma_configs_may_leave_out_what_transformers_assumes() -> None:
 
 class TestRecipes:
     def test_a_family_fills_in_the_rest(self) -> None:
-        model = Model(family="qwen3", hidden_size=192, num_layers=3, num_heads=3, tie_embeddings=True, dropout=0.1)
+        model = Model(
+            family="qwen3",
+            hidden_size=192,
+            num_layers=3,
+            num_heads=3,
+            tie_embeddings=True,
+            dropout=0.1,
+        )
         config = build_config(model, vocab_size=2048, bos_token_id=1, eos_token_id=2)
         assert (config.head_dim, config.intermediate_size, config.qk_norm) == (64, 512, "head")
         assert (config.vocab_size, config.bos_token_id, config.residual_dropout) == (2048, 1, 0.1)
 
     def test_a_preset_takes_sizes_and_the_tokenizers_vocabulary(self) -> None:
-        config = build_config(Model(preset="go-coder-tiny", hidden_size=256, num_heads=4), vocab_size=4096)
+        config = build_config(
+            Model(preset="go-coder-tiny", hidden_size=256, num_heads=4), vocab_size=4096
+        )
         sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim)
         assert sizes == (4096, 256, 1024, 64)
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_every_family_can_be_new(self, family: str) -> None:
-        config = build_config(Model(family=family, hidden_size=64, num_layers=4, num_heads=4), vocab_size=300)
+        config = build_config(
+            Model(family=family, hidden_size=64, num_layers=4, num_heads=4), vocab_size=300
+        )
         assert config.num_layers == 4
         assert config.embedding_dropout == config.attention_dropout == 0.0
 
     def test_a_window_and_a_scaling(self) -> None:
-        model = Model(family="qwen2", hidden_size=64, num_layers=2, num_heads=4, sliding_window=128,
-                      rope_scaling=StatedScaling(kind="yarn", factor=4, original_max_positions=1024))  # fmt: skip
+        model = Model(
+            family="qwen2",
+            hidden_size=64,
+            num_layers=2,
+            num_heads=4,
+            sliding_window=128,
+            rope_scaling=StatedScaling(kind="yarn", factor=4, original_max_positions=1024),
+        )
         config = build_config(model, vocab_size=300)
         assert config.sliding_window == (128, 128)
-        assert config.rope_scaling == RopeScaling(kind="yarn", factor=4, original_max_positions=1024)
+        assert config.rope_scaling == RopeScaling(
+            kind="yarn", factor=4, original_max_positions=1024
+        )
 
     @pytest.mark.parametrize(
         ("raw_config", "word"),
         [
-            ({}, "model.from"), ({"family": "llama"}, "hidden_size"),
+            ({}, "model.from"),
+            ({"family": "llama"}, "hidden_size"),
             ({"family": "llama", "hidden_size": 65, "num_layers": 1, "num_heads": 4}, "multiple"),
-            ({"family": "llama", "hidden_size": 64, "num_layers": 1, "num_heads": 4, "sliding_window": 8}, "window"),
-            ({"family": "llama", "hidden_size": 64, "num_layers": 1, "num_heads": 4, "qk_norm": "head"}, "qk_norm"),
-            ({"family": "llama", "hidden_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 3}, "divide"),
+            (
+                {
+                    "family": "llama",
+                    "hidden_size": 64,
+                    "num_layers": 1,
+                    "num_heads": 4,
+                    "sliding_window": 8,
+                },
+                "window",
+            ),
+            (
+                {
+                    "family": "llama",
+                    "hidden_size": 64,
+                    "num_layers": 1,
+                    "num_heads": 4,
+                    "qk_norm": "head",
+                },
+                "qk_norm",
+            ),
+            (
+                {
+                    "family": "llama",
+                    "hidden_size": 64,
+                    "num_layers": 1,
+                    "num_heads": 4,
+                    "num_kv_heads": 3,
+                },
+                "divide",
+            ),
             ({"preset": "go-coder-tiny", "vocab_size": 100}, "tokenizer"),
         ],
-    )  # fmt: skip
+    )
     def test_contradictions_are_told(self, raw_config: dict, word: str) -> None:
         with pytest.raises(UserError) as caught:
             build_config(Model(**raw_config), vocab_size=300)
@@ -147,17 +234,26 @@ class TestRecipes:
 
     def test_a_pretrained_model_keeps_its_sizes(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-        config = build_config(Model.model_validate({"from": str(tmp_path), "dropout": 0.1}), vocab_size=100)
+        config = build_config(
+            Model.model_validate({"from": str(tmp_path), "dropout": 0.1}), vocab_size=100
+        )
         assert config == replace(
-            read_config(tmp_path), embedding_dropout=0.1, residual_dropout=0.1, attention_dropout=0.1
+            read_config(tmp_path),
+            embedding_dropout=0.1,
+            residual_dropout=0.1,
+            attention_dropout=0.1,
         )
         with pytest.raises(UserError, match="hidden_size"):
-            build_config(Model.model_validate({"from": str(tmp_path), "hidden_size": 64}), vocab_size=100)
+            build_config(
+                Model.model_validate({"from": str(tmp_path), "hidden_size": 64}), vocab_size=100
+            )
         grown = build_config(Model.model_validate({"from": str(tmp_path)}), vocab_size=1000)
         assert grown == replace(read_config(tmp_path), vocab_size=1000)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "null", "[" * 100_000, '{"model_type": "llama"'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '"x"', "null", "[" * 100_000, '{"model_type": "llama"']
+)
 def test_a_file_that_is_no_config(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):
@@ -172,5 +268,9 @@ def test_no_config_at_all(tmp_path: Path) -> None:
 def test_recipes_know_the_same_words() -> None:
     raw_config = {field.name: field.type for field in fields(ModelConfig)}
     for name in ("norm", "activation", "qk_norm"):
-        assert set(get_args(get_args(Model.model_fields[name].annotation)[0])) == set(get_args(raw_config[name]))
-    assert set(get_args(StatedScaling.model_fields["kind"].annotation)) < set(get_args(facts.RopeKind))
+        assert set(get_args(get_args(Model.model_fields[name].annotation)[0])) == set(
+            get_args(raw_config[name])
+        )
+    assert set(get_args(StatedScaling.model_fields["kind"].annotation)) < set(
+        get_args(facts.RopeKind)
+    )

@@ -18,7 +18,13 @@ from bloomery.model.cache import Cache
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores
-from bloomery.model.io.weights import give_memory, load_decoder, model_state, read_model, write_model
+from bloomery.model.io.weights import (
+    give_memory,
+    load_decoder,
+    model_state,
+    read_model,
+    write_model,
+)
 from bloomery.model.presets import read_config
 from bloomery.model.transformers_backend import check_rows
 from foreign_models import SIZES, saved_model
@@ -52,7 +58,9 @@ def test_parameters_are_planned_as_they_are_and_files_are_written_as_transformer
 
 
 @pytest.mark.parametrize("kind", LACKED)
-def test_scores_and_gradients_of_labels_are_those_of_cross_entropy(kind: str, tmp_path: Path) -> None:
+def test_scores_and_gradients_of_labels_are_those_of_cross_entropy(
+    kind: str, tmp_path: Path
+) -> None:
     theirs = saved_model(kind, tmp_path)
     ours = load_decoder(tmp_path)
     labels, weights = TOKENS.roll(-1, 1), torch.ones(TOKENS.shape)
@@ -65,7 +73,9 @@ def test_scores_and_gradients_of_labels_are_those_of_cross_entropy(kind: str, tm
     expected = dict(theirs.named_parameters())
     for name, stored, _ in ours.config.transformers_backend.parameters:
         of = expected.get(stored, expected.get("lm_head.weight"))
-        torch.testing.assert_close(ours.get_parameter(name).grad, of.grad, atol=1e-3, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            ours.get_parameter(name).grad, of.grad, atol=1e-3, rtol=1e-4, msg=name
+        )
 
 
 @pytest.mark.parametrize("kind", LACKED)
@@ -79,7 +89,9 @@ def test_documents_of_a_row_do_not_see_each_other(kind: str, tmp_path: Path) -> 
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
 
-def test_an_architecture_without_a_mask_of_documents_says_which_layout_it_needs(tmp_path: Path) -> None:
+def test_an_architecture_without_a_mask_of_documents_says_which_layout_it_needs(
+    tmp_path: Path,
+) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     SIZES["bloom"] = sizes
     saved_model("bloom", tmp_path)
@@ -150,19 +162,33 @@ def test_random_and_borrowed_buffers_are_found(monkeypatch: pytest.MonkeyPatch) 
         ({"model_type": "my_own", "auto_map": {"AutoConfig": "evil.Config"}}, "never run"),
         ({"model_type": "gpt_neox", "quantization_config": {"bits": 4}}, "quantized"),
         ({"model_type": "gpt_neox", "num_hidden_layers": "many"}, "num_hidden_layers"),
-        ({"model_type": "mixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}, "mixture"),
+        (
+            {
+                "model_type": "mixtral",
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_local_experts": 2,
+            },
+            "mixture",
+        ),
         ({"model_type": "vit"}, "writes no text"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_in_a_sentence(said: dict[str, object], match: str, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_refused_in_a_sentence(
+    said: dict[str, object], match: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match=match):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "mixtral", "deepseek_v3", "qwen2_moe", "olmoe", "gpt_oss", "granitemoe"]
+)
 @pytest.mark.parametrize("implementation", ["auto", "native", "transformers"])
-def test_a_mixture_of_experts_is_refused_as_one(kind: str, implementation: str, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_refused_as_one(
+    kind: str, implementation: str, tmp_path: Path
+) -> None:
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"{kind} is a mixture of \d+ experts") as refused:
         read_config(tmp_path, implementation)
@@ -182,7 +208,9 @@ def test_transformers_prints_no_config_before_our_sentence(
     assert not heard.buffer
 
 
-def test_a_head_that_is_more_than_a_matrix_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_more_than_a_matrix_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved_model("cohere", tmp_path)
     right = read_config(tmp_path)
     wrong = replace(right, transformers_backend=replace(right.transformers_backend, factor=1.0))

@@ -18,23 +18,31 @@ from torch.utils.flop_counter import FlopCounterMode
 from bloomery.model import heads
 from bloomery.model.heads import LabelScores, LastLogits, Logits, Settings, label_scores
 
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler here")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None, reason="torch.compile needs a C++ compiler here"
+)
 
 
-def example(dtype: torch.dtype = torch.float64, vocab: int = 13) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
+def example(
+    dtype: torch.dtype = torch.float64, vocab: int = 13
+) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(2, 9, 8, dtype=torch.float64).to(dtype).requires_grad_()
     output = nn.Linear(8, vocab, bias=False).to(dtype)
     return hidden, output, torch.randint(vocab, (2, 9)), (torch.rand(2, 9) < 0.6).float()
 
 
-def reference(hidden: Tensor, output: nn.Linear, labels: Tensor, weights: Tensor, softcap: float | None) -> Tensor:
+def reference(
+    hidden: Tensor, output: nn.Linear, labels: Tensor, weights: Tensor, softcap: float | None
+) -> Tensor:
     logits = Logits()(hidden, output, softcap).double()
     return logits.log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1) * weights
 
 
 def gradients(scores: Tensor, hidden: Tensor, output: nn.Linear) -> tuple[Tensor, ...]:
-    upstream = torch.randn(scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    upstream = torch.randn(
+        scores.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return torch.autograd.grad(scores, (hidden, output.weight), upstream.to(scores.dtype))
 
 
@@ -52,12 +60,18 @@ def test_scores_and_gradients(chunk: int, softcap: float | None) -> None:
 def test_gradcheck(softcap: float | None) -> None:
     hidden, output, labels, _ = example()
     settings = Settings(softcap, 4, compiled=False)
-    assert gradcheck(lambda h, w: label_scores(h, w, labels[0], settings), (hidden[0], output.weight))
+    assert gradcheck(
+        lambda h, w: label_scores(h, w, labels[0], settings), (hidden[0], output.weight)
+    )
 
 
 def test_rows_without_weight_are_dropped_before_the_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(heads, "_log_sums", lambda logits, cap: seen.append(len(logits)) or torch.logsumexp(logits, 1))
+    monkeypatch.setattr(
+        heads,
+        "_log_sums",
+        lambda logits, cap: seen.append(len(logits)) or torch.logsumexp(logits, 1),
+    )
     hidden, output, labels, weights = example()
     weights[0] = 0
     scores = LabelScores(labels, weights, 3)(hidden, output, None)
@@ -114,13 +128,18 @@ def test_autocast_multiplies_in_half_and_sums_in_float32() -> None:
         theirs = reference(hidden, output, labels, weights, None)
     assert scores.dtype == torch.float32
     assert_close(scores, theirs.float(), atol=1e-5, rtol=0)  # the bf16 logits are the same
-    for ours, other in zip(gradients(scores, hidden, output), gradients(theirs, hidden, output), strict=True):
+    for ours, other in zip(
+        gradients(scores, hidden, output), gradients(theirs, hidden, output), strict=True
+    ):
         assert ours.dtype == torch.float32
         assert (ours - other).norm() < 0.02 * other.norm()
 
 
 def test_memory_follows_the_chunk() -> None:
-    hidden, weight = torch.randn(1024, 16, requires_grad=True), torch.randn(4096, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(1024, 16, requires_grad=True),
+        torch.randn(4096, 16, requires_grad=True),
+    )
 
     def peak(chunk: int) -> int:
         settings = Settings(None, chunk, compiled=False)
@@ -131,12 +150,17 @@ def test_memory_follows_the_chunk() -> None:
 
 
 def test_logits_that_fit_one_chunk_are_not_computed_twice() -> None:
-    hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(128, 16, requires_grad=True)
+    hidden, weight = (
+        torch.randn(64, 16, requires_grad=True),
+        torch.randn(128, 16, requires_grad=True),
+    )
 
     def flops(chunk: int) -> int:
         settings = Settings(None, chunk, compiled=False)
         with FlopCounterMode(display=False) as counted:
-            label_scores(hidden, weight, torch.zeros(64, dtype=torch.int64), settings).sum().backward()
+            label_scores(
+                hidden, weight, torch.zeros(64, dtype=torch.int64), settings
+            ).sum().backward()
         return counted.get_total_flops()
 
     assert flops(16) - flops(64) == 2 * 64 * 16 * 128
@@ -158,7 +182,9 @@ def test_last_logits() -> None:
 def test_whole_model_compilation_keeps_shapes() -> None:
     hidden, output, labels, weights = example()
     head = LabelScores(labels, weights, 4)
-    compiled = torch.compile(lambda hidden: head(hidden, output, None), backend="eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(
+        lambda hidden: head(hidden, output, None), backend="eager", fullgraph=True, dynamic=False
+    )
     assert_close(compiled(hidden), reference(hidden, output, labels, weights, None))
 
 
@@ -205,7 +231,9 @@ def test_a_compiled_head_is_bitwise_over_restarts_and_fresh_caches(tmp_path: Pat
     def run(cache: str) -> str:
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache)}
         command = [sys.executable, "-c", REPEAT]
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True
+        ).stdout
 
     assert len({run("a"), run("a"), run("b")}) == 1
 
@@ -224,9 +252,13 @@ def test_tiles_of_the_vocabulary_change_no_score_and_no_gradient(
 
 
 @pytest.mark.parametrize("first", [None, 3.0])
-def test_a_gradient_that_goes_straight_into_grad_is_added_to_what_is_there(first: float | None) -> None:
+def test_a_gradient_that_goes_straight_into_grad_is_added_to_what_is_there(
+    first: float | None,
+) -> None:
     hidden, output, labels, weights = example()
-    (theirs,) = torch.autograd.grad(LabelScores(labels, weights, 4)(hidden, output, None).sum(), output.weight)
+    (theirs,) = torch.autograd.grad(
+        LabelScores(labels, weights, 4)(hidden, output, None).sum(), output.weight
+    )
     output.weight.grad = None if first is None else torch.full_like(output.weight, first)
     LabelScores(labels, weights, 4, into_grad=True)(hidden, output, None).sum().backward()
     assert_close(output.weight.grad, theirs + (first or 0.0))
@@ -241,7 +273,9 @@ def test_a_tied_weight_gets_both_of_its_gradients() -> None:
         output.weight.grad = None
         for _ in range(2):  # accumulated
             hidden = torch.nn.functional.embedding(tokens, output.weight).tanh()
-            LabelScores(tokens, torch.ones(2, 9), 4, into_grad=into_grad)(hidden, output, None).sum().backward()
+            LabelScores(tokens, torch.ones(2, 9), 4, into_grad=into_grad)(
+                hidden, output, None
+            ).sum().backward()
         assert output.weight.grad is not None
         return output.weight.grad
 
@@ -250,7 +284,10 @@ def test_a_tied_weight_gets_both_of_its_gradients() -> None:
 
 def test_a_large_vocabulary_needs_the_memory_of_a_tile() -> None:
     """All logits would be 32 MB in bfloat16. A tile is 4, beside its passes in float32 and a slice of the weight."""
-    hidden, output = torch.randn(1, 512, 64).bfloat16().requires_grad_(), nn.Linear(64, 32768, bias=False).bfloat16()
+    hidden, output = (
+        torch.randn(1, 512, 64).bfloat16().requires_grad_(),
+        nn.Linear(64, 32768, bias=False).bfloat16(),
+    )
     labels, weights = torch.randint(32768, (1, 512)), torch.ones(1, 512)
     output.weight.grad = torch.zeros_like(output.weight)
     head = LabelScores(labels, weights, 512, into_grad=True)
@@ -261,11 +298,18 @@ def test_half_precision_on_a_cpu_multiplies_few_shapes_however_many_labels_are_l
     """A CPU keeps kernels for each shape that it ever multiplied in half precision: 700 MB of them after a while."""
     output, shapes = nn.Linear(8, 32, bias=False).bfloat16(), set()
     for learned in range(1, 257, 5):
-        hidden, labels = torch.randn(1, 256, 8).bfloat16().requires_grad_(), torch.randint(32, (1, 256))
+        hidden, labels = (
+            torch.randn(1, 256, 8).bfloat16().requires_grad_(),
+            torch.randint(32, (1, 256)),
+        )
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mm: _noting(shapes)}):
-            scores = LabelScores(labels, (torch.arange(256) < learned).float()[None], 256)(hidden, output, None)
+            scores = LabelScores(labels, (torch.arange(256) < learned).float()[None], 256)(
+                hidden, output, None
+            )
             scores.sum().backward()
-        expected = reference(hidden, output, labels, (torch.arange(256) < learned).float()[None], None)
+        expected = reference(
+            hidden, output, labels, (torch.arange(256) < learned).float()[None], None
+        )
         assert_close(scores.double(), expected, atol=0.05, rtol=0)
         assert hidden.grad is not None and not hidden.grad[0, learned:].any()
     assert len(shapes) == 3 * (4 + 3)  # 241, 246 and 251 nearly are the chunk and stay as they are

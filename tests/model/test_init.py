@@ -12,18 +12,35 @@ from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, init_weights, model_state
 from bloomery.model.presets import PRESETS, preset
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2,
-         "num_kv_heads": 2, "head_dim": 16}  # fmt: skip
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
 
 
-@pytest.mark.parametrize("name", [
-    "go-coder-tiny", *(pytest.param(name, marks=pytest.mark.soak) for name in PRESETS if name != "go-coder-tiny")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "go-coder-tiny",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in PRESETS
+            if name != "go-coder-tiny"
+        ),
+    ],
+)
 @torch.no_grad()
 def test_the_first_loss_is_that_of_knowing_nothing(name: str) -> None:
     config = preset(name)
     decoder = fresh_decoder(config, seed=0)
-    tokens = torch.randint(4, config.vocab_size, (2, 97), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        4, config.vocab_size, (2, 97), generator=torch.Generator().manual_seed(0)
+    )
     head = LabelScores(tokens[:, 1:].contiguous(), torch.ones(2, 96), 192)
     loss = -float(decoder(tokens[:, :-1], head=head).mean())
     assert abs(loss - math.log(config.vocab_size)) < 0.1
@@ -45,18 +62,33 @@ def test_presets_are_the_guides() -> None:
 
 
 def test_deviations_follow_gpt2() -> None:
-    config = ModelConfig(**SIZES | dict(hidden_size=256, intermediate_size=512, head_dim=128, num_layers=8))
+    config = ModelConfig(
+        **SIZES | dict(hidden_size=256, intermediate_size=512, head_dim=128, num_layers=8)
+    )
     state = model_state(fresh_decoder(config, seed=3))
-    assert float(state["model.layers.3.self_attn.q_proj.weight"].std()) == pytest.approx(0.02, rel=0.03)
-    assert float(state["model.layers.3.self_attn.o_proj.weight"].std()) == pytest.approx(0.02 / 4, rel=0.03)
-    assert float(state["model.layers.0.mlp.down_proj.weight"].std()) == pytest.approx(0.02 / 4, rel=0.03)
+    assert float(state["model.layers.3.self_attn.q_proj.weight"].std()) == pytest.approx(
+        0.02, rel=0.03
+    )
+    assert float(state["model.layers.3.self_attn.o_proj.weight"].std()) == pytest.approx(
+        0.02 / 4, rel=0.03
+    )
+    assert float(state["model.layers.0.mlp.down_proj.weight"].std()) == pytest.approx(
+        0.02 / 4, rel=0.03
+    )
 
 
 def test_each_parameter_has_a_stream_of_its_own() -> None:
     """More layers, another family or another device's module order change nothing for a name that both have."""
-    short, long = (model_state(fresh_decoder(ModelConfig(**SIZES | dict(num_layers=n)), seed=5)) for n in (1, 2))
-    assert torch.equal(short["model.layers.0.mlp.up_proj.weight"], long["model.layers.0.mlp.up_proj.weight"])
-    assert not torch.equal(long["model.layers.0.mlp.up_proj.weight"], long["model.layers.1.mlp.up_proj.weight"])
+    short, long = (
+        model_state(fresh_decoder(ModelConfig(**SIZES | dict(num_layers=n)), seed=5))
+        for n in (1, 2)
+    )
+    assert torch.equal(
+        short["model.layers.0.mlp.up_proj.weight"], long["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert not torch.equal(
+        long["model.layers.0.mlp.up_proj.weight"], long["model.layers.1.mlp.up_proj.weight"]
+    )
     other = model_state(fresh_decoder(ModelConfig(**SIZES), seed=6))
     assert not torch.equal(other["lm_head.weight"], long["lm_head.weight"])
 
@@ -77,12 +109,16 @@ def test_every_family_starts_finite_and_tied_as_it_says(family: str) -> None:
 
 def test_bfloat16_starts_where_float32_does() -> None:
     config = ModelConfig(**SIZES)
-    wide, narrow = (model_state(fresh_decoder(config, seed=1, dtype=d)) for d in (torch.float32, torch.bfloat16))
+    wide, narrow = (
+        model_state(fresh_decoder(config, seed=1, dtype=d)) for d in (torch.float32, torch.bfloat16)
+    )
     assert all(torch.equal(wide[name].bfloat16(), narrow[name]) for name in wide)
 
 
 def test_dropout_acts_in_training_alone() -> None:
-    config = ModelConfig(**SIZES, embedding_dropout=0.5, residual_dropout=0.5, attention_dropout=0.5)
+    config = ModelConfig(
+        **SIZES, embedding_dropout=0.5, residual_dropout=0.5, attention_dropout=0.5
+    )
     decoder, tokens = fresh_decoder(config, seed=0), torch.arange(20)[None]
     with torch.no_grad():
         assert not torch.equal(decoder(tokens), decoder(tokens))
@@ -95,6 +131,9 @@ def test_dropout_acts_in_training_alone() -> None:
 
 @pytest.mark.parametrize("kind", ["embedding_dropout", "residual_dropout", "attention_dropout"])
 def test_each_dropout_reaches_the_logits(kind: str) -> None:
-    decoder, tokens = fresh_decoder(ModelConfig(**SIZES, **{kind: 0.5}), seed=0), torch.arange(20)[None]
+    decoder, tokens = (
+        fresh_decoder(ModelConfig(**SIZES, **{kind: 0.5}), seed=0),
+        torch.arange(20)[None],
+    )
     with torch.no_grad():
         assert not torch.equal(decoder(tokens), decoder(tokens))

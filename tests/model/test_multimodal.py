@@ -21,17 +21,34 @@ from foreign_models import saved_gemma3
 TOKENS = tokens()
 # Of google/gemma-3-4b-it: what its config.json says; all else are defaults of transformers' Gemma3TextConfig.
 PUBLISHED_4B = {
-    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
-    "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
     "model_type": "gemma3",
-    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
-                    "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-                    "sliding_window": 1024},
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
     "torch_dtype": "bfloat16",
-    "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
-                      "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
-                      "patch_size": 14, "vision_use_head": False},
-}  # fmt: skip
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +87,9 @@ def test_text_logits_are_those_of_the_whole_model(gemma, tmp_path):
     assert not any("vision" in name or "projector" in name for name in find_tensors(tmp_path))
     (tmp_path / "saved").mkdir()
     write_model(model_state(ours), ours.config, tmp_path / "saved")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", attn_implementation="eager"
+    ).eval()
     assert type(again).__name__ == "Gemma3ForCausalLM"
     assert_close(again(TOKENS % 120).logits, expected, atol=1e-4, rtol=0)
 
@@ -79,23 +98,50 @@ def test_text_logits_are_those_of_the_whole_model(gemma, tmp_path):
 def test_mistral_small_with_vision_loads_as_its_language_model(tmp_path):
     """mistralai/Mistral-Small-3.1-24B-Instruct-2503: Mistral3ForConditionalGeneration, an untied head."""
     torch.manual_seed(0)
-    text = {"model_type": "mistral", "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16,
-            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 64, "rope_theta": 1e9, "sliding_window": None}  # fmt: skip
-    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-              "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}  # fmt: skip
+    text = {
+        "model_type": "mistral",
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "rope_theta": 1e9,
+        "sliding_window": None,
+    }
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = transformers.Mistral3Config(
         text_config=text, vision_config=vision, image_token_index=127, tie_word_embeddings=False
     )
-    theirs = transformers.Mistral3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    theirs = transformers.Mistral3ForConditionalGeneration._from_config(
+        config, attn_implementation="eager"
+    ).eval()
     for parameter in theirs.parameters():
         parameter.data.normal_(0, 0.2)
     theirs.save_pretrained(tmp_path)
-    assert any(name.startswith("language_model.") for name in load_file(tmp_path / "model.safetensors"))
+    assert any(
+        name.startswith("language_model.") for name in load_file(tmp_path / "model.safetensors")
+    )
     expected = theirs(TOKENS % 120).logits
     assert float(expected.std()) > 0.1
     ours = load_decoder(tmp_path)
-    assert ours.config.family == "mistral" and ours.config.sliding_window == () and not ours.config.tie_embeddings
+    assert (
+        ours.config.family == "mistral"
+        and ours.config.sliding_window == ()
+        and not ours.config.tie_embeddings
+    )
     assert_close(ours(TOKENS % 120), expected, atol=1e-4, rtol=0)
 
 
@@ -117,12 +163,24 @@ def test_the_published_config_is_the_shape_of_the_table(tmp_path):
     assert config.eos_token_id == 1 and config.tie_embeddings
     theirs = transformers.Gemma3Config(**PUBLISHED_4B).text_config
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (
-        theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, theirs.vocab_size
-    )  # fmt: skip
-    kinds = ["full_attention" if config.window(n) is None else "sliding_attention" for n in range(config.num_layers)]
+        theirs.num_attention_heads,
+        theirs.num_key_value_heads,
+        theirs.head_dim,
+        theirs.vocab_size,
+    )
+    kinds = [
+        "full_attention" if config.window(n) is None else "sliding_attention"
+        for n in range(config.num_layers)
+    ]
     assert kinds == theirs.layer_types
 
 
 def test_another_multimodal_model_is_refused():
     with pytest.raises(UserError):
-        config_from_hf({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": {}})
+        config_from_hf(
+            {
+                "model_type": "llava",
+                "architectures": ["LlavaForConditionalGeneration"],
+                "text_config": {},
+            }
+        )

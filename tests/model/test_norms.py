@@ -13,14 +13,21 @@ from bloomery.model.rope import Rotary, rotate
 def test_gradients_are_right() -> None:
     x = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
     gain = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, gain: rms_norm(x, gain, 1e-5, torch.float64), (x, gain))
+    assert torch.autograd.gradcheck(
+        lambda x, gain: rms_norm(x, gain, 1e-5, torch.float64), (x, gain)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_torchs(dtype: torch.dtype) -> None:
     x, gain = torch.randn(4, 64).to(dtype), torch.randn(64).to(dtype)
     expected = F.rms_norm(x.float(), (64,), gain.float(), 1e-6).to(dtype)
-    assert_close(rms_norm(x, gain, 1e-6, dtype), expected, atol=0 if dtype == torch.bfloat16 else 1e-6, rtol=1e-6)
+    assert_close(
+        rms_norm(x, gain, 1e-6, dtype),
+        expected,
+        atol=0 if dtype == torch.bfloat16 else 1e-6,
+        rtol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,7 +55,9 @@ def test_nothing_but_the_input_and_a_number_a_row_is_kept() -> None:
     assert sum(kept) == 32 * 64 + 64 + 32
 
 
-@pytest.mark.parametrize("norm", [RMSNorm(16, 1e-6, unit_offset=False), LayerNorm(16, 1e-6, bias=True)])
+@pytest.mark.parametrize(
+    "norm", [RMSNorm(16, 1e-6, unit_offset=False), LayerNorm(16, 1e-6, bias=True)]
+)
 def test_autocast_answers_in_the_dtype_of_the_next_matrix(norm: torch.nn.Module) -> None:
     torch.nn.init.ones_(norm.weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -16,7 +16,9 @@ TOKENS = tokens()
 
 
 def test_every_family_has_a_case() -> None:
-    assert {CASES[case][0].lower() for case in CASES} == {name.removesuffix("_text") for name in FAMILIES}
+    assert {CASES[case][0].lower() for case in CASES} == {
+        name.removesuffix("_text") for name in FAMILIES
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -30,7 +32,9 @@ def test_logits_match_transformers_both_ways(case: str, tmp_path: Path) -> None:
     ours = load_decoder(tmp_path / "theirs")
     assert_close(ours(TOKENS), expected, atol=1e-4, rtol=0)
     write_model(model_state(ours), ours.config, tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    ).eval()
     assert type(again) is type(theirs)
     assert_close(again(TOKENS).logits, expected, atol=0, rtol=0)
     assert torch.equal(load_decoder(tmp_path / "ours")(TOKENS), ours(TOKENS))
@@ -47,7 +51,9 @@ def test_gradients_match_transformers(case: str, tmp_path: Path) -> None:
     assert_close(ours.model.embed_tokens.weight.grad, embedding, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("case", ["llama3-gqa-tied", "qwen2.5-window-tied", "gemma3", "phi3-longrope", "llama-yarn"])
+@pytest.mark.parametrize(
+    "case", ["llama3-gqa-tied", "qwen2.5-window-tied", "gemma3", "phi3-longrope", "llama-yarn"]
+)
 @torch.no_grad()
 def test_older_config_files_mean_the_same(case: str, tmp_path: Path) -> None:
     """transformers 4 wrote rope_theta, rope_scaling (with `type`) and no layer_types."""
@@ -100,13 +106,20 @@ def test_autocast_stays_near_float32(tmp_path: Path) -> None:
     assert load_decoder(tmp_path, dtype=torch.bfloat16)(TOKENS).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("case", "backend"), [
-    ("llama3-gqa-tied", "eager"),
-    *(pytest.param(case, "aot_eager", marks=pytest.mark.soak) for case in ("llama3-gqa-tied", "gpt2")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        ("llama3-gqa-tied", "eager"),
+        *(
+            pytest.param(case, "aot_eager", marks=pytest.mark.soak)
+            for case in ("llama3-gqa-tied", "gpt2")
+        ),
+    ],
+)
 def test_blocks_compile_whole(case: str, backend: str, tmp_path: Path) -> None:
     """No graph break inside a block, forward and backward."""
-    torch.compiler.reset()  # torch has seen other lengths in this process, and would make them symbols
+    # torch has seen other lengths in this process, and would make them symbols
+    torch.compiler.reset()
     saved_reference(case, tmp_path)
     ours, plain = load_decoder(tmp_path), load_decoder(tmp_path)
     ours.model.layers[1].compile(fullgraph=True, backend=backend)

@@ -9,7 +9,13 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import active_parameter_count, flops_per_token, layers, parameter_count
 from bloomery.model.families import FAMILIES
 from bloomery.model.presets import known_config
-from bloomery.model.published import Published, entry_config, published_config, published_models, similar_names
+from bloomery.model.published import (
+    Published,
+    entry_config,
+    published_config,
+    published_models,
+    similar_names,
+)
 
 # Half of `total_size` in model.safetensors.index.json, where weights are bfloat16, or the count on the model's page.
 COUNTS = {
@@ -43,12 +49,18 @@ def test_parameters_are_as_many_as_the_files_hold(name):
 def test_parameters_are_as_many_as_published(entry):
     config = entry_config(entry, where=entry.names[0])
     count = parameter_count(config)
-    assert count == entry.parameters if isinstance(entry.parameters, int) else near(count, entry.parameters)
+    assert (
+        count == entry.parameters
+        if isinstance(entry.parameters, int)
+        else near(count, entry.parameters)
+    )
     active = active_parameter_count(config)
     if entry.active is None:
         assert active == count and config.experts is None
     else:  # GPT-OSS leaves its input embeddings out of this count
-        assert near(active, entry.active) or near(active - config.vocab_size * config.hidden_size, entry.active)
+        assert near(active, entry.active) or near(
+            active - config.vocab_size * config.hidden_size, entry.active
+        )
 
 
 def test_the_table_has_sources_and_sixty_models():
@@ -57,15 +69,27 @@ def test_the_table_has_sources_and_sixty_models():
     assert len(table["model"]) >= 60
     for entry in table["model"]:
         assert {entry["source"], entry["counted"]} <= set(table["sources"]), entry["names"]
-        assert set(entry) <= {"names", "kind", "parameters", "active", "source", "counted", "config"}
+        assert set(entry) <= {
+            "names",
+            "kind",
+            "parameters",
+            "active",
+            "source",
+            "counted",
+            "config",
+        }
     names = [name.lower() for entry in table["model"] for name in entry["names"]]
     assert len(names) == len(set(names))
 
 
 def test_mirrors_and_other_spellings_are_the_same_model():
     meant = published_config("meta-llama/Llama-3.1-8B-Instruct")
-    for name in ("NousResearch/Meta-Llama-3.1-8B-Instruct", "unsloth/Meta-Llama-3.1-8B-Instruct",
-                 "unsloth/Llama-3.1-8B-Instruct@main", "meta-llama/llama-3.1-8b-instruct"):  # fmt: skip
+    for name in (
+        "NousResearch/Meta-Llama-3.1-8B-Instruct",
+        "unsloth/Meta-Llama-3.1-8B-Instruct",
+        "unsloth/Llama-3.1-8B-Instruct@main",
+        "meta-llama/llama-3.1-8b-instruct",
+    ):
         assert published_config(name) == meant, name
     assert parameter_count(published_config("gpt2")) == 124_439_808
     assert published_config("someone/Llama-3.1-8B-Instruct") is None
@@ -79,7 +103,9 @@ def test_a_mixture_of_experts_is_counted_by_hand():
     expert, router, norms = 3 * 2048 * 768, 128 * 2048, 2 * 2048 + 2 * 128
     embeddings = 2 * 151_936 * 2048 + 2048
     assert parameter_count(config) == embeddings + 48 * (attention + norms + router + 128 * expert)
-    assert active_parameter_count(config) == embeddings + 48 * (attention + norms + router + 8 * expert)
+    assert active_parameter_count(config) == embeddings + 48 * (
+        attention + norms + router + 8 * expert
+    )
     assert layers(config)[0].active_products == attention + router + 8 * expert
     scores = 4 * 1024 * 32 * 128
     products = 2 * (48 * (attention + router + 8 * expert) + 151_936 * 2048) + 48 * scores
@@ -90,13 +116,22 @@ def test_a_mixture_of_experts_is_counted_by_hand():
 def test_llama_3_stretches_its_positions_and_groups_its_queries():
     config = published_config("meta-llama/Llama-3.1-8B-Instruct@main")
     assert isinstance(config, ModelConfig)
-    assert (config.max_positions, config.num_kv_heads, config.rope_scaling.kind) == (131_072, 8, "llama3")
+    assert (config.max_positions, config.num_kv_heads, config.rope_scaling.kind) == (
+        131_072,
+        8,
+        "llama3",
+    )
     assert published_config("meta-llama/Llama-2-7b-chat-hf").num_kv_heads == 32
 
 
 def test_only_the_first_mistral_has_a_window():
     assert set(published_config("mistralai/Mistral-7B-v0.1").sliding_window) == {4096}
-    for name in ("Mistral-7B-v0.3", "Mistral-Nemo-Base-2407", "Mistral-Small-24B-Instruct-2501", "Mixtral-8x7B-v0.1"):
+    for name in (
+        "Mistral-7B-v0.3",
+        "Mistral-Nemo-Base-2407",
+        "Mistral-Small-24B-Instruct-2501",
+        "Mixtral-8x7B-v0.1",
+    ):
         assert published_config(f"mistralai/{name}").sliding_window == (), name
     assert published_config("google/gemma-2-9b").sliding_window[:2] == (4096, None)
 

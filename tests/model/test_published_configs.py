@@ -19,7 +19,14 @@ from bloomery.model.published import published_config
 
 CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
 # Left out of the table: token ids, factors of longrope, and what has no effect on a plan.
-NOT_IN_THE_TABLE = {"bos_token_id", "eos_token_id", "pad_token_id", "rope_scaling", "norm_eps", "sliding_window"}
+NOT_IN_THE_TABLE = {
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "rope_scaling",
+    "norm_eps",
+    "sliding_window",
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -38,9 +45,17 @@ def test_a_small_model_of_it_gives_the_logits_of_transformers(name, tmp_path):
     """Heads, rotation, windows, layers without rotation and tying are those of the file; width and depth are small."""
     raw = dict(CONFIGS[name])
     width = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
-    small = {"hidden_size": 2 * width, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2,
-             "pad_token_id": 0}  # fmt: skip
+    small = {
+        "hidden_size": 2 * width,
+        "intermediate_size": 64,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     raw |= small
     if "no_rope_layers" in raw:
         raw["no_rope_layers"] = raw["no_rope_layers"][:6]
@@ -48,11 +63,14 @@ def test_a_small_model_of_it_gives_the_logits_of_transformers(name, tmp_path):
         raw["sliding_window"] = 8
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**raw)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     for parameter in theirs.parameters():
         parameter.data.normal_(0, 0.1)
     theirs.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(raw))  # as published, not as transformers 5 writes it
+    # as published, not as transformers 5 writes it
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
     ours = load_decoder(tmp_path)
     assert ours.config.tie_embeddings == tied

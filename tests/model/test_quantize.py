@@ -6,7 +6,13 @@ from tiny_models import saved_reference, tokens
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.lora import LoraLinear, adapt, adapted, adapters_disabled, init_adapters
+from bloomery.model.adapters.lora import (
+    LoraLinear,
+    adapt,
+    adapted,
+    adapters_disabled,
+    init_adapters,
+)
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import (
     QuantizedLinear,
@@ -26,7 +32,9 @@ CASES = ["qwen2", "gpt2", "phi3", "gemma2"]  # biases, transposed, fused, other 
 
 
 def lora(**settings) -> Lora:
-    return Lora(**({"kind": "lora", "rank": 4, "target_modules": ["q_proj", "down_proj"]} | settings))
+    return Lora(
+        **({"kind": "lora", "rank": 4, "target_modules": ["q_proj", "down_proj"]} | settings)
+    )
 
 
 def built(folder, quantize: Quantize, adapter: Lora, *, seed: int = 0) -> Decoder:
@@ -70,8 +78,9 @@ def gradients(model: Decoder, ids: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("quantize", [NF4, Quantize(kind="nf4", double_quant=False), INT8],
-    ids=["nf4", "single", "int8"])
+@pytest.mark.parametrize(
+    "quantize", [NF4, Quantize(kind="nf4", double_quant=False), INT8], ids=["nf4", "single", "int8"]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_gradients_are_those_of_the_floats_it_stands_for(case, quantize, tmp_path):
     saved_reference(case, tmp_path)
@@ -95,7 +104,8 @@ def test_dora_and_pissa_start_as_the_quantised_base(settings, tmp_path):
     plain = load_decoder(tmp_path)
     quantize_model(plain.requires_grad_(False), NF4)
     ids = tokens()
-    torch.testing.assert_close(model(ids), plain(ids), atol=2e-5, rtol=1e-5)  # PiSSA adds a pair and takes it away
+    # PiSSA adds a pair and takes it away
+    torch.testing.assert_close(model(ids), plain(ids), atol=2e-5, rtol=1e-5)
 
 
 def test_every_frozen_matrix_of_the_layers_and_nothing_else_is_quantised(tmp_path):
@@ -135,7 +145,10 @@ def test_reading_holds_the_bits_and_one_piece(tmp_path, monkeypatch):
     model = built(tmp_path, NF4, lora())
     with MemoryTracker() as tracker:
         read_model(model, tmp_path)
-    held = {id(tensor.untyped_storage()): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    held = {
+        id(tensor.untyped_storage()): tensor.nbytes
+        for tensor in (*model.parameters(), *model.buffers())
+    }
     largest = max(weight.outputs * weight.inputs for _, weight in quantized_weights(model))
     assert sum(tracker.peak.values()) < sum(held.values()) + 4 * largest
 

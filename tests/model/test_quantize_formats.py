@@ -47,7 +47,9 @@ def test_nf4_is_what_bitsandbytes_stores_and_reads(case):
 def test_what_bitsandbytes_quantised_twice_reads_the_same(case):
     weight, theirs = weight_of(*SHAPES[case]), ORACLE[case]
     codes, _ = quantize_nf4(weight.flatten())
-    outer = torch.cat([recorded(theirs["outer"], torch.float32), recorded(theirs["mean"], torch.float32)])
+    outer = torch.cat(
+        [recorded(theirs["outer"], torch.float32), recorded(theirs["mean"], torch.float32)]
+    )
     scales = dequantize_scales(recorded(theirs["double_scales"]), outer)
     assert digest(read(codes, scales, weight.numel(), weight.dtype)) == theirs["double_read"]
 
@@ -57,13 +59,21 @@ def test_scales_are_quantised_as_bitsandbytes_does(case):
     theirs = ORACLE[case]
     _, scales = quantize_nf4(weight_of(*SHAPES[case]).flatten())
     codes, outer = quantize_scales(scales)
-    torch.testing.assert_close(outer[-1:], recorded(theirs["mean"], torch.float32), rtol=2e-7, atol=0)  # float64 sums
+    # float64 sums
+    torch.testing.assert_close(
+        outer[-1:], recorded(theirs["mean"], torch.float32), rtol=2e-7, atol=0
+    )
     if torch.equal(outer[-1:], recorded(theirs["mean"], torch.float32)):
         assert digest(codes) == theirs["exact_scales"]
     read_here = dequantize_scales(codes, outer)
-    other = torch.cat([recorded(theirs["outer"], torch.float32), recorded(theirs["mean"], torch.float32)])
+    other = torch.cat(
+        [recorded(theirs["outer"], torch.float32), recorded(theirs["mean"], torch.float32)]
+    )
     read_there = dequantize_scales(recorded(theirs["double_scales"]), other)
-    assert float((read_here - scales).square().mean()) <= 1.001 * float((read_there - scales).square().mean()) + 1e-16
+    assert (
+        float((read_here - scales).square().mean())
+        <= 1.001 * float((read_there - scales).square().mean()) + 1e-16
+    )
 
 
 def test_the_levels_follow_from_the_normal_distribution():
@@ -79,7 +89,8 @@ def test_dynamic_levels_are_256_in_order():
     levels = dynamic_levels(CPU)
     assert len(levels) == len(levels.unique()) == 256 and levels[-1] == 1.0 and 0.0 in levels
     assert torch.equal(levels, levels.sort().values)
-    assert float(levels[0]) == pytest.approx(-(1 - 0.9 / 128))  # the middle of the last of 64 parts of [0.1, 1]
+    # the middle of the last of 64 parts of [0.1, 1]
+    assert float(levels[0]) == pytest.approx(-(1 - 0.9 / 128))
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
@@ -99,7 +110,8 @@ def test_errors_on_normal_values():
     by_row = exact.view(256, 256)
     step = by_row.abs().amax(1, keepdim=True) / 127
     of_rows = relative_error((by_row / step).round() * step, by_row)
-    assert relative_error(found, exact) < 0.0065 < of_rows  # why int8 has a scale for each 64 weights
+    # why int8 has a scale for each 64 weights
+    assert relative_error(found, exact) < 0.0065 < of_rows
 
 
 def test_int8_by_hand():
@@ -114,9 +126,14 @@ def test_zeros_stay_zeros():
     assert torch.equal(read(codes, scales, BLOCK, torch.float32), torch.zeros(BLOCK))
 
 
-@pytest.mark.parametrize(("base", "double", "each"), [
-    ("nf4", True, 0.5 + 1 / 64 + 4 / 64 / 256), ("nf4", False, 0.5 + 4 / 64), ("int8", True, 1 + 4 / 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "double", "each"),
+    [
+        ("nf4", True, 0.5 + 1 / 64 + 4 / 64 / 256),
+        ("nf4", False, 0.5 + 4 / 64),
+        ("int8", True, 1 + 4 / 64),
+    ],
+)
 def test_bytes_of_a_large_matrix(base, double, each):
     """4.127 bits of a weight with double quantisation: arXiv:2305.14314, section 3."""
     shape = (4096, 11008)

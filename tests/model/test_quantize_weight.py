@@ -20,7 +20,8 @@ KINDS = {
     "nf4 without double": Quantize(kind="nf4", double_quant=False),
     "int8": Quantize(kind="int8"),
 }
-SHAPES = [(32, 64), (24, 20), (7, 9), (300, 257)]  # whole blocks, a short one, an odd number, two pieces
+# whole blocks, a short one, an odd number, two pieces
+SHAPES = [(32, 64), (24, 20), (7, 9), (300, 257)]
 
 
 def weight_of(outputs: int, inputs: int) -> Tensor:
@@ -103,7 +104,9 @@ class _Squared(nn.Module):
         return F.silu(self.stored(x)).square()
 
 
-@pytest.mark.parametrize("contexts", [{}, {"context_fn": _selective_contexts}], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    "contexts", [{}, {"context_fn": _selective_contexts}], ids=["full", "selective"]
+)
 def test_activation_checkpointing_gives_the_same_gradient(contexts):
     module = _Squared(quantised(weight_of(32, 64)))
     x = torch.randn(3, 64, requires_grad=True)
@@ -115,19 +118,26 @@ def test_activation_checkpointing_gives_the_same_gradient(contexts):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_gives_the_same(autocast):
     module = _Squared(quantised(weight_of(32, 64)))
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)  # traced and differentiated, not generated
+    # traced and differentiated, not generated
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     x = torch.randn(3, 64, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         y, expected = compiled(x), module(x)
     torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x))
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), x), torch.autograd.grad(expected.sum(), x)
+    )
 
 
 def test_nothing_but_bytes_is_kept_for_backward():
     stored, kept = quantised(weight_of(64, 64)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         stored(torch.randn(4, 64, requires_grad=True))
-    assert {tensor.data_ptr() for tensor in kept} <= {buffer.data_ptr() for buffer in stored.buffers()}
+    assert {tensor.data_ptr() for tensor in kept} <= {
+        buffer.data_ptr() for buffer in stored.buffers()
+    }
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -135,16 +145,26 @@ def test_nothing_but_bytes_is_kept_for_backward():
 def test_a_weight_that_is_not_finite_is_refused(bad, kind):
     weight = weight_of(32, 64)
     weight[3, 5] = bad
-    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds weights that are not finite"):
-        QuantizedWeight(weight.shape, KINDS[kind]).fill([weight], name="model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(
+        UserError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds weights that are not finite"
+    ):
+        QuantizedWeight(weight.shape, KINDS[kind]).fill(
+            [weight], name="model.layers.0.mlp.up_proj.weight"
+        )
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (24, 20)])  # whole blocks in one kernel, others as ever
+# whole blocks in one kernel, others as ever
+@pytest.mark.parametrize("shape", [(32, 64), (24, 20)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_reads_the_same_bits(kind, shape, monkeypatch):
-    monkeypatch.setattr(quantize_operator, "_one_kernel", traced(quantize_operator._one_kernel.__wrapped__))
+    monkeypatch.setattr(
+        quantize_operator, "_one_kernel", traced(quantize_operator._one_kernel.__wrapped__)
+    )
     weight = weight_of(*shape)
-    ours, theirs = quantised(weight, kind), QuantizedWeight(weight.shape, KINDS[kind], reader="compiled")
+    ours, theirs = (
+        quantised(weight, kind),
+        QuantizedWeight(weight.shape, KINDS[kind], reader="compiled"),
+    )
     theirs.fill([weight], name="w")
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(ours.dequantized(dtype), theirs.dequantized(dtype))
@@ -154,7 +174,9 @@ def traced(one_kernel):
     """The same functions through torch.compile, without the minutes that generating code takes."""
 
     def compiled(codes):
-        with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True)):
+        with mock.patch.object(
+            torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True)
+        ):
             return one_kernel(codes)
 
     return compiled
@@ -162,8 +184,12 @@ def traced(one_kernel):
 
 def test_bitsandbytes_reads_what_we_store():
     pytest.importorskip("bitsandbytes", minversion="0.50")
-    weight = weight_of(64, 128)  # its kernel for processors (0.50.2) misreads rows that are not whole blocks
-    ours, theirs = quantised(weight), QuantizedWeight(weight.shape, KINDS["nf4"], reader="bitsandbytes")
+    # its kernel for processors (0.50.2) misreads rows that are not whole blocks
+    weight = weight_of(64, 128)
+    ours, theirs = (
+        quantised(weight),
+        QuantizedWeight(weight.shape, KINDS["nf4"], reader="bitsandbytes"),
+    )
     theirs.fill([weight], name="w")
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(ours.dequantized(dtype), theirs.dequantized(dtype))

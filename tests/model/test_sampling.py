@@ -10,11 +10,29 @@ from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.model.cache import Cache
-from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, next_distribution, penalized, sample_tokens
+from bloomery.model.decoding import (
+    Batch,
+    NotFinite,
+    Past,
+    Sampling,
+    next_distribution,
+    penalized,
+    sample_tokens,
+)
 from bloomery.model.io.weights import load_decoder
 
-SHAPES = ["llama3-gqa-tied", "gpt2", "mistral-window", "gemma2", "gemma3", "qwen2.5-window-tied", "smollm3-window",
-          "olmo2", "phi4-partial", "llama-yarn"]  # fmt: skip
+SHAPES = [
+    "llama3-gqa-tied",
+    "gpt2",
+    "mistral-window",
+    "gemma2",
+    "gemma3",
+    "qwen2.5-window-tied",
+    "smollm3-window",
+    "olmo2",
+    "phi4-partial",
+    "llama-yarn",
+]
 GREEDY = Sampling(max_new_tokens=25, temperature=0.0)
 
 
@@ -38,11 +56,17 @@ def test_the_cache_changes_nothing(case: str, pieces: tuple[int, ...], tmp_path:
 def test_greedy_equals_transformers(case: str, penalty: float, tmp_path: Path) -> None:
     theirs, row = saved_reference(case, tmp_path), tokens(rows=1, length=12)
     asked = transformers.GenerationConfig(
-        max_new_tokens=25, do_sample=False, repetition_penalty=penalty, eos_token_id=2, pad_token_id=0
+        max_new_tokens=25,
+        do_sample=False,
+        repetition_penalty=penalty,
+        eos_token_id=2,
+        pad_token_id=0,
     )
     with torch.no_grad():
         expected = theirs.generate(row, generation_config=asked)[0, 12:].tolist()
-    sampling = Sampling(max_new_tokens=25, temperature=0.0, repetition_penalty=penalty, stop_ids=(2,))
+    sampling = Sampling(
+        max_new_tokens=25, temperature=0.0, repetition_penalty=penalty, stop_ids=(2,)
+    )
     ours = list(sample_tokens(load_decoder(tmp_path), row[0].tolist(), sampling))
     assert ours == [token for token in expected if token != 2]
 
@@ -58,7 +82,9 @@ def test_greedy_equals_transformers(case: str, penalty: float, tmp_path: Path) -
         (Sampling(temperature=1.0, min_p=0.1), transformers.MinPLogitsWarper(0.1)),
     ],
 )
-def test_filters_equal_those_of_transformers(sampling: Sampling, warper: transformers.LogitsProcessor) -> None:
+def test_filters_equal_those_of_transformers(
+    sampling: Sampling, warper: transformers.LogitsProcessor
+) -> None:
     for seed in range(5):
         logits = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 3
         expected = warper(torch.empty(1, 0, dtype=torch.long), logits[None].clone())[0].softmax(-1)
@@ -69,9 +95,11 @@ def test_filters_together_in_the_stated_order() -> None:
     logits = torch.randn(300, generator=torch.Generator().manual_seed(9)) * 3
     expected = logits[None].clone()
     for warper in (
-        transformers.TemperatureLogitsWarper(0.8), transformers.TopKLogitsWarper(40),
-        transformers.TopPLogitsWarper(0.9), transformers.MinPLogitsWarper(0.02),
-    ):  # fmt: skip
+        transformers.TemperatureLogitsWarper(0.8),
+        transformers.TopKLogitsWarper(40),
+        transformers.TopPLogitsWarper(0.9),
+        transformers.MinPLogitsWarper(0.02),
+    ):
         expected = warper(torch.empty(1, 0, dtype=torch.long), expected)
     ours = next_distribution(logits, Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02))
     assert_close(ours, expected[0].softmax(-1), atol=1e-6, rtol=1e-5)
@@ -83,7 +111,9 @@ def test_a_seed_is_a_text(tmp_path: Path) -> None:
 
     def drawn(seed: int) -> list[int]:
         torch.manual_seed(torch.seed())
-        return list(sample_tokens(decoder, [1, 5], Sampling(max_new_tokens=20, temperature=1.5, seed=seed)))
+        return list(
+            sample_tokens(decoder, [1, 5], Sampling(max_new_tokens=20, temperature=1.5, seed=seed))
+        )
 
     assert drawn(3) == drawn(3)
     assert len({tuple(drawn(seed)) for seed in range(4)}) == 4
@@ -110,7 +140,11 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(tmp_path: Path) -> Non
     decoder = load_decoder(tmp_path)
     whole = list(sample_tokens(decoder, [1, 7], GREEDY))
     stop = whole[5]
-    cut = list(sample_tokens(decoder, [1, 7], Sampling(max_new_tokens=25, temperature=0.0, stop_ids=(stop,))))
+    cut = list(
+        sample_tokens(
+            decoder, [1, 7], Sampling(max_new_tokens=25, temperature=0.0, stop_ids=(stop,))
+        )
+    )
     assert cut == whole[: whole.index(stop)]
 
 
@@ -128,9 +162,16 @@ def test_texts_that_share_a_batch_are_those_of_one_alone(case: str, tmp_path: Pa
     prompts[3] = [*prompts[0], 9]
     lengths = (9, 3, 25, 4, 12, 30, 1)
     heats = (0.0, 0.9, 0.0, 0.9, 0.0, 0.9, 0.0)
-    settings = [Sampling(max_new_tokens=n, temperature=t, seed=n) for n, t in zip(lengths, heats, strict=True)]
+    settings = [
+        Sampling(max_new_tokens=n, temperature=t, seed=n)
+        for n, t in zip(lengths, heats, strict=True)
+    ]
     alone = [list(sample_tokens(decoder, *pair)) for pair in zip(prompts, settings, strict=True)]
-    batch, left, texts = Batch(Past(decoder, 3, 60), piece=10), list(zip(prompts, settings, strict=True)), []
+    batch, left, texts = (
+        Batch(Past(decoder, 3, 60), piece=10),
+        list(zip(prompts, settings, strict=True)),
+        [],
+    )
     while batch.texts or left:
         while left and not batch.full:
             texts.append(batch.add(*left.pop(0)))
@@ -158,9 +199,15 @@ def test_the_numbers_of_a_text_that_is_not_finite_reach_no_other(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "controls",
-    [{"no_repeat_ngram_size": 2}, {"min_new_tokens": 18}, {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2}],
+    [
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 18},
+        {"no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
+    ],
 )
-def test_controls_of_length_and_repetition_equal_those_of_transformers(controls: dict, tmp_path: Path) -> None:
+def test_controls_of_length_and_repetition_equal_those_of_transformers(
+    controls: dict, tmp_path: Path
+) -> None:
     theirs, row = saved_reference("llama2", tmp_path), tokens(rows=1, length=12)
     free = list(sample_tokens(load_decoder(tmp_path), row[0].tolist(), GREEDY))
     end = free[3]  # an end that comes early
@@ -189,16 +236,28 @@ def test_log_probabilities_are_those_of_the_model_before_any_filter(tmp_path: Pa
     drawn = [each for _ in range(6) for each in batch.step()]
     with torch.no_grad():
         expected = decoder(torch.tensor([[1, 5, 9, *text.new]]))[0, 2:-1].log_softmax(-1)
-    assert_close(torch.tensor([each.logprob for each in drawn]), expected[range(6), text.new], atol=1e-5, rtol=0)
+    assert_close(
+        torch.tensor([each.logprob for each in drawn]),
+        expected[range(6), text.new],
+        atol=1e-5,
+        rtol=0,
+    )
     assert [[token for token, _ in each.top] for each in drawn] == expected.topk(4).indices.tolist()
 
 
 def test_a_nucleus_wider_than_the_likeliest_tokens_is_sorted_whole() -> None:
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(1))
-    warped = transformers.TopPLogitsWarper(0.9)(torch.empty(1, 0, dtype=torch.long), logits[None].clone())
+    warped = transformers.TopPLogitsWarper(0.9)(
+        torch.empty(1, 0, dtype=torch.long), logits[None].clone()
+    )
     expected = warped[0].softmax(-1)
     assert int((expected > 0).sum()) > 1024
-    assert_close(next_distribution(logits, Sampling(temperature=1.0, top_p=0.9)), expected, atol=1e-6, rtol=1e-5)
+    assert_close(
+        next_distribution(logits, Sampling(temperature=1.0, top_p=0.9)),
+        expected,
+        atol=1e-6,
+        rtol=1e-5,
+    )
 
 
 def test_bans_that_leave_no_token_of_a_grammar_do_not_count() -> None:

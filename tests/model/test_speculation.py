@@ -36,7 +36,8 @@ def text_of(prompt: list[int], new: list[int]) -> Text:
 def test_prompt_lookup_finds_the_latest_place() -> None:
     guess = PromptLookup(4)
     assert guess(text_of([1, 2, 3, 4, 5, 6, 9, 2, 3, 7, 8], [2, 3]), 10) == [7, 8, 2, 3]
-    assert guess(text_of([1, 2, 3, 4, 5, 6, 9, 2, 3, 7, 8, 1], [2, 3]), 10) == [4, 5, 6, 9]  # three tokens before two
+    # three tokens before two
+    assert guess(text_of([1, 2, 3, 4, 5, 6, 9, 2, 3, 7, 8, 1], [2, 3]), 10) == [4, 5, 6, 9]
     assert guess(text_of([1, 2, 3, 4, 5, 6], [2, 3]), 1) == [4]
     assert guess(text_of([1, 2, 3], [4]), 9) == guess(text_of([1], []), 9) == []
     assert guess(text_of([0, 0, 0, 0], []), 2) == [0]  # zeros within numbers are not tokens
@@ -45,17 +46,30 @@ def test_prompt_lookup_finds_the_latest_place() -> None:
 @pytest.mark.parametrize("case", ["llama3-gqa-tied", "mistral-window", "gemma3", "qwen3"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_the_text_stays_the_same(case: str, temperature: float, tmp_path: Path) -> None:
-    decoder, asked = loaded(case, tmp_path), Sampling(max_new_tokens=30, temperature=temperature, stop_ids=(2,))
+    decoder, asked = (
+        loaded(case, tmp_path),
+        Sampling(max_new_tokens=30, temperature=temperature, stop_ids=(2,)),
+    )
     draft = load_decoder(tmp_path).requires_grad_(False).eval()
     draft.model.layers[0].mlp.up_proj.weight.mul_(0.9)  # agrees often, and not always
     for prompt in (AGAIN, tokens(rows=1, length=9)[0].tolist()):
         plain = list(sample_tokens(decoder, prompt, asked))
-        for guess in (PromptLookup(5), DraftModel(draft, decoder), lambda text, most: [5, 7, 9, 11][:most]):
+        for guess in (
+            PromptLookup(5),
+            DraftModel(draft, decoder),
+            lambda text, most: [5, 7, 9, 11][:most],
+        ):
             speculation, past = Speculation(guess), Past(decoder)
-            assert list(sample_tokens(decoder, prompt, asked, past, speculation=speculation)) == plain
+            assert (
+                list(sample_tokens(decoder, prompt, asked, past, speculation=speculation)) == plain
+            )
             held = past.ids[0]
             assert held == [*prompt, *plain][: len(held)] and past.cache.lengths[0] == len(held)
-            if isinstance(guess, DraftModel) and temperature == 0.0 and case in ("llama3-gqa-tied", "qwen3"):
+            if (
+                isinstance(guess, DraftModel)
+                and temperature == 0.0
+                and case in ("llama3-gqa-tied", "qwen3")
+            ):
                 assert speculation.accepted > 0.3 * speculation.guessed > 0
 
 
@@ -65,14 +79,20 @@ def test_drawn_tokens_keep_their_distribution(tmp_path: Path) -> None:
     draft = load_decoder(tmp_path).requires_grad_(False).eval()
     draft.model.layers[0].mlp.up_proj.weight.mul_(0.5)
     asked = Sampling(max_new_tokens=2, temperature=1.0, top_k=6)
-    speculation, drawn, past, number = Speculation(DraftModel(draft, decoder)), Counter[int](), Past(decoder), 600
+    speculation, drawn, past, number = (
+        Speculation(DraftModel(draft, decoder)),
+        Counter[int](),
+        Past(decoder),
+        600,
+    )
     pasts = Past(decoder)
     with torch.no_grad():
         first = next_distribution(decoder(torch.tensor([AGAIN]))[0, -1], asked)
         second = sum(
             share * next_distribution(decoder(torch.tensor([[*AGAIN, token]]))[0, -1], asked)
-            for token, share in enumerate(first.tolist()) if share
-        )  # fmt: skip
+            for token, share in enumerate(first.tolist())
+            if share
+        )
     for seed in range(number):
         sampling = Sampling(max_new_tokens=2, temperature=1.0, top_k=6, seed=seed)
         both = list(sample_tokens(decoder, AGAIN, sampling, past, speculation=speculation))
@@ -81,10 +101,13 @@ def test_drawn_tokens_keep_their_distribution(tmp_path: Path) -> None:
     assert isinstance(second, torch.Tensor)
     common = [token for token, share in enumerate(second.tolist()) if share * number >= 5]
     rest = number - sum(drawn[token] for token in common), 1 - float(second[common].sum())
-    pairs = [(drawn[token], float(second[token])) for token in common] + ([rest] if rest[1] * number >= 1 else [])
+    pairs = [(drawn[token], float(second[token])) for token in common] + (
+        [rest] if rest[1] * number >= 1 else []
+    )
     statistic = sum((seen - number * share) ** 2 / (number * share) for seen, share in pairs)
     freedom = len(pairs) - 1
-    assert freedom >= 4 and statistic < freedom + 4 * (2 * freedom) ** 0.5  # about one in 10,000 seeds fails by chance
+    # about one in 10,000 seeds fails by chance
+    assert freedom >= 4 and statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -45,13 +45,17 @@ def test_rows_and_transposed_columns(saved, small_stage):
     assert torch.equal(columns, held["matrix"][:, 2:5].t().half())
 
 
-@pytest.mark.parametrize(("multiple", "sizes"), [(1, [3] * 7 + [2]), (4, [4] * 5 + [3]), (64, [23])])
+@pytest.mark.parametrize(
+    ("multiple", "sizes"), [(1, [3] * 7 + [2]), (4, [4] * 5 + [3]), (64, [23])]
+)
 def test_pieces_are_whole_multiples_of_rows(saved, small_stage, multiple, sizes):
     held, stored = saved
     with TensorReader() as reader:
         found = [
             (first, piece.clone())
-            for first, piece in reader.pieces(stored["matrix"], 0, 23, device=CPU, multiple=multiple)
+            for first, piece in reader.pieces(
+                stored["matrix"], 0, 23, device=CPU, multiple=multiple
+            )
         ]
     assert [len(piece) for _, piece in found] == sizes
     assert [first for first, _ in found] == [sum(sizes[:index]) for index in range(len(sizes))]

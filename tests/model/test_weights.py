@@ -60,7 +60,9 @@ def test_shards_both_ways(case: str, tmp_path: Path) -> None:
     write_model(model_state(ours), ours.config, tmp_path / "ours", shard_bytes=40_000)
     assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
     assert same(model_state(load_decoder(tmp_path / "ours")), model_state(ours))
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    ).eval()
     assert torch.equal(again(tokens()).logits, theirs(tokens()).logits)
 
 
@@ -75,11 +77,15 @@ def test_the_public_door(tmp_path: Path) -> None:
 def test_the_dtype_of_the_file_is_kept_unless_said(dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_reference("gpt2").to(dtype).save_pretrained(tmp_path)
     assert {p.dtype for p in load_decoder(tmp_path).parameters()} == {dtype}
-    assert {p.dtype for p in load_decoder(tmp_path, dtype=torch.float32).parameters()} == {torch.float32}
+    assert {p.dtype for p in load_decoder(tmp_path, dtype=torch.float32).parameters()} == {
+        torch.float32
+    }
     narrow = load_decoder(tmp_path)
     (tmp_path / "again").mkdir()
     write_model(model_state(narrow), narrow.config, tmp_path / "again")
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == str(
+        dtype
+    ).removeprefix("torch.")
 
 
 def test_buffers_of_old_files_are_ignored(tmp_path: Path) -> None:
@@ -108,10 +114,27 @@ print((peak() - before) / size)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # the first transposes what it loads
 def test_loading_makes_no_second_copy(family: str, tmp_path: Path) -> None:
     """200 MB: the peak of resident memory, mapped files included, stays below 1.2 times the model."""
-    sizes = dict(hidden_size=512, intermediate_size=2048, num_layers=14, num_heads=8, num_kv_heads=8, head_dim=64)
-    gpt2 = {"norm": "layer", "gated_mlp": False, "attention_bias": True, "output_bias": True, "mlp_bias": True,
-            "positions": "learned", "family": "gpt2", "tie_embeddings": True}  # fmt: skip
-    config = ModelConfig(vocab_size=8000, max_positions=1024, **sizes, **(gpt2 if family == "gpt2" else {}))
+    sizes = dict(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_layers=14,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+    )
+    gpt2 = {
+        "norm": "layer",
+        "gated_mlp": False,
+        "attention_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "positions": "learned",
+        "family": "gpt2",
+        "tie_embeddings": True,
+    }
+    config = ModelConfig(
+        vocab_size=8000, max_positions=1024, **sizes, **(gpt2 if family == "gpt2" else {})
+    )
     for name, each in (("large", config), ("small", replace(config, vocab_size=10, num_layers=1))):
         (tmp_path / name).mkdir()
         write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
@@ -152,7 +175,9 @@ class TestRefusals:
         next(iter(folder.glob("model-*.safetensors"))).unlink()
         self.refused(folder, "missing")
 
-    @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "", ".", "a/b.safetensors", "..\x00"])
+    @pytest.mark.parametrize(
+        "name", ["../secret.safetensors", "/etc/passwd", "", ".", "a/b.safetensors", "..\x00"]
+    )
     def test_a_shard_outside(self, folder: Path, name: str) -> None:
         save_file({"x": torch.zeros(1)}, folder.parent / "secret.safetensors")
         self.edit(folder, {"model.norm.weight": name})
@@ -165,7 +190,10 @@ class TestRefusals:
         self.refused(folder, "link that leads out")
 
     def test_the_hubs_cache_is_made_of_links(self, tmp_path: Path) -> None:
-        snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+        snapshot, blobs = (
+            tmp_path / "models--x" / "snapshots" / "abc",
+            tmp_path / "models--x" / "blobs",
+        )
         saved_reference("llama2", snapshot)
         blobs.mkdir()
         for path in list(snapshot.iterdir()):
@@ -183,7 +211,9 @@ class TestRefusals:
         self.edit(folder, {"model.layers.9.mlp.up_proj.weight": name})
         self.refused(folder, "in no shard")
 
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+    @pytest.mark.parametrize(
+        "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}']
+    )
     def test_an_index_that_is_none(self, folder: Path, text: str) -> None:
         (folder / INDEX).write_text(text)
         self.refused(folder, "weight_map|missing")
@@ -204,11 +234,15 @@ class TestRefusals:
 
     def test_a_tensor_without_a_place(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
-        stored = load_file(tmp_path / "model.safetensors") | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(48)}
+        stored = load_file(tmp_path / "model.safetensors") | {
+            "model.layers.0.self_attn.q_proj.bias": torch.zeros(48)
+        }
         save_file(stored, tmp_path / "model.safetensors")
         self.refused(tmp_path, "q_proj.bias has no place")
 
-    @pytest.mark.parametrize("damage", [b"", b"abc", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"{}x"])
+    @pytest.mark.parametrize(
+        "damage", [b"", b"abc", struct.pack("<Q", 2**60) + b"{}", struct.pack("<Q", 2) + b"{}x"]
+    )
     def test_a_damaged_file(self, tmp_path: Path, damage: bytes) -> None:
         saved_reference("llama2", tmp_path)
         (tmp_path / "model.safetensors").write_bytes(damage)
@@ -217,7 +251,12 @@ class TestRefusals:
     def test_a_config_that_lies_takes_no_memory(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
         raw_config = json.loads((tmp_path / "config.json").read_text())
-        huge = {"hidden_size": 2**18, "intermediate_size": 2**21, "num_attention_heads": 4096, "num_key_value_heads": 4}
+        huge = {
+            "hidden_size": 2**18,
+            "intermediate_size": 2**21,
+            "num_attention_heads": 4096,
+            "num_key_value_heads": 4,
+        }
         (tmp_path / "config.json").write_text(json.dumps(raw_config | huge | {"head_dim": 64}))
         self.refused(tmp_path, "config.json makes it")
 

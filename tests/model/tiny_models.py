@@ -8,16 +8,47 @@ from torch import Tensor
 
 torch.set_num_threads(1)  # models this small spend more time waking threads than computing
 SMALL = dict(
-    vocab_size=131, hidden_size=48, intermediate_size=80, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
-GPT2 = dict(vocab_size=131, n_embd=48, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16, "rope_theta": 5e5}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
-YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.8, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0],
-        "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0]}  # fmt: skip
+    vocab_size=131,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+GPT2 = dict(
+    vocab_size=131, n_embd=48, n_layer=3, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 5e5,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+}
+YARN_MSCALE = YARN | {
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "truncate": False,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.8, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 6.0, 9.0],
+}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -25,41 +56,99 @@ GEMMA3_ROPE = {
 # name -> (prefix of transformers' classes, settings of its config)
 CASES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
-    "gpt2-erf-wide": ("GPT2", GPT2 | dict(activation_function="gelu", n_inner=100, tie_word_embeddings=False)),
+    "gpt2-erf-wide": (
+        "GPT2",
+        GPT2 | dict(activation_function="gelu", n_inner=100, tie_word_embeddings=False),
+    ),
     "gpt2-unscaled": ("GPT2", GPT2 | dict(scale_attn_weights=False)),
     "llama2": ("Llama", SMALL | dict(num_key_value_heads=4, rms_norm_eps=1e-5)),
     "llama3-gqa-tied": ("Llama", SMALL | dict(tie_word_embeddings=True, rope_parameters=LLAMA3)),
-    "llama-biases-head-dim": ("Llama", SMALL | dict(attention_bias=True, mlp_bias=True, head_dim=20)),
-    "llama-linear": ("Llama", SMALL | dict(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})),
-    "llama-dynamic": ("Llama", SMALL | dict(max_position_embeddings=24, rope_parameters={
-        "rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})),
+    "llama-biases-head-dim": (
+        "Llama",
+        SMALL | dict(attention_bias=True, mlp_bias=True, head_dim=20),
+    ),
+    "llama-linear": (
+        "Llama",
+        SMALL | dict(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}),
+    ),
+    "llama-dynamic": (
+        "Llama",
+        SMALL
+        | dict(
+            max_position_embeddings=24,
+            rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        ),
+    ),
     "llama-yarn": ("Llama", SMALL | dict(rope_parameters=YARN)),
     "llama-yarn-mscale": ("Llama", SMALL | dict(rope_parameters=YARN_MSCALE)),
     "mistral-window": ("Mistral", SMALL | dict(sliding_window=8)),
     "mistral-head-dim": ("Mistral", SMALL | dict(sliding_window=None, head_dim=16)),
     "qwen2": ("Qwen2", SMALL),
-    "qwen2.5-window-tied": ("Qwen2", SMALL | dict(
-        use_sliding_window=True, sliding_window=8, max_window_layers=2, tie_word_embeddings=True)),
+    "qwen2.5-window-tied": (
+        "Qwen2",
+        SMALL
+        | dict(
+            use_sliding_window=True, sliding_window=8, max_window_layers=2, tie_word_embeddings=True
+        ),
+    ),
     "qwen3": ("Qwen3", SMALL | dict(head_dim=16, tie_word_embeddings=True)),
-    "qwen3-bias-yarn": ("Qwen3", SMALL | dict(head_dim=16, attention_bias=True, rope_parameters=YARN)),
+    "qwen3-bias-yarn": (
+        "Qwen3",
+        SMALL | dict(head_dim=16, attention_bias=True, rope_parameters=YARN),
+    ),
     "gemma": ("Gemma", SMALL | dict(head_dim=20)),
-    "gemma-mqa-untied": ("Gemma", SMALL | dict(head_dim=12, num_key_value_heads=1, tie_word_embeddings=False)),
+    "gemma-mqa-untied": (
+        "Gemma",
+        SMALL | dict(head_dim=12, num_key_value_heads=1, tie_word_embeddings=False),
+    ),
     "gemma2": ("Gemma2", SMALL | dict(head_dim=20, sliding_window=8, query_pre_attn_scalar=24)),
-    "gemma2-uncapped": ("Gemma2", SMALL | dict(
-        head_dim=20, sliding_window=8, attn_logit_softcapping=None, final_logit_softcapping=None)),
-    "gemma3": ("Gemma3", SMALL | dict(
-        num_hidden_layers=7, head_dim=20, sliding_window=8, query_pre_attn_scalar=24, rope_parameters=GEMMA3_ROPE)),
+    "gemma2-uncapped": (
+        "Gemma2",
+        SMALL
+        | dict(
+            head_dim=20, sliding_window=8, attn_logit_softcapping=None, final_logit_softcapping=None
+        ),
+    ),
+    "gemma3": (
+        "Gemma3",
+        SMALL
+        | dict(
+            num_hidden_layers=7,
+            head_dim=20,
+            sliding_window=8,
+            query_pre_attn_scalar=24,
+            rope_parameters=GEMMA3_ROPE,
+        ),
+    ),
     "smollm3": ("SmolLM3", SMALL | dict(num_hidden_layers=5)),
-    "smollm3-window": ("SmolLM3", SMALL | dict(use_sliding_window=True, sliding_window=8, no_rope_layers=[1, 0, 1, 0])),
+    "smollm3-window": (
+        "SmolLM3",
+        SMALL | dict(use_sliding_window=True, sliding_window=8, no_rope_layers=[1, 0, 1, 0]),
+    ),
     "olmo2": ("Olmo2", SMALL),
     "olmo2-bias": ("Olmo2", SMALL | dict(attention_bias=True, num_key_value_heads=4)),
     "phi3": ("Phi3", SMALL),
     "phi3-window": ("Phi3", SMALL | dict(sliding_window=8)),
-    "phi4-partial": ("Phi3", SMALL | dict(rope_parameters={
-        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5})),
-    "phi3-longrope": ("Phi3", SMALL | dict(original_max_position_embeddings=16, rope_parameters=dict(LONG))),
-    "phi3-longrope-short": ("Phi3", SMALL | dict(original_max_position_embeddings=48, rope_parameters=dict(LONG))),
-}  # fmt: skip
+    "phi4-partial": (
+        "Phi3",
+        SMALL
+        | dict(
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        ),
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        SMALL | dict(original_max_position_embeddings=16, rope_parameters=dict(LONG)),
+    ),
+    "phi3-longrope-short": (
+        "Phi3",
+        SMALL | dict(original_max_position_embeddings=48, rope_parameters=dict(LONG)),
+    ),
+}
 
 
 def tiny_reference(case: str) -> transformers.PreTrainedModel:
@@ -71,7 +160,11 @@ def tiny_reference(case: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     model = getattr(transformers, head)(config).eval()
     for name, parameter in model.named_parameters():
-        centre = 1.0 if parameter.ndim == 1 and "norm" in name and not prefix.startswith("Gemma") else 0.0
+        centre = (
+            1.0
+            if parameter.ndim == 1 and "norm" in name and not prefix.startswith("Gemma")
+            else 0.0
+        )
         torch.nn.init.normal_(parameter, centre, 0.2)
     return model
 

@@ -13,19 +13,38 @@ from bloomery.monitor.words import device_lines
 
 
 def sampled(device=0, time=0.0, seconds=5.0, **figures):
-    facts = {"utilization": 98.0, "temperature": 78.0, "power": 200.0, "clock_mhz": 2424.0, "memory_gib": 10.1,
-             "memory_total_gib": 12.0, "throttled": ""} | figures  # fmt: skip
-    return DeviceStats(device=device, name="RX 6700 XT", time=time, step=1, seconds=seconds, **facts)
+    facts = {
+        "utilization": 98.0,
+        "temperature": 78.0,
+        "power": 200.0,
+        "clock_mhz": 2424.0,
+        "memory_gib": 10.1,
+        "memory_total_gib": 12.0,
+        "throttled": "",
+    } | figures
+    return DeviceStats(
+        device=device, name="RX 6700 XT", time=time, step=1, seconds=seconds, **facts
+    )
 
 
 def of_torch(**figures):
     return DeviceStats(
-        device=0, time=6.0, allocated_gib=8.0, reserved_gib=9.5, fragmentation=0.05, alloc_retries=2, **figures
+        device=0,
+        time=6.0,
+        allocated_gib=8.0,
+        reserved_gib=9.5,
+        fragmentation=0.05,
+        alloc_retries=2,
+        **figures,
     )
 
 
 def test_energy_is_power_times_the_seconds_that_each_sample_stands_for():
-    samples = [sampled(power=200.0), sampled(power=100.0, seconds=10.0), sampled(power=None, seconds=50.0)]
+    samples = [
+        sampled(power=200.0),
+        sampled(power=100.0, seconds=10.0),
+        sampled(power=None, seconds=50.0),
+    ]
     summary = summary_of([step_done(1), *samples])
     assert summary.devices.joules == 2000.0 and summary.devices.covered_seconds == 15.0
     assert summary.joules_per_token == pytest.approx(2000 / 8192)
@@ -46,9 +65,13 @@ def test_the_odd_die_adds_nothing_and_says_whose_sensor_it_is():
 
 
 def test_lines_stand_under_each_other_and_leave_out_what_nobody_knows():
-    summary = summary_of([sampled(), sampled(1, utilization=7.0, temperature=None, clock_mhz=800.0), of_torch()])
+    summary = summary_of(
+        [sampled(), sampled(1, utilization=7.0, temperature=None, clock_mhz=800.0), of_torch()]
+    )
     first, second = device_lines(summary.devices.all)
-    assert first == ("gpu 0      98%  78 °C  200 W  2,424 MHz  10.1 of 12.0 GiB  tensors 8.0, reserved 9.5")
+    assert first == (
+        "gpu 0      98%  78 °C  200 W  2,424 MHz  10.1 of 12.0 GiB  tensors 8.0, reserved 9.5"
+    )
     assert second == "gpu 1       7%         200 W    800 MHz  10.1 of 12.0 GiB"
     cpu = summary_of([sampled(CPU_DEVICE, power=None, clock_mhz=None, temperature=None)])
     assert device_lines(cpu.devices.all) == ["cpu        98%  10.1 of 12.0 GiB"]
@@ -58,7 +81,11 @@ def test_lines_stand_under_each_other_and_leave_out_what_nobody_knows():
 def test_what_a_look_did_not_find_any_more_is_not_shown_as_it_was():
     summary = summary_of([sampled(throttled="temperature"), of_torch(), sampled(power=None)])
     (device,) = summary.devices.all
-    assert device.latest.power is None and device.latest.throttled == "" and device.latest.reserved_gib == 9.5
+    assert (
+        device.latest.power is None
+        and device.latest.throttled == ""
+        and device.latest.reserved_gib == 9.5
+    )
     assert device.throttled_seconds == {"temperature": 5.0} and device.peak_temperature == 78.0
 
 
@@ -74,7 +101,10 @@ def test_metrics_hold_each_device_and_what_a_token_cost(tmp_path):
         for event in (*made_up_run(), sampled(), sampled(CPU_DEVICE, power=50.0)):
             emit(event)
     metrics = json.loads(write_metrics(tmp_path, {"energy_kwh": 1.5}).read_text())
-    assert metrics["energy_kwh"] == pytest.approx(1250 / 3.6e6) and metrics["planned"]["energy_kwh"] == 1.5
+    assert (
+        metrics["energy_kwh"] == pytest.approx(1250 / 3.6e6)
+        and metrics["planned"]["energy_kwh"] == 1.5
+    )
     assert metrics["joules_per_token"] == pytest.approx(1250 / (40 * 8192))
     assert [device["device"] for device in metrics["devices"]] == [0, CPU_DEVICE]
     assert metrics["devices"][0]["temperature_peak"] == 78.0
@@ -102,10 +132,17 @@ def test_a_hook_hears_of_a_device_once_a_minute(tmp_path):
 def test_tensorboard_has_every_sample(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     sink = TrackerSink("tensorboard", tmp_path, pytest.fail)
-    for event in (sampled(time=1.0), sampled(time=6.0, power=150.0), of_torch(), sampled(CPU_DEVICE)):
+    for event in (
+        sampled(time=1.0),
+        sampled(time=6.0, power=150.0),
+        of_torch(),
+        sampled(CPU_DEVICE),
+    ):
         sink.write(event)
     sink.close()
     read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0})
     read.Reload()
     assert [point.value for point in read.Scalars("gpu0/power")] == [200.0, 150.0]
-    assert {"gpu0/reserved_gib", "gpu0/fragmentation", "cpu/utilization"} <= set(read.Tags()["scalars"])
+    assert {"gpu0/reserved_gib", "gpu0/fragmentation", "cpu/utilization"} <= set(
+        read.Tags()["scalars"]
+    )

@@ -7,7 +7,16 @@ from runs_for_tests import step_done
 
 from bloomery.monitor import diagnosis
 from bloomery.monitor.diagnosis import Diagnoser
-from bloomery.monitor.events import DeviceStats, EvalDone, Recovered, Resumed, RunStarted, Saved, StepHealth, Warned
+from bloomery.monitor.events import (
+    DeviceStats,
+    EvalDone,
+    Recovered,
+    Resumed,
+    RunStarted,
+    Saved,
+    StepHealth,
+    Warned,
+)
 from bloomery.monitor.history import PlanFacts, history_of
 
 GPU = PlanFacts(
@@ -34,23 +43,46 @@ def why_not_learning(events, facts):
 def steady(steps=100, attention="blockwise", start=0, **changes):
     """A run without trouble: half a second a step, a loss that falls from ln 1000 to about 4."""
     begin = [
-        RunStarted(schema=2, version="0", parameters=1, steps=1000, attention=attention, device="cuda", step=start)
+        RunStarted(
+            schema=2,
+            version="0",
+            parameters=1,
+            steps=1000,
+            attention=attention,
+            device="cuda",
+            step=start,
+        )
     ]
     losses = {step: 4.0 + 2.9 * 0.97**step for step in range(1, steps + 1)}
-    return [*begin, *(step_done(s, **{"loss": losses[s], **changes}) for s in range(start + 1, steps + 1))]
+    return [
+        *begin,
+        *(step_done(s, **{"loss": losses[s], **changes}) for s in range(start + 1, steps + 1)),
+    ]
 
 
 def with_every(events, kind, every=1, **fields):
     """The events, with one of another kind after every so many steps."""
     due = [event.step > 0 and event.step % every == 0 for event in events]
     pairs = zip(events, due, strict=True)
-    return [e for event, now in pairs for e in ((event, kind(step=event.step, **fields)) if now else (event,))]
+    return [
+        e
+        for event, now in pairs
+        for e in ((event, kind(step=event.step, **fields)) if now else (event,))
+    ]
 
 
 def test_nothing_is_said_of_a_steady_run():
-    healthy = with_every(steady(), StepHealth, seconds=0.5, core_wait_seconds=0.01, update_ratio=1e-3, graphs=4)
     healthy = with_every(
-        healthy, DeviceStats, device=0, temperature=85.0, clock_mhz=2400.0, throttled="", utilization=99.0
+        steady(), StepHealth, seconds=0.5, core_wait_seconds=0.01, update_ratio=1e-3, graphs=4
+    )
+    healthy = with_every(
+        healthy,
+        DeviceStats,
+        device=0,
+        temperature=85.0,
+        clock_mhz=2400.0,
+        throttled="",
+        utilization=99.0,
     )
     assert why_slow(healthy, GPU) == () == why_not_learning(healthy, GPU)
 
@@ -71,7 +103,16 @@ CASES = {
         [
             e
             for s in steady()
-            for e in (s, DeviceStats(step=s.step, device=0, reserved_gib=10.5, fragmentation=0.2, alloc_retries=s.step))
+            for e in (
+                s,
+                DeviceStats(
+                    step=s.step,
+                    device=0,
+                    reserved_gib=10.5,
+                    fragmentation=0.2,
+                    alloc_retries=s.step,
+                ),
+            )
         ],
         GPU,
         "retries allocations (100 retries in 100 steps; 20% of 10.5 GiB",
@@ -83,7 +124,12 @@ CASES = {
         "attention writes the full score matrix to memory (the math kernel of PyTorch stores 1,024 x 1,024 scores",
         "train.attention=blockwise",
     ),
-    "math chosen": (steady(attention="math"), GPU, "the kernel math stores", "train.attention=auto"),
+    "math chosen": (
+        steady(attention="math"),
+        GPU,
+        "the kernel math stores",
+        "train.attention=auto",
+    ),
     "throttled": (
         with_every(steady(), DeviceStats, device=1, temperature=104.0, throttled="temperature"),
         GPU,
@@ -92,9 +138,21 @@ CASES = {
     ),
     "clock": (
         [
-            *with_every(steady(60), DeviceStats, device=0, temperature=70.0, clock_mhz=2400.0, utilization=99.0),
             *with_every(
-                steady(100, start=60), DeviceStats, device=0, temperature=98.0, clock_mhz=1500.0, utilization=99.0
+                steady(60),
+                DeviceStats,
+                device=0,
+                temperature=70.0,
+                clock_mhz=2400.0,
+                utilization=99.0,
+            ),
+            *with_every(
+                steady(100, start=60),
+                DeviceStats,
+                device=0,
+                temperature=98.0,
+                clock_mhz=1500.0,
+                utilization=99.0,
             ),
         ],
         GPU,
@@ -120,7 +178,16 @@ CASES = {
         "train.compile=false",
     ),
     "evaluations": (
-        with_every(steady(), EvalDone, every=20, loss=4.0, perplexity=55.0, bits_per_byte=1.0, tokens=1, seconds=4.0),
+        with_every(
+            steady(),
+            EvalDone,
+            every=20,
+            loss=4.0,
+            perplexity=55.0,
+            bits_per_byte=1.0,
+            tokens=1,
+            seconds=4.0,
+        ),
         GPU,
         "evaluations take 29% of the run (20 of 70 s)",
         "eval.every",
@@ -166,7 +233,10 @@ def test_a_late_run_with_a_cause_blames_the_cause():
 
 
 def test_a_clock_that_falls_in_an_idle_or_cool_card_is_no_news():
-    for cool in ({"temperature": 60.0, "utilization": 99.0}, {"temperature": 98.0, "utilization": 3.0}):
+    for cool in (
+        {"temperature": 60.0, "utilization": 99.0},
+        {"temperature": 98.0, "utilization": 3.0},
+    ):
         fast = with_every(steady(60), DeviceStats, device=0, clock_mhz=2400.0, **cool)
         slow = with_every(steady(100, start=60), DeviceStats, device=0, clock_mhz=900.0, **cool)
         assert why_slow([*fast, *slow], GPU) == ()
@@ -176,7 +246,9 @@ def learning(losses, facts=GPU, ratio=1e-3, **changes):
     """What is said of a run with these losses and vitals after each step."""
     rate = changes.pop("learning_rate", facts.learning_rate)
     steps = [step_done(s, loss, learning_rate=rate, **changes) for s, loss in enumerate(losses, 1)]
-    begin = RunStarted(schema=2, version="0", parameters=1, steps=1000, attention="sdpa", device="cuda")
+    begin = RunStarted(
+        schema=2, version="0", parameters=1, steps=1000, attention="sdpa", device="cuda"
+    )
     return why_not_learning([begin, *with_every(steps, StepHealth, update_ratio=ratio)], facts)
 
 
@@ -185,12 +257,16 @@ def test_a_first_loss_far_from_that_of_a_guess():
     assert "uniform guess (first loss 14.00, uniform over 1,000 tokens" in high
     (low,) = learning([1.0] * 5)
     assert "labels are leaking" in low and "attention mask" in low
-    assert learning([1.0] * 5, PlanFacts(**{**vars(GPU), "fresh": False})) == ()  # weights that were trained before
+    # weights that were trained before
+    assert learning([1.0] * 5, PlanFacts(**{**vars(GPU), "fresh": False})) == ()
 
 
 def test_an_exploding_gradient_is_told_from_one_that_is_absent():
     flat = [6.9] * 120
-    steps = [step_done(s, 6.9, grad_norm=1.0 if s < 40 else 500.0, learning_rate=1e-3) for s in range(1, 121)]
+    steps = [
+        step_done(s, 6.9, grad_norm=1.0 if s < 40 else 500.0, learning_rate=1e-3)
+        for s in range(1, 121)
+    ]
     (said,) = why_not_learning(steps, GPU)
     assert "the gradient explodes (gradient norm 1 in the first steps, 5e+02 now" in said
     assert "set train.max_grad_norm=1.0" in said
@@ -209,7 +285,9 @@ def test_a_plateau_without_a_cause_says_so_and_names_the_text():
 
 def test_a_warmup_longer_than_the_run():
     facts = PlanFacts(**{**vars(GPU), "steps": 100, "warmup_steps": 2000, "learning_rate": 1e-3})
-    assert learning([6.9] * 100, facts, ratio=1e-5, learning_rate=5e-5)[0].startswith("the learning rate is too low")
+    assert learning([6.9] * 100, facts, ratio=1e-5, learning_rate=5e-5)[0].startswith(
+        "the learning rate is too low"
+    )
 
 
 def test_a_warmup_that_goes_on_is_waited_for():
@@ -228,7 +306,12 @@ def test_text_that_is_learned_by_heart():
             *(
                 [
                     EvalDone(
-                        step=step.step, loss=exams[step.step], perplexity=1.0, bits_per_byte=1.0, tokens=1, seconds=0.0
+                        step=step.step,
+                        loss=exams[step.step],
+                        perplexity=1.0,
+                        bits_per_byte=1.0,
+                        tokens=1,
+                        seconds=0.0,
                     )
                 ]
                 if step.step in exams
@@ -251,19 +334,35 @@ def test_a_cause_is_said_once_also_over_a_resume():
     assert [warned for event in more for warned in again.check(event)] == []
 
 
-@pytest.mark.parametrize("back", [Recovered(step=4, reason="nan", action="back"), Resumed(step=4, path="x")])
+@pytest.mark.parametrize(
+    "back", [Recovered(step=4, reason="nan", action="back"), Resumed(step=4, path="x")]
+)
 def test_steps_that_were_given_up_are_forgotten_whether_by_a_recovery_or_a_resume(back):
     """Steps 8 to 10 had no finite loss, so that steps and losses are not the same number."""
     first = [step_done(step, None if step >= 8 else 3.0) for step in range(1, 11)]
     ratios = {2: 0.1, 4: 0.1, 6: 5.0}
-    told = [e for step in first for e in (step, *(StepHealth(step=s, update_ratio=ratios[s]) for s in ratios
-                                                  if s == step.step))]  # fmt: skip
-    told = [*told, EvalDone(step=8, loss=9.0, perplexity=None, bits_per_byte=None, tokens=1, seconds=1.0)]
+    told = [
+        e
+        for step in first
+        for e in (
+            step,
+            *(StepHealth(step=s, update_ratio=ratios[s]) for s in ratios if s == step.step),
+        )
+    ]
+    told = [
+        *told,
+        EvalDone(step=8, loss=9.0, perplexity=None, bits_per_byte=None, tokens=1, seconds=1.0),
+    ]
     seen = history_of([*told, back])
     assert (seen.step, list(seen.losses), seen.evaluations) == (4, [3.0] * 4, {})
     assert (seen.largest_ratio, seen.path) == (0.1, pytest.approx(4 * 0.1))
     seen = history_of(
-        [*told, back, *(step_done(step, 2.0) for step in range(5, 11)), StepHealth(step=6, update_ratio=0.1)]
+        [
+            *told,
+            back,
+            *(step_done(step, 2.0) for step in range(5, 11)),
+            StepHealth(step=6, update_ratio=0.1),
+        ]
     )
     assert list(seen.losses) == [3.0] * 4 + [2.0] * 6
     assert [step.step for step in seen.recent] == list(range(1, 11))
@@ -284,7 +383,9 @@ def test_facts_are_asked_for_when_they_are_needed():
 
 def test_a_warning_of_another_kind_silences_nothing():
     diagnosis = Diagnoser(lambda: GPU, [Warned(reason="x", cause="data-set")])
-    assert [w.cause for event in steady(100, data_wait_seconds=0.2) for w in diagnosis.check(event)] == ["data"]
+    assert [
+        w.cause for event in steady(100, data_wait_seconds=0.2) for w in diagnosis.check(event)
+    ] == ["data"]
 
 
 def test_a_loss_that_is_not_of_text_may_stay_where_it_began():

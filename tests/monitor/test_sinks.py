@@ -10,8 +10,24 @@ import pytest
 from runs_for_tests import made_up_run, step_done
 
 from bloomery.core.text import HIDDEN, redact_secrets
-from bloomery.monitor.events import EventLog, Phase, RunEnded, Sampled, StepDone, Warned, read_events
-from bloomery.monitor.sinks import TRACKERS, CommandSink, LogFile, Tracker, TrackerSink, open_sinks, write_metrics
+from bloomery.monitor.events import (
+    EventLog,
+    Phase,
+    RunEnded,
+    Sampled,
+    StepDone,
+    Warned,
+    read_events,
+)
+from bloomery.monitor.sinks import (
+    TRACKERS,
+    CommandSink,
+    LogFile,
+    Tracker,
+    TrackerSink,
+    open_sinks,
+    write_metrics,
+)
 from bloomery.recipe.schema import IF_INSTALLED
 
 CANARY = "CanaryCanaryCanaryCanary1234567890"
@@ -35,10 +51,18 @@ def test_secrets_are_taken_out(leak):
 
 
 def test_the_values_of_secret_variables_are_taken_out():
-    assert redact_secrets("x swordfish-99 y", {"MY_SECRET": "swordfish-99", "EDITOR": "x"}) == f"x {HIDDEN} y"
+    assert (
+        redact_secrets("x swordfish-99 y", {"MY_SECRET": "swordfish-99", "EDITOR": "x"})
+        == f"x {HIDDEN} y"
+    )
 
 
-INNOCENT = ["tokens: 8192", "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b", "https://a.org/b?c=d", "key"]
+INNOCENT = [
+    "tokens: 8192",
+    "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b",
+    "https://a.org/b?c=d",
+    "key",
+]
 
 
 @pytest.mark.parametrize("text", INNOCENT)
@@ -54,7 +78,11 @@ def test_log_holds_no_canary_and_no_traceback_is_lost(tmp_path):
         log.text(f"Traceback\n  File x\n{leak}")
     log.close()
     text = (tmp_path / "log.txt").read_text()
-    assert CANARY not in text and "0123456789abcdef" not in text and text.count("Traceback") == len(LEAKS)
+    assert (
+        CANARY not in text
+        and "0123456789abcdef" not in text
+        and text.count("Traceback") == len(LEAKS)
+    )
 
 
 @pytest.mark.parametrize("leak", LEAKS.values(), ids=LEAKS.keys())
@@ -71,8 +99,14 @@ def test_log_paces_steps_but_never_skips_a_skipped_one(tmp_path):
         log.write(event)
     log.close()
     text = (tmp_path / "log.txt").read_text()
-    assert "  step 7  loss skipped" in text and "  step 10  loss 4." in text and "  step 11  " not in text
-    assert "recovered at step 7" in text and "ended: done" in text and "evaluation at step 20" in text
+    assert (
+        "  step 7  loss skipped" in text
+        and "  step 10  loss 4." in text
+        and "  step 11  " not in text
+    )
+    assert (
+        "recovered at step 7" in text and "ended: done" in text and "evaluation at step 20" in text
+    )
 
 
 def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path):
@@ -87,7 +121,9 @@ def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path):
     assert [point.step for point in losses] == [step for step in range(1, 41) if step != 7]
     last = {event.step: event.loss for event in made_up_run() if isinstance(event, StepDone)}
     assert all(abs(point.value - last[point.step]) < 1e-6 for point in losses)
-    assert {"eval/bits_per_byte", "train/learning_rate", "speed/tokens_per_second"} <= set(read.Tags()["scalars"])
+    assert {"eval/bits_per_byte", "train/learning_rate", "speed/tokens_per_second"} <= set(
+        read.Tags()["scalars"]
+    )
 
 
 def test_tensorboard_does_not_import_torch(tmp_path):
@@ -115,9 +151,15 @@ def test_a_missing_tensorboard_is_a_warning_with_its_remedy(tmp_path, monkeypatc
 
 
 def test_a_tensorboard_that_nobody_asked_for_is_not_missed(tmp_path, monkeypatch):
-    assert not warnings_of(tmp_path / "with", IF_INSTALLED) and (tmp_path / "with/tensorboard").is_dir()
+    assert (
+        not warnings_of(tmp_path / "with", IF_INSTALLED)
+        and (tmp_path / "with/tensorboard").is_dir()
+    )
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    assert not warnings_of(tmp_path / "without", IF_INSTALLED) and not (tmp_path / "without/tensorboard").exists()
+    assert (
+        not warnings_of(tmp_path / "without", IF_INSTALLED)
+        and not (tmp_path / "without/tensorboard").exists()
+    )
 
 
 def hook(tmp_path, body):
@@ -188,7 +230,9 @@ def test_whatever_a_hook_does_is_no_matter_of_the_run(body, tmp_path):
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_hook_that_writes_without_end_is_stopped_and_nothing_of_it_is_kept(stream, tmp_path, monkeypatch):
+def test_a_hook_that_writes_without_end_is_stopped_and_nothing_of_it_is_kept(
+    stream, tmp_path, monkeypatch
+):
     monkeypatch.setattr("bloomery.monitor.sinks._HOOK_SECONDS", 0.7)
     sink, told = hook(tmp_path, f"import sys\nwhile True: sys.{stream}.write('y' * 65536)")
     tracemalloc.start()
@@ -235,11 +279,17 @@ def broken(run_info):
 def test_a_tracker_that_fails_is_one_warning_and_never_ends_a_run(tmp_path, monkeypatch):
     monkeypatch.setitem(TRACKERS, "tensorboard", broken)
     told = []
-    _, sink = open_sinks(tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append)
+    _, sink = open_sinks(
+        tmp_path, ["tensorboard"], [], every_steps=1, folder=tmp_path, warn=told.append
+    )
     for _ in range(3):
         sink.write(step_done(1))
     sink.close()
-    assert len(told) == 1 and "tensorboard failed at step 1" in told[0] and "thread has died" in told[0]
+    assert (
+        len(told) == 1
+        and "tensorboard failed at step 1" in told[0]
+        and "thread has died" in told[0]
+    )
 
 
 def test_a_tracker_that_cannot_be_opened_is_a_warning(tmp_path):

@@ -71,7 +71,12 @@ def library(tmp_path, monkeypatch):
     (folder / "record.py").write_text(RECORD)
     run = tmp_path / "run"
     run.mkdir()
-    plan = {"name": "tiny", "train": {"steps": 40}, "data": {"path": "/x?token=" + CANARY}, "model": {"layers": 2}}
+    plan = {
+        "name": "tiny",
+        "train": {"steps": 40},
+        "data": {"path": "/x?token=" + CANARY},
+        "model": {"layers": 2},
+    }
     (run / "plan.json").write_text(json.dumps(plan))
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -125,7 +130,13 @@ def test_a_tracker_is_told_where_nothing_lies_on_this_machine(tmp_path):
 def test_wandb_gets_the_figures_at_the_pace_of_the_recipe_and_how_the_run_ended(library):
     run = library("wandb", WANDB)
     assert (
-        tracked("wandb", run, [step_done(9), step_done(10, 1.5), RunEnded(status="stopped", step=10)], every=10) == []
+        tracked(
+            "wandb",
+            run,
+            [step_done(9), step_done(10, 1.5), RunEnded(status="stopped", step=10)],
+            every=10,
+        )
+        == []
     )
     first, *_, log, finish = told(run)
     init = first["init"]
@@ -154,7 +165,9 @@ def test_a_run_that_is_killed_is_told_as_failed(library):
 def test_a_resumed_run_goes_on_in_the_same_tracker_run(library, monkeypatch):
     run = library("wandb", WANDB)
     tracked("wandb", run, [step_done(1)])
-    tracked("wandb", run, [Resumed(path="x", step=0), step_done(1), RunEnded(status="done", step=1)])
+    tracked(
+        "wandb", run, [Resumed(path="x", step=0), step_done(1), RunEnded(status="done", step=1)]
+    )
     first, second = (one["init"]["id"] for one in told(run) if "init" in one)
     assert first == second and len(first) == 16
 
@@ -168,7 +181,9 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run(library, monkeypatch):
     (run.parent / "told").unlink()
     tracked("mlflow", run, [step_done(2), RunEnded(status="done", step=2)])
     search, update, metrics, end = told(run)
-    assert first in search["search"] and update == {"update": "RUNNING"} and end == {"end": "FINISHED"}
+    assert (
+        first in search["search"] and update == {"update": "RUNNING"} and end == {"end": "FINISHED"}
+    )
     assert metrics["metrics"][0] == ["train/loss", 2.0, 2000, 2]  # name, value, milliseconds, step
 
 
@@ -176,16 +191,28 @@ def test_trackio(library):
     run = library("trackio", TRACKIO)
     assert tracked("trackio", run, made_up_run(steps=5)) == []
     assert told(run)[0]["init"]["name"] == "run" and told(run)[-1] == {"finish": True}
-    assert [one["step"] for one in told(run) if "train/loss" in one.get("log", {})] == [1, 2, 3, 4, 5]
+    assert [one["step"] for one in told(run) if "train/loss" in one.get("log", {})] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         ("raise ImportError('half installed')", "trackio is not installed"),
-        ("def init(**words): raise PermissionError('who are you? " + CANARY + "')", "PermissionError: who are you?"),
+        (
+            "def init(**words): raise PermissionError('who are you? " + CANARY + "')",
+            "PermissionError: who are you?",
+        ),
         ("def init(**words): raise SystemExit(3)", "cannot be started"),
-        (TRACKIO + "\ndef log(*words, **more): raise OSError('no route to host')", "OSError: no route to host"),
+        (
+            TRACKIO + "\ndef log(*words, **more): raise OSError('no route to host')",
+            "OSError: no route to host",
+        ),
     ],
 )
 def test_whatever_a_library_does_is_one_warning(library, source, words):
@@ -218,7 +245,9 @@ def test_a_library_that_hangs_stalls_nothing_and_is_left_behind(library, monkeyp
     assert len(last_wishes) == 1  # what its library has registered to do at the exit is not done
 
 
-def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it(library, tmp_path, monkeypatch):
+def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it(
+    library, tmp_path, monkeypatch
+):
     monkeypatch.setattr(sys, "path", [str(tmp_path / "libraries")])
     (tmp_path / "libraries/wandb").mkdir()  # of an offline run, and no library
     with pytest.raises(UserError) as error:
@@ -233,7 +262,10 @@ def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it
 def test_wandb_asks_nobody_for_a_login(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _wandb_mode({}) == "offline"
-    assert _wandb_mode({"WANDB_MODE": "disabled"}) is None and _wandb_mode({"WANDB_API_KEY": "x"}) is None
+    assert (
+        _wandb_mode({"WANDB_MODE": "disabled"}) is None
+        and _wandb_mode({"WANDB_API_KEY": "x"}) is None
+    )
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert _wandb_mode({}) is None

@@ -50,15 +50,31 @@ def test_no_line_is_wider_and_no_picture_higher_than_the_screen(width, height):
 
 
 def test_everything_that_a_person_looks_for_is_there():
-    gpu = DeviceStats(device=0, seconds=5.0, utilization=98.0, power=200.0, temperature=71.0, time=22.0)
+    gpu = DeviceStats(
+        device=0, seconds=5.0, utilization=98.0, power=200.0, temperature=71.0, time=22.0
+    )
     events = [*made_up_run(steps=40, kill_at=25), gpu]
     text = "\n".join(drawn([*events[:-2], gpu]))
     for part in (
-        "tiny-1 · running · step 40 of 40", "loss, nats per token", "validation loss", "val bpb", " at step 40",
+        "tiny-1 · running · step 40 of 40",
+        "loss, nats per token",
+        "validation loss",
+        "val bpb",
+        " at step 40",
         "16,384 tokens/s",
-        "0.58 of 11.0 GiB", "gpu 0", "98%", "71 °C", "J/token", "step 20: resumed from step-00000020",
-        "step skipped", "its update was skipped", "at 40", "step 40", "      lr  ", "tokens/s  ",
-    ):  # fmt: skip
+        "0.58 of 11.0 GiB",
+        "gpu 0",
+        "98%",
+        "71 °C",
+        "J/token",
+        "step 20: resumed from step-00000020",
+        "step skipped",
+        "its update was skipped",
+        "at 40",
+        "step 40",
+        "      lr  ",
+        "tokens/s  ",
+    ):
         assert part in text, part
 
 
@@ -75,7 +91,9 @@ def test_a_run_that_says_nothing_yet_has_a_picture():
 
 
 def test_a_kill_is_told_although_nobody_wrote_it_down():
-    started = RunStarted(schema=2, version="1", parameters=1, steps=9, attention="sdpa", device="cpu", step=3)
+    started = RunStarted(
+        schema=2, version="1", parameters=1, steps=9, attention="sdpa", device="cpu", step=3
+    )
     lines = drawn([step_done(5), started, Resumed(path="checkpoints/step-00000003", step=3)])
     assert any("step 5: killed" in line for line in lines)
     ended = [step_done(5), RunEnded(status="stopped", step=5), started]
@@ -86,7 +104,12 @@ def test_an_error_that_a_resumed_run_left_behind_has_one_line():
     error = "training killed by SIGSEGV: segmentation fault\n       (compiled code accessed invalid memory)"
     failed = [step_done(5), RunEnded(status="failed", error=error, step=5)]
     assert any("compiled code" in line for line in drawn(failed, state="failed"))
-    resumed = [*failed, Resumed(path="checkpoints/step-00000003", step=3), step_done(4), step_done(5)]
+    resumed = [
+        *failed,
+        Resumed(path="checkpoints/step-00000003", step=3),
+        step_done(4),
+        step_done(5),
+    ]
     lines = drawn(resumed)
     assert sum("SIGSEGV" in line for line in lines) == 1
     assert not any("compiled code" in line for line in lines)
@@ -94,7 +117,11 @@ def test_an_error_that_a_resumed_run_left_behind_has_one_line():
 
 
 def test_the_curve_holds_nothing_of_a_future_that_a_resume_gave_up():
-    events = [*(step_done(step, 5.0) for step in range(1, 9)), Resumed(path="x", step=4), step_done(5, 1.0)]
+    events = [
+        *(step_done(step, 5.0) for step in range(1, 9)),
+        Resumed(path="x", step=4),
+        step_done(5, 1.0),
+    ]
     assert seen_of(events).curve == [(1, 5.0), (2, 5.0), (3, 5.0), (4, 5.0), (5, 1.0)]
 
 
@@ -105,7 +132,14 @@ def test_time_stands_still_for_a_run_that_has_ended():
 
 def test_a_night_between_a_stop_and_its_resume_does_not_count():
     started = RunStarted(
-        schema=2, version="0", parameters=1, steps=9, attention="x", device="cpu", time=50_000.0, step=40
+        schema=2,
+        version="0",
+        parameters=1,
+        steps=9,
+        attention="x",
+        device="cpu",
+        time=50_000.0,
+        step=40,
     )
     events = [*made_up_run(), started, Resumed(path="x", step=40, time=50_000.0)]
     assert "28 s" in drawn(made_up_run(), state="done", now=40_000.0)[1]
@@ -164,12 +198,18 @@ def test_a_tail_waits_for_the_rest_of_a_line(tmp_path):
         assert not [*tail.read()]
         file.write(line[20:] + b"\n")
     assert [event.step for event in tail.read()] == [2]
-    assert not re.search("killed", "".join(frame(seen_of([]), FACTS, Screen(80), state="done", now=0)))
+    assert not re.search(
+        "killed", "".join(frame(seen_of([]), FACTS, Screen(80), state="done", now=0))
+    )
 
 
 def test_what_is_not_an_event_of_this_version_is_counted_and_passed_over(tmp_path):
     path = tmp_path / "events.jsonl"
-    path.write_bytes(b'{"event": "Tomorrow"}\n\xff\xfe\n' + to_json(step_done(1)).encode() + b'\n\n{"event": "StepDo')
+    path.write_bytes(
+        b'{"event": "Tomorrow"}\n\xff\xfe\n'
+        + to_json(step_done(1)).encode()
+        + b'\n\n{"event": "StepDo'
+    )
     tail = Tail(path)
     assert [event.step for event in tail.read()] == [1]
     assert (tail.unknown_lines, tail.read_lines) == (2, 3)
@@ -183,7 +223,17 @@ def test_a_request_to_stop_is_seen_until_the_run_has_ended():
 
 
 def test_a_long_way_is_told_by_the_clock_too():
-    events = [RunStarted(schema=2, version="1", parameters=1, steps=10_000, attention="sdpa", device="cpu", time=0.0)]
+    events = [
+        RunStarted(
+            schema=2,
+            version="1",
+            parameters=1,
+            steps=10_000,
+            attention="sdpa",
+            device="cpu",
+            time=0.0,
+        )
+    ]
     events += [step_done(step, time=60.0 * step) for step in range(1, 11)]
     head = drawn(events, now=600.0)[1]
     assert "ETA 7 days" in head or "ETA 6.9 days" in head, head
@@ -201,7 +251,9 @@ def test_the_first_steps_do_not_flatten_the_rest():
 
 def test_strips_begin_at_zero_and_lie_below_the_curve():
     line = [(x, 1.0) for x in range(50)]
-    rows = plot(line, [], {"lr": [(x, float(x)) for x in range(50)], "none": []}, width=60, height=3)
+    rows = plot(
+        line, [], {"lr": [(x, float(x)) for x in range(50)], "none": []}, width=60, height=3
+    )
     assert rows[-1].startswith("      lr  ▁") and rows[-1].endswith("█") and len(rows) == 5
     assert plot(line, [], {"flat": line}, width=60, height=3)[-1].count("█") == 50
 
@@ -210,10 +262,20 @@ def eight_gpus():
     for number in range(8):
         shared, why = number - 1 if number % 2 else None, "temperature" if number == 7 else ""
         yield DeviceStats(
-            device=number, seconds=5.0, utilization=98.0, temperature=71.0, power=None if number % 2 else 480.0,
-            shared_with=shared, clock_mhz=1650.0, memory_gib=41.0, memory_total_gib=64.0, throttled=why,
-            allocated_gib=36.0, reserved_gib=42.0, time=22.0,
-        )  # fmt: skip
+            device=number,
+            seconds=5.0,
+            utilization=98.0,
+            temperature=71.0,
+            power=None if number % 2 else 480.0,
+            shared_with=shared,
+            clock_mhz=1650.0,
+            memory_gib=41.0,
+            memory_total_gib=64.0,
+            throttled=why,
+            allocated_gib=36.0,
+            reserved_gib=42.0,
+            time=22.0,
+        )
 
 
 def test_eight_gpus_have_a_place_on_a_small_terminal_beside_the_curve_and_what_happened():
@@ -228,12 +290,18 @@ def test_eight_gpus_have_a_place_on_a_small_terminal_beside_the_curve_and_what_h
 
 def test_a_narrow_screen_leaves_out_what_pytorch_holds_first_then_the_clock():
     gpus = [*eight_gpus()]
-    assert "throttled: temperature" in "\n".join(drawn(gpus, 90)) and "reserved" not in "\n".join(drawn(gpus, 90))
-    assert "MHz" not in "\n".join(drawn(gpus, 80)) and "throttled: temperature" in "\n".join(drawn(gpus, 80))
+    assert "throttled: temperature" in "\n".join(drawn(gpus, 90)) and "reserved" not in "\n".join(
+        drawn(gpus, 90)
+    )
+    assert "MHz" not in "\n".join(drawn(gpus, 80)) and "throttled: temperature" in "\n".join(
+        drawn(gpus, 80)
+    )
 
 
 def test_a_small_screen_shows_more_of_the_newest_sample_instead_of_two_beginnings():
-    samples = [Sampled(step=step, prompt="def f():\n", completion="a\nb\nc\nd\ne") for step in (10, 20)]
+    samples = [
+        Sampled(step=step, prompt="def f():\n", completion="a\nb\nc\nd\ne") for step in (10, 20)
+    ]
     low = "\n".join(drawn([step_done(1), step_done(2), *samples], 80, 26))
     assert "at 20" in low and "at 10" not in low and " b" in low
     high = "\n".join(drawn([step_done(1), step_done(2), *samples], 80, 50))

@@ -16,9 +16,19 @@ from bloomery.parallel.apply import checkpoint_block, offload_activations
 from bloomery.recipe.schema import Lora, Quantize
 
 CONFIG = ModelConfig(
-    vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16,
-    max_positions=64, qk_norm="head", tie_embeddings=True, family="qwen3", residual_dropout=0.1,
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_positions=64,
+    qk_norm="head",
+    tie_embeddings=True,
+    family="qwen3",
+    residual_dropout=0.1,
+)
 MODES = ["none", "selective", "full", "every-2"]
 LORA = Lora(kind="lora", rank=4, dropout=0.2, target_modules=["q_proj", "v_proj", "down_proj"])
 
@@ -151,8 +161,12 @@ def test_a_quantised_base_stays_where_it_is(monkeypatch):
     decoder.zero_grad()
     sent: list[int] = []
     to_host = apply._Away._to_host
-    monkeypatch.setattr(apply._Away, "_to_host", lambda self, x: (sent.append(x.data_ptr()), to_host(self, x))[1])
+    monkeypatch.setattr(
+        apply._Away, "_to_host", lambda self, x: (sent.append(x.data_ptr()), to_host(self, x))[1]
+    )
     offload_activations(decoder.model, threshold=1)
     found = gradients(decoder)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert sent and not {buffer.data_ptr() for buffer in decoder.buffers() if buffer.numel()} & set(sent)
+    assert sent and not {buffer.data_ptr() for buffer in decoder.buffers() if buffer.numel()} & set(
+        sent
+    )

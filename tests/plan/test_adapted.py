@@ -12,7 +12,12 @@ from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.model.families import config_to_hf
 from bloomery.model.presets import build_config, known_config
 from bloomery.plan.estimate.states import TrainedModel, counted_as
-from bloomery.plan.unsupported import adapter_choices, refuse_method_misfits, refuse_misfits, refuse_new_rows
+from bloomery.plan.unsupported import (
+    adapter_choices,
+    refuse_method_misfits,
+    refuse_misfits,
+    refuse_new_rows,
+)
 from bloomery.recipe.schema import Model, Peft, Recipe, TokenizerSection, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)
@@ -21,12 +26,22 @@ GROWN = replace(CONFIG, vocab_size=CONFIG.vocab_size + 3)
 
 def recipe_from(folder, **adapter) -> Recipe:
     (folder / "config.json").write_text(json.dumps(config_to_hf(CONFIG)))
-    sections = {"model": {"from": str(folder)}, "data": {"builtin": "stdlib-code"}, "adapter": adapter}
+    sections = {
+        "model": {"from": str(folder)},
+        "data": {"builtin": "stdlib-code"},
+        "adapter": adapter,
+    }
     return Recipe.model_validate(sections if adapter else sections | {"adapter": {"kind": "none"}})
 
 
 def test_the_plan_says_how_much_is_trained():
-    adapter = {"kind": "dora", "rank": 4, "target_modules": ["q_proj"], "use_rslora": True, "init": "pissa"}
+    adapter = {
+        "kind": "dora",
+        "rank": 4,
+        "target_modules": ["q_proj"],
+        "use_rslora": True,
+        "init": "pissa",
+    }
     plan = planned(loaded(adapter=adapter), machine())
     said = next(decision for decision in plan.choices if decision.key == "adapter.kind")
     assert said.value == "DoRA (rsLoRA) from PiSSA, rank 4"
@@ -36,9 +51,13 @@ def test_the_plan_says_how_much_is_trained():
 
 @pytest.mark.parametrize(("rank", "doubted"), [(64, False), (65, True)])
 def test_a_rank_that_no_matrix_can_have_is_doubted(rank, doubted):
-    plan = reported(loaded(adapter={"kind": "lora", "rank": rank, "target_modules": ["q_proj", "down_proj"]}),
-        machine())
-    found = [text for text in plan.warnings if "adapter.rank is 65" in text and "at most rank 64" in text]
+    plan = reported(
+        loaded(adapter={"kind": "lora", "rank": rank, "target_modules": ["q_proj", "down_proj"]}),
+        machine(),
+    )
+    found = [
+        text for text in plan.warnings if "adapter.rank is 65" in text and "at most rank 64" in text
+    ]
     assert len(found) == doubted
 
 
@@ -67,30 +86,44 @@ def test_new_tokens_are_said_and_must_be_learned(tmp_path):
 
 def test_new_tokens_in_a_padded_vocabulary_must_be_learned_too(tmp_path):
     """Qwen2.5 has 151,936 rows for 151,665 tokens: what is added takes rows that nobody ever trained."""
-    known = train_tokenizer(iter(["some text"]), TrainTokenizer(vocab_size=300, special_tokens=["<old>"]), tmp_path)
+    known = train_tokenizer(
+        iter(["some text"]), TrainTokenizer(vocab_size=300, special_tokens=["<old>"]), tmp_path
+    )
     padded = replace(CONFIG, vocab_size=known.vocab_size + 100)
     alone = recipe_from(tmp_path, kind="lora")
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(padded)))
     for tokens, new in ((["<old>"], 0), (["<old>", "<call>", "<call>"], 1)):
-        recipe = alone.model_copy(update={"tokenizer": TokenizerSection(additional_special_tokens=tokens)})
+        recipe = alone.model_copy(
+            update={"tokenizer": TokenizerSection(additional_special_tokens=tokens)}
+        )
         if not new:
             refuse_new_rows(recipe, padded, **words_of(recipe))
             continue
         with pytest.raises(UserError, match="1 token is new"):
             refuse_new_rows(recipe, padded, **words_of(recipe))
         words = alone.model_dump(by_alias=True, include={"model"})
-        plan = planned(loaded(model=words["model"], tokenizer={"additional_special_tokens": tokens}), machine())
-        assert plan.model.new_ids == (known.vocab_size,), "the rows that begin anew are known to the run"
+        plan = planned(
+            loaded(model=words["model"], tokenizer={"additional_special_tokens": tokens}), machine()
+        )
+        assert plan.model.new_ids == (known.vocab_size,), (
+            "the rows that begin anew are known to the run"
+        )
         assert {d.key: d.value for d in plan.choices}["model.vocab_size"] == "1 new token"
 
 
-@pytest.mark.parametrize(("said", "fix"), [
-    ({"method": "adalora", "traget_r": 4}, "did you mean target_r?"),
-    ({"method": "adalra"}, "did you mean adapter.method=adalora?"),
-    ({"method": "vera", "target_modules": ["q_proj", "o_prj"]}, "did you mean o_proj? known: "),
-    ({"method": "vera", "target_modules": "v_proj"}, "a text alone is a pattern over full names"),
-    ({"method": "vera", "target_modules": "(v_proj"}, "adapter.target_modules=[q_proj]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ({"method": "adalora", "traget_r": 4}, "did you mean target_r?"),
+        ({"method": "adalra"}, "did you mean adapter.method=adalora?"),
+        ({"method": "vera", "target_modules": ["q_proj", "o_prj"]}, "did you mean o_proj? known: "),
+        (
+            {"method": "vera", "target_modules": "v_proj"},
+            "a text alone is a pattern over full names",
+        ),
+        ({"method": "vera", "target_modules": "(v_proj"}, "adapter.target_modules=[q_proj]"),
+    ],
+)
 def test_methods_and_modules_that_peft_would_not_find_are_refused_by_the_plan(said, fix):
     with pytest.raises(UserError) as refused:
         planned(loaded(adapter={"kind": "peft", **said}), machine())
@@ -112,7 +145,9 @@ def test_a_method_of_peft_trains_no_reward_model():
 
 def test_an_adapter_cannot_change_the_context_of_its_base(tmp_path):
     recipe = recipe_from(tmp_path, kind="lora")
-    longer = recipe.model_copy(update={"model": recipe.model.model_copy(update={"max_positions": 512})})
+    longer = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"max_positions": 512})}
+    )
     refuse_misfits(recipe, CONFIG, None, known=CONFIG.vocab_size, added=0)
     with pytest.raises(UserError) as error:
         refuse_misfits(longer, CONFIG, None, known=CONFIG.vocab_size, added=0)

@@ -19,10 +19,15 @@ def test_the_step_grows_with_the_model_by_the_published_law():
     # 0.292 (120 N^2)^0.3271 at N = 124,242,432: C = 1.852e18, 276,000 tokens, 2^8.07 rows of 1,024.
     assert choose_tokens_per_step("auto", preset("go-coder-small"), 1024).value == 262_144
     # N = 139,584: C = 2.338e12, 3,245 tokens, 2^4.66 rows of 128.
-    assert choose_tokens_per_step("auto", build_config(Model(**SMALL), vocab_size=None), 128).value == 4096
+    assert (
+        choose_tokens_per_step("auto", build_config(Model(**SMALL), vocab_size=None), 128).value
+        == 4096
+    )
 
 
-@pytest.mark.parametrize("where", [machine(), machine(cores=64), gpu_machine("RX 6700 XT"), gpu_machine("H200")])
+@pytest.mark.parametrize(
+    "where", [machine(), machine(cores=64), gpu_machine("RX 6700 XT"), gpu_machine("H200")]
+)
 def test_one_recipe_is_one_run_everywhere(where):
     plan = planned(loaded(train={"tokens_per_step": "auto"}), where)
     assert plan.train.tokens_per_step == 4096
@@ -88,8 +93,19 @@ def test_a_run_that_does_not_fit_says_what_would_help():
 def test_a_small_dataset_has_steps_to_learn_in():
     """The batch that suits the model alone would be more than an epoch of it."""
     config = preset("go-coder-small")
-    for rows, expected in [(3, 1), (40, 1), (64, 2), (1000, 16), (8191, 128), (8192, 256), (10**6, 256)]:
-        assert choose_tokens_per_step("auto", config, 1024, sequences_per_epoch=rows).value == expected * 1024
+    for rows, expected in [
+        (3, 1),
+        (40, 1),
+        (64, 2),
+        (1000, 16),
+        (8191, 128),
+        (8192, 256),
+        (10**6, 256),
+    ]:
+        assert (
+            choose_tokens_per_step("auto", config, 1024, sequences_per_epoch=rows).value
+            == expected * 1024
+        )
     said = choose_tokens_per_step("auto", config, 1024, sequences_per_epoch=1000).reason
     assert "62 steps" in said and "262,144" in said
 
@@ -113,9 +129,16 @@ def test_two_hundred_conversations_plan_something_sensible():
     assert not [doubt for doubt in report.warnings if "epochs" in doubt]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b-qlora", "qwen2.5-1.5b-lora", "qwen2.5-1.5b-dpo-lora",
-    "qwen2.5-1.5b-reward-lora",
-    "llama3.1-8b-lora"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2.5-7b-qlora",
+        "qwen2.5-1.5b-lora",
+        "qwen2.5-1.5b-dpo-lora",
+        "qwen2.5-1.5b-reward-lora",
+        "llama3.1-8b-lora",
+    ],
+)
 def test_packaged_fine_tuning_follows_a_small_dataset(name):
     recipe = load_recipe(name).recipe
     assert recipe.train.length.unit == "epochs"
@@ -131,8 +154,14 @@ def test_more_than_a_few_epochs_are_warned_of_with_the_edit(objective, epochs, e
     dataset = DatasetFacts(sequences_per_epoch=80, tokens=10_000, vocab_size=256)
 
     def doubts(steps: int) -> list[str]:
-        recipe = loaded(objective={"kind": objective}, train={"max_steps": steps, "tokens_per_step": 1024})
-        return [said for said in reported(recipe, machine(), dataset=dataset).warnings if "epochs" in said]
+        recipe = loaded(
+            objective={"kind": objective}, train={"max_steps": steps, "tokens_per_step": 1024}
+        )
+        return [
+            said
+            for said in reported(recipe, machine(), dataset=dataset).warnings
+            if "epochs" in said
+        ]
 
     assert doubts(10 * epochs) == []
     (said,) = doubts(10 * epochs + 10)

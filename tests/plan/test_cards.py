@@ -62,14 +62,26 @@ def test_the_command_prints_it_and_its_json(tmp_path, monkeypatch, every_eighth)
     monkeypatch.chdir(tmp_path)
     plain = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "all"], standalone_mode=False)
     assert plain.return_value == 0
-    said = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "all", "--json"], standalone_mode=False)
+    said = CliRunner().invoke(
+        command, ["go-coder-125m", "--gpu", "all", "--json"], standalone_mode=False
+    )
     rows = json.loads(said.stdout)
     assert {"gpu", "fits", "needs_gib", "tokens_per_second", "days", "energy_kwh"} <= set(rows[0])
 
 
 def test_several_named_cards_stand_in_one_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["go-coder-125m", "--gpu", "4090", "--gpu", "rx 7900 xtx", "--gpu", "T4", "--gpu", "RTX 4090"]
+    words = [
+        "go-coder-125m",
+        "--gpu",
+        "4090",
+        "--gpu",
+        "rx 7900 xtx",
+        "--gpu",
+        "T4",
+        "--gpu",
+        "RTX 4090",
+    ]
     shown = CliRunner().invoke(command, words, standalone_mode=False).stdout.splitlines()
     assert shown[0].startswith("go-coder-125m: fits 3 of 3 GPUs.")
     assert [line[:26].rstrip() for line in shown[3:6]] == ["RTX 4090", "RX 7900 XTX", "T4"]
@@ -88,7 +100,9 @@ def test_processor_graphics_beside_cards(tmp_path, monkeypatch):
 
 
 def test_one_unknown_name_of_several_is_an_error():
-    said = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "4090", "--gpu", "M3 Max"], standalone_mode=False)
+    said = CliRunner().invoke(
+        command, ["go-coder-125m", "--gpu", "4090", "--gpu", "M3 Max"], standalone_mode=False
+    )
     assert "GPUs of Apple are not supported" in str(said.exception)
 
 
@@ -106,7 +120,9 @@ def test_the_whole_table_takes_less_than_two_seconds_of_a_processor(timed):
 
 def test_every_card_at_once_is_not_simulated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = CliRunner().invoke(command, ["go-coder-125m", "--gpu", "all", "--simulate"], standalone_mode=False)
+    said = CliRunner().invoke(
+        command, ["go-coder-125m", "--gpu", "all", "--simulate"], standalone_mode=False
+    )
     assert isinstance(said.exception, UserError)
     assert said.exception.code == 2
 

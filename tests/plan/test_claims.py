@@ -49,7 +49,9 @@ def test_ten_gigabytes_are_judged_by_the_plans_own_total(guide):
 
 
 def test_perplexities_wait_for_the_run(guide):
-    assert [verdicts(guide)[claim][0] for claim in verdicts(guide) if "perplexity" in claim] == ["unknown"] * 4
+    assert [verdicts(guide)[claim][0] for claim in verdicts(guide) if "perplexity" in claim] == [
+        "unknown"
+    ] * 4
 
 
 def test_the_guide_denies_itself(guide):

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 EVERY = list(devices())
 # Cards of one architecture and one memory size differ in their rates alone: the fastest stands for them.
 CARDS = list({(card.arch, card.memory_bytes): card for card in EVERY}.values())
-RECIPES = sorted(name for name in packaged() if not name.startswith("demo-chat"))  # these go on with a run
+# these go on with a run
+RECIPES = sorted(name for name in packaged() if not name.startswith("demo-chat"))
 HUGE = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=80", "train.max_steps=10")
 
 
@@ -33,7 +34,9 @@ def sound(report, where) -> None:
     assert memory.limit > 0
     assert plan.fits == (memory.total <= memory.limit)
     computed = plan.train.micro_batch_size * plan.train.accumulation * replicas(plan)
-    assert (computed - plan.train.empty_sequences) * plan.data.sequence_length == plan.train.tokens_per_step
+    assert (
+        computed - plan.train.empty_sequences
+    ) * plan.data.sequence_length == plan.train.tokens_per_step
     if report.max_length is not None:
         assert 0 <= report.max_length.as_planned <= report.max_length.checkpointed
         if plan.fits and plan.train.activation_checkpointing == "none":
@@ -42,7 +45,9 @@ def sound(report, where) -> None:
     if plan.step_seconds is not None:
         assert ordered(plan.step_seconds)
         assert all(0 <= part.low <= part.value <= part.high for part in report.step_parts.values())
-        assert sum(part.value for part in report.step_parts.values()) == pytest.approx(plan.step_seconds.value)
+        assert sum(part.value for part in report.step_parts.values()) == pytest.approx(
+            plan.step_seconds.value
+        )
     if plan.step_seconds is not None and gpu is not None and gpu.peak_flops(dtype_of(plan)):
         best = reached_flops(plan) * plan.step_seconds.value / plan.step_seconds.low
         assert 0 < best < gpu.peak_flops(dtype_of(plan)), "nobody reaches the peak"
@@ -60,7 +65,9 @@ def replicas(plan) -> int:
 
 
 # In `make test` every fourth recipe has every sixteenth card; in `make soak` each has each.
-SOME = [pytest.param(name, CARDS[number % 16 :: 16], id=name) for number, name in enumerate(RECIPES)]
+SOME = [
+    pytest.param(name, CARDS[number % 16 :: 16], id=name) for number, name in enumerate(RECIPES)
+]
 EACH = [pytest.param(name, EVERY, id=f"{name} on each", marks=pytest.mark.soak) for name in RECIPES]
 
 
@@ -78,15 +85,22 @@ def test_one_of_every_card(recipe, cards):
 
 def test_hundreds_of_gib_stay_within_the_width():
     where = with_gpu(machine(), next(device for device in EVERY if device.name == "H200 SXM"))
-    lines = page(reported(load_recipe("llama2-70b-lora-8gpu"), where), where, source="x", commands=["train"])
+    lines = page(
+        reported(load_recipe("llama2-70b-lora-8gpu"), where), where, source="x", commands=["train"]
+    )
     assert any("139.7 of 129.7 GiB: too much" in line for line in lines)
     assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("device", CARDS[::8], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
+@pytest.mark.parametrize(
+    "device", CARDS[::8], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}"
+)
 def test_several_of_a_card_in_several_nodes(device):
-    where, loaded = with_gpu(machine(), device), load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
+    where, loaded = (
+        with_gpu(machine(), device),
+        load_recipe("go-coder-125m", ["train.tokens_per_step=524288"]),
+    )
     for gpus, nodes in product((2, 8), (1, 4)):
         report = reported(loaded, where, gpus=gpus, nodes=nodes)
         sound(report, where)
@@ -99,7 +113,9 @@ def test_several_of_a_card_in_several_nodes(device):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("device", CARDS[::10], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}")
+@pytest.mark.parametrize(
+    "device", CARDS[::10], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}"
+)
 def test_a_model_that_is_far_too_large(device):
     where = with_gpu(machine(), device)
     report = reported(load_recipe("go-coder-125m", HUGE), where)
@@ -112,10 +128,17 @@ def test_a_model_that_is_far_too_large(device):
 def test_the_longest_search_takes_less_than_two_seconds():
     """Eight billion parameters that fit nowhere: every layout, micro-batch and remedy is planned."""
     words = (
-        "model.family=llama", "model.hidden_size=4096", "model.intermediate_size=14336", "model.num_layers=32",
-        "model.num_heads=32", "model.max_positions=8192", "data.sequence_length=8192", "train.max_tokens=1T",
-        "train.tokens_per_step=16777216", "model.vocab_size=128256",
-    )  # fmt: skip
+        "model.family=llama",
+        "model.hidden_size=4096",
+        "model.intermediate_size=14336",
+        "model.num_layers=32",
+        "model.num_heads=32",
+        "model.max_positions=8192",
+        "data.sequence_length=8192",
+        "train.max_tokens=1T",
+        "train.tokens_per_step=16777216",
+        "model.vocab_size=128256",
+    )
     loaded = load_recipe(str(ROOT / "benchmarks" / "retrodiction" / "base.yaml"), words)
     where = with_gpu(machine(), find_gpu("RX 6700 XT"))
     began = time.process_time()

@@ -17,8 +17,13 @@ from changed_machines import machine
 BOARDS = ("mi300x-node", "rtx-5070-ti-cuda-12.6-wheel", "mi250x-frontier-slurm", "h200")
 COUNTS = range(1, 9)
 # In `make test` every recipe has one of the machines; in `make soak` each has each.
-SOME = [pytest.param(name, [BOARDS[number % len(BOARDS)]], id=name) for number, name in enumerate(RECIPES)]
-EACH = [pytest.param(name, BOARDS, id=f"{name} on each", marks=pytest.mark.soak) for name in RECIPES]
+SOME = [
+    pytest.param(name, [BOARDS[number % len(BOARDS)]], id=name)
+    for number, name in enumerate(RECIPES)
+]
+EACH = [
+    pytest.param(name, BOARDS, id=f"{name} on each", marks=pytest.mark.soak) for name in RECIPES
+]
 
 
 def with_boards(name: str, count: int) -> Machine:
@@ -47,11 +52,20 @@ def test_train_runs_the_plan_that_is_chosen(recipe, boards) -> None:
             assert train.ranks == chosen, where
             # One device where the recipe has a setting that no axis supports.
             assert chosen == (1 if loaded.recipe.optimizer.fused_backward else count), where
-            assert train.sequences_per_step * plan.data.sequence_length == train.tokens_per_step, where
+            assert train.sequences_per_step * plan.data.sequence_length == train.tokens_per_step, (
+                where
+            )
             if plan.parallel is None:
                 assert train.ranks == 1, where
                 continue
             layout = plan.parallel.layout
-            assert (layout.pipeline, layout.replicate, layout.shard) == (1, train.replicate, train.shard), where
+            assert (layout.pipeline, layout.replicate, layout.shard) == (
+                1,
+                train.replicate,
+                train.shard,
+            ), where
             assert plan.memory == layout.memory, where
-            assert (train.micro_batch_size, train.accumulation) == (layout.micro_batch_size, layout.accumulation)
+            assert (train.micro_batch_size, train.accumulation) == (
+                layout.micro_batch_size,
+                layout.accumulation,
+            )

@@ -24,18 +24,26 @@ def test_the_page_names_the_architecture_and_a_safe_load(phi):
     said = told(model=phi)
     assert "Phi architecture" in said
     assert "no native implementation of PhiForCausalLM" in said and "safe load" not in said
-    assert "safe load transformers loads the weights" in told(model={**phi, "load_with": "transformers"})
+    assert "safe load transformers loads the weights" in told(
+        model={**phi, "load_with": "transformers"}
+    )
 
 
 def test_our_decoder_says_that_every_load_is_safe():
     assert "safe load" in told(model={"load_with": "transformers"})
 
 
-@pytest.mark.parametrize(("sections", "fix"), [
-    ({"objective": {"kind": "reward"}}, "docs/reference/models.md"),
-    ({"train": {"compile": True}}, "train.compile=auto"),
-    ({"adapter": {"kind": "peft", "method": "ia3", "modules_to_save": ["lm_head"]}}, "remove it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sections", "fix"),
+    [
+        ({"objective": {"kind": "reward"}}, "docs/reference/models.md"),
+        ({"train": {"compile": True}}, "train.compile=auto"),
+        (
+            {"adapter": {"kind": "peft", "method": "ia3", "modules_to_save": ["lm_head"]}},
+            "remove it",
+        ),
+    ],
+)
 def test_what_they_lack_is_refused_with_a_remedy(phi, sections, fix):
     with pytest.raises(UserError) as refused:
         planned(loaded(model=phi, **sections), machine())
@@ -47,7 +55,9 @@ def test_several_devices_hold_copies_of_layers_of_transformers(phi, where):
     computer = machine() if where == "cpu" else gpu_machine("RX 7900 XTX")
     plan = planned(loaded(model=phi), computer, gpus=2)
     assert plan.parallel is not None
-    assert {layout.name for layout in plan.parallel.layouts if layout.pipeline == 1} == {"replicate"}
+    assert {layout.name for layout in plan.parallel.layouts if layout.pipeline == 1} == {
+        "replicate"
+    }
     assert (plan.train.replicate, plan.train.shard) == (2, 1)
 
 
@@ -67,5 +77,7 @@ def test_shards_of_layers_of_transformers_are_refused_with_keys_that_plan(phi, w
 def test_a_safe_load_of_a_native_model_is_sharded(tmp_path):
     saved_model("llama", tmp_path, max_position_embeddings=128)
     model = {**dict.fromkeys(SMALL), "from": str(tmp_path), "load_with": "transformers"}
-    plan = planned(loaded(model=model, parallel={"replicate": 1, "shard": 2}), gpu_machine("RX 7900 XTX"))
+    plan = planned(
+        loaded(model=model, parallel={"replicate": 1, "shard": 2}), gpu_machine("RX 7900 XTX")
+    )
     assert (plan.train.replicate, plan.train.shard) == (1, 2)

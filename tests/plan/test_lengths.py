@@ -5,13 +5,26 @@ from plan_help import loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, parse_duration
-from bloomery.plan.lengths import Scale, complete, evaluation_sequences, provisional_steps, steps_of, total_steps
+from bloomery.plan.lengths import (
+    Scale,
+    complete,
+    evaluation_sequences,
+    provisional_steps,
+    steps_of,
+    total_steps,
+)
 from bloomery.plan.page import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.train.length import due
 
-SCALE = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=1000, steps=200, step_seconds=0.5)
+SCALE = Scale(
+    tokens_per_step=16384,
+    sequences_per_step=16,
+    sequences_per_epoch=1000,
+    steps=200,
+    step_seconds=0.5,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +45,11 @@ def test_the_length_of_a_run(length, steps):
 
 def test_lengths_that_have_no_steps_yet():
     unknown = Scale(
-        tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=None, steps=None, step_seconds=None
+        tokens_per_step=16384,
+        sequences_per_step=16,
+        sequences_per_epoch=None,
+        steps=None,
+        step_seconds=None,
     )
     assert total_steps(Duration(2.0, "epochs"), unknown) is None
     assert total_steps(Duration(60.0, "seconds"), SCALE) is None
@@ -41,14 +58,28 @@ def test_lengths_that_have_no_steps_yet():
 
 
 def test_text_that_fills_no_step_is_refused():
-    tiny = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=7, steps=None, step_seconds=None)
+    tiny = Scale(
+        tokens_per_step=16384,
+        sequences_per_step=16,
+        sequences_per_epoch=7,
+        steps=None,
+        step_seconds=None,
+    )
     with pytest.raises(UserError, match="2 epochs of the dataset are 14 sequences"):
         total_steps(Duration(2.0, "epochs"), tiny)
 
 
 @pytest.mark.parametrize(
     ("length", "steps"),
-    [("30 steps", 30), ("25%", 50), ("0.1%", 1), ("81920 tokens", 5), ("2 epochs", 125), ("1m", 120), ("0 steps", 0)],
+    [
+        ("30 steps", 30),
+        ("25%", 50),
+        ("0.1%", 1),
+        ("81920 tokens", 5),
+        ("2 epochs", 125),
+        ("1m", 120),
+        ("0 steps", 0),
+    ],
 )
 def test_parts_of_a_run(length, steps):
     assert steps_of(parse_duration(length), SCALE, key="eval.every") == steps
@@ -56,15 +87,31 @@ def test_parts_of_a_run(length, steps):
 
 def test_a_fifth_of_a_run_comes_five_times():
     """Rounded to the nearest, 20% of 366 steps came at 365 and once more at the end."""
-    run = Scale(tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=None, steps=366, step_seconds=None)
+    run = Scale(
+        tokens_per_step=16384,
+        sequences_per_step=16,
+        sequences_per_epoch=None,
+        steps=366,
+        step_seconds=None,
+    )
     every = steps_of(parse_duration("20%"), run, key="eval.every")
-    assert [step for step in range(1, 367) if step % every == 0 or step == 366] == [74, 148, 222, 296, 366]
+    assert [step for step in range(1, 367) if step % every == 0 or step == 366] == [
+        74,
+        148,
+        222,
+        296,
+        366,
+    ]
 
 
 @pytest.mark.parametrize("length", ["1h", "1 epoch"])
 def test_an_unknown_scale_names_the_key(length):
     unknown = Scale(
-        tokens_per_step=16384, sequences_per_step=16, sequences_per_epoch=None, steps=None, step_seconds=None
+        tokens_per_step=16384,
+        sequences_per_step=16,
+        sequences_per_epoch=None,
+        steps=None,
+        step_seconds=None,
     )
     with pytest.raises(UserError) as error:
         steps_of(parse_duration(length), unknown, key="checkpoint.every")
@@ -108,12 +155,21 @@ def test_epochs_come_from_the_counted_rows():
     assert plan.train.steps == 2002 // 8  # the last partial step is dropped
     assert plan.total_tokens == 250 * 1024
     said = next(choice for choice in plan.choices if choice.key == "train.epochs")
-    assert (said.value, said.reason) == ("250 steps", "the last 2 sequences of 2 epochs fill no step and are left out")
+    assert (said.value, said.reason) == (
+        "250 steps",
+        "the last 2 sequences of 2 epochs fill no step and are left out",
+    )
     assert "250 steps: the last 2 sequences of 2 epochs" in " ".join(batch_lines(plan))
 
 
 def test_an_evaluation_reads_a_tenth_of_what_was_trained_on():
-    scale = Scale(tokens_per_step=1024, sequences_per_step=8, sequences_per_epoch=None, steps=None, step_seconds=None)
+    scale = Scale(
+        tokens_per_step=1024,
+        sequences_per_step=8,
+        sequences_per_epoch=None,
+        steps=None,
+        step_seconds=None,
+    )
     assert evaluation_sequences(500, scale, tokens=None) == 400
     assert evaluation_sequences(10, scale, tokens=None) == 64
     plan = planned(loaded(train={"max_time": "90s"}, eval={"every": "50%"}), machine())
@@ -138,18 +194,28 @@ def test_a_part_of_a_step_is_refused(length):
 def test_evaluation_turned_off_stays_off(length):
     plan = planned(loaded(train=length, eval={"every": "none"}), machine())
     done = plan if plan.train.steps else complete(plan, steps=400, step_seconds=0.2)
-    assert (done.eval.every_steps, done.eval.sequences, done.lengths.evaluation) == (None, None, None)
+    assert (done.eval.every_steps, done.eval.sequences, done.lengths.evaluation) == (
+        None,
+        None,
+        None,
+    )
     assert not due("evaluation", done, step=100)
 
 
 def test_a_wall_time_run_takes_at_least_its_steps():
     """The whole run takes the larger of max_time and min_steps; below one step the plan warns."""
     long = planned(loaded(train={"max_time": "1s", "min_steps": 1_000_000}), machine())
-    assert long.seconds.value == pytest.approx(1_000_000 * long.step_seconds.value) and long.seconds.value > 1
+    assert (
+        long.seconds.value == pytest.approx(1_000_000 * long.step_seconds.value)
+        and long.seconds.value > 1
+    )
     short = reported(loaded(train={"max_time": "0.001s"}), machine())
     assert short.plan.seconds.value == short.plan.step_seconds.value > 0.001
     assert any("train.max_time" in text and "1 step" in text for text in short.warnings)
-    assert not any("train.max_time" in text for text in reported(loaded(train={"max_time": "1h"}), machine()).warnings)
+    assert not any(
+        "train.max_time" in text
+        for text in reported(loaded(train={"max_time": "1h"}), machine()).warnings
+    )
 
 
 def test_a_step_that_outlasts_the_run_is_one_warning():

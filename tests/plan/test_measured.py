@@ -12,30 +12,63 @@ from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.types import Estimate, MemoryEstimate
 
 CONFIG = ModelConfig(
-    vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
     max_positions=128,
-)  # fmt: skip
+)
 LOAD = StepShape(
-    model=TrainedModel(CONFIG), sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw",
+    model=TrainedModel(CONFIG),
+    sequence_length=128,
+    micro_batch_size=4,
+    precision="bfloat16",
+    optimizer="adamw",
     attention="mask",
-    checkpointing="none", compiled=False, score_chunk=512, context_bytes=0.0, on_gpu=False,
-)  # fmt: skip
+    checkpointing="none",
+    compiled=False,
+    score_chunk=512,
+    context_bytes=0.0,
+    on_gpu=False,
+)
 POINT = Point(
-    sequence_length=128, micro_batch_size=4, accumulation=2, precision="bfloat16", attention="mask", compiled=False,
-    activation_checkpointing="none", optimizer="adamw", tokens_per_second=512.0, peak_gib=0.5,
-)  # fmt: skip
+    sequence_length=128,
+    micro_batch_size=4,
+    accumulation=2,
+    precision="bfloat16",
+    attention="mask",
+    compiled=False,
+    activation_checkpointing="none",
+    optimizer="adamw",
+    tokens_per_second=512.0,
+    peak_gib=0.5,
+)
 PARTS = {
     "matmul": Estimate(value=3.0, low=1.0, high=9.0, origin="table"),
     "attention": Estimate(value=1.0, low=0.5, high=2.0, origin="table"),
 }
 
 
-def card(*points: Point, contributor: str = OWN, config: ModelConfig = CONFIG, **changes) -> Calibration:
+def card(
+    *points: Point, contributor: str = OWN, config: ModelConfig = CONFIG, **changes
+) -> Calibration:
     facts = {
-        "device": "a CPU", "arch": "avx2", "cores": 2, "memory_gib": 16.0, "torch": "2.13.0+cpu", "bloomery": "0.1.0",
-        "model": asdict(config), "parameters": 1000, "text": "random", "contributor": contributor, "day": "2026-11-21",
+        "device": "a CPU",
+        "arch": "avx2",
+        "cores": 2,
+        "memory_gib": 16.0,
+        "torch": "2.13.0+cpu",
+        "bloomery": "0.1.0",
+        "model": asdict(config),
+        "parameters": 1000,
+        "text": "random",
+        "contributor": contributor,
+        "day": "2026-11-21",
         "points": points or (POINT,),
-    }  # fmt: skip
+    }
     return Calibration.model_validate(facts | changes)
 
 
@@ -49,7 +82,9 @@ def test_the_same_shape_takes_the_measured_time():
     found = corrected(PARTS, LOAD, [card()], seconds=table)
     assert {name: part.value for name, part in found.items()} == {"matmul": 6.0, "attention": 2.0}
     assert all(part.origin == "measured" for part in found.values())
-    assert found["attention"].low == pytest.approx(2 / 1.1) and found["attention"].high == pytest.approx(2.2)
+    assert found["attention"].low == pytest.approx(2 / 1.1) and found[
+        "attention"
+    ].high == pytest.approx(2.2)
 
 
 def test_another_width_takes_the_tables_ratio_and_a_wider_interval():
@@ -60,7 +95,11 @@ def test_another_width_takes_the_tables_ratio_and_a_wider_interval():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"precision": "float32"}, {"compiled": True}, {"model": TrainedModel(replace(CONFIG, hidden_size=1024))}],
+    [
+        {"precision": "float32"},
+        {"compiled": True},
+        {"model": TrainedModel(replace(CONFIG, hidden_size=1024))},
+    ],
 )
 def test_another_precision_or_a_far_width_says_nothing(changes):
     assert corrected(PARTS, replace(LOAD, **changes), [card()], seconds=table) == PARTS
@@ -69,7 +108,9 @@ def test_another_precision_or_a_far_width_says_nothing(changes):
 def test_no_cards_no_table_and_strange_models_leave_the_table_alone():
     assert corrected(PARTS, LOAD, [], seconds=table) == PARTS
     assert corrected(PARTS, LOAD, [card()], seconds=lambda load, tokens: None) == PARTS
-    assert corrected(PARTS, LOAD, [card(model={"hidden_size": 64, "new": 1})], seconds=table) == PARTS
+    assert (
+        corrected(PARTS, LOAD, [card(model={"hidden_size": 64, "new": 1})], seconds=table) == PARTS
+    )
     assert corrected(PARTS, LOAD, [card(model={})], seconds=table) == PARTS
 
 
@@ -77,7 +118,10 @@ def test_own_measurements_come_before_given_ones_and_near_ones_before_far_ones()
     given, own = card(contributor="Ada"), card(POINT.model_copy(update={"micro_batch_size": 32}))
     known = nearest(LOAD, [given, own])
     assert known is not None and known.own and known.distance == 3.0
-    assert nearest(LOAD, [given]).reason == "measured by Ada on a CPU on 2026-11-21 with 4 x 128 tokens"
+    assert (
+        nearest(LOAD, [given]).reason
+        == "measured by Ada on a CPU on 2026-11-21 with 4 x 128 tokens"
+    )
     near = POINT.model_copy(update={"micro_batch_size": 8})
     assert nearest(LOAD, [card(own.points[0], near)]).point == near
 
@@ -92,7 +136,9 @@ def held(load: StepShape) -> MemoryEstimate:
     parts = {"weights": 1.0 * GIB, "activations": 0.5 * GIB * load.micro_batch_size}
     parts |= {"context": 0.5 * GIB} if load.on_gpu else {}
     total = sum(parts.values())
-    return MemoryEstimate(parts=parts, low=total * 0.8, high=total * 1.2, limit=20.0 * GIB, origin="table")
+    return MemoryEstimate(
+        parts=parts, low=total * 0.8, high=total * 1.2, limit=20.0 * GIB, origin="table"
+    )
 
 
 def test_memory_takes_the_measured_peak():
@@ -110,13 +156,18 @@ def test_memory_takes_the_measured_peak():
 
 def test_memory_of_a_gpu_is_measured_without_its_context():
     load = replace(LOAD, on_gpu=True)
-    found = corrected_memory(held(load), load, [card(POINT.model_copy(update={"peak_gib": 3.6}))], memory=held)
+    found = corrected_memory(
+        held(load), load, [card(POINT.model_copy(update={"peak_gib": 3.6}))], memory=held
+    )
     assert found.parts["context"] == 0.5 * GIB and found.total == pytest.approx(4.1 * GIB)
 
 
 @pytest.mark.parametrize(
     "load",
-    [replace(LOAD, micro_batch_size=64), replace(LOAD, model=TrainedModel(replace(CONFIG, num_layers=3)))],
+    [
+        replace(LOAD, micro_batch_size=64),
+        replace(LOAD, model=TrainedModel(replace(CONFIG, num_layers=3))),
+    ],
     ids=["tokens", "model"],
 )
 def test_memory_of_another_model_or_of_far_more_tokens_stays_the_tables(load):
@@ -133,7 +184,9 @@ def test_what_compiling_gains_is_one_cards_best_of_both():
     compiled = POINT.model_copy(update={"compiled": True, "tokens_per_second": 640.0})
     slower = POINT.model_copy(update={"tokens_per_second": 400.0, "micro_batch_size": 1})
     asked = {"model": CONFIG, "precision": "bfloat16", "setting": ""}
-    assert compile_gain([card(), card(POINT, slower, compiled)], **asked) == pytest.approx(640 / 512)
+    assert compile_gain([card(), card(POINT, slower, compiled)], **asked) == pytest.approx(
+        640 / 512
+    )
     assert compile_gain([card(), card(compiled)], **asked) is None
     assert compile_gain([card(POINT, compiled)], **asked | {"precision": "float32"}) is None
     assert compile_gain([card(POINT, compiled)], **asked | {"setting": "lora"}) is None

@@ -27,10 +27,18 @@ from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.recipe.schema import Model
 
 GO_CODER = StepShape(
-    model=TrainedModel(preset("go-coder-small")), sequence_length=1024, micro_batch_size=16, precision="float16",
+    model=TrainedModel(preset("go-coder-small")),
+    sequence_length=1024,
+    micro_batch_size=16,
+    precision="float16",
     optimizer="adamw",
-    attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024, context_bytes=300 * MIB, on_gpu=True,
-)  # fmt: skip
+    attention="blockwise",
+    checkpointing="none",
+    compiled=False,
+    score_chunk=1024,
+    context_bytes=300 * MIB,
+    on_gpu=True,
+)
 
 
 def test_activations_are_34_sbh_for_gpt2_in_half_precision_and_4_more_for_the_float32_stream():
@@ -52,7 +60,8 @@ def test_states_of_124_million_parameters():
     parts = tensor_bytes(GO_CODER)
     assert parts["weights"] == 4 * 124_242_432
     assert parts["optimizer"] == 2 * parts["weights"]
-    blocks = 12 * (12 * 768**2 + 9 * 768)  # matrices and their biases; embeddings and norms are never copied
+    # matrices and their biases; embeddings and norms are never copied
+    blocks = 12 * (12 * 768**2 + 9 * 768)
     assert parts["half-precision copies"] == 2 * blocks
 
 
@@ -63,14 +72,20 @@ def test_gradients_come_while_activations_go_unless_micro_batches_are_accumulate
 
 
 def test_a_small_micro_batch_peaks_when_all_gradients_are_there():
-    small = tensor_bytes(replace(GO_CODER, micro_batch_size=1, sequence_length=128, score_chunk=128))
+    small = tensor_bytes(
+        replace(GO_CODER, micro_batch_size=1, sequence_length=128, score_chunk=128)
+    )
     assert small["gradients"] == small["weights"]
 
 
 def test_every_moment_is_counted():
     found = list(moments(GO_CODER))
     assert len(found) == 2 + 12 + 2
-    assert max(moment.total for moment in found) == found[0].total == pytest.approx(6.16 * GIB, rel=0.005)
+    assert (
+        max(moment.total for moment in found)
+        == found[0].total
+        == pytest.approx(6.16 * GIB, rel=0.005)
+    )
     assert [moment.gradients for moment in found] == sorted(moment.gradients for moment in found)
 
 
@@ -78,7 +93,10 @@ def test_logits_beside_their_float32_copy_and_exponentials_unless_compiled():
     logits = 1024 * 50_000
     copy, hidden = 2 * 50_000 * 768, 2 * 16 * 1024 * 768
     assert logit_bytes(GO_CODER)[0] == logits * (2 + 4 + 4) + copy + hidden
-    assert logit_bytes(replace(GO_CODER, compiled=True, score_chunk=16 * 1024))[0] == 16 * logits * 2 + copy + hidden
+    assert (
+        logit_bytes(replace(GO_CODER, compiled=True, score_chunk=16 * 1024))[0]
+        == 16 * logits * 2 + copy + hidden
+    )
 
 
 def test_on_a_cpu_a_large_vocabulary_costs_no_more_logits():
@@ -107,7 +125,9 @@ def test_muon_keeps_one_number_for_matrices_of_blocks():
     config = preset("go-coder-tiny")
     matrices = 8 * (4 * 512 * 512 + 2 * 512 * 2048)
     rest = (50_000 + 1024) * 512 + 8 * 13 * 512 + 2 * 512  # embeddings; biases and norms
-    muon, adafactor = (TrainedModel(config).optimizer_bytes(kind, "float32") for kind in ("muon", "adafactor"))
+    muon, adafactor = (
+        TrainedModel(config).optimizer_bytes(kind, "float32") for kind in ("muon", "adafactor")
+    )
     assert muon == 4 * (matrices + 2 * rest)
     assert adafactor < muon / 20
 
@@ -124,7 +144,13 @@ def test_full_checkpointing_keeps_the_input_of_every_layer():
 
 
 def small(family: str) -> Model:
-    sizes = {"hidden_size": 128, "num_layers": 3, "num_heads": 4, "max_positions": 128, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 128,
+        "num_layers": 3,
+        "num_heads": 4,
+        "max_positions": 128,
+        "vocab_size": 512,
+    }
     heads = {} if family == "gpt2" else {"num_kv_heads": 2}
     return Model(family=family, **sizes, **heads)
 
@@ -152,11 +178,23 @@ def test_activations_are_what_autograd_keeps(family, attention):
 
 
 @pytest.mark.parametrize("longest", [64, 300, 512, 1024, 2048, 4096])
-def test_kernels_of_attention_on_a_cpu_are_counted_for_each_length_that_documents_are_lengthened_to(longest):
+def test_kernels_of_attention_on_a_cpu_are_counted_for_each_length_that_documents_are_lengthened_to(
+    longest,
+):
     empty = torch.empty(1, 1, longest, 1, dtype=torch.bfloat16)
     lengths = {length + _spare(empty[:, :, :length]) for length in range(1, longest + 1)}
     assert document_lengths(longest) == len(lengths)
-    load = replace(GO_CODER, on_gpu=False, attention="per_document", precision="bfloat16", sequence_length=longest)
+    load = replace(
+        GO_CODER,
+        on_gpu=False,
+        attention="per_document",
+        precision="bfloat16",
+        sequence_length=longest,
+    )
     assert around(load, {"activations": 0.0, "logits": 0.0})["kernels"] == 3e6 * len(lengths)
-    assert "kernels" not in around(replace(load, precision="float32"), {"activations": 0.0, "logits": 0.0})
-    assert "kernels" not in around(replace(load, attention="mask"), {"activations": 0.0, "logits": 0.0})
+    assert "kernels" not in around(
+        replace(load, precision="float32"), {"activations": 0.0, "logits": 0.0}
+    )
+    assert "kernels" not in around(
+        replace(load, attention="mask"), {"activations": 0.0, "logits": 0.0}
+    )

@@ -26,11 +26,20 @@ from bloomery.plan.mesh import exposed, fabric_of, gather_seconds, reduce_second
 from bloomery.recipe.load import load_recipe
 
 EIGHT_B = (
-    "model.preset=null", "model.family=llama", "model.vocab_size=128256", "model.hidden_size=4096",
-    "model.intermediate_size=14336", "model.num_layers=32", "model.num_heads=32", "model.num_kv_heads=8",
-    "model.max_positions=8192", "tokenizer.train.vocab_size=128256", "data.sequence_length=8192",
-    "train.tokens_per_step=16M", "train.max_tokens=1T",
-)  # fmt: skip
+    "model.preset=null",
+    "model.family=llama",
+    "model.vocab_size=128256",
+    "model.hidden_size=4096",
+    "model.intermediate_size=14336",
+    "model.num_layers=32",
+    "model.num_heads=32",
+    "model.num_kv_heads=8",
+    "model.max_positions=8192",
+    "tokenizer.train.vocab_size=128256",
+    "data.sequence_length=8192",
+    "train.tokens_per_step=16M",
+    "train.max_tokens=1T",
+)
 
 
 def spec(name):
@@ -38,7 +47,10 @@ def spec(name):
 
 
 def eight_b():
-    words = [word if word != "train.tokens_per_step=16M" else "train.tokens_per_step=16777216" for word in EIGHT_B]
+    words = [
+        word if word != "train.tokens_per_step=16M" else "train.tokens_per_step=16777216"
+        for word in EIGHT_B
+    ]
     return load_recipe("go-coder-125m", words)
 
 
@@ -52,9 +64,13 @@ def test_a_gradient_sum_moves_twice_its_bytes_but_for_one_share():
 def test_between_nodes_the_network_of_a_node_decides():
     fabric = fabric_of(spec("MI250X").link, per_node=8, nodes=64)
     amount = 16e9
-    assert gather_seconds(amount, fabric) == pytest.approx(amount * 63 / 64 / 70e9 + 7 * 5e-6 + 63 * 20e-6)
+    assert gather_seconds(amount, fabric) == pytest.approx(
+        amount * 63 / 64 / 70e9 + 7 * 5e-6 + 63 * 20e-6
+    )
     slow = fabric_of(spec("MI250X").link, per_node=8, nodes=64, sockets=True)
-    assert gather_seconds(amount, slow) == pytest.approx(amount * 63 / 64 / 5e9 + 7 * 5e-6 + 63 * 20e-6)
+    assert gather_seconds(amount, slow) == pytest.approx(
+        amount * 63 / 64 / 5e9 + 7 * 5e-6 + 63 * 20e-6
+    )
 
 
 def test_what_does_not_fit_behind_computing_is_exposed():
@@ -69,7 +85,9 @@ def test_each_communicator_takes_its_context():
     """RCCL on MI250X: 0.95 GiB, and 0.65 for each further one."""
     one, two = MeshSplit(shard=8), MeshSplit(replicate=2, shard=4)
     splits = MeshSplit(), one, two
-    taken = [mesh_memory(load(), split, vendor="amd", limit=0).parts["collectives"] for split in splits]
+    taken = [
+        mesh_memory(load(), split, vendor="amd", limit=0).parts["collectives"] for split in splits
+    ]
     assert taken == pytest.approx([0.0, 0.95 * GIB, (0.95 + 0.65) * GIB])
 
 
@@ -80,10 +98,18 @@ def matrix_numbers(config):
 
 def load():
     return StepShape(
-        model=TrainedModel(preset("go-coder-small")), sequence_length=1024, micro_batch_size=4, precision="bfloat16",
+        model=TrainedModel(preset("go-coder-small")),
+        sequence_length=1024,
+        micro_batch_size=4,
+        precision="bfloat16",
         optimizer="adamw",
-        attention="sdpa", checkpointing="none", compiled=True, score_chunk=4096, context_bytes=300 * MIB, on_gpu=True,
-    )  # fmt: skip
+        attention="sdpa",
+        checkpointing="none",
+        compiled=True,
+        score_chunk=4096,
+        context_bytes=300 * MIB,
+        on_gpu=True,
+    )
 
 
 def test_shards_divide_states_and_hold_two_layers_whole():
@@ -94,8 +120,10 @@ def test_shards_divide_states_and_hold_two_layers_whole():
     parts = mesh_memory(load(), MeshSplit(shard=8), vendor="amd", limit=0).parts
     assert parts["weights"] == alone["weights"] / 8
     assert parts["optimizer"] == alone["optimizer"] / 8
-    assert parts["gathered layers"] == 4 * root + 2 * layer  # at the scores: the last layer is not freed yet
-    assert parts["gradients"] == 4 * 50_000 * 768  # that of the embeddings, whole until the end of backward
+    # at the scores: the last layer is not freed yet
+    assert parts["gathered layers"] == 4 * root + 2 * layer
+    # that of the embeddings, whole until the end of backward
+    assert parts["gradients"] == 4 * 50_000 * 768
     assert parts["collectives"] == pytest.approx(0.95 * GIB)
 
 
@@ -111,13 +139,15 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages():
     stage = replace(load(), model=TrainedModel(config))
     layer, root = gathered_layers(load())
     tokens = stage.tokens_per_micro_batch
-    last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES  # the norm belongs to the last stage
+    # the norm belongs to the last stage
+    last_norm, inputs = tokens * 768 * (4 + 2), tokens * INPUT_BYTES
     embeddings = root - 2 * 768
     parts = mesh_memory(load(), MeshSplit(pipeline=4), vendor="amd", limit=0).parts
     assert parts["activations"] == pytest.approx(
         4 * activation_bytes(stage) + end_bytes(stage) - last_norm + 3 * inputs
     )
-    assert parts["half-precision copies"] == 4 * 3 * 2 * matrix_numbers(config)  # each forward's autocast makes its own
+    # each forward's autocast makes its own
+    assert parts["half-precision copies"] == 4 * 3 * 2 * matrix_numbers(config)
     assert parts["logits"] == 0
     assert parts["weights"] == parts["gradients"] == 4 * (3 * layer + embeddings)
 
@@ -143,30 +173,45 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
 
 def test_the_communication_of_each_axis_is_planned():
     """Copies sum 4 bytes a parameter once a step; shards gather layers twice, the last one and the rest once."""
-    plan = planned(load_recipe("go-coder-125m", ["train.precision=bfloat16"]), gpu_machine("MI300X"), gpus=8)
+    plan = planned(
+        load_recipe("go-coder-125m", ["train.precision=bfloat16"]), gpu_machine("MI300X"), gpus=8
+    )
     assert plan.parallel is not None
     by_name = {layout.name: layout for layout in plan.parallel.layouts}
     count = parameter_count(plan.model.config)
-    layer, root = gathered_layers(StepShape(**vars(load()) | {"model": TrainedModel(plan.model.config)}))
+    layer, root = gathered_layers(
+        StepShape(**vars(load()) | {"model": TrainedModel(plan.model.config)})
+    )
     copies, shards = by_name["replicate"], by_name["shard"]
-    assert copies.communication_seconds == {"replicate": pytest.approx(2 * (4 * count * 7 / 8 / 310e9 + 7 * 5e-6))}
+    assert copies.communication_seconds == {
+        "replicate": pytest.approx(2 * (4 * count * 7 / 8 / 310e9 + 7 * 5e-6))
+    }
     layers = plan.model.config.num_layers
-    sent = ((2 * layers - 1) * layer * 2 + 4 * root + 4 * count) * 7 / 8 / 310e9 + (3 * layers + 1) * 7 * 5e-6
+    sent = ((2 * layers - 1) * layer * 2 + 4 * root + 4 * count) * 7 / 8 / 310e9 + (
+        3 * layers + 1
+    ) * 7 * 5e-6
     assert shards.communication_seconds == {"shard": pytest.approx(shards.accumulation * sent)}
     for layout in (copies, shards):
         assert 0 < layout.exposed_seconds <= sum(layout.communication_seconds.values())
 
 
-@pytest.mark.parametrize(("gpu", "gpus", "nodes"), [("MI300X", 8, 1), ("MI250X", 8, 4), ("RTX 4090", 2, 1)])
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "nodes"), [("MI300X", 8, 1), ("MI250X", 8, 4), ("RTX 4090", 2, 1)]
+)
 def test_every_row_of_a_step_has_a_device(gpu, gpus, nodes):
     recipe = load_recipe("go-coder-125m", ["train.tokens_per_step=524288"])
     plan = planned(recipe, gpu_machine(gpu), gpus=gpus, nodes=nodes)
     assert plan.parallel is not None
     for layout in plan.parallel.layouts:
         assert layout.replicate * layout.shard * layout.pipeline == gpus * nodes
-        assert layout.micro_batch_size * layout.accumulation * layout.replicate * layout.shard == 512
+        assert (
+            layout.micro_batch_size * layout.accumulation * layout.replicate * layout.shard == 512
+        )
     chosen = plan.parallel.layout
-    assert (plan.train.micro_batch_size, plan.train.accumulation) == (chosen.micro_batch_size, chosen.accumulation)
+    assert (plan.train.micro_batch_size, plan.train.accumulation) == (
+        chosen.micro_batch_size,
+        chosen.accumulation,
+    )
     assert plan.memory == chosen.memory
     assert plan.step_seconds == chosen.step_seconds
 
@@ -178,7 +223,9 @@ def test_an_8b_on_64_nodes_is_sharded():
     chosen = plan.parallel.layout
     assert chosen.shard > 1
     assert plan.fits
-    assert not next(layout for layout in plan.parallel.layouts if layout.name == "replicate").memory.fits
+    assert not next(
+        layout for layout in plan.parallel.layouts if layout.name == "replicate"
+    ).memory.fits
     rate = plan.train.tokens_per_step / plan.step_seconds.value / 512
     assert 300 < rate < 700  # the Frontier guide measured 345 to 537
 
@@ -186,7 +233,10 @@ def test_an_8b_on_64_nodes_is_sharded():
 def test_more_devices_do_not_change_the_training():
     alone = planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"))
     eight = planned(load_recipe("go-coder-125m"), gpu_machine("MI300X"), gpus=8)
-    assert (alone.train.tokens_per_step, alone.train.steps) == (eight.train.tokens_per_step, eight.train.steps)
+    assert (alone.train.tokens_per_step, alone.train.steps) == (
+        eight.train.tokens_per_step,
+        eight.train.steps,
+    )
     assert alone.step_seconds.value / 8 < eight.step_seconds.value < alone.step_seconds.value
     assert energy_kwh(eight, build_profile(gpu_machine("MI300X"))) == pytest.approx(
         8 * 0.750 * eight.seconds.value / 3600
@@ -219,8 +269,14 @@ def test_sequences_that_do_not_divide_are_filled_up_with_padding():
     assert train.micro_batch_size * train.accumulation == 6
     assert (train.empty_sequences, train.sequences_per_step, train.ranks) == (2, 16, 3)
     assert train.tokens_per_step == two.plan.train.tokens_per_step
-    computing = [sum(part.value for name, part in report.step_parts.items()
-                     if name not in ("optimizer", "exposed communication")) for report in (three, two)]  # fmt: skip
+    computing = [
+        sum(
+            part.value
+            for name, part in report.step_parts.items()
+            if name not in ("optimizer", "exposed communication")
+        )
+        for report in (three, two)
+    ]
     assert computing[0] == pytest.approx(computing[1] * 6 / 8, rel=0.02)
     assert not [warning for warning in three.warnings if "padding" in warning]  # an eighth at most
 
@@ -243,18 +299,29 @@ def test_a_share_without_small_divisors_gets_a_little_more_padding():
 
 def test_int8_states_are_sharded_only_where_no_block_is_divided():
     """Rows of 768 numbers are three blocks; those of 100 are not, and five devices divide them elsewhere."""
-    words = ["optimizer.state_dtype=int8", "model.preset=null", "model.family=llama", "model.hidden_size=96",
-             "model.num_layers=2", "model.num_heads=4", "model.max_positions=1024",
-             "model.vocab_size=50000"]  # fmt: skip
+    words = [
+        "optimizer.state_dtype=int8",
+        "model.preset=null",
+        "model.family=llama",
+        "model.hidden_size=96",
+        "model.num_layers=2",
+        "model.num_heads=4",
+        "model.max_positions=1024",
+        "model.vocab_size=50000",
+    ]
     plan = planned(load_recipe("go-coder-125m", words), gpu_machine("RX 7900 XTX"), gpus=5)
     assert plan.parallel is not None
-    assert [layout.name for layout in plan.parallel.layouts if layout.pipeline == 1] == ["replicate"]
+    assert [layout.name for layout in plan.parallel.layouts if layout.pipeline == 1] == [
+        "replicate"
+    ]
 
 
 def test_a_pipeline_is_never_chosen_where_it_is_not_asked_for():
     """4-bit weights of 70B parameters are whole on each device of a mesh: only stages would hold a part of them."""
     words = ["model.from=meta-llama/Llama-2-70b-hf", "quantize.kind=nf4", "adapter.kind=dora"]
-    report = reported(load_recipe("llama2-70b-lora-8gpu", words), gpu_machine("RX 7900 XTX"), gpus=4)
+    report = reported(
+        load_recipe("llama2-70b-lora-8gpu", words), gpu_machine("RX 7900 XTX"), gpus=4
+    )
     parallel = report.plan.parallel
     assert parallel is not None
     assert any(layout.pipeline > 1 and layout.memory.fits for layout in parallel.layouts)
@@ -284,7 +351,9 @@ def test_ranks_of_a_cpu_share_its_cores_and_its_memory():
     ],
 )
 def test_the_recipe_names_a_layout_as_the_command_line_names_devices(asked, flags, layout):
-    plan = planned(load_recipe("go-coder-125m", [f"parallel={asked}"]), gpu_machine("MI300X"), **flags)
+    plan = planned(
+        load_recipe("go-coder-125m", [f"parallel={asked}"]), gpu_machine("MI300X"), **flags
+    )
     (only,) = plan.parallel.layouts
     assert (only.name, only.replicate, only.shard, only.pipeline) == layout
     assert plan.parallel.devices == only.replicate * only.shard * only.pipeline

@@ -30,7 +30,18 @@ def test_the_headline_says_what_decides():
 
 def test_the_page_has_its_parts_in_order():
     labels = [line[:10].strip() for line in guide_page() if line[:10].strip()]
-    expected = ["GPU", "model", "batch", "memory", "sequence", "time", "disk", "claims", "warnings", "settings"]
+    expected = [
+        "GPU",
+        "model",
+        "batch",
+        "memory",
+        "sequence",
+        "time",
+        "disk",
+        "claims",
+        "warnings",
+        "settings",
+    ]
     assert labels == ["Fits. Abou", *expected, "Estimated", "next"]
 
 
@@ -46,7 +57,8 @@ def test_the_figures_of_the_card():
         f"{plan.memory.total / 2**30:.1f} of 11.0 GiB: fits (limit: 92% of the GPU,",
         "6,200 tokens/s (4,600 to 9,200 = 15 to 30% of peak) · 5.9 days (4.0 to 8.1)",
         "33 kWh at 230 W",
-        "2.0 GiB dataset", "8.3 GiB checkpoints (1.4 each: 3 kept, the best, one written; 3 x weights)",
+        "2.0 GiB dataset",
+        "8.3 GiB checkpoints (1.4 each: 3 kept, the best, one written; 3 x weights)",
         "no flash attention for gfx103x; PyTorch's fallback needs 11.3 GiB more",
         "MFU 20% of 26.4 TFLOP/s · FLOPs per token: 6 per weight + 12 L d T",
     ):
@@ -59,16 +71,25 @@ def test_several_devices_are_laid_side_by_side():
     plan = reported(recipe, where, gpus=8, nodes=4)
     lines = page(plan, where, source="go-coder-125m", commands=["plan", "train"])
     assert "Several nodes: start the ranks with srun, torchrun or mpirun." in lines
-    one_node = page(reported(recipe, where, gpus=8), where, source="go-coder-125m", commands=["plan", "train"])
+    one_node = page(
+        reported(recipe, where, gpus=8), where, source="go-coder-125m", commands=["plan", "train"]
+    )
     assert not any(line.startswith(("Planned only", "Several nodes")) for line in one_node)
     stages = load_recipe("go-coder-125m", ["parallel.pipeline=2", "train.tokens_per_step=524288"])
-    staged = page(reported(stages, where, gpus=8), where, source="go-coder-125m", commands=["plan", "train"])
+    staged = page(
+        reported(stages, where, gpus=8), where, source="go-coder-125m", commands=["plan", "train"]
+    )
     assert "Planned only: this version trains no pipelines." in staged
     text = "\n".join(lines)
     for part in (
-        "4 nodes of 8 x Instinct MI250X", "joined by Infinity Fabric", "nodes by Slingshot", "replicate (32 copies)",
-        "shard (32 shards)", "shard in nodes (4 copies x 8 shards)", "MFU",
-    ):  # fmt: skip
+        "4 nodes of 8 x Instinct MI250X",
+        "joined by Infinity Fabric",
+        "nodes by Slingshot",
+        "replicate (32 copies)",
+        "shard (32 shards)",
+        "shard in nodes (4 copies x 8 shards)",
+        "MFU",
+    ):
         assert part in text
     assert sum("> " in line for line in lines) == 2
     assert "bloomery train" not in text
@@ -87,13 +108,18 @@ def test_a_step_of_few_sequences_says_how_many_are_padding():
 def test_commands_that_follow_are_about_the_same_recipe_and_card(tmp_path, monkeypatch):
     words = ("go-coder-125m", "train.micro_batch_size=16", "--gpu", "RX 6600")
     said = run(tmp_path, monkeypatch, *words).stdout
-    assert 'bloomery plan go-coder-125m train.micro_batch_size=16 train.max_tokens=10B --gpu "RX 6600"' in said
+    assert (
+        'bloomery plan go-coder-125m train.micro_batch_size=16 train.max_tokens=10B --gpu "RX 6600"'
+        in said
+    )
     assert "bloomery train" not in said  # the card is not here
 
 
 def test_the_best_product_is_the_second_denominator():
     where = gpu_machine("MI300X")
-    text = "\n".join(page(reported(load_recipe("go-coder-125m"), where), where, source="x", commands=[]))
+    text = "\n".join(
+        page(reported(load_recipe("go-coder-125m"), where), where, source="x", commands=[])
+    )
     assert "of 1,307.4 TFLOP/s" in text
     assert "of 708, the best matmul published" in text
 
@@ -119,7 +145,9 @@ def test_the_words_of_a_claim_and_its_verdict_stay_apart():
     where = gpu_machine("RX 6700 XT")
     recipe = load_recipe("everything")
     text = "\n".join(page(reported(recipe, where), where, source="everything", commands=[]))
-    assert re.search(r"2 M to 4 M tokens {2,}unknown", text) and re.search(r"100,000 tokens/s {2,}\w", text)
+    assert re.search(r"2 M to 4 M tokens {2,}unknown", text) and re.search(
+        r"100,000 tokens/s {2,}\w", text
+    )
 
 
 def test_a_run_that_does_not_fit_says_so_first():
@@ -129,12 +157,16 @@ def test_a_run_that_does_not_fit_says_so_first():
 
 def test_a_range_that_ends_above_the_limit_is_said_in_the_headline():
     """An out-of-memory error halves a micro-batch of several sequences; one sequence is the end of that."""
-    report = reported(load_recipe("go-coder-125m", ["train.micro_batch_size=16"]), gpu_machine("RX 6700 XT"))
+    report = reported(
+        load_recipe("go-coder-125m", ["train.micro_batch_size=16"]), gpu_machine("RX 6700 XT")
+    )
     memory = report.plan.memory
     assert memory.high < memory.limit and headline(report).startswith("Fits. ")
     tight = memory.model_copy(update={"limit": (memory.total + memory.high) / 2})
     several = report.plan.model_copy(update={"memory": tight})
-    one = several.model_copy(update={"train": several.train.model_copy(update={"micro_batch_size": 1})})
+    one = several.model_copy(
+        update={"train": several.train.model_copy(update={"micro_batch_size": 1})}
+    )
     ends = f"up to {memory.high / 2**30:.1f} of {tight.limit / 2**30:.1f} GiB. About"
     assert several.fits
     assert headline(report.model_copy(update={"plan": several})).startswith(f"Fits, barely: {ends}")
@@ -151,7 +183,9 @@ def test_the_model_line_has_the_context_of_the_model_not_the_sequence_length():
 def test_a_long_headline_takes_two_lines():
     where = gpu_machine("RX 6600")
     wide = ["model.hidden_size=1280", "model.num_heads=20", "model.num_layers=36"]
-    lines = page(reported(load_recipe("go-coder-125m", wide), where), where, source="x", commands=[])
+    lines = page(
+        reported(load_recipe("go-coder-125m", wide), where), where, source="x", commands=[]
+    )
     assert lines[0].endswith("nothing was run")
     assert lines[1] == "Trains on 3.19 B tokens, not the claimed 10 B."
     assert max(map(len, lines)) <= 100
@@ -173,9 +207,25 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
     said = json.loads(result.stdout)
     assert result.return_value == 0
     assert set(said) == {
-        "fits", "tokens", "steps", "epochs", "seconds", "energy_kwh", "step_seconds", "tokens_per_second", "memory",
-        "disk", "claims", "warnings", "suggestions", "choices", "step_parts", "mfu", "max_length", "mesh",
-    }  # fmt: skip
+        "fits",
+        "tokens",
+        "steps",
+        "epochs",
+        "seconds",
+        "energy_kwh",
+        "step_seconds",
+        "tokens_per_second",
+        "memory",
+        "disk",
+        "claims",
+        "warnings",
+        "suggestions",
+        "choices",
+        "step_parts",
+        "mfu",
+        "max_length",
+        "mesh",
+    }
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)
     assert set(said["seconds"]) == {"value", "low", "high", "from"}
     assert set(said["memory"]) == {"parts", "total", "limit"}
@@ -187,7 +237,12 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_ends_with_one(tmp_path, monkeypatch):
-    big = ("model.hidden_size=8192", "model.num_heads=64", "model.num_layers=48", "train.max_steps=10")
+    big = (
+        "model.hidden_size=8192",
+        "model.num_heads=64",
+        "model.num_layers=48",
+        "train.max_steps=10",
+    )
     result = run(tmp_path, monkeypatch, "go-coder-125m", *big, "--gpu", "RX 6600", "--json")
     assert result.return_value == 1
     assert json.loads(result.stdout)["fits"] is False
@@ -205,10 +260,14 @@ def test_of_several_gpus_the_page_names_the_one_that_trains():
     where = gpu_machine("RX 6700 XT")
     small = find_gpu("RX 6600")
     (card,) = where.accelerators
-    several = where.model_copy(update={"accelerators": (small, card.model_copy(update={"index": 1}))})
+    several = where.model_copy(
+        update={"accelerators": (small, card.model_copy(update={"index": 1}))}
+    )
 
     def rows(machine):
-        return "\n".join(page(reported(loaded(), machine), machine, source="small", commands=["train"]))
+        return "\n".join(
+            page(reported(loaded(), machine), machine, source="small", commands=["train"])
+        )
 
     assert "GPU 1 " in rows(several)
     assert "Radeon RX 6700 XT (gfx1031), device 1" in " ".join(rows(several).split())
@@ -225,26 +284,51 @@ def test_no_line_is_wider_than_the_page_and_a_long_command_stays_one(tmp_path, m
         "train.activation_checkpointing=none",
         'data.path=my long "folder"',
     ]
-    for more in (("--gpu", "RX 6600"), ("--gpu", "RX 6600", "train.tokens_per_step=65536"), ("--gpu", "all")):
+    for more in (
+        ("--gpu", "RX 6600"),
+        ("--gpu", "RX 6600", "train.tokens_per_step=65536"),
+        ("--gpu", "all"),
+    ):
         said = run(tmp_path, monkeypatch, *words, *more).stdout
         assert max(map(len, said.splitlines())) <= 100
         typed = {word for word in (*words, *more) if "=" in word}
         commands = said[said.index("\nnext ") + 10 :].replace(" \\\n", "").split("\n")
-        assert all(typed <= set(shlex.split(command)) for command in commands if "bloomery" in command)
+        assert all(
+            typed <= set(shlex.split(command)) for command in commands if "bloomery" in command
+        )
 
 
 def test_an_estimate_has_two_digits_that_count(tmp_path, monkeypatch):
     """Steps of text that was only measured by its files, years, and the steps that fit into a time."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("some words\n" * 400_000)
-    said = run(tmp_path, monkeypatch, "go-coder-tiny", "data.path=text", "data.glob=*.txt", "--gpu", "RX 6600").stdout
+    said = run(
+        tmp_path,
+        monkeypatch,
+        "go-coder-tiny",
+        "data.path=text",
+        "data.glob=*.txt",
+        "--gpu",
+        "RX 6600",
+    ).stdout
     assert re.search(r" about [1-9]\d?0* steps", said), said
-    timed = run(tmp_path, monkeypatch, "go-coder-tiny", "train.max_time=8h", "--gpu", "RX 6600").stdout
+    timed = run(
+        tmp_path, monkeypatch, "go-coder-tiny", "train.max_time=8h", "--gpu", "RX 6600"
+    ).stdout
     assert re.search(r"8\.0 h as set: about [1-9]\d?,?0{2,3} steps", timed)
-    big = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24", "train.max_tokens=900B")
+    big = (
+        "model.hidden_size=2048",
+        "model.num_heads=16",
+        "model.num_layers=24",
+        "train.max_tokens=900B",
+    )
     years = run(tmp_path, monkeypatch, "go-coder-125m", *big, "--gpu", "RX 6600").stdout
-    assert "900 B tokens would take 5,700 years" in years and not re.search(r"\d\d\.\d years", years)
-    exact = run(tmp_path, monkeypatch, "go-coder-125m", "train.max_steps=5213", "--gpu", "RX 6600").stdout
+    assert "900 B tokens would take 5,700 years" in years and not re.search(
+        r"\d\d\.\d years", years
+    )
+    exact = run(
+        tmp_path, monkeypatch, "go-coder-125m", "train.max_steps=5213", "--gpu", "RX 6600"
+    ).stdout
     assert "5,213 steps" in exact and "about 5,2" not in exact
 
 

@@ -12,7 +12,9 @@ LORA = {"kind": "lora", "target_modules": ["all-linear"]}
 
 def with_bitsandbytes(version: str = "0.50.2", *probes: Probe) -> Machine:
     gpu = gpu_machine("MI300X")
-    software = gpu.software.model_copy(update={"packages": (Package(name="bitsandbytes", version=version),)})
+    software = gpu.software.model_copy(
+        update={"packages": (Package(name="bitsandbytes", version=version),)}
+    )
     return gpu.model_copy(update={"software": software, "probes": probes})
 
 
@@ -20,15 +22,23 @@ def probe(outcome: str) -> Probe:
     return Probe(name="bitsandbytes", outcome=outcome)
 
 
-@pytest.mark.parametrize(("where", "base", "expected", "reason"), [
-    (with_bitsandbytes("0.50.2", probe("ok")), "nf4", "bitsandbytes", "its probe came out right"),
-    (with_bitsandbytes("0.50.2", probe("wrong")), "nf4", "torch", "came out wrong"),
-    (with_bitsandbytes("0.50.2"), "nf4", "torch", "has not tried"),
-    (with_bitsandbytes("0.49.2", probe("ok")), "nf4", "torch", "older than 0.50"),
-    (with_bitsandbytes("1.0", probe("ok")), "nf4", "bitsandbytes", "right on this GPU"),
-    (with_bitsandbytes("0.50.2", probe("ok")), "int8", "torch", "each 64 of 8 bits"),
-    (gpu_machine("MI300X"), "nf4", "torch", "not installed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "base", "expected", "reason"),
+    [
+        (
+            with_bitsandbytes("0.50.2", probe("ok")),
+            "nf4",
+            "bitsandbytes",
+            "its probe came out right",
+        ),
+        (with_bitsandbytes("0.50.2", probe("wrong")), "nf4", "torch", "came out wrong"),
+        (with_bitsandbytes("0.50.2"), "nf4", "torch", "has not tried"),
+        (with_bitsandbytes("0.49.2", probe("ok")), "nf4", "torch", "older than 0.50"),
+        (with_bitsandbytes("1.0", probe("ok")), "nf4", "bitsandbytes", "right on this GPU"),
+        (with_bitsandbytes("0.50.2", probe("ok")), "int8", "torch", "each 64 of 8 bits"),
+        (gpu_machine("MI300X"), "nf4", "torch", "not installed"),
+    ],
+)
 def test_whose_kernels_read_the_base(where, base, expected, reason):
     plain = dequantizer(where, base, device="cuda", compiled=False)
     assert plain.value == expected and reason in plain.reason

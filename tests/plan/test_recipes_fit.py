@@ -7,11 +7,22 @@ from plan_help import gpu_machine, planned
 
 from bloomery.recipe.load import load_recipe, packaged
 
-OF_SIZE = {8: "RTX 4060", 12: "RTX 4070", 16: "RTX 4060 Ti 16GB", 24: "RTX 4090"}  # usual GPUs of these sizes
+# usual GPUs of these sizes
+OF_SIZE = {8: "RTX 4060", 12: "RTX 4070", 16: "RTX 4060 Ti 16GB", 24: "RTX 4090"}
 SMALLEST = ("train.micro_batch_size=1", "train.activation_checkpointing=full")
 FIRST_LINE = re.compile(r"# (SFT) \+ (LoRA|QLoRA): [^,]+, [^,]+, one (\d+) GB GPU\.")
-NEW = ("qwen3-0.6b-lora", "qwen3-1.7b-lora", "qwen3-4b-lora", "qwen3-8b-qlora", "gemma3-1b-lora", "gemma3-4b-qlora",
-       "phi4-mini-qlora", "smollm3-3b-qlora", "llama3.2-1b-lora", "llama3.2-3b-qlora")  # fmt: skip
+NEW = (
+    "qwen3-0.6b-lora",
+    "qwen3-1.7b-lora",
+    "qwen3-4b-lora",
+    "qwen3-8b-qlora",
+    "gemma3-1b-lora",
+    "gemma3-4b-qlora",
+    "phi4-mini-qlora",
+    "smollm3-3b-qlora",
+    "llama3.2-1b-lora",
+    "llama3.2-3b-qlora",
+)
 
 
 def holds(name: str, size: int) -> bool:

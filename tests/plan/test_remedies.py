@@ -12,7 +12,8 @@ WIDE = ("model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24")
 
 
 @pytest.fixture(
-    scope="module", params=[("RX 6700 XT", WIDE), ("RX 6600", (*WIDE, "train.micro_batch_size=4")), ("T4", WIDE)]
+    scope="module",
+    params=[("RX 6700 XT", WIDE), ("RX 6600", (*WIDE, "train.micro_batch_size=4")), ("T4", WIDE)],
 )
 def too_large(request):
     gpu, words = request.param
@@ -34,13 +35,17 @@ def test_every_remedy_does_what_it_says(too_large):
 def test_shorter_rows_come_last_and_say_what_they_cost(too_large):
     report = too_large[2]
     single = [fix for fix in report.suggestions if " " not in fix.edit]
-    lengths = [index for index, fix in enumerate(single) if fix.edit.startswith("data.sequence_length")]
+    lengths = [
+        index for index, fix in enumerate(single) if fix.edit.startswith("data.sequence_length")
+    ]
     assert lengths == list(range(len(single) - len(lengths), len(single)))
     assert all("changes the training" in single[index].saves for index in lengths)
 
 
 def test_a_recipe_that_slows_itself_down_is_told():
-    slow = load_recipe("go-coder-125m", ["train.activation_checkpointing=full", "train.attention=math"])
+    slow = load_recipe(
+        "go-coder-125m", ["train.activation_checkpointing=full", "train.attention=math"]
+    )
     report = reported(slow, gpu_machine("RX 7900 XTX"))
     assert report.plan.fits
     assert "train.activation_checkpointing=auto" in [fix.edit for fix in report.suggestions]
@@ -81,4 +86,6 @@ def test_memory_of_a_processor_has_remedies_too():
 def test_in_backward_a_smaller_step_is_offered():
     loaded = load_recipe("llama2-7b-full-24gb", ("train.tokens_per_step=65536",))
     report = reported(loaded, gpu_machine("RTX 4090"))
-    assert "train.tokens_per_step=16384" in [fix.edit for fix in report.suggestions if ", fits; " in fix.saves]
+    assert "train.tokens_per_step=16384" in [
+        fix.edit for fix in report.suggestions if ", fits; " in fix.saves
+    ]

@@ -72,7 +72,11 @@ def test_rows_longer_than_learned_positions_are_refused():
 
 def test_a_vocabulary_without_embeddings_is_refused():
     with pytest.raises(UserError, match="300"):
-        planned(loaded(), machine(), dataset=DatasetFacts(sequences_per_epoch=9, tokens=999, vocab_size=300))
+        planned(
+            loaded(),
+            machine(),
+            dataset=DatasetFacts(sequences_per_epoch=9, tokens=999, vocab_size=300),
+        )
 
 
 def test_an_attention_that_cannot_honour_the_recipe_is_refused():
@@ -98,8 +102,14 @@ def test_the_processor_repeats_to_the_last_bit():
     ("sections", "doubt"),
     [
         ({"optimizer": {"warmup": "500 steps"}}, "never reaches its peak"),
-        ({"train": {"max_steps": 1}, "optimizer": {"warmup": "1 steps"}}, "warmup lasts 1 step and the run 1:"),
-        ({"optimizer": {"warmup": "50%", "schedule": {"kind": "wsd", "decay": "80%"}}}, "more than the run's 100"),
+        (
+            {"train": {"max_steps": 1}, "optimizer": {"warmup": "1 steps"}},
+            "warmup lasts 1 step and the run 1:",
+        ),
+        (
+            {"optimizer": {"warmup": "50%", "schedule": {"kind": "wsd", "decay": "80%"}}},
+            "more than the run's 100",
+        ),
         ({"train": {"precision": "float16"}}, "five to nine times slower"),
         ({"data": {"pin_memory": True}}, "has no effect on a CPU"),
     ],
@@ -121,7 +131,9 @@ def test_planning_needs_no_torch(tmp_path):
         "from bloomery.cli import main\n"
         "main(['plan', 'go-coder-125m', '--gpu', 'RX 6700 XT', '--json'])"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["fits"] is True
 
@@ -135,9 +147,13 @@ def test_planning_needs_no_torch(tmp_path):
         (("avx2",), "float32", "mask"),
     ],
 )
-def test_compiled_attention_is_taken_where_it_is_quicker(flags: tuple[str, ...], precision: str, taken: str) -> None:
+def test_compiled_attention_is_taken_where_it_is_quicker(
+    flags: tuple[str, ...], precision: str, taken: str
+) -> None:
     plan = planned(loaded(train={"precision": precision}), machine(flags=flags))
     assert plan.model.attention == taken
     without = machine(flags=flags)
-    without = without.model_copy(update={"host": without.host.model_copy(update={"compiler": None})})
+    without = without.model_copy(
+        update={"host": without.host.model_copy(update={"compiler": None})}
+    )
     assert planned(loaded(train={"precision": precision}), without).model.attention == "mask"

@@ -27,11 +27,18 @@ HEAD = 50_000 * 768
 def load(**changes):
     """GPT-2 124M, 16 rows of 1,024 on an RX 6700 XT."""
     usual = StepShape(
-        model=TrainedModel(preset("go-coder-small")), sequence_length=1024, micro_batch_size=16, precision="float16",
+        model=TrainedModel(preset("go-coder-small")),
+        sequence_length=1024,
+        micro_batch_size=16,
+        precision="float16",
         optimizer="adamw",
-        attention="blockwise", checkpointing="none", compiled=False, score_chunk=1024 * 16, context_bytes=300 * MIB,
+        attention="blockwise",
+        checkpointing="none",
+        compiled=False,
+        score_chunk=1024 * 16,
+        context_bytes=300 * MIB,
         on_gpu=True,
-    )  # fmt: skip
+    )
     return replace(usual, **changes)
 
 
@@ -48,7 +55,9 @@ def test_the_operations_of_a_step_by_hand():
 
 
 def test_chunked_scores_are_computed_again():
-    kept, chunked = (work_of(load(score_chunk=chunk), tokens=16384).products for chunk in (16384, 1024))
+    kept, chunked = (
+        work_of(load(score_chunk=chunk), tokens=16384).products for chunk in (16384, 1024)
+    )
     assert chunked - kept == 16384 * 2 * HEAD
 
 
@@ -70,7 +79,9 @@ def test_the_rx_6700_xt_reaches_a_fifth_of_its_peak():
     ]
     assert shares == pytest.approx([0.15, 0.20, 0.30], abs=0.01)
     assert report.energy_kwh == pytest.approx(0.230 * plan.seconds.value / 3600)
-    assert sum(part.value for part in report.step_parts.values()) == pytest.approx(plan.step_seconds.value)
+    assert sum(part.value for part in report.step_parts.values()) == pytest.approx(
+        plan.step_seconds.value
+    )
 
 
 @pytest.mark.parametrize(("precision", "measured"), [("float32", 196), ("bfloat16", 341)])
@@ -78,7 +89,9 @@ def test_measured_rates_of_a_processor_fall_inside(precision, measured):
     """GPT-2 124M, uncompiled, two Zen 4 cores."""
     where = machine()
     rate = device_rate(build_profile(where), where, precision=precision, width=768, compiled=False)
-    here = load(on_gpu=False, precision=precision, attention="sdpa", micro_batch_size=2, score_chunk=2048)
+    here = load(
+        on_gpu=False, precision=precision, attention="sdpa", micro_batch_size=2, score_chunk=2048
+    )
     found = total(step_parts(work_of(here, tokens=2048), rate)).inverse(2048)
     assert found.low <= measured <= found.high
     assert found.value == pytest.approx(measured, rel=0.10)
@@ -91,7 +104,9 @@ def test_recomputing_runs_the_layers_forward_once_more():
 
 
 def test_fused_kernels_move_fewer_bytes():
-    eager, compiled = (work_of(load(attention="sdpa", compiled=way), tokens=1024).between for way in (False, True))
+    eager, compiled = (
+        work_of(load(attention="sdpa", compiled=way), tokens=1024).between for way in (False, True)
+    )
     assert compiled < eager / 1.4
 
 
@@ -105,29 +120,47 @@ def test_scores_that_are_kept_cost_bandwidth():
 
 def test_a_tiny_batch_waits_for_launches():
     rate = rate_of("H200", precision="bfloat16", compiled=False)
-    parts = step_parts(work_of(load(micro_batch_size=1, precision="bfloat16", attention="sdpa"), tokens=1024), rate)
+    parts = step_parts(
+        work_of(load(micro_batch_size=1, precision="bfloat16", attention="sdpa"), tokens=1024), rate
+    )
     assert parts["kernel launches"].value > 0
-    busy = sum(parts[name].value for name in ("matmul", "attention", "memory-bound", "kernel launches"))
+    busy = sum(
+        parts[name].value for name in ("matmul", "attention", "memory-bound", "kernel launches")
+    )
     assert busy == pytest.approx(110 * 12 * LAUNCH_SECONDS)
-    full = step_parts(work_of(load(micro_batch_size=64, precision="bfloat16", attention="sdpa"), tokens=65536), rate)
+    full = step_parts(
+        work_of(load(micro_batch_size=64, precision="bfloat16", attention="sdpa"), tokens=65536),
+        rate,
+    )
     assert "kernel launches" not in full
 
 
 def test_an_unknown_device_has_no_speed():
     where = machine(flags=())
-    assert device_rate(build_profile(where), where, precision="float32", width=768, compiled=False) is None
+    assert (
+        device_rate(build_profile(where), where, precision="float32", width=768, compiled=False)
+        is None
+    )
     where = gpu_machine("RX 6700 XT")
-    assert device_rate(build_profile(where), where, precision="bfloat16", width=768, compiled=False) is None
+    assert (
+        device_rate(build_profile(where), where, precision="bfloat16", width=768, compiled=False)
+        is None
+    )
 
 
 def test_disk_and_energy():
     dataset = DatasetFacts(sequences_per_epoch=1_040_000, tokens=1_064_960_000, vocab_size=50_000)
-    report = reported(load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), dataset=dataset)
+    report = reported(
+        load_recipe("go-coder-125m", ["checkpoint.keep=3"]), machine(), dataset=dataset
+    )
     assert report.disk["shards"] / GIB == pytest.approx(1.98, abs=0.01)
     assert report.disk["checkpoint"] == 12 * 124_242_432
     # Evaluations come between checkpoints: the best weights as of each of the three that are kept.
     assert report.disk["best_weights"] == 4 * 124_242_432
-    assert report.disk["checkpoints"] == 5 * report.disk["checkpoint"] + 3 * report.disk["best_weights"]
+    assert (
+        report.disk["checkpoints"]
+        == 5 * report.disk["checkpoint"] + 3 * report.disk["best_weights"]
+    )
     assert report.energy_kwh is None
 
 
@@ -138,5 +171,7 @@ def test_keys_of_a_window_are_those_that_causal_queries_see():
     config = replace(preset("go-coder-small"), sliding_window=(window,))
     work = work_of(load(model=TrainedModel(config), sequence_length=length), tokens=1)
     assert work.attention == pytest.approx(14 * layers * width * counted, rel=0.002)
-    every = work_of(load(model=TrainedModel(config), sequence_length=length, attention="math"), tokens=1)
+    every = work_of(
+        load(model=TrainedModel(config), sequence_length=length, attention="math"), tokens=1
+    )
     assert every.attention == 12 * layers * width * length

@@ -24,7 +24,12 @@ def test_the_shipped_recipes_keep_to_the_memory_that_was_asked_of_them():
     """22 GiB for every weight of Llama 2 7B at 2,048 tokens, 17 for LoRA on Llama 3.1 8B, 7.5 for QLoRA: allocated."""
     full = plan_of("llama2-7b-full-24gb", "RTX 4090")
     assert full.fits and full.memory.allocated < 22 * GIB
-    lora = plan_of("llama3.1-8b-lora", "RTX 4090", "train.micro_batch_size=2", "train.activation_checkpointing=full")
+    lora = plan_of(
+        "llama3.1-8b-lora",
+        "RTX 4090",
+        "train.micro_batch_size=2",
+        "train.activation_checkpointing=full",
+    )
     assert lora.fits and lora.memory.allocated < 17 * GIB
     words = ("quantize.kind=nf4", "train.micro_batch_size=1", "train.activation_checkpointing=full")
     assert plan_of("llama3.1-8b-lora", "RTX 4090", *words).memory.allocated < 7.5 * GIB
@@ -47,14 +52,28 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
 
 def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
     load = StepShape(
-        model=TrainedModel(LLAMA), sequence_length=2048, micro_batch_size=1, precision="bfloat16", optimizer="adamw",
+        model=TrainedModel(LLAMA),
+        sequence_length=2048,
+        micro_batch_size=1,
+        precision="bfloat16",
+        optimizer="adamw",
         attention="varlen",
-        checkpointing="none", compiled=True, score_chunk=2048, context_bytes=0.0, on_gpu=True,
-    )  # fmt: skip
+        checkpointing="none",
+        compiled=True,
+        score_chunk=2048,
+        context_bytes=0.0,
+        on_gpu=True,
+    )
     alone, head = product_flops(load, recompute(load), chunked=False), 2 * 32000 * 4096
     layers = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
-    assert product_flops(replace(load, extra_forwards=1), recompute(load), chunked=False) - alone == layers + head
-    assert alone - product_flops(replace(load, loss_share=0.5), recompute(load), chunked=False) == 1.5 * head
+    assert (
+        product_flops(replace(load, extra_forwards=1), recompute(load), chunked=False) - alone
+        == layers + head
+    )
+    assert (
+        alone - product_flops(replace(load, loss_share=0.5), recompute(load), chunked=False)
+        == 1.5 * head
+    )
 
 
 def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
@@ -71,7 +90,9 @@ def test_the_base_model_may_get_an_adapter_where_all_of_it_does_not_fit():
     assert "adapter.kind=lora" in report.plan.suggestions
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-1.5b-lora", "qwen2.5-1.5b-dpo-lora", "llama2-7b-full-24gb"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-1.5b-lora", "qwen2.5-1.5b-dpo-lora", "llama2-7b-full-24gb"]
+)
 def test_a_measurement_of_full_training_says_nothing_of_another_ways_memory(name):
     plan = plan_of(name, "RTX 4090")
     assert setting(plan) != "" == setting(plan_of("go-coder-125m", "RTX 4090"))

@@ -52,14 +52,24 @@ def test_the_page_says_what_is_assumed_and_what_is_unknown():
 
 
 def test_a_dataset_of_the_hub_is_planned_before_it_is_downloaded():
-    words = ("--model", "unsloth/Llama-3.2-3B-Instruct", "--data", "hub:tatsu-lab/alpaca", "--gpu", "4090")
+    words = (
+        "--model",
+        "unsloth/Llama-3.2-3B-Instruct",
+        "--data",
+        "hub:tatsu-lab/alpaca",
+        "--gpu",
+        "4090",
+    )
     result = planned(*words, "--json")
     assert json.loads(result.stdout)["fits"] and json.loads(result.stdout)["steps"] is None
 
 
 def test_a_file_that_does_not_exist_is_still_an_error():
     with pytest.raises(UserError, match=r"not exist|no such"):
-        command.main(["--model", "Qwen/Qwen3-8B", "--data", "chats.jsonl", "--gpu", "4090"], standalone_mode=False)
+        command.main(
+            ["--model", "Qwen/Qwen3-8B", "--data", "chats.jsonl", "--gpu", "4090"],
+            standalone_mode=False,
+        )
 
 
 def test_an_imported_axolotl_file_is_planned(tmp_path):
@@ -90,22 +100,29 @@ def test_a_mixture_of_experts_is_planned_and_not_trained():
     name = "openai/gpt-oss-20b"
     result = planned("--model", name, "--gpu", "MI300X")
     assert result.stdout.startswith("Planned, not trained. Fits.")
-    assert "20.91 B parameters, 4.19 B active per token (4 of 32 experts)" in " ".join(result.stdout.split())
+    assert "20.91 B parameters, 4.19 B active per token (4 of 32 experts)" in " ".join(
+        result.stdout.split()
+    )
     assert "bloomery train --model" not in result.output
     document = json.loads(planned("--model", name, "--gpu", "MI300X", "--json").stdout)
-    assert document["fits"] and any("planned, not trained" in warning for warning in document["warnings"])
+    assert document["fits"] and any(
+        "planned, not trained" in warning for warning in document["warnings"]
+    )
     with pytest.raises(UserError, match="planned, not trained: mixtures of experts") as error:
         refuse_untrained(name)
     assert "choose a dense model" in error.value.fix
     loaded = load_text(made_recipe(name, None).text, name="moe", source="test", overrides=())
     with pytest.raises(UserError, match="planned, not trained"):
-        fetch(loaded.recipe, weights=True)  # before anything is downloaded: `download` fails this test
+        # before anything is downloaded: `download` fails this test
+        fetch(loaded.recipe, weights=True)
 
 
 def test_experts_need_the_memory_of_all_and_the_time_of_a_few():
     """Against a dense model of as many parameters: as much memory for weights, and at least three times its speed."""
     experts, dense = (
-        json.loads(planned("--model", name, "--gpu", "MI300X", "train.micro_batch_size=1", "--json").stdout)
+        json.loads(
+            planned("--model", name, "--gpu", "MI300X", "train.micro_batch_size=1", "--json").stdout
+        )
         for name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-32B")
     )
     weights = [plan["memory"]["parts"]["weights"] for plan in (experts, dense)]

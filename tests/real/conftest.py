@@ -19,7 +19,9 @@ def found() -> bool:
 @pytest.fixture(scope="session")
 def smollm2(request) -> Path:
     """The folder with `model`, `train.jsonl` and `test.jsonl`. Only `make soak` makes it; elsewhere it is skipped."""
-    soaking = "soak" in request.config.getoption("-m") and "not soak" not in request.config.getoption("-m")
+    soaking = "soak" in request.config.getoption(
+        "-m"
+    ) and "not soak" not in request.config.getoption("-m")
     if not found() and soaking:
         try:
             runpy.run_path(str(ROOT / "scripts" / "smollm2.py"))["make"](CACHE)
@@ -33,9 +35,16 @@ def smollm2(request) -> Path:
 @pytest.fixture(scope="session")
 def pairs(smollm2, tmp_path_factory) -> Path:
     """The first answer of each conversation against the first answer of another one."""
-    talks = [json.loads(line)["messages"] for line in (smollm2 / "train.jsonl").read_text().splitlines()[:500]]
+    talks = [
+        json.loads(line)["messages"]
+        for line in (smollm2 / "train.jsonl").read_text().splitlines()[:500]
+    ]
     rows = [
-        {"prompt": talk[:1], "chosen": [talk[1]], "rejected": [talks[(7 * at + 13) % len(talks)][1]]}
+        {
+            "prompt": talk[:1],
+            "chosen": [talk[1]],
+            "rejected": [talks[(7 * at + 13) % len(talks)][1]],
+        }
         for at, talk in enumerate(talks)
     ]
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"

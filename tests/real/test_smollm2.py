@@ -29,7 +29,12 @@ def test_logits_match_transformers(smollm2):
 
     text = "Bloomery: a furnace once used widely for smelting iron.\n\tdef f(x): return 12345 + x"
     ids = load_tokenizer(smollm2 / "model").encode(text)
-    assert ids == AutoTokenizer.from_pretrained(smollm2 / "model")(text, add_special_tokens=False)["input_ids"]
+    assert (
+        ids
+        == AutoTokenizer.from_pretrained(smollm2 / "model")(text, add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
     theirs = AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32)
     tokens = torch.tensor([ids])
     with torch.no_grad():
@@ -66,11 +71,15 @@ def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
     tokenizer = load_tokenizer(smollm2 / "model")
     theirs = AutoModelForCausalLM.from_pretrained(smollm2 / "model", dtype=torch.float32)
     ours = load_decoder(smollm2 / "model", dtype=torch.float32)
-    prompts = [tokenizer.encode(text) for text in ("The capital of France is", "def add(a, b):", "Once")]
+    prompts = [
+        tokenizer.encode(text) for text in ("The capital of France is", "def add(a, b):", "Once")
+    ]
     cold = Sampling(max_new_tokens=16, temperature=0.0)
     expected = []
     for ids in prompts:
-        row = theirs.generate(torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False)
+        row = theirs.generate(
+            torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False
+        )
         expected.append(row[0, len(ids) :].tolist())
     assert [list(sample_tokens(ours, ids, cold)) for ids in prompts] == expected
     batch = Batch(Past(ours, 3, 64), piece=3)
@@ -86,11 +95,15 @@ def test_gguf_comes_back_bitwise_and_quantized_answers_alike(smollm2, tmp_path):
     whole = export_gguf(files, tmp_path / "whole.gguf", kind="f32")
     assert any("64 of 64 tokens" in proof for proof in whole.proofs)
     import_gguf(whole.folder, tmp_path / "back", dtype="bfloat16")
-    theirs, ours = (model_state(load_decoder(folder)) for folder in (smollm2 / "model", tmp_path / "back"))
+    theirs, ours = (
+        model_state(load_decoder(folder)) for folder in (smollm2 / "model", tmp_path / "back")
+    )
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(values, ours[name]) for name, values in theirs.items())
     text = (smollm2 / "test.jsonl").read_text()[:20_000]
-    one, other = (load_tokenizer(folder).encode(text) for folder in (smollm2 / "model", tmp_path / "back"))
+    one, other = (
+        load_tokenizer(folder).encode(text) for folder in (smollm2 / "model", tmp_path / "back")
+    )
     assert one == other
     for kind, most in (("q8_0", 0.02), ("q4_0", 1.0)):
         proofs = export_gguf(files, tmp_path / f"{kind}.gguf", kind=kind).proofs

@@ -52,7 +52,11 @@ def verdict(typed, expected):
     edits += [one if "." in one or one in Recipe.model_fields else f"{word}={one}" for one in near]
     if {edit.partition("=")[0] for edit in edits} - keys - {key.partition(".")[0] for key in keys}:
         return "wrong"
-    missing = [one for one in wanted if not any(edit == one or edit.partition("=")[0] == one for edit in edits)]
+    missing = [
+        one
+        for one in wanted
+        if not any(edit == one or edit.partition("=")[0] == one for edit in edits)
+    ]
     return "silent" if missing else "right"
 
 
@@ -69,7 +73,10 @@ def test_guesses_are_answered():
     [
         ("learning_rate: 1e-4\n", ["mine.yaml line 3"]),
         ("train:\n  num_train_epochs: 2\n", ["mine.yaml line 4"]),
-        ("training_args:\n  max_steps: 10\n  bf16: true\n", ["mine.yaml line 4", "mine.yaml line 5"]),
+        (
+            "training_args:\n  max_steps: 10\n  bf16: true\n",
+            ["mine.yaml line 4", "mine.yaml line 5"],
+        ),
         ("adapter: {kind: lora, r: 8}\n", ["mine.yaml line 3"]),
         ("objective: {type: dpo, loss_type: ipo}\n", ["mine.yaml line 3"]),
     ],
@@ -113,7 +120,15 @@ def test_the_keys_of_a_section_are_listed_once():
 
 
 def test_claims_are_never_suggested():
-    for word in ("tokens", "epochs", "duration", "memory", "perplexity", "tokens_per_second", "claim_tokens"):
+    for word in (
+        "tokens",
+        "epochs",
+        "duration",
+        "memory",
+        "perplexity",
+        "tokens_per_second",
+        "claim_tokens",
+    ):
         edits, near, _ = answered(message(f"{word}=3"))
         assert not any(edit.startswith("claims") for edit in edits + near)
 
@@ -135,7 +150,11 @@ def test_the_table_names_real_keys():
     for program, name, text in entries:
         assert any(aliases._split(text)), name
         for key in [*re.findall(r"([a-z_.]+)=", text.partition("#")[0]), *written.findall(text)]:
-            assert key in keys | {"adapter.method"} or key.endswith((".yaml", ".jsonl")), (program, name, key)
+            assert key in keys | {"adapter.method"} or key.endswith((".yaml", ".jsonl")), (
+                program,
+                name,
+                key,
+            )
     assert set(aliases._table()["sections"].values()) <= set(Recipe.model_fields)
     assert set(aliases._table()["values"]) <= keys
 
@@ -148,8 +167,17 @@ def test_values_of_the_table_are_accepted():
 
 
 def test_no_name_stands_twice_in_the_table():
-    table = {program: rows for program, rows in aliases._table().items() if program not in ("values", "families")}
-    names = [aliases._normal(name) for program, rows in table.items() if program != "sections" for name in rows]
+    table = {
+        program: rows
+        for program, rows in aliases._table().items()
+        if program not in ("values", "families")
+    }
+    names = [
+        aliases._normal(name)
+        for program, rows in table.items()
+        if program != "sections"
+        for name in rows
+    ]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
@@ -158,64 +186,133 @@ IMPORTED = {
     "axolotl_qlora.yml": (
         "Axolotl",
         {
-            "model.from_": "Qwen/Qwen2.5-1.5B-Instruct", "data.format": "messages",
+            "model.from_": "Qwen/Qwen2.5-1.5B-Instruct",
+            "data.format": "messages",
             "data.columns": {"messages": "dialog"},
-            "data.validation": "2%", "data.sequence_length": 2048, "data.packing": True, "objective.kind": "sft",
-            "adapter.kind": "lora", "adapter.rank": 32, "adapter.alpha": 64.0, "adapter.target_modules": ["all-linear"],
-            "quantize.kind": "nf4", "optimizer.state_dtype": "int8", "optimizer.paged": True,
-            "optimizer.learning_rate": 2e-4, "optimizer.weight_decay": 0.0, "optimizer.betas": (0.9, 0.999),
-            "train.epochs": 3.0, "train.batch_size": 16, "train.micro_batch_size": 2, "train.precision": "auto",
-            "train.activation_checkpointing": "full", "checkpoint.keep": 2, "logging.trackers": ["wandb"],
+            "data.validation": "2%",
+            "data.sequence_length": 2048,
+            "data.packing": True,
+            "objective.kind": "sft",
+            "adapter.kind": "lora",
+            "adapter.rank": 32,
+            "adapter.alpha": 64.0,
+            "adapter.target_modules": ["all-linear"],
+            "quantize.kind": "nf4",
+            "optimizer.state_dtype": "int8",
+            "optimizer.paged": True,
+            "optimizer.learning_rate": 2e-4,
+            "optimizer.weight_decay": 0.0,
+            "optimizer.betas": (0.9, 0.999),
+            "train.epochs": 3.0,
+            "train.batch_size": 16,
+            "train.micro_batch_size": 2,
+            "train.precision": "auto",
+            "train.activation_checkpointing": "full",
+            "checkpoint.keep": 2,
+            "logging.trackers": ["wandb"],
         },
-        {"strict", "output_dir", "tf32", "eval_sample_packing", "gradient_checkpointing_kwargs", "special_tokens"},
+        {
+            "strict",
+            "output_dir",
+            "tf32",
+            "eval_sample_packing",
+            "gradient_checkpointing_kwargs",
+            "special_tokens",
+        },
     ),
     "axolotl_dpo.yml": (
         "Axolotl",
         {
-            "objective.kind": "dpo", "objective.beta": 0.2, "adapter.use_rslora": True, "train.max_steps": 600,
-            "train.epochs": None, "train.batch_size": 4, "train.offload_activations": True, "train.seed": 7,
-            "train.max_grad_norm": 0.5, "optimizer.schedule": "constant", "data.chat.template": "llama3",
+            "objective.kind": "dpo",
+            "objective.beta": 0.2,
+            "adapter.use_rslora": True,
+            "train.max_steps": 600,
+            "train.epochs": None,
+            "train.batch_size": 4,
+            "train.offload_activations": True,
+            "train.seed": 7,
+            "train.max_grad_norm": 0.5,
+            "optimizer.schedule": "constant",
+            "data.chat.template": "llama3",
         },
         {"num_epochs", "plugins", "liger_rope", "some_key_of_a_later_version", "model_type"},
     ),
     "llama_factory_lora_sft.yaml": (
         "LLaMA-Factory",
         {
-            "objective.kind": "sft", "adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 32.0,
-            "data.packing": False, "data.validation": "10%", "data.chat.template": "qwen", "train.batch_size": 16,
-            "train.precision": "bfloat16", "train.epochs": 3.0, "logging.trackers": ["tensorboard"],
+            "objective.kind": "sft",
+            "adapter.kind": "lora",
+            "adapter.rank": 16,
+            "adapter.alpha": 32.0,
+            "data.packing": False,
+            "data.validation": "10%",
+            "data.chat.template": "qwen",
+            "train.batch_size": 16,
+            "train.precision": "bfloat16",
+            "train.epochs": 3.0,
+            "logging.trackers": ["tensorboard"],
         },
-        {"max_samples", "plot_loss", "output_dir", "overwrite_cache", "do_train", "per_device_eval_batch_size"},
+        {
+            "max_samples",
+            "plot_loss",
+            "output_dir",
+            "overwrite_cache",
+            "do_train",
+            "per_device_eval_batch_size",
+        },
     ),
     "llama_factory_full_pt.yaml": (
         "LLaMA-Factory",
         {
-            "objective.kind": "pretrain", "adapter.kind": "none", "train.precision": "bfloat16-pure",
-            "train.max_steps": 2000, "train.micro_batch_size": 8, "train.batch_size": 8, "data.path": "/data/notes",
-            "optimizer.state_dtype": "int8", "optimizer.schedule": "linear", "train.activation_checkpointing": "none",
+            "objective.kind": "pretrain",
+            "adapter.kind": "none",
+            "train.precision": "bfloat16-pure",
+            "train.max_steps": 2000,
+            "train.micro_batch_size": 8,
+            "train.batch_size": 8,
+            "data.path": "/data/notes",
+            "optimizer.state_dtype": "int8",
+            "optimizer.schedule": "linear",
+            "train.activation_checkpointing": "none",
         },
         {"use_badam", "badam_mode", "swanlab_project", "lora_rank", "template"},
     ),
     "trl_sft.yaml": (
         "TRL",
         {
-            "model.from_": "Qwen/Qwen2.5-0.5B", "data.path": "hub:trl-lib/Capybara", "objective.kind": "sft",
-            "adapter.kind": "lora", "adapter.rank": 32, "adapter.alpha": 16.0, "adapter.dropout": 0.05,
-            "adapter.target_modules": ["q_proj", "v_proj"], "data.packing": True, "data.sequence_length": 1024,
-            "train.batch_size": 16, "train.micro_batch_size": 2, "optimizer.schedule": "linear",
-            "train.activation_checkpointing": "full", "optimizer.learning_rate": 2e-4,
+            "model.from_": "Qwen/Qwen2.5-0.5B",
+            "data.path": "hub:trl-lib/Capybara",
+            "objective.kind": "sft",
+            "adapter.kind": "lora",
+            "adapter.rank": 32,
+            "adapter.alpha": 16.0,
+            "adapter.dropout": 0.05,
+            "adapter.target_modules": ["q_proj", "v_proj"],
+            "data.packing": True,
+            "data.sequence_length": 1024,
+            "train.batch_size": 16,
+            "train.micro_batch_size": 2,
+            "optimizer.schedule": "linear",
+            "train.activation_checkpointing": "full",
+            "optimizer.learning_rate": 2e-4,
         },
         {"eos_token", "output_dir", "dataset_config"},
     ),
     "trl_dpo.yaml": (
         "TRL",
         {
-            "objective.kind": "dpo", "objective.beta": 0.2, "adapter.kind": "none", "optimizer.learning_rate": 1e-6,
-            "train.micro_batch_size": 8, "train.batch_size": 8, "train.epochs": 3.0, "data.sequence_length": 512,
+            "objective.kind": "dpo",
+            "objective.beta": 0.2,
+            "adapter.kind": "none",
+            "optimizer.learning_rate": 1e-6,
+            "train.micro_batch_size": 8,
+            "train.batch_size": 8,
+            "train.epochs": 3.0,
+            "data.sequence_length": 512,
         },
         {"lora_r"},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", IMPORTED)
@@ -229,7 +326,9 @@ def test_files_of_other_programs_become_recipes(name, tmp_path):
     assert {key: reduce(getattr, key.split("."), loaded) for key in expected} == expected
     source = yaml.YAML(typ="safe").load((FOREIGN / name).read_text())
     for key, value in source.items():
-        assert re.search(rf"# {key}\b|^#   {key}(\.\w+)? |[ ,]{key}\b", text, re.MULTILINE), f"{key}: {value} is lost"
+        assert re.search(rf"# {key}\b|^#   {key}(\.\w+)? |[ ,]{key}\b", text, re.MULTILINE), (
+            f"{key}: {value} is lost"
+        )
     assert left <= {line.split()[1] for line in text.splitlines() if line.startswith("#   ")}
 
 
@@ -273,9 +372,14 @@ def imported(text, folder):
 def test_no_nested_key_is_lost(tmp_path):
     text, recipe = imported(NESTED, tmp_path)
     source = yaml.YAML(typ="safe").load(NESTED)
-    for path, _ in aliases.leaves({f"datasets[{n}]": one for n, one in enumerate(source.pop("datasets"))} | source):
+    for path, _ in aliases.leaves(
+        {f"datasets[{n}]": one for n, one in enumerate(source.pop("datasets"))} | source
+    ):
         assert re.search(rf"[# ,]{re.escape('.'.join(path))}\b", text), path
-    assert recipe.model.rope_scaling.kind == "yarn" and recipe.model.rope_scaling.original_max_positions == 8192
+    assert (
+        recipe.model.rope_scaling.kind == "yarn"
+        and recipe.model.rope_scaling.original_max_positions == 8192
+    )
     assert recipe.data.path == "hub:org/chats@main" and recipe.data.chat.train_on == "all"
     assert recipe.data.columns == {"messages": "dialog", "role": "from", "content": "value"}
     assert "rl=grpo is not supported" in text and recipe.objective.kind == "sft"
@@ -284,15 +388,25 @@ def test_no_nested_key_is_lost(tmp_path):
 
 def test_a_context_that_an_adapter_cannot_store_is_listed(tmp_path):
     text, recipe = imported(NESTED + "adapter: lora\n", tmp_path)
-    assert recipe.adapter.kind == "lora" and recipe.model.rope_scaling is None and recipe.model.max_positions is None
-    assert len(re.findall(r"^#   rope_scaling\.\w+ +not supported with an adapter", text, re.MULTILINE)) == 3
+    assert (
+        recipe.adapter.kind == "lora"
+        and recipe.model.rope_scaling is None
+        and recipe.model.max_positions is None
+    )
+    assert (
+        len(
+            re.findall(r"^#   rope_scaling\.\w+ +not supported with an adapter", text, re.MULTILINE)
+        )
+        == 3
+    )
 
 
 def test_what_training_refuses_is_never_the_answer():
     """Of a key or value that no table may lead to: `train` would refuse it next."""
     refused = re.compile(r"parallel\.(tensor|context|pipeline\w*)|objective\.kind=(ppo|grpo)")
     for program, name, text in every_row():
-        assert program == "recipe version 1" or not refused.search(text), (program, name)  # `plan` takes them
+        # `plan` takes them
+        assert program == "recipe version 1" or not refused.search(text), (program, name)
     for name in ("grpo", "ppo", "rloo"):
         assert aliases.look_up(("rl",), name, {}, program="Axolotl").edits == ()
     for value in ("float8", "fp8", "mxfp8"):
@@ -300,23 +414,69 @@ def test_what_training_refuses_is_never_the_answer():
         assert answer.edits == () and "not supported" in answer.reason
 
 
-NAMES = sorted({name for program, name, _ in every_row() if program in importing._SIGNS and "." not in name})
-LEAVES = st.one_of(st.booleans(), st.integers(-2, 2**40), st.floats(allow_nan=False), st.sampled_from([
-    "", None, "auto", "yarn", "none", "grpo", "lora", "a/b", "a: b", "train", "3%", "[", "#", "é\n", "1e5", "{x}", "@x",
-]))  # fmt: skip
-DEEP = st.recursive(LEAVES, lambda inner: st.one_of(
-    st.lists(inner, max_size=3),
-    st.dictionaries(st.sampled_from([*NAMES[::9], "type", "factor", "path", "kind", "new_key"]), inner, max_size=4),
-), max_leaves=8)  # fmt: skip
+NAMES = sorted(
+    {name for program, name, _ in every_row() if program in importing._SIGNS and "." not in name}
+)
+LEAVES = st.one_of(
+    st.booleans(),
+    st.integers(-2, 2**40),
+    st.floats(allow_nan=False),
+    st.sampled_from(
+        [
+            "",
+            None,
+            "auto",
+            "yarn",
+            "none",
+            "grpo",
+            "lora",
+            "a/b",
+            "a: b",
+            "train",
+            "3%",
+            "[",
+            "#",
+            "é\n",
+            "1e5",
+            "{x}",
+            "@x",
+        ]
+    ),
+)
+DEEP = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from([*NAMES[::9], "type", "factor", "path", "kind", "new_key"]),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)
 FILES = {
     "Axolotl": {"base_model": "a/b", "sequence_len": 512, "micro_batch_size": 1},
-    "LLaMA-Factory": {"model_name_or_path": "a/b", "stage": "sft", "finetuning_type": "lora", "cutoff_len": 512},
-    "TRL": {"model_name_or_path": "a/b", "dataset_name": "c/d", "use_peft": True, "max_length": 512},
+    "LLaMA-Factory": {
+        "model_name_or_path": "a/b",
+        "stage": "sft",
+        "finetuning_type": "lora",
+        "cutoff_len": 512,
+    },
+    "TRL": {
+        "model_name_or_path": "a/b",
+        "dataset_name": "c/d",
+        "use_peft": True,
+        "max_length": 512,
+    },
 }
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(program=st.sampled_from(sorted(FILES)), more=st.dictionaries(st.sampled_from(NAMES), DEEP, max_size=8))
+@given(
+    program=st.sampled_from(sorted(FILES)),
+    more=st.dictionaries(st.sampled_from(NAMES), DEEP, max_size=8),
+)
 def test_every_import_loads_and_names_every_key(program, more):
     with tempfile.TemporaryDirectory() as folder:
         data = {**more, **FILES[program]}
@@ -339,12 +499,19 @@ def test_what_is_no_training_file_is_refused(tmp_path):
 
 def test_import_prints_or_writes(tmp_path, monkeypatch):
     out = tmp_path / "mine.yaml"
-    printed = CliRunner().invoke(cli, ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml")], catch_exceptions=False)
-    written = CliRunner().invoke(cli, ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)])
+    printed = CliRunner().invoke(
+        cli, ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml")], catch_exceptions=False
+    )
+    written = CliRunner().invoke(
+        cli, ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)]
+    )
     assert (printed.exit_code, written.exit_code) == (0, 0)
     assert out.read_text() == printed.stdout
     with pytest.raises(UserError, match="nothing was overwritten"):
-        cli.main(["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)], standalone_mode=False)
+        cli.main(
+            ["recipes", "import", str(FOREIGN / "axolotl_qlora.yml"), "--out", str(out)],
+            standalone_mode=False,
+        )
 
 
 OF_THE_GUIDES = """

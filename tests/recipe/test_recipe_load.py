@@ -51,7 +51,15 @@ def test_the_recipe_of_everything_names_every_key():
 
 def test_the_recipe_of_everything_shows_the_defaults():
     loaded = load_recipe("everything").recipe
-    for section in ("optimizer", "train", "parallel", "checkpoint", "objective", "adapter", "quantize"):
+    for section in (
+        "optimizer",
+        "train",
+        "parallel",
+        "checkpoint",
+        "objective",
+        "adapter",
+        "quantize",
+    ):
         default = type(getattr(loaded, section))()
         assert getattr(loaded, section) == default, section
 
@@ -69,7 +77,9 @@ def test_the_go_coder_says_what_its_guide_says():
 
 
 def test_yaml_is_version_1_2(write):
-    loaded = load_recipe(write(SMALL + "optimizer: {learning_rate: 1e-4}\nsample: {prompts: [on, no, 2024-01-01]}\n"))
+    loaded = load_recipe(
+        write(SMALL + "optimizer: {learning_rate: 1e-4}\nsample: {prompts: [on, no, 2024-01-01]}\n")
+    )
     assert loaded.recipe.optimizer.learning_rate == 1e-4
     assert loaded.recipe.sample.prompts == ["on", "no", "2024-01-01"]
 
@@ -93,7 +103,9 @@ def test_all_mistakes_at_once_each_with_its_line(write):
 
 
 def test_a_key_of_another_section_is_found(write):
-    assert "use `optimizer.learning_rate=1`" in refused(write(SMALL + "train: {learning_rate: 1}\n"))
+    assert "use `optimizer.learning_rate=1`" in refused(
+        write(SMALL + "train: {learning_rate: 1}\n")
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,9 +115,18 @@ def test_a_key_of_another_section_is_found(write):
         ("train: {precision: half}", "not 'half'"),
         ("train: {max_steps: soon}", "'soon' is not a number of steps; write 2000"),
         ("train: {epochs: two}", "'two' is not a number of epochs; write 3 or 0.5"),
-        ("checkpoint: {every: often}", "'often' is not a number with a unit; write 2000 steps, 10B tokens, 3 epochs"),
-        ("data: {sequence_length: 128k}", "'128k' may be 128000 or 131072 tokens; write the number"),
-        ("data: {sequence_length: long}", "'long' is not a number of tokens; write a whole number such as 1024"),
+        (
+            "checkpoint: {every: often}",
+            "'often' is not a number with a unit; write 2000 steps, 10B tokens, 3 epochs",
+        ),
+        (
+            "data: {sequence_length: 128k}",
+            "'128k' may be 128000 or 131072 tokens; write the number",
+        ),
+        (
+            "data: {sequence_length: long}",
+            "'long' is not a number of tokens; write a whole number such as 1024",
+        ),
         ("train: {max_steps: 0}", "must be above 0"),
         ("train: {max_steps: 20%}", "is not a number of steps"),
         ("train: {max_steps: 1.5}", "1.5 is not a whole number of steps; write 1 or 2 steps"),
@@ -113,7 +134,10 @@ def test_a_key_of_another_section_is_found(write):
         ("train: {seed: true}", "a whole number, not true"),
         ('optimizer: {learning_rate: "5e-4"}', "remove the quotes"),
         ("optimizer: {learning_rate: 1e}", "shows every key"),
-        ("train: {tokens_per_step: 4Ki}", "'4Ki' is not a count; write a number such as 195000, 1.5M or 10B, or auto"),
+        (
+            "train: {tokens_per_step: 4Ki}",
+            "'4Ki' is not a count; write a number such as 195000, 1.5M or 10B, or auto",
+        ),
         ("optimizer: {learning_rate: .nan}", "not a usable number"),
         ("optimizer: {learning_rate: 1e400}", "not a usable number"),
         ("optimizer: {betas: [0.9]}", "a value is missing in this list"),
@@ -134,7 +158,10 @@ def test_a_key_of_another_section_is_found(write):
         ("train: !!python/object/apply:os.system [ls]", "is not allowed"),
         ("extends: 3", "must be the name"),
         ("logging: {token: abc}", "secrets do not belong"),
-        ("sample: {prompts: [hf_abcdefghijklmnopqrstuvwxyzABCDEFGH]}", "looks like an access token"),
+        (
+            "sample: {prompts: [hf_abcdefghijklmnopqrstuvwxyzABCDEFGH]}",
+            "looks like an access token",
+        ),
         ("data: &a [*a]", "grows without end"),
     ],
 )
@@ -155,7 +182,9 @@ def test_a_secret_is_not_repeated_in_the_error(write):
     assert secret not in refused(write(SMALL), [f"data.path={secret}"])
 
 
-@pytest.mark.parametrize("path", ["/data/hf_datasets_processed_go_code_v2", "task-management-of-many-small-things"])
+@pytest.mark.parametrize(
+    "path", ["/data/hf_datasets_processed_go_code_v2", "task-management-of-many-small-things"]
+)
 def test_ordinary_names_are_no_secrets(write, path):
     assert load_recipe(write(SMALL), [f"data.path={path}"]).recipe.data.path.endswith(path)
 
@@ -195,7 +224,12 @@ def test_other_encodings_and_missing_files(tmp_path):
 
 def test_overrides_are_yaml_and_win(write):
     path = write(SMALL)
-    overrides = ["train.epochs=2", "data.glob=*.go", "optimizer.betas=[0.8, 0.9]", "claims.tokens=10B"]
+    overrides = [
+        "train.epochs=2",
+        "data.glob=*.go",
+        "optimizer.betas=[0.8, 0.9]",
+        "claims.tokens=10B",
+    ]
     loaded = load_recipe(path, overrides)
     assert loaded.recipe.train.length == Duration(2, "epochs")
     assert loaded.recipe.data.glob == "*.go"
@@ -214,19 +248,31 @@ def test_a_wrong_override_is_named(write):
 
 
 def test_one_way_to_say_it_replaces_the_other(write):
-    recipe = load_recipe(write(SMALL), ["data.builtin=stdlib-code", "model.from=someone/model"]).recipe
+    recipe = load_recipe(
+        write(SMALL), ["data.builtin=stdlib-code", "model.from=someone/model"]
+    ).recipe
     assert (recipe.data.path, recipe.data.builtin) == (None, "stdlib-code")
     assert (recipe.model.preset, recipe.model.from_) == (None, "someone/model")
     assert "only one of them" in refused(write("model: {preset: x, family: y}\ndata: {path: x}\n"))
-    assert "needs one of path, builtin, sources" in refused(write("model: {preset: go-coder-tiny}\n"))
+    assert "needs one of path, builtin, sources" in refused(
+        write("model: {preset: go-coder-tiny}\n")
+    )
 
 
 def test_extends_a_file_and_a_packaged_recipe(write, tmp_path):
     write(SMALL + "train: {seed: 1, max_grad_norm: 2.0}\n", "base.yaml")
     loaded = load_recipe(write("extends: base.yaml\ntrain: {seed: 7}\n", "child.yaml"))
-    assert (loaded.recipe.train.seed, loaded.recipe.train.max_grad_norm, loaded.name) == (7, 2.0, "child")
+    assert (loaded.recipe.train.seed, loaded.recipe.train.max_grad_norm, loaded.name) == (
+        7,
+        2.0,
+        "child",
+    )
     assert loaded.provenance["train.max_grad_norm"].endswith("base.yaml line 3")
-    assert load_recipe(write("extends: go-coder-125m\n")).provenance["train.max_steps"].startswith("packaged recipe")
+    assert (
+        load_recipe(write("extends: go-coder-125m\n"))
+        .provenance["train.max_steps"]
+        .startswith("packaged recipe")
+    )
     assert load_recipe(write("extends: go-coder-125m\nclaims: {}\n")).recipe.claims.tokens is None
 
 
@@ -239,7 +285,10 @@ def test_circles_and_missing_parents_are_refused(write):
 
 def test_another_kind_starts_over(write):
     write(SMALL + "adapter: {kind: lora, rank: 8}\n", "base.yaml")
-    assert load_recipe(write("extends: base.yaml\nadapter: {kind: none}\n")).recipe.adapter.kind == "none"
+    assert (
+        load_recipe(write("extends: base.yaml\nadapter: {kind: none}\n")).recipe.adapter.kind
+        == "none"
+    )
 
 
 def test_paths_start_where_they_are_written(write, tmp_path, monkeypatch):
@@ -247,18 +296,28 @@ def test_paths_start_where_they_are_written(write, tmp_path, monkeypatch):
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     (tmp_path / "my-model").mkdir()
-    text = "model: {from: my-model}\ntokenizer: {from: same}\ndata: {path: corpus, validation: 5%}\n"
+    text = (
+        "model: {from: my-model}\ntokenizer: {from: same}\ndata: {path: corpus, validation: 5%}\n"
+    )
     recipe = load_recipe(write(text)).recipe
     assert recipe.data.path == str(tmp_path / "corpus")
     assert recipe.model.from_ == str(tmp_path / "my-model")
     assert (recipe.tokenizer.from_, recipe.data.validation) == ("same", "5%")
-    assert load_recipe(write(text), ["data.path=corpus"]).recipe.data.path == str(elsewhere / "corpus")
+    assert load_recipe(write(text), ["data.path=corpus"]).recipe.data.path == str(
+        elsewhere / "corpus"
+    )
     assert load_recipe("go-coder-tiny").recipe.data.path == str(elsewhere / "corpus")
-    assert load_recipe(write(text), ["data.path=~/code"]).recipe.data.path == str(Path.home() / "code")
+    assert load_recipe(write(text), ["data.path=~/code"]).recipe.data.path == str(
+        Path.home() / "code"
+    )
     sources = "model: {preset: go-coder-tiny}\ndata: {sources: [{path: one}, {path: two}], validation: held-out}\n"
     data = load_recipe(write(sources)).recipe.data
-    assert [source.path for source in data.sources] == [str(tmp_path / "one"), str(tmp_path / "two")]
-    assert data.validation == "held-out"  # a split of the data set, where nothing of that name is here
+    assert [source.path for source in data.sources] == [
+        str(tmp_path / "one"),
+        str(tmp_path / "two"),
+    ]
+    # a split of the data set, where nothing of that name is here
+    assert data.validation == "held-out"
     (tmp_path / "held-out").mkdir()
     assert load_recipe(write(sources)).recipe.data.validation == str(tmp_path / "held-out")
 
@@ -272,13 +331,21 @@ def test_every_leaf_has_a_provenance():
     loaded = load_recipe("demo")
     keys = {".".join(path) for path in all_keys()}
     assert {key for key in loaded.provenance if key not in keys} == set()
-    assert {"train.seed", "optimizer.kind", "adapter.kind", "sample.prompts"} <= set(loaded.provenance)
+    assert {"train.seed", "optimizer.kind", "adapter.kind", "sample.prompts"} <= set(
+        loaded.provenance
+    )
 
 
 @pytest.mark.parametrize("word", ["none", "null"])
 def test_no_clipping_is_none_or_null(word, write):
-    assert load_recipe(write(SMALL + f"train: {{max_grad_norm: {word}}}\n")).recipe.train.max_grad_norm is None
-    assert load_recipe(write(SMALL), [f"train.max_grad_norm={word}"]).recipe.train.max_grad_norm is None
+    assert (
+        load_recipe(write(SMALL + f"train: {{max_grad_norm: {word}}}\n")).recipe.train.max_grad_norm
+        is None
+    )
+    assert (
+        load_recipe(write(SMALL), [f"train.max_grad_norm={word}"]).recipe.train.max_grad_norm
+        is None
+    )
     allowed = json_schema()["$defs"]["Train"]["properties"]["max_grad_norm"]["anyOf"]
     assert {"const": "none", "type": "string"} in allowed
 
@@ -312,21 +379,31 @@ def test_a_misspelt_file_gets_its_neighbour(tmp_path, monkeypatch):
 
 def test_a_hook_is_looked_for_where_the_recipe_lies(write, tmp_path):
     """It runs in the run's folder, where the documented ./hook.sh does not lie."""
-    path = write(SMALL + "logging: {trackers: [{command: ./hook.sh --fast ./my file}, {command: curl -d @- x/y}]}\n")
+    path = write(
+        SMALL
+        + "logging: {trackers: [{command: ./hook.sh --fast ./my file}, {command: curl -d @- x/y}]}\n"
+    )
     first, second = (sink.command for sink in load_recipe(path).recipe.logging.trackers)
     assert shlex.split(first) == [str(tmp_path / "hook.sh"), "--fast", str(tmp_path / "my"), "file"]
     assert second == "curl -d @- x/y"
-    typed = load_recipe(path, ["logging.trackers=[{command: hooks/tell.sh}]"]).recipe.logging.trackers[0].command
+    typed = (
+        load_recipe(path, ["logging.trackers=[{command: hooks/tell.sh}]"])
+        .recipe.logging.trackers[0]
+        .command
+    )
     assert typed == str(Path.cwd() / "hooks/tell.sh")
 
 
 def test_one_key_sets_the_length(write):
     assert load_recipe(write(SMALL)).recipe.train.length == Duration(1, "epochs")
     lengths = {
-        "epochs: 0.5": Duration(0.5, "epochs"), "epochs: 3 epochs": Duration(3, "epochs"),
-        "max_steps: 1.5k": Duration(1500, "steps"), "max_tokens: 10B tokens": Duration(1e10, "tokens"),
-        "max_tokens: 2M": Duration(2e6, "tokens"), "max_time: 8h": Duration(28800, "seconds"),
-    }  # fmt: skip
+        "epochs: 0.5": Duration(0.5, "epochs"),
+        "epochs: 3 epochs": Duration(3, "epochs"),
+        "max_steps: 1.5k": Duration(1500, "steps"),
+        "max_tokens: 10B tokens": Duration(1e10, "tokens"),
+        "max_tokens: 2M": Duration(2e6, "tokens"),
+        "max_time: 8h": Duration(28800, "seconds"),
+    }
     for text, length in lengths.items():
         path = write(SMALL + f"train: {{{text}}}\n")
         assert load_recipe(path).recipe.train.length == length
@@ -344,18 +421,36 @@ def test_a_batch_is_given_in_tokens_or_in_sequences(write):
     assert load_recipe(path).recipe.tokens_per_step == 4096
     loaded = load_recipe(path, ["train.batch_size=16"])
     assert loaded.recipe.tokens_per_step == 16 * 1024
-    (path.parent / "copy.yaml").write_text(dump_recipe(loaded))  # a run's recipe.yaml, which training reads
+    # a run's recipe.yaml, which training reads
+    (path.parent / "copy.yaml").write_text(dump_recipe(loaded))
     assert load_recipe(path.parent / "copy.yaml").recipe == loaded.recipe
-    assert load_recipe(path, ["train.batch_size=16", "train.tokens_per_step=auto"]).recipe.tokens_per_step == "auto"
-    assert "tokens_per_step and batch_size" in refused(write(SMALL + "train: {tokens_per_step: 4096, batch_size: 4}\n"))
+    assert (
+        load_recipe(
+            path, ["train.batch_size=16", "train.tokens_per_step=auto"]
+        ).recipe.tokens_per_step
+        == "auto"
+    )
+    assert "tokens_per_step and batch_size" in refused(
+        write(SMALL + "train: {tokens_per_step: 4096, batch_size: 4}\n")
+    )
 
 
 def test_a_kind_stands_for_its_section(write):
-    text = SMALL + "adapter: lora\nobjective: dpo\noptimizer: muon\nquantize: nf4\ntokenizer: {train: unigram}\n"
+    text = (
+        SMALL
+        + "adapter: lora\nobjective: dpo\noptimizer: muon\nquantize: nf4\ntokenizer: {train: unigram}\n"
+    )
     recipe = load_recipe(write(text)).recipe
-    kinds = (recipe.adapter.kind, recipe.objective.kind, recipe.optimizer.kind, recipe.quantize.kind)
+    kinds = (
+        recipe.adapter.kind,
+        recipe.objective.kind,
+        recipe.optimizer.kind,
+        recipe.quantize.kind,
+    )
     assert kinds == ("lora", "dpo", "muon", "nf4") and recipe.tokenizer.train.kind == "unigram"
-    changed = load_recipe(write(text), ["adapter.rank=4", "objective.beta=0.5", "quantize=int8"]).recipe
+    changed = load_recipe(
+        write(text), ["adapter.rank=4", "objective.beta=0.5", "quantize=int8"]
+    ).recipe
     assert (changed.adapter.rank, changed.objective.beta, changed.quantize.kind) == (4, 0.5, "int8")
     assert load_recipe(write(SMALL), ["adapter=dora"]).recipe.adapter.kind == "dora"
     assert load_recipe("llama3.1-8b-lora", ["adapter=none"]).recipe.adapter.kind == "none"
@@ -364,12 +459,20 @@ def test_a_kind_stands_for_its_section(write):
 
 def test_short_spellings(write):
     text = "train: {precision: bf16, activation_checkpointing: true}\nlogging: {trackers: wandb}\n"
-    recipe = load_recipe(write(SMALL + text + "adapter: {kind: lora, target_modules: all-linear}\n")).recipe
+    recipe = load_recipe(
+        write(SMALL + text + "adapter: {kind: lora, target_modules: all-linear}\n")
+    ).recipe
     assert (recipe.train.precision, recipe.train.activation_checkpointing) == ("bfloat16", "full")
     assert recipe.logging.trackers == ["wandb"] and recipe.adapter.target_modules == ["all-linear"]
-    hook = load_recipe(write(SMALL), ["logging.trackers={command: ./hook.sh}"]).recipe.logging.trackers
+    hook = load_recipe(
+        write(SMALL), ["logging.trackers={command: ./hook.sh}"]
+    ).recipe.logging.trackers
     assert hook[0].command == str(Path.cwd() / "hook.sh")
-    layouts = {"packing: false": "padded", "document_masking: false": "fixed", "packing: true": "packed"}
+    layouts = {
+        "packing: false": "padded",
+        "document_masking: false": "fixed",
+        "packing: true": "packed",
+    }
     for text, layout in layouts.items():
         path = write(f"model: {{preset: go-coder-tiny}}\ndata: {{path: x, {text}}}\n")
         assert load_recipe(path).recipe.data.layout == layout
@@ -378,7 +481,9 @@ def test_short_spellings(write):
 def test_org_and_name_are_a_data_set_on_the_hub_where_no_such_folder_is(write, tmp_path):
     path = write("model: {preset: go-coder-tiny}\ndata: {path: org/rows}\n")
     assert load_recipe(path).recipe.data.path == "hub:org/rows"
-    assert load_recipe(path, ["data.path=corpora/rows.jsonl"]).recipe.data.path.endswith("/corpora/rows.jsonl")
+    assert load_recipe(path, ["data.path=corpora/rows.jsonl"]).recipe.data.path.endswith(
+        "/corpora/rows.jsonl"
+    )
     (tmp_path / "org").mkdir()
     assert load_recipe(path).recipe.data.path == str(tmp_path / "org/rows")
 

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROGRAM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 CODES = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40, " ": 32}
 
 
@@ -23,28 +25,46 @@ class Browser:
     def __enter__(self) -> "Browser":
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        words = [PROGRAM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-                 "--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={self.profile}",
-                 "about:blank"]  # fmt: skip
+        words = [
+            PROGRAM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self.profile}",
+            "about:blank",
+        ]
         command = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, "bash", *words], pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            ["bash", "-c", command, "bash", *words],
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         os.close(theirs_in), os.close(theirs_out)
         targets = self._call("Target.getTargets", session=None)["targetInfos"]
         target = next(each["targetId"] for each in targets if each["type"] == "page")
-        self._session = self._call("Target.attachToTarget", session=None, targetId=target, flatten=True)["sessionId"]
+        self._session = self._call(
+            "Target.attachToTarget", session=None, targetId=target, flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.killpg(self._process.pid, 9)
         self._process.wait()
         os.close(self._in), os.close(self._out)
 
-    def _call(self, method: str, session: str | None = "", seconds: float = 60, **parameters) -> dict:
+    def _call(
+        self, method: str, session: str | None = "", seconds: float = 60, **parameters
+    ) -> dict:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
@@ -53,20 +73,31 @@ class Browser:
         until = time.monotonic() + seconds
         while True:
             while b"\0" not in self._held:
-                assert select.select([self._in], [], [], max(0, until - time.monotonic()))[0], method
+                assert select.select([self._in], [], [], max(0, until - time.monotonic()))[0], (
+                    method
+                )
                 self._held += os.read(self._in, 2**20)
             line, _, self._held = self._held.partition(b"\0")
             said = json.loads(line)
             if said.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(str(said["params"]["exceptionDetails"]))
-            elif said.get("method") == "Log.entryAdded" and said["params"]["entry"]["source"] == "security":
+            elif (
+                said.get("method") == "Log.entryAdded"
+                and said["params"]["entry"]["source"] == "security"
+            ):
                 self.problems.append(said["params"]["entry"]["text"])
             if said.get("id") == self._number:
                 assert "error" not in said, (method, said["error"])
                 return said["result"]
 
     def look(self, *, width: int, height: int = 800, dark: bool = False) -> None:
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -75,7 +106,9 @@ class Browser:
         self.until("document.readyState === 'complete'")
 
     def value(self, expression: str):
-        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -88,8 +121,18 @@ class Browser:
     def press(self, *keys: str, shift: bool = False) -> None:
         for key in keys:
             text = "\r" if key == "Enter" else key if len(key) == 1 else ""
-            shared = {"key": key, "code": key, "windowsVirtualKeyCode": CODES.get(key, 0), "modifiers": 8 * shift}
-            self._call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **shared)
+            shared = {
+                "key": key,
+                "code": key,
+                "windowsVirtualKeyCode": CODES.get(key, 0),
+                "modifiers": 8 * shift,
+            }
+            self._call(
+                "Input.dispatchKeyEvent",
+                type="keyDown" if text else "rawKeyDown",
+                text=text,
+                **shared,
+            )
             self._call("Input.dispatchKeyEvent", type="keyUp", **shared)
 
     def write(self, text: str) -> None:

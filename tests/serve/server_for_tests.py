@@ -31,8 +31,13 @@ class Running:
 
 @contextmanager
 def running(
-    folders: dict[str, Path], *, limits: Limits = LIMITS, adapters: dict[str, Path] | None = None,
-    token: str | None = None, defaults: dict[str, Any] | None = None, template: str = "chatml",
+    folders: dict[str, Path],
+    *,
+    limits: Limits = LIMITS,
+    adapters: dict[str, Path] | None = None,
+    token: str | None = None,
+    defaults: dict[str, Any] | None = None,
+    template: str = "chatml",
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         models = []

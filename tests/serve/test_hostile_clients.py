@@ -72,7 +72,9 @@ class TestPrompts:
         self, server: Running, monkeypatch: pytest.MonkeyPatch, text: str
     ) -> None:
         model = server.models[0]
-        monkeypatch.setattr(model.tokenizer, "encode_prompt", lambda _: pytest.fail("it was tokenized"))
+        monkeypatch.setattr(
+            model.tokenizer, "encode_prompt", lambda _: pytest.fail("it was tokenized")
+        )
         monkeypatch.setattr(model, "encode_chat", lambda *_: pytest.fail("it was rendered"))
         bodies = {TEXT: {"prompt": text}, CHAT: {"messages": [{"role": "user", "content": text}]}}
         for path, body in bodies.items():
@@ -96,7 +98,10 @@ class TestPrompts:
         monkeypatch.setattr(model.tokenizer, "encode_prompt", slow)
         long = {"prompt": "a" * 40_000, "max_tokens": 1}
         answers = list[int]()
-        threads = [threading.Thread(target=lambda: answers.append(post(server, TEXT, long)[0])) for _ in range(6)]
+        threads = [
+            threading.Thread(target=lambda: answers.append(post(server, TEXT, long)[0]))
+            for _ in range(6)
+        ]
         [thread.start() for thread in threads]
         try:
             assert begun.acquire(timeout=20)
@@ -127,7 +132,10 @@ class TestPrompts:
     def test_the_queue_of_long_texts_is_bounded_and_ends_with_the_server(self) -> None:
         async def fill() -> tuple[int, list[int]]:
             tokenizing, release = Tokenizing(waiting=3), threading.Event()
-            calls = [asyncio.ensure_future(tokenizing.run("grammar", lambda: release.wait(30))) for _ in range(4)]
+            calls = [
+                asyncio.ensure_future(tokenizing.run("grammar", lambda: release.wait(30)))
+                for _ in range(4)
+            ]
             await asyncio.sleep(0.1)
             full = calls[3].exception()
             began = time.monotonic()
@@ -143,7 +151,9 @@ class TestPrompts:
     def test_many_prompts_are_counted_before_one_is_tokenized(
         self, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server.models[0].tokenizer, "encode_prompt", lambda _: pytest.fail("it was tokenized"))
+        monkeypatch.setattr(
+            server.models[0].tokenizer, "encode_prompt", lambda _: pytest.fail("it was tokenized")
+        )
         status, answer = post(server, TEXT, {"prompt": ["a"] * 10_000, "max_tokens": 1})
         assert status == 400 and answer["error"]["param"] == "n"
 
@@ -161,7 +171,9 @@ class TestConnections:
                 later.sendall(b"G") if not closed(silent, 0.1) else None
             assert closed(silent, 3) and closed(half, 3)
 
-    def test_silent_connections_keep_nobody_out(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_silent_connections_keep_nobody_out(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("bloomery.serve.listen.most_connections", lambda _: 10)
         with running({"tiny": folder}) as server, ExitStack() as stack:
             held = [stack.enter_context(connected(server)) for _ in range(60)]
@@ -199,8 +211,14 @@ class TestConnections:
         assert connections.most_connections(352) == 352 and limits[-1][0] > 352
 
     def test_a_refused_body_ends_its_connection(self, server: Running) -> None:
-        head = "POST {} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
-        cases = ((TEXT, "application/json", 413), ("/nowhere", "application/json", 404), (TEXT, "text/plain", 415))
+        head = (
+            "POST {} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {}\r\nContent-Length: {}\r\n\r\n"
+        )
+        cases = (
+            (TEXT, "application/json", 413),
+            ("/nowhere", "application/json", 404),
+            (TEXT, "text/plain", 415),
+        )
         for path, kind, status in cases:
             with connected(server) as connection:
                 connection.sendall(head.format(path, kind, 2**30).encode())
@@ -217,13 +235,16 @@ class TestConnections:
                 except ConnectionError:
                     continue  # the rest of the body was in flight
                 assert str(status).encode() in answer
-        assert post(server, TEXT, b" " * 3_200_000)[0] == 413  # a client that sends all of it reads the answer
+        # a client that sends all of it reads the answer
+        assert post(server, TEXT, b" " * 3_200_000)[0] == 413
 
 
 class TestAnswers:
     def test_one_slot_keeps_the_context(self, folder: Path) -> None:
         for slots in (1, 2):
-            with running({"tiny": folder}, limits=replace(LIMITS, slots=slots, context=32)) as server:
+            with running(
+                {"tiny": folder}, limits=replace(LIMITS, slots=slots, context=32)
+            ) as server:
                 asked = {"prompt": "def f", "max_tokens": 100, "min_tokens": 100}
                 usage = post(server, TEXT, asked)[1]["usage"]
                 assert usage["total_tokens"] == 32
@@ -243,10 +264,14 @@ class TestAnswers:
             for seed in range(12):
                 body = {"prompt": "a", "max_tokens": 40, "seed": seed, "response_format": form}
                 choice = post(server, TEXT, body)[1]["choices"][0]
-                assert choice["finish_reason"] == "stop" and isinstance(json.loads(choice["text"]), bool)
+                assert choice["finish_reason"] == "stop" and isinstance(
+                    json.loads(choice["text"]), bool
+                )
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_schema_that_fails_later_is_the_client_s_fault(self, server: Running, stream: bool) -> None:
+    def test_a_schema_that_fails_later_is_the_client_s_fault(
+        self, server: Running, stream: bool
+    ) -> None:
         schema = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         body = {"prompt": "a", "max_tokens": 100, "response_format": form, "stream": stream}
@@ -266,29 +291,47 @@ class TestAnswers:
         ("body", "parameter", "words"),
         [
             ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-             "messages.0.content", "images are not supported"),
+            (
+                {
+                    "messages": [
+                        {
+                            "role": "user",
+                            "content": [{"type": "image_url", "image_url": {"url": "x"}}],
+                        }
+                    ]
+                },
+                "messages.0.content",
+                "images are not supported",
+            ),
             ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
             ({"logit_bias": {"1": 5}}, "logit_bias", "unsupported parameter"),
         ],
-    )  # fmt: skip
+    )
     def test_refusals_name_the_place_in_the_request(
         self, server: Running, body: dict, parameter: str, words: str
     ) -> None:
         status, answer = post(server, CHAT, {"messages": [{"role": "user", "content": "a"}]} | body)
         assert (status, answer["error"]["param"]) == (400, parameter)
-        assert words in answer["error"]["message"] and "constrained" not in answer["error"]["message"]
+        assert (
+            words in answer["error"]["message"] and "constrained" not in answer["error"]["message"]
+        )
 
 
-@pytest.mark.parametrize("words", [["--max-seconds", "nan"], ["--max-seconds", "inf"], ["--port", "taken"]])
+@pytest.mark.parametrize(
+    "words", [["--max-seconds", "nan"], ["--max-seconds", "inf"], ["--port", "taken"]]
+)
 def test_options_are_refused_before_a_model_is_loaded(
     folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bloomery.serve.served.load_served", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        "bloomery.serve.served.load_served", lambda *_, **__: pytest.fail("it was loaded")
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         words = [port if word == "taken" else word for word in words]
-        result = CliRunner().invoke(cli, ["serve", str(folder), "-d", "cpu", *words], standalone_mode=False)
+        result = CliRunner().invoke(
+            cli, ["serve", str(folder), "-d", "cpu", *words], standalone_mode=False
+        )
     assert getattr(result.exception, "code", None) == 2, result.exception

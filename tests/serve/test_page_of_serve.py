@@ -14,7 +14,10 @@ from server_for_tests import LIMITS, Running, running
 
 from models_for_tests import make_model
 
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed"),
+]
 FOCUSED = "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
 CONTRAST = """(() => {
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
@@ -45,7 +48,9 @@ CONTRAST = """(() => {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = make_model(tmp_path_factory.mktemp("page") / "tiny")
-    with running({"tiny": folder, "other": folder}, limits=replace(LIMITS, body_bytes=200_000)) as server:
+    with running(
+        {"tiny": folder, "other": folder}, limits=replace(LIMITS, body_bytes=200_000)
+    ) as server:
         yield server
 
 
@@ -81,9 +86,19 @@ def test_a_conversation_by_keyboard_alone(browser: Browser, server: Running) -> 
     for _ in range(40):  # every control is reached with Tab
         browser.press("Tab")
         reached.append(browser.value(FOCUSED))
-    assert {"one", "two", "color", "toggle", "temperature", "earlier", "system", "send", "clear", "log", "answer"} <= {
-        each.split()[0] for each in reached
-    }
+    assert {
+        "one",
+        "two",
+        "color",
+        "toggle",
+        "temperature",
+        "earlier",
+        "system",
+        "send",
+        "clear",
+        "log",
+        "answer",
+    } <= {each.split()[0] for each in reached}
     browser.value("document.querySelector('.answer').focus()")
     browser.press("ArrowRight", "ArrowRight")
     assert browser.value("document.querySelectorAll('.answer span')[1].className") == "chosen"
@@ -97,11 +112,15 @@ def test_a_conversation_by_keyboard_alone(browser: Browser, server: Running) -> 
     assert not browser.problems, browser.problems
 
 
-def test_a_conversation_longer_than_the_context_goes_on_and_says_so(browser: Browser, server: Running) -> None:
+def test_a_conversation_longer_than_the_context_goes_on_and_says_so(
+    browser: Browser, server: Running
+) -> None:
     opened(browser, server)
     browser.value("$('two').value = ''; arrange()")
     for number in range(1, 6):  # a context of 120 tokens
-        browser.value(f"$('prompt').value = 'message {number} ' + 'x y '.repeat(6); $('form').requestSubmit()")
+        browser.value(
+            f"$('prompt').value = 'message {number} ' + 'x y '.repeat(6); $('form').requestSubmit()"
+        )
         answered(browser, number)
     assert not browser.value("document.querySelectorAll('.error').length")
     said = browser.value("[...document.querySelectorAll('.facts')].at(-1).textContent")
@@ -115,7 +134,9 @@ def test_a_conversation_longer_than_the_context_goes_on_and_says_so(browser: Bro
 
 def test_a_limit_of_the_history(browser: Browser, server: Running) -> None:
     opened(browser, server)
-    browser.value("$('max_tokens').value = 2; $('earlier').value = 0; $('two').value = ''; arrange()")
+    browser.value(
+        "$('max_tokens').value = 2; $('earlier').value = 0; $('two').value = ''; arrange()"
+    )
     browser.value(
         "window.sent = []; const real = fetch; window.fetch = (url, asked) => {"
         " sent.push(JSON.parse(asked.body).messages.length); return real(url, asked); }; undefined"
@@ -136,7 +157,8 @@ def test_views(browser: Browser, server: Running, width: int, dark: bool, tmp_pa
     answered(browser)
     browser.value("document.querySelector('.answer').focus()")
     browser.press("ArrowRight")
-    assert browser.value("document.documentElement.scrollWidth") <= width  # nothing is cut off at the side
+    # nothing is cut off at the side
+    assert browser.value("document.documentElement.scrollWidth") <= width
     least, where = browser.value(CONTRAST)
     assert least >= 4.5, where
     kept = Path(os.environ.get("BLOOMERY_PICTURES", tmp_path))

@@ -51,7 +51,9 @@ def server(folder: Path) -> Iterator[Running]:
 def client_of(server: Running, token: str = "none") -> openai.OpenAI:
     """Without certificates, whose list takes longer to read than an answer."""
     plain = openai.DefaultHttpxClient(verify=False)
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=token, max_retries=0, timeout=60, http_client=plain)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key=token, max_retries=0, timeout=60, http_client=plain
+    )
 
 
 @pytest.fixture(scope="module")
@@ -82,34 +84,55 @@ class TestOpenAI:
     def test_a_completion_is_that_of_generate(self, client: openai.OpenAI, server: Running) -> None:
         model = server.models[0]
         for settings in ({"temperature": 0.0}, HOT | {"seed": 7}):
-            done = client.completions.create(model="tiny", prompt="def f", max_tokens=30, **settings)
+            done = client.completions.create(
+                model="tiny", prompt="def f", max_tokens=30, **settings
+            )
             sampling = Sampling(max_new_tokens=30, **settings)
-            assert done.choices[0].text == "".join(generate(model.decoder, model.tokenizer, "def f", sampling))
+            assert done.choices[0].text == "".join(
+                generate(model.decoder, model.tokenizer, "def f", sampling)
+            )
             assert done.usage.prompt_tokens == len(model.tokenizer.encode_prompt("def f"))
-            assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+            assert (
+                done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+            )
 
-    def test_a_reply_is_that_of_chat_streamed_or_not(self, client: openai.OpenAI, server: Running) -> None:
+    def test_a_reply_is_that_of_chat_streamed_or_not(
+        self, client: openai.OpenAI, server: Running
+    ) -> None:
         turns = [{"role": "system", "content": "b"}, {"role": "user", "content": "für"}]
         settings = {"max_tokens": 20, "seed": 3, **HOT}
         whole = client.chat.completions.create(model="tiny", messages=turns, **settings)
-        chunks = list(client.chat.completions.create(
-            model="tiny", messages=turns, stream=True, stream_options={"include_usage": True}, **settings))
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny",
+                messages=turns,
+                stream=True,
+                stream_options={"include_usage": True},
+                **settings,
+            )
+        )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         model = server.models[0]
         with chat_format(model.tokenizer, "chatml") as form:
             ids = form.encode([Message("system", "b"), Message("user", "für")])
             sampling = Sampling(max_new_tokens=20, seed=3, stop_ids=form.stop_ids, **HOT)
-            expected = "".join(continued(model.decoder, model.tokenizer, ids, sampling, form.stop_strings))
+            expected = "".join(
+                continued(model.decoder, model.tokenizer, ids, sampling, form.stop_strings)
+            )
         assert text == whole.choices[0].message.content == expected
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
         assert chunks[-1].usage == whole.usage
 
     def test_stop_texts_and_limits_give_their_reasons(self, client: openai.OpenAI) -> None:
-        free = client.completions.create(model="tiny", prompt="def", max_tokens=30, temperature=0.0).choices[0]
+        free = client.completions.create(
+            model="tiny", prompt="def", max_tokens=30, temperature=0.0
+        ).choices[0]
         assert free.finish_reason == "length"
         stop = free.text[5:8]
-        cut = client.completions.create(model="tiny", prompt="def", max_tokens=30, temperature=0.0, stop=stop)
+        cut = client.completions.create(
+            model="tiny", prompt="def", max_tokens=30, temperature=0.0, stop=stop
+        )
         assert cut.choices[0].text == free.text[: free.text.index(stop)]
         assert cut.choices[0].finish_reason == "stop"
 
@@ -117,15 +140,29 @@ class TestOpenAI:
     def test_a_grammar_whose_tokens_are_all_banned_ends_no_other_request(
         self, client: openai.OpenAI, server: Running, temperature: float
     ) -> None:
-        schema = {"type": "object", "properties": {"ok": {"enum": ["aaaaaaaaaaaaaaaa"]}}, "required": ["ok"],
-                  "additionalProperties": False}  # fmt: skip
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        schema = {
+            "type": "object",
+            "properties": {"ok": {"enum": ["aaaaaaaaaaaaaaaa"]}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        }
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema, "strict": True},
+        }
         asked = {"model": "tiny", "prompt": "Once", "max_tokens": 90, "seed": 3}
         alone, texts = client.completions.create(**asked).choices[0].text, list[str]()
-        other = threading.Thread(target=lambda: texts.append(client.completions.create(**asked).choices[0].text))
+        other = threading.Thread(
+            target=lambda: texts.append(client.completions.create(**asked).choices[0].text)
+        )
         other.start()
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90, "temperature": temperature,
-                "response_format": form, "no_repeat_ngram_size": 1}  # fmt: skip
+        body = {
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 90,
+            "temperature": temperature,
+            "response_format": form,
+            "no_repeat_ngram_size": 1,
+        }
         status, answer = post(server, "/v1/chat/completions", body)
         other.join()
         assert status == 200
@@ -133,23 +170,45 @@ class TestOpenAI:
         assert texts == [alone]
 
     def test_json_follows_the_schema(self, client: openai.OpenAI, server: Running) -> None:
-        schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
-                  "additionalProperties": False}  # fmt: skip
-        asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60, "n": 3}
-        form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+        schema = {
+            "type": "object",
+            "properties": {"ok": {"type": "boolean"}},
+            "required": ["ok"],
+            "additionalProperties": False,
+        }
+        asked = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 60,
+            "n": 3,
+        }
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema, "strict": True},
+        }
         for choice in client.chat.completions.create(response_format=form, **asked).choices:
             assert isinstance(json.loads(choice.message.content)["ok"], bool)
         form["json_schema"]["schema"] = {"type": "bogus"}
         with pytest.raises(openai.BadRequestError, match="bogus"):
             client.chat.completions.create(response_format=form, **asked)
-        assert post(server, "/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}})[0] == 400
+        assert (
+            post(server, "/v1/completions", {"prompt": "a", "response_format": {"type": "xml"}})[0]
+            == 400
+        )
 
     def test_settings_that_a_request_leaves_out_are_the_server_s(self, folder: Path) -> None:
         with running({"tiny": folder}, defaults={"temperature": 0.0, "seed": 5}) as server:
             asked = {"model": "tiny", "prompt": "def", "max_tokens": 12}
-            texts = {client_of(server).completions.create(**asked).choices[0].text for _ in range(3)}
+            texts = {
+                client_of(server).completions.create(**asked).choices[0].text for _ in range(3)
+            }
             cold = client_of(server).completions.create(**asked, temperature=0.0).choices[0].text
-            hot = client_of(server).completions.create(**asked, temperature=2.0, seed=1).choices[0].text
+            hot = (
+                client_of(server)
+                .completions.create(**asked, temperature=2.0, seed=1)
+                .choices[0]
+                .text
+            )
             assert texts == {cold} and hot != cold
 
     def test_choices_have_their_own_seeds(self, client: openai.OpenAI) -> None:
@@ -160,28 +219,59 @@ class TestOpenAI:
         assert [choice.text for choice in three[:3]] == [each[0].text for each in single]
         assert len({choice.text for choice in three[:3]}) == 3
 
-    def test_log_probabilities_are_those_of_the_decoder(self, client: openai.OpenAI, server: Running) -> None:
+    def test_log_probabilities_are_those_of_the_decoder(
+        self, client: openai.OpenAI, server: Running
+    ) -> None:
         done = client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=8, temperature=0.0, logprobs=True,
-            top_logprobs=3, extra_body={"repetition_penalty": 1.3})  # fmt: skip
+            model="tiny",
+            messages=[{"role": "user", "content": "a"}],
+            max_tokens=8,
+            temperature=0.0,
+            logprobs=True,
+            top_logprobs=3,
+            extra_body={"repetition_penalty": 1.3},
+        )
         model, content = server.models[0], done.choices[0].logprobs.content
         ids = model.encode_chat([Message("user", "a")])
-        new = list(sample_tokens(model.decoder, ids, Sampling(max_new_tokens=8, temperature=0, repetition_penalty=1.3)))
+        new = list(
+            sample_tokens(
+                model.decoder,
+                ids,
+                Sampling(max_new_tokens=8, temperature=0, repetition_penalty=1.3),
+            )
+        )
         with torch.no_grad():
-            expected = model.decoder(torch.tensor([ids + new]))[0, len(ids) - 1 : -1].log_softmax(-1)
+            expected = model.decoder(torch.tensor([ids + new]))[0, len(ids) - 1 : -1].log_softmax(
+                -1
+            )
         for at, each in enumerate(content):
             assert each.logprob == pytest.approx(float(expected[at, new[at]]), abs=1e-4)
             likeliest = expected[at].topk(3).values.tolist()
             assert [top.logprob for top in each.top_logprobs] == pytest.approx(likeliest, abs=1e-4)
-        plain = client.completions.create(model="tiny", prompt="a", max_tokens=4, logprobs=2, seed=1, temperature=0.0,
-            extra_body={"min_tokens": 4}).choices[0].logprobs
+        plain = (
+            client.completions.create(
+                model="tiny",
+                prompt="a",
+                max_tokens=4,
+                logprobs=2,
+                seed=1,
+                temperature=0.0,
+                extra_body={"min_tokens": 4},
+            )
+            .choices[0]
+            .logprobs
+        )
         assert len(plain.tokens) == len(plain.token_logprobs) == len(plain.top_logprobs) == 4
 
     def test_models_health_and_metrics(self, client: openai.OpenAI, server: Running) -> None:
         assert [model.id for model in client.models.list()] == ["tiny"]
         assert client.models.retrieve("tiny").id == "tiny"
         host = server.url.removeprefix("http://")
-        for path, word in (("/health", b'"ok"'), ("/metrics", b"bloomery_generated_tokens_total "), ("/", b"<html")):
+        for path, word in (
+            ("/health", b'"ok"'),
+            ("/metrics", b"bloomery_generated_tokens_total "),
+            ("/", b"<html"),
+        ):
             connection = http.client.HTTPConnection(host)
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -191,38 +281,59 @@ class TestOpenAI:
     @pytest.mark.parametrize(
         ("settings", "status", "parameter"),
         [
-            ({"model": "other"}, 404, "model"), ({"temperature": -1}, 400, "temperature"), ({"n": 99}, 400, "n"),
-            ({"max_tokens": 101}, 400, "max_tokens"), ({"prompt": "x " * 200}, 400, "prompt"),
-            ({"prompt": [9999]}, 400, "prompt"), ({"stop": ["a"] * 17}, 400, "stop"),
-            ({"extra_body": {"tools": []}}, 400, "tools"), ({"prompt": []}, 400, "prompt"),
+            ({"model": "other"}, 404, "model"),
+            ({"temperature": -1}, 400, "temperature"),
+            ({"n": 99}, 400, "n"),
+            ({"max_tokens": 101}, 400, "max_tokens"),
+            ({"prompt": "x " * 200}, 400, "prompt"),
+            ({"prompt": [9999]}, 400, "prompt"),
+            ({"stop": ["a"] * 17}, 400, "stop"),
+            ({"extra_body": {"tools": []}}, 400, "tools"),
+            ({"prompt": []}, 400, "prompt"),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_refused_names_its_parameter(
         self, client: openai.OpenAI, settings: dict, status: int, parameter: str | None
     ) -> None:
         with pytest.raises(openai.APIStatusError) as caught:
-            client.completions.create(**{"model": "tiny", "prompt": "a", "max_tokens": 2} | settings)
+            client.completions.create(
+                **{"model": "tiny", "prompt": "a", "max_tokens": 2} | settings
+            )
         assert caught.value.status_code == status
         assert caught.value.body["param"] == parameter and caught.value.body["message"]
 
 
-def test_adapters_of_one_base_are_chosen_by_name_also_in_one_batch(folder: Path, tmp_path: Path) -> None:
+def test_adapters_of_one_base_are_chosen_by_name_also_in_one_batch(
+    folder: Path, tmp_path: Path
+) -> None:
     adapters = {}
     for seed, name in enumerate(("poet", "clerk")):
-        tuned, lora = load_decoder(folder), Lora(kind="lora", rank=4, alpha=64, target_modules=["q_proj", "down_proj"])
+        tuned, lora = (
+            load_decoder(folder),
+            Lora(kind="lora", rank=4, alpha=64, target_modules=["q_proj", "down_proj"]),
+        )
         adapt(tuned, lora)
         torch.manual_seed(seed)
         state = {}
         for path, module in adapted(tuned):
             for leaf in ("lora_A", "lora_B"):
-                state[f"{path}.{leaf}"] = torch.nn.init.normal_(getattr(module, leaf).data, 0.0, 0.3)
+                state[f"{path}.{leaf}"] = torch.nn.init.normal_(
+                    getattr(module, leaf).data, 0.0, 0.3
+                )
         adapters[name] = tmp_path / name
         adapters[name].mkdir()
-        write_adapter(state, adaptation(tuned.config, lora), tuned.config, adapters[name], base=str(folder))
+        write_adapter(
+            state, adaptation(tuned.config, lora), tuned.config, adapters[name], base=str(folder)
+        )
     cold = Sampling(max_new_tokens=25, temperature=0.0)
     tokenizer = load_tokenizer(folder)
-    alone = {name: load_decoder(path, base=folder) for name, path in adapters.items()} | {"tiny": load_decoder(folder)}
-    expected = {name: "".join(generate(decoder, tokenizer, "def f", cold)) for name, decoder in alone.items()}
+    alone = {name: load_decoder(path, base=folder) for name, path in adapters.items()} | {
+        "tiny": load_decoder(folder)
+    }
+    expected = {
+        name: "".join(generate(decoder, tokenizer, "def f", cold))
+        for name, decoder in alone.items()
+    }
     assert len(set(expected.values())) == 3
     with running({"tiny": folder}, adapters=adapters) as server:
         client, got = client_of(server), {}
@@ -240,10 +351,17 @@ def test_adapters_of_one_base_are_chosen_by_name_also_in_one_batch(folder: Path,
 
 
 class TestBadInput:
-    def test_a_stream_that_is_left_frees_its_slot(self, client: openai.OpenAI, server: Running) -> None:
+    def test_a_stream_that_is_left_frees_its_slot(
+        self, client: openai.OpenAI, server: Running
+    ) -> None:
         before = server.engine.counts["requests_canceled"]
         for _ in range(2 * LIMITS.slots):
-            asked = {"model": "tiny", "prompt": "a", "max_tokens": 100, "extra_body": {"min_tokens": 100}}
+            asked = {
+                "model": "tiny",
+                "prompt": "a",
+                "max_tokens": 100,
+                "extra_body": {"min_tokens": 100},
+            }
             stream = client.completions.create(stream=True, **asked)
             next(iter(stream))
             stream.close()
@@ -276,9 +394,16 @@ class TestBadInput:
             status, body = post(server, "/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 2})
             assert status == 400 and body["error"]["param"] == "n"
             held = client_of(server).completions.create(
-                model="tiny", prompt="a", max_tokens=100, stream=True, extra_body={"min_tokens": 100})
+                model="tiny",
+                prompt="a",
+                max_tokens=100,
+                stream=True,
+                extra_body={"min_tokens": 100},
+            )
             next(iter(held))
-            answers = [post(server, "/v1/completions", {"prompt": "a", "max_tokens": 90}) for _ in range(2)]
+            answers = [
+                post(server, "/v1/completions", {"prompt": "a", "max_tokens": 90}) for _ in range(2)
+            ]
             held.close()
             assert {status for status, _ in answers} <= {200, 503}
 
@@ -312,10 +437,14 @@ class TestBadInput:
                 token_for("0.0.0.0", environment)
 
     @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.soak)])
-    def test_fuzzed_requests_are_answered_and_leave_nothing(self, server: Running, count: int) -> None:
+    def test_fuzzed_requests_are_answered_and_leave_nothing(
+        self, server: Running, count: int
+    ) -> None:
         draw = random.Random(count)
         for _ in range(count):
-            path = draw.choice(["/v1/completions", "/v1/chat/completions", "/v1/models/x", "/", "/v1/../etc"])
+            path = draw.choice(
+                ["/v1/completions", "/v1/chat/completions", "/v1/models/x", "/", "/v1/../etc"]
+            )
             status, body = post(server, path, fuzzed(draw))
             assert 200 <= status < 500, (status, body)
             assert status == 200 or not body or body.get("error", {}).get("message")
@@ -323,11 +452,17 @@ class TestBadInput:
         assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
 
     @pytest.mark.parametrize("clients", [12, pytest.param(50, marks=pytest.mark.soak)])
-    def test_many_clients_at_once_get_what_each_gets_alone(self, server: Running, clients: int) -> None:
+    def test_many_clients_at_once_get_what_each_gets_alone(
+        self, server: Running, clients: int
+    ) -> None:
         client, got = client_of(server), {}
 
         def ask(number: int) -> None:
-            asked = {"prompt": "def f" + "x" * (number % 7), "max_tokens": 5 + number % 20, "temperature": 0.0}
+            asked = {
+                "prompt": "def f" + "x" * (number % 7),
+                "max_tokens": 5 + number % 20,
+                "temperature": 0.0,
+            }
             stream = client.completions.create(model="tiny", stream=True, **asked)
             got[number] = "".join(chunk.choices[0].text for chunk in stream)
 
@@ -338,13 +473,52 @@ class TestBadInput:
         for number in range(clients):
             cold = Sampling(max_new_tokens=5 + number % 20, temperature=0.0)
             prompt = "def f" + "x" * (number % 7)
-            assert got[number] == "".join(generate(model.decoder, model.tokenizer, prompt, cold)), number
+            assert got[number] == "".join(generate(model.decoder, model.tokenizer, prompt, cold)), (
+                number
+            )
 
 
-VALUES = [None, True, -1, 0, 1, 2**70, 1e308, float("nan"), "", "a", "\ud800", "\x00" * 9, [], {}, [[]], [1, "a"],
-          "🙂" * 50]  # fmt: skip
-KEYS = ["prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "logprobs",
-        "top_logprobs", "min_p", "user", "tools", "top_k", "stream_options", "role", "content", "\x00"]  # fmt: skip
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**70,
+    1e308,
+    float("nan"),
+    "",
+    "a",
+    "\ud800",
+    "\x00" * 9,
+    [],
+    {},
+    [[]],
+    [1, "a"],
+    "🙂" * 50,
+]
+KEYS = [
+    "prompt",
+    "messages",
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "stream",
+    "logprobs",
+    "top_logprobs",
+    "min_p",
+    "user",
+    "tools",
+    "top_k",
+    "stream_options",
+    "role",
+    "content",
+    "\x00",
+]
 
 
 def fuzzed(draw: random.Random) -> bytes:
@@ -354,7 +528,9 @@ def fuzzed(draw: random.Random) -> bytes:
     for _ in range(draw.randrange(4)):
         body[draw.choice(KEYS)] = draw.choice(VALUES)
     if "messages" in body and draw.random() < 0.3:
-        body["messages"] = [{draw.choice(KEYS): draw.choice(VALUES)} for _ in range(draw.randrange(3))]
+        body["messages"] = [
+            {draw.choice(KEYS): draw.choice(VALUES)} for _ in range(draw.randrange(3))
+        ]
     data = json.dumps(body).encode()
     kind = draw.random()
     if kind < 0.15:
@@ -364,10 +540,26 @@ def fuzzed(draw: random.Random) -> bytes:
     return b"[" * 5000 if kind < 0.33 else data
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)]
+)
 def test_a_signal_ends_the_command_and_its_answers(folder: Path, number: int) -> None:
-    words = [sys.executable, "-m", "bloomery", "serve", str(folder), "--port", "0", "--template", "chatml", "-d", "cpu"]
-    child = preloaded.Popen(words, stderr=subprocess.PIPE, text=True, cwd=folder.parent, env=os.environ)
+    words = [
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--template",
+        "chatml",
+        "-d",
+        "cpu",
+    ]
+    child = preloaded.Popen(
+        words, stderr=subprocess.PIPE, text=True, cwd=folder.parent, env=os.environ
+    )
     try:
         seen = []
         for line in child.stderr:
@@ -377,7 +569,12 @@ def test_a_signal_ends_the_command_and_its_answers(folder: Path, number: int) ->
         url = seen[-1].split()[1].rstrip("/")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         stream = client.completions.create(
-            model=folder.name, prompt="a", max_tokens=110, stream=True, extra_body={"min_tokens": 110})
+            model=folder.name,
+            prompt="a",
+            max_tokens=110,
+            stream=True,
+            extra_body={"min_tokens": 110},
+        )
         next(iter(stream))
         child.send_signal(number)
         code = child.wait(30)

@@ -31,9 +31,23 @@ SMALL = ["--max-body", "20000", "--max-seconds", "60"]
 def child(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[psutil.Process, int]]:
     """The command on a port of its own, with small limits or the options of the test."""
     folder = make_model(tmp_path / "tiny")
-    words = [sys.executable, "-m", "bloomery", "serve", str(folder), "--port", "0", "--template", "chatml", "-d", "cpu",
-             *getattr(request, "param", SMALL)]  # fmt: skip
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ) as process:
+    words = [
+        sys.executable,
+        "-m",
+        "bloomery",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--template",
+        "chatml",
+        "-d",
+        "cpu",
+        *getattr(request, "param", SMALL),
+    ]
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ
+    ) as process:
         try:
             line = next(line for line in process.stderr if line.startswith("serving"))
             yield psutil.Process(process.pid), int(line.split()[1].rstrip("/").rpartition(":")[2])
@@ -45,7 +59,9 @@ def child(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[psut
             process.kill()
 
 
-def asked(port: int, body: bytes, path: str = "/v1/completions", kind: str = "application/json") -> int:
+def asked(
+    port: int, body: bytes, path: str = "/v1/completions", kind: str = "application/json"
+) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", path, body, {"Content-Type": kind})
     answer = connection.getresponse()
@@ -58,17 +74,24 @@ def malformed(draw: random.Random, port: int) -> None:
     """Bytes that are hardly HTTP, or a request that is left in the middle."""
     good = json.dumps({"prompt": "a", "max_tokens": 3}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    wire = draw.choice([
-        draw.randbytes(draw.randrange(1, 3000)),
-        head + b"Content-Length: 99999999999999999999\r\n\r\n" + good,
-        head + b"Content-Length: -1\r\n\r\n" + good,
-        head + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n" + good,
-        head + b"Transfer-Encoding: chunked\r\n\r\n" + 2 * (b"4000\r\n" + b"[" * 0x4000 + b"\r\n"),
-        head + b"X: " + b"y" * 200_000 + b"\r\n\r\n", head + b"X: y\r\n" * 20_000,
-        head + b"Content-Length: %d\r\n\r\n" % len(good) + good[: draw.randrange(len(good))],
-        b"GET " + b"/a" * 60_000 + b" HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 5000,
-        b"GET /\x00 HTTP/1.1\r\n\r\n",
-    ])  # fmt: skip
+    wire = draw.choice(
+        [
+            draw.randbytes(draw.randrange(1, 3000)),
+            head + b"Content-Length: 99999999999999999999\r\n\r\n" + good,
+            head + b"Content-Length: -1\r\n\r\n" + good,
+            head + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n" + good,
+            head
+            + b"Transfer-Encoding: chunked\r\n\r\n"
+            + 2 * (b"4000\r\n" + b"[" * 0x4000 + b"\r\n"),
+            head + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
+            head + b"X: y\r\n" * 20_000,
+            head + b"Content-Length: %d\r\n\r\n" % len(good) + good[: draw.randrange(len(good))],
+            b"GET " + b"/a" * 60_000 + b" HTTP/1.1\r\n\r\n",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"\r\n" * 5000,
+            b"GET /\x00 HTTP/1.1\r\n\r\n",
+        ]
+    )
     with socket.create_connection(("127.0.0.1", port), timeout=10) as raw, suppress(OSError):
         raw.sendall(wire)
         raw.settimeout(draw.choice((0.0, 0.2)))
@@ -77,7 +100,9 @@ def malformed(draw: random.Random, port: int) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("count", [20, 500])
-def test_many_bad_requests_and_clients_leave_no_trace(child: tuple[psutil.Process, int], count: int) -> None:
+def test_many_bad_requests_and_clients_leave_no_trace(
+    child: tuple[psutil.Process, int], count: int
+) -> None:
     process, port = child
     draw, clients = random.Random(count), min(50, count)
 
@@ -85,7 +110,12 @@ def test_many_bad_requests_and_clients_leave_no_trace(child: tuple[psutil.Proces
         ends = list[int]()
 
         def ask(number: int) -> None:
-            ends.append(asked(port, json.dumps({"prompt": "def f" * (number % 5 + 1), "max_tokens": 30}).encode()))
+            ends.append(
+                asked(
+                    port,
+                    json.dumps({"prompt": "def f" * (number % 5 + 1), "max_tokens": 30}).encode(),
+                )
+            )
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
         [thread.start() for thread in threads]

@@ -44,7 +44,10 @@ WEATHER = {
         "description": "The weather of a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Bern", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "city": {"enum": ["Bern", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -89,42 +92,81 @@ def calls_of(chunks: list) -> tuple[str, list[dict], str | None]:
 
 def check_weather(arguments: str) -> None:
     found = json.loads(arguments)
-    assert set(found) == {"city", "days"} and found["city"] in ("Bern", "Rome") and 1 <= found["days"] <= 9
+    assert (
+        set(found) == {"city", "days"}
+        and found["city"] in ("Bern", "Rome")
+        and 1 <= found["days"] <= 9
+    )
 
 
 class TestTools:
     TURNS = ({"role": "user", "content": "a"},)
 
-    def test_a_named_tool_is_called_with_arguments_of_its_schema(self, client: openai.OpenAI) -> None:
+    def test_a_named_tool_is_called_with_arguments_of_its_schema(
+        self, client: openai.OpenAI
+    ) -> None:
         named = {"type": "function", "function": {"name": "weather"}}
-        asked = {"model": "chat", "messages": self.TURNS, "tools": [CLOCK, WEATHER], "tool_choice": named,
-                 "parallel_tool_calls": False, "max_tokens": 300}  # fmt: skip
+        asked = {
+            "model": "chat",
+            "messages": self.TURNS,
+            "tools": [CLOCK, WEATHER],
+            "tool_choice": named,
+            "parallel_tool_calls": False,
+            "max_tokens": 300,
+        }
         for seed in range(4):
             choice = client.chat.completions.create(seed=seed, **asked).choices[0]
             [call] = choice.message.tool_calls
-            assert (choice.finish_reason, call.type, call.function.name) == ("tool_calls", "function", "weather")
+            assert (choice.finish_reason, call.type, call.function.name) == (
+                "tool_calls",
+                "function",
+                "weather",
+            )
             assert choice.message.content is None
             check_weather(call.function.arguments)
-            content, calls, reason = calls_of(list(client.chat.completions.create(seed=seed, stream=True, **asked)))
+            content, calls, reason = calls_of(
+                list(client.chat.completions.create(seed=seed, stream=True, **asked))
+            )
             assert (content, reason) == ("", "tool_calls")
             assert calls == [{"name": "weather", "arguments": call.function.arguments}]
 
     def test_a_call_and_its_result_go_back_into_the_conversation(
         self, client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        asked = {"model": "chat", "messages": self.TURNS, "tools": [WEATHER], "max_tokens": 300, "seed": 1}
+        asked = {
+            "model": "chat",
+            "messages": self.TURNS,
+            "tools": [WEATHER],
+            "max_tokens": 300,
+            "seed": 1,
+        }
         message = client.chat.completions.create(tool_choice="required", **asked).choices[0].message
         assert message.tool_calls
         rendered, model = list[str](), server.models[0]
         encode = model.encode_chat
-        monkeypatch.setattr(model, "encode_chat", lambda turns, *more: (
-            rendered.append(model.form.render(turns, more[0])), encode(turns, *more))[1])  # fmt: skip
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "warm"} for call in message.tool_calls]
+        monkeypatch.setattr(
+            model,
+            "encode_chat",
+            lambda turns, *more: (
+                rendered.append(model.form.render(turns, more[0])),
+                encode(turns, *more),
+            )[1],
+        )
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "warm"}
+            for call in message.tool_calls
+        ]
         turns = [*self.TURNS, message.model_dump(exclude_none=True), *results]
         client.chat.completions.create(**asked | {"messages": turns, "max_tokens": 2})
-        call = {"name": "weather", "arguments": json.loads(message.tool_calls[0].function.arguments)}
+        call = {
+            "name": "weather",
+            "arguments": json.loads(message.tool_calls[0].function.arguments),
+        }
         assert f"<tool_call>\n{json.dumps(call)}\n</tool_call>" in rendered[0]
-        assert "<tool_response>\nwarm\n</tool_response>" in rendered[0] and "weather of a city" in rendered[0]
+        assert (
+            "<tool_response>\nwarm\n</tool_response>" in rendered[0]
+            and "weather of a city" in rendered[0]
+        )
 
     def test_the_model_may_answer_without_a_call_and_none_hides_the_tools(
         self, client: openai.OpenAI, server: Running
@@ -134,12 +176,16 @@ class TestTools:
         none = client.chat.completions.create(tools=[WEATHER], tool_choice="none", **asked)
         assert none.choices[0].message.content == plain.choices[0].message.content
         assert none.usage.prompt_tokens == plain.usage.prompt_tokens
-        auto = client.chat.completions.create(tools=[WEATHER], **asked | {"seed": 3, "temperature": 1.0})
+        auto = client.chat.completions.create(
+            tools=[WEATHER], **asked | {"seed": 3, "temperature": 1.0}
+        )
         assert auto.usage.prompt_tokens > plain.usage.prompt_tokens
         assert auto.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_a_call_that_begins_in_free_text_follows_its_schema(self, server: Running, seed: int) -> None:
+    def test_a_call_that_begins_in_free_text_follows_its_schema(
+        self, server: Running, seed: int
+    ) -> None:
         # The model is steered to open a call; all that follows is its own.
         model = server.models[0]
         grammar = model.tool_text([WEATHER, CLOCK], required=False, parallel=True)
@@ -147,7 +193,9 @@ class TestTools:
         for token in (*model.tokenizer.encode(text), opening):
             grammar.take(token)
         ids = [*model.tokenizer.encode(text), opening]
-        sampling = Sampling(max_new_tokens=400, temperature=1.0, seed=seed, stop_ids=model.grammar_ends)
+        sampling = Sampling(
+            max_new_tokens=400, temperature=1.0, seed=seed, stop_ids=model.grammar_ends
+        )
         new = list(sample_tokens(model.decoder, ids, sampling, constraint=grammar))
         parser, calls = ToolParser(model.tools), dict[int, list[str]]()
         for part in (*parser.push(model.tokenizer.decode([*ids, *new])), *parser.flush()):
@@ -166,32 +214,57 @@ class TestTools:
         folder = make_chat_model(tmp_path / "chat", "[TOOL_CALLS]", "[INST]", "[/INST]")
         with running({"chat": folder}, template=template, limits=LONG) as server:
             assert server.models[0].tools == (MISTRAL if "INST" in template else LLAMA)
-            client, asked = client_of(server), {"model": "chat", "messages": self.TURNS, "tools": [WEATHER]}
-            more = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 300, "seed": 2}
+            client, asked = (
+                client_of(server),
+                {"model": "chat", "messages": self.TURNS, "tools": [WEATHER]},
+            )
+            more = {
+                "tool_choice": "required",
+                "parallel_tool_calls": False,
+                "max_tokens": 300,
+                "seed": 2,
+            }
             choice = client.chat.completions.create(**asked, **more).choices[0]
             [call] = choice.message.tool_calls
             check_weather(call.function.arguments)
             chunks = list(client.chat.completions.create(**asked, **more, stream=True))
-            assert calls_of(chunks)[1] == [{"name": "weather", "arguments": call.function.arguments}]
+            assert calls_of(chunks)[1] == [
+                {"name": "weather", "arguments": call.function.arguments}
+            ]
             result = {"role": "tool", "tool_call_id": call.id, "content": "warm"}
             turns = [*self.TURNS, choice.message.model_dump(exclude_none=True), result]
-            assert client.chat.completions.create(**asked | {"messages": turns}, max_tokens=2).choices
+            assert client.chat.completions.create(
+                **asked | {"messages": turns}, max_tokens=2
+            ).choices
 
     @pytest.mark.parametrize("cut", [1, 2, 3, 7, 1000])
     @pytest.mark.parametrize(
         ("form", "text", "content", "calls"),
         [
-            (HERMES, 'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\" {"}}\n</tool_call>',
-             "Let me see.", [("f", {"a": '}" {'})]),
-            (HERMES, '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "g", '
-             '"arguments": {"b": [1, {"c": 2}]}}\n</tool_call>', "", [("f", {}), ("g", {"b": [1, {"c": 2}]})]),
+            (
+                HERMES,
+                'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\" {"}}\n</tool_call>',
+                "Let me see.",
+                [("f", {"a": '}" {'})],
+            ),
+            (
+                HERMES,
+                '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "g", '
+                '"arguments": {"b": [1, {"c": 2}]}}\n</tool_call>',
+                "",
+                [("f", {}), ("g", {"b": [1, {"c": 2}]})],
+            ),
             (HERMES, "a < b, <tool_ and so on ", "a < b, <tool_ and so on ", []),
-            (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', "",
-             [("f", {"a": 1}), ("g", {})]),
+            (
+                MISTRAL,
+                '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+                "",
+                [("f", {"a": 1}), ("g", {})],
+            ),
             (LLAMA, '{"name": "f", "parameters": {"a": {"b": []}}}', "", [("f", {"a": {"b": []}})]),
             (LLAMA, "Hello {you}", "Hello {you}", []),
         ],
-    )  # fmt: skip
+    )
     def test_calls_are_read_however_the_text_arrives(
         self, form: ToolFormat, text: str, content: str, calls: list, cut: int
     ) -> None:
@@ -208,26 +281,55 @@ class TestTools:
 
     @pytest.mark.parametrize(
         ("body", "words"),
-        [({"tool_choice": "required"}, "needs tools"), ({"tools": [WEATHER, WEATHER]}, "one name"),
-         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "no tool of"),
-         ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "exclude each other"),
-         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}]}, "not supported"),
-         ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
-         ({"messages": [{"role": "assistant"}]}, "neither content nor tool_calls")],
-    )  # fmt: skip
+        [
+            ({"tool_choice": "required"}, "needs tools"),
+            ({"tools": [WEATHER, WEATHER]}, "one name"),
+            (
+                {
+                    "tools": [WEATHER],
+                    "tool_choice": {"type": "function", "function": {"name": "x"}},
+                },
+                "no tool of",
+            ),
+            (
+                {"tools": [WEATHER], "response_format": {"type": "json_object"}},
+                "exclude each other",
+            ),
+            (
+                {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+                "tools.0.function.name",
+            ),
+            (
+                {
+                    "tools": [
+                        {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
+                    ]
+                },
+                "not supported",
+            ),
+            ({"messages": [{"role": "tool", "content": "a"}]}, "tool_call_id"),
+            ({"messages": [{"role": "assistant"}]}, "neither content nor tool_calls"),
+        ],
+    )
     def test_what_is_refused(self, server: Running, body: dict, words: str) -> None:
         status, answer = post(server, "/v1/chat/completions", {"messages": list(self.TURNS)} | body)
         assert status == 400 and words in answer["error"]["message"], answer
 
     def test_a_template_without_tools_is_named(self, folder: Path) -> None:
         with running({"chat": folder}) as server:
-            status, answer = post(server, "/v1/chat/completions", {"messages": list(self.TURNS), "tools": [WEATHER]})
-        assert status == 400 and answer["error"]["param"] == "tools" and "takes no tools" in answer["error"]["message"]
+            status, answer = post(
+                server, "/v1/chat/completions", {"messages": list(self.TURNS), "tools": [WEATHER]}
+            )
+        assert (
+            status == 400
+            and answer["error"]["param"] == "tools"
+            and "takes no tools" in answer["error"]["message"]
+        )
         with pytest.raises(UserError, match="form that is not supported"):
             tool_format(lambda turns, tools: f"{tools} <call>probe_tool</call>")
 
-    @pytest.mark.parametrize("special", [True, False])  # Qwen's <tool_call> is an added token, and not special
+    # Qwen's <tool_call> is an added token, and not special
+    @pytest.mark.parametrize("special", [True, False])
     @pytest.mark.parametrize("form", [HERMES, MISTRAL])
     def test_a_grammar_takes_the_call_as_the_tokenizer_writes_it(
         self, tmp_path: Path, form: ToolFormat, special: bool
@@ -240,10 +342,16 @@ class TestTools:
         path.write_text(json.dumps(described))
         tokenizer = load_tokenizer(folder)
         end = tokenizer.id_of("<|im_end|>")
-        call = form.before + '{"name": "weather", "arguments": {"city": "Bern", "days": 2}}' + form.closing
+        call = (
+            form.before
+            + '{"name": "weather", "arguments": {"city": "Bern", "days": 2}}'
+            + form.closing
+        )
         for required, before in ((True, ""), (False, "hello ")):
             grammar = tool_grammar(form, tokenizer, [WEATHER], required=required, parallel=True)
             follow = JsonGrammars(tokenizer, tokenizer.vocab_size, [end]).follow(grammar)
             for token in (*tokenizer.encode(before + form.opening + call), end):
-                assert follow.masked(torch.zeros(tokenizer.vocab_size))[token] == 0, tokenizer.decode([token])
+                assert follow.masked(torch.zeros(tokenizer.vocab_size))[token] == 0, (
+                    tokenizer.decode([token])
+                )
                 follow.take(token)

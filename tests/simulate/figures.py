@@ -21,20 +21,28 @@ STEPS = {
     "Llama's shape, float32": {},
     "Llama's shape, bfloat16": {"precision": "bfloat16"},
     "the same, checkpointing full": {"precision": "bfloat16", "activation_checkpointing": "full"},
-    "the same, checkpointing selective": {"precision": "bfloat16", "activation_checkpointing": "selective"},
+    "the same, checkpointing selective": {
+        "precision": "bfloat16",
+        "activation_checkpointing": "selective",
+    },
     "the same, three micro-batches": {"precision": "bfloat16", "micro_batches": 3},
     "the same, compiled": {"precision": "bfloat16", "compile": True},
     "GPT-2's shape, float32, dropout": {"family": "gpt2", "dropout": 0.1},
     "GPT-2's shape, bfloat16, dropout": {"family": "gpt2", "dropout": 0.1, "precision": "bfloat16"},
     "the same with `sdpa`: every score kept": {
-        "family": "gpt2", "dropout": 0.1, "precision": "bfloat16", "attention": "sdpa",
+        "family": "gpt2",
+        "dropout": 0.1,
+        "precision": "bfloat16",
+        "attention": "sdpa",
     },
     "Qwen 3's shape, bfloat16-pure": {"family": "qwen3", "precision": "bfloat16-pure"},
-}  # fmt: skip
+}
 
 
 def recipes() -> None:
-    print("| recipe | device | counted MiB | simulated MiB | difference | measured MiB |\n|---|---|--:|--:|--:|--:|")
+    print(
+        "| recipe | device | counted MiB | simulated MiB | difference | measured MiB |\n|---|---|--:|--:|--:|--:|"
+    )
     for recipe in ("demo", "go-coder-tiny", "go-coder-125m", "go-coder-medium"):
         for device in ("a CPU", "RX 6700 XT", "MI300X", "MI50 16GB"):
             here = machine() if device == "a CPU" else gpu_machine(device)
@@ -50,18 +58,29 @@ def steps() -> None:
     for name, settings in STEPS.items():
         plan = small_plan(**settings)
         figures = counted(plan), simulated(plan), measured(plan)
-        print(f"| {name} | " + " | ".join(f"{figure / MIB:.1f}" for figure in figures) + " |", flush=True)
+        print(
+            f"| {name} | " + " | ".join(f"{figure / MIB:.1f}" for figure in figures) + " |",
+            flush=True,
+        )
 
 
 LLAMA = {
-    "family": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_heads": 32,
-    "num_kv_heads": 8, "max_positions": 8192, "vocab_size": 128256,
-}  # fmt: skip
+    "family": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "max_positions": 8192,
+    "vocab_size": 128256,
+}
 
 
 def large(tokens: int) -> LoadedRecipe:
     return loaded(
-        model=LLAMA, data={"sequence_length": 8192}, train={"tokens_per_step": tokens, "precision": "bfloat16"}
+        model=LLAMA,
+        data={"sequence_length": 8192},
+        train={"tokens_per_step": tokens, "precision": "bfloat16"},
     )
 
 
@@ -77,7 +96,9 @@ def shards() -> None:
         for layout in plan.parallel.layouts:
             if layout.shard > 1:
                 told = layout.memory.allocated
-                fake = simulated(laid(plan, layout), split=MeshSplit(layout.replicate, layout.shard))
+                fake = simulated(
+                    laid(plan, layout), split=MeshSplit(layout.replicate, layout.shard)
+                )
                 devices = f"{nodes * gpus} x {gpu}: {layout.replicate} x {layout.shard} shards"
                 row = f"| {name} | {devices} | {told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |"
                 print(row, flush=True)
@@ -98,9 +119,15 @@ def stages() -> None:
         for layout in plan.parallel.layouts:
             for place in stage_positions(layout.pipeline) if layout.pipeline == 8 else []:
                 own = laid(plan, layout)
-                told, fake = both_of_stage(own, place, fused=build_profile(here).attention.value == "fused")
+                told, fake = both_of_stage(
+                    own, place, fused=build_profile(here).attention.value == "fused"
+                )
                 row = f"| {name} | 8 x {gpu} | {place.index + 1} of {place.stages} | {place.under_way(own)} |"
-                print(row, f"{told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |", flush=True)
+                print(
+                    row,
+                    f"{told / MIB:,.0f} | {fake / MIB:,.0f} | {told / fake - 1:+.1%} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

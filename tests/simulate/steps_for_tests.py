@@ -11,7 +11,13 @@ from plan_help import loaded, machine, planned
 
 from bloomery.data.loader import Batch
 from bloomery.model.presets import known_config
-from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, mesh_memory, stage_bytes, tensor_bytes
+from bloomery.plan.estimate.memory import (
+    ONE_DEVICE,
+    MeshSplit,
+    mesh_memory,
+    stage_bytes,
+    tensor_bytes,
+)
 from bloomery.plan.estimate.states import StepShape, TrainedModel
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
 from bloomery.recipe.schema import Distill
@@ -20,15 +26,31 @@ from bloomery.train.objectives import pretraining
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
-SIZES = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "max_positions": 256, "vocab_size": 1024}
+SIZES = {
+    "hidden_size": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_positions": 256,
+    "vocab_size": 1024,
+}
 
 
 def small_plan(
-    family: str = "llama", *, dropout: float = 0.0, rows: int = 4, micro_batches: int = 1, optimizer: str = "adamw",
-    sizes: dict[str, int] | None = None, chunk: int | None = None, device: str = "cpu",
-    attention: str = "per_document", adapter: dict[str, object] | None = None,
-    lean: dict[str, object] | None = None, base: str = "none", **train: object,
-) -> RunPlan:  # fmt: skip
+    family: str = "llama",
+    *,
+    dropout: float = 0.0,
+    rows: int = 4,
+    micro_batches: int = 1,
+    optimizer: str = "adamw",
+    sizes: dict[str, int] | None = None,
+    chunk: int | None = None,
+    device: str = "cpu",
+    attention: str = "per_document",
+    adapter: dict[str, object] | None = None,
+    lean: dict[str, object] | None = None,
+    base: str = "none",
+    **train: object,
+) -> RunPlan:
     """Rows of 256 tokens in documents of 64; `train`: precision, compile, activation_checkpointing."""
     shape = SIZES | ({} if family == "gpt2" else {"num_kv_heads": 2}) | (sizes or {})
     settings = {"precision": "float32", "compile": False} | train
@@ -51,28 +73,42 @@ def small_plan(
         }
     )
     return plan.model_copy(
-        update={"model": model, "train": plan.train.model_copy(update={"device": device, "threads": 1})}
+        update={
+            "model": model,
+            "train": plan.train.model_copy(update={"device": device, "threads": 1}),
+        }
     )
 
 
 def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """All of them in `make soak`, those that are quick and unlike each other in `make test`."""
     names = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*name, marks=[] if case in quick else pytest.mark.soak)
-            for case, name in zip(cases, names, strict=True)]  # fmt: skip
+    return [
+        pytest.param(*name, marks=[] if case in quick else pytest.mark.soak)
+        for case, name in zip(cases, names, strict=True)
+    ]
 
 
 def load_of(plan: RunPlan) -> StepShape:
     train = plan.train
     return StepShape(
-        model=TrainedModel.of(plan, plan.model.config), sequence_length=plan.data.sequence_length,
+        model=TrainedModel.of(plan, plan.model.config),
+        sequence_length=plan.data.sequence_length,
         micro_batch_size=train.micro_batch_size,
-        precision=train.precision, optimizer=plan.optimizer.kind, attention=plan.model.attention,
-        checkpointing=train.activation_checkpointing, compiled=train.compile, score_chunk=plan.model.score_chunk,
-        context_bytes=0.0, on_gpu=train.device != "cpu", accumulating=train.accumulation > 1,
+        precision=train.precision,
+        optimizer=plan.optimizer.kind,
+        attention=plan.model.attention,
+        checkpointing=train.activation_checkpointing,
+        compiled=train.compile,
+        score_chunk=plan.model.score_chunk,
+        context_bytes=0.0,
+        on_gpu=train.device != "cpu",
+        accumulating=train.accumulation > 1,
         offloading=train.offload_activations,
-        teacher=known_config(plan.objective.teacher) if isinstance(plan.objective, Distill) else None,
-    )  # fmt: skip
+        teacher=known_config(plan.objective.teacher)
+        if isinstance(plan.objective, Distill)
+        else None,
+    )
 
 
 def counted(plan: RunPlan, *, split: MeshSplit = ONE_DEVICE) -> float:
@@ -95,7 +131,9 @@ def laid(plan: RunPlan, layout: LayoutPlan) -> RunPlan:
     return plan.model_copy(update={"train": plan.train.model_copy(update=changed)})
 
 
-def both_of_stage(plan: RunPlan, place: StagePosition, *, fused: bool = True) -> tuple[float, float]:
+def both_of_stage(
+    plan: RunPlan, place: StagePosition, *, fused: bool = True
+) -> tuple[float, float]:
     """Counted and simulated bytes of one stage."""
     parts = stage_bytes(load_of(plan), place.stages, place.index, plan.train.accumulation)
     told = sum(size for name, size in parts.items() if name not in NOT_TENSORS)
@@ -107,8 +145,11 @@ def measured(plan: RunPlan) -> float:
     torch.set_num_threads(1)
     model_and_optimizer = build_state(plan).model_and_optimizer
     native = plan.model.scores == "compiled"
-    objective = pretraining(score_chunk=plan.model.score_chunk, compiled=plan.train.compile, native=native)
-    batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]  # a third holds what the second does
+    objective = pretraining(
+        score_chunk=plan.model.score_chunk, compiled=plan.train.compile, native=native
+    )
+    # a third holds what the second does
+    batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
 
     def step() -> None:
         train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)
@@ -126,6 +167,10 @@ def measured(plan: RunPlan) -> float:
 
 def _batch(plan: RunPlan) -> Batch:
     shape = plan.train.micro_batch_size, plan.data.sequence_length
-    tokens = torch.randint(0, plan.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, plan.model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)
+    )
     stage_positions = torch.arange(shape[1]).repeat(shape[0], 1)
-    return Batch(tokens, tokens.roll(-1, 1), torch.ones(shape), stage_positions % 64, stage_positions // 64)
+    return Batch(
+        tokens, tokens.roll(-1, 1), torch.ones(shape), stage_positions % 64, stage_positions // 64
+    )

@@ -22,8 +22,9 @@ DEVICES = [
     "MI50 16GB",  # as seed 000 would run it
 ]
 QUICK = {
-    ("demo", "cpu"), ("demo", "MI300X"),
-}  # fmt: skip
+    ("demo", "cpu"),
+    ("demo", "MI300X"),
+}
 
 
 def agree_on(recipe, device, *overrides):
@@ -33,7 +34,9 @@ def agree_on(recipe, device, *overrides):
     assert plan.memory.allocated == pytest.approx(figure, rel=0.08)
 
 
-@pytest.mark.parametrize(("recipe", "device"), some([(r, d) for r in RECIPES for d in DEVICES], QUICK))
+@pytest.mark.parametrize(
+    ("recipe", "device"), some([(r, d) for r in RECIPES for d in DEVICES], QUICK)
+)
 def test_shapes_and_fake_tensors_agree_on_the_packaged_recipes(recipe, device):
     agree_on(recipe, device)
 
@@ -46,8 +49,11 @@ def test_both_agree_with_what_a_packaged_recipe_holds_here(recipe):
     assert simulated(plan) == pytest.approx(real, rel=0.10)
 
 
-WAYS = [(device, how) for device in ("RX 6700 XT", "MI300X")
-        for how in ("model.dropout=0", "train.activation_checkpointing=full")]  # fmt: skip
+WAYS = [
+    (device, how)
+    for device in ("RX 6700 XT", "MI300X")
+    for how in ("model.dropout=0", "train.activation_checkpointing=full")
+]
 
 
 @pytest.mark.parametrize(("device", "how"), some(WAYS, set()))
@@ -64,13 +70,18 @@ GRID = [
 ]
 QUICK_OF_GRID = {
     ("llama", "bfloat16", 0.0, "full"),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("family", "precision", "dropout", "checkpointing"), some(GRID, QUICK_OF_GRID))
+@pytest.mark.parametrize(
+    ("family", "precision", "dropout", "checkpointing"), some(GRID, QUICK_OF_GRID)
+)
 def test_both_agree_with_what_a_step_holds_here(family, precision, dropout, checkpointing):
     all_agree(
-        small_plan(family, dropout=dropout, precision=precision, activation_checkpointing=checkpointing), apart=0.03
+        small_plan(
+            family, dropout=dropout, precision=precision, activation_checkpointing=checkpointing
+        ),
+        apart=0.03,
     )
 
 
@@ -83,14 +94,29 @@ def all_agree(plan, *, apart):
 SHARDED = {
     "bfloat16": (MeshSplit(shard=8), {"precision": "bfloat16"}),
     "compiled, small batches": (
-        MeshSplit(shard=8), {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE}
+        MeshSplit(shard=8),
+        {"precision": "bfloat16", "compile": True, "rows": 1, "sizes": WIDE},
     ),
-    "accumulated": (MeshSplit(shard=4), {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE}),
-    "a large vocabulary": (MeshSplit(shard=64), {"precision": "bfloat16", "activation_checkpointing": "full",
-                                   "rows": 1, "chunk": 64, "sizes": {"vocab_size": 50_000, "num_layers": 2}}),
+    "accumulated": (
+        MeshSplit(shard=4),
+        {"precision": "float16", "rows": 1, "micro_batches": 2, "sizes": WIDE},
+    ),
+    "a large vocabulary": (
+        MeshSplit(shard=64),
+        {
+            "precision": "bfloat16",
+            "activation_checkpointing": "full",
+            "rows": 1,
+            "chunk": 64,
+            "sizes": {"vocab_size": 50_000, "num_layers": 2},
+        },
+    ),
     "float32": (MeshSplit(shard=2), {"rows": 2, "sizes": WIDE}),
-    "copies of shards": (MeshSplit(replicate=2, shard=8), {"precision": "bfloat16-pure", "family": "gpt2"}),
-}  # fmt: skip
+    "copies of shards": (
+        MeshSplit(replicate=2, shard=8),
+        {"precision": "bfloat16-pure", "family": "gpt2"},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", some(SHARDED, {"copies of shards"}))
@@ -126,25 +152,53 @@ BF16 = {"avx512_bf16", "amx_bf16"} & set(detect().host.cpu_flags)
 EVERY = {"kind": "lora", "rank": 8, "target_modules": ["all-linear"]}
 FINE = {
     "LoRA on two matrices": {"adapter": {"kind": "lora", "rank": 8}, "precision": "bfloat16"},
-    "LoRA on all, recomputed": {"adapter": EVERY, "precision": "bfloat16", "activation_checkpointing": "full"},
+    "LoRA on all, recomputed": {
+        "adapter": EVERY,
+        "precision": "bfloat16",
+        "activation_checkpointing": "full",
+    },
     "LoRA in float32": {"adapter": EVERY},
     "LoRA with dropout": {"adapter": EVERY | {"dropout": 0.1}, "precision": "bfloat16"},
     "DoRA": {"adapter": EVERY | {"kind": "dora"}, "precision": "bfloat16"},
     "PiSSA": {"adapter": EVERY | {"init": "pissa"}, "precision": "bfloat16"},
-    "LoRA beside modules in full": {"adapter": {"kind": "lora",
-        "modules_to_save": ["embed_tokens", "lm_head", "norms"]},
-                                    "precision": "bfloat16"},
+    "LoRA beside modules in full": {
+        "adapter": {"kind": "lora", "modules_to_save": ["embed_tokens", "lm_head", "norms"]},
+        "precision": "bfloat16",
+    },
     "nf4": {"adapter": EVERY, "base": "nf4", "precision": "bfloat16"},
-    "nf4, recomputed": {"adapter": EVERY, "base": "nf4", "precision": "bfloat16",
-                        "activation_checkpointing": "full", "sizes": {"hidden_size": 256}},
-    "int8": {"adapter": EVERY, "base": "int8", "precision": "bfloat16", "sizes": {"hidden_size": 256}},
+    "nf4, recomputed": {
+        "adapter": EVERY,
+        "base": "nf4",
+        "precision": "bfloat16",
+        "activation_checkpointing": "full",
+        "sizes": {"hidden_size": 256},
+    },
+    "int8": {
+        "adapter": EVERY,
+        "base": "int8",
+        "precision": "bfloat16",
+        "sizes": {"hidden_size": 256},
+    },
     "8-bit states": {"lean": {"state_dtype": "int8"}, "rows": 1, "sizes": {"hidden_size": 256}},
-    "bfloat16 states": {"lean": {"state_dtype": "bfloat16"}, "rows": 1, "sizes": {"hidden_size": 256}},
-    "Adafactor in backward": {"lean": {"fused_backward": True, "stochastic_rounding": True}, "optimizer": "adafactor",
-                              "precision": "bfloat16-pure", "activation_checkpointing": "full", "rows": 1,
-                              "sizes": {"hidden_size": 256}},
-    "AdamW in backward": {"lean": {"fused_backward": True}, "precision": "bfloat16-pure", "rows": 1},
-}  # fmt: skip
+    "bfloat16 states": {
+        "lean": {"state_dtype": "bfloat16"},
+        "rows": 1,
+        "sizes": {"hidden_size": 256},
+    },
+    "Adafactor in backward": {
+        "lean": {"fused_backward": True, "stochastic_rounding": True},
+        "optimizer": "adafactor",
+        "precision": "bfloat16-pure",
+        "activation_checkpointing": "full",
+        "rows": 1,
+        "sizes": {"hidden_size": 256},
+    },
+    "AdamW in backward": {
+        "lean": {"fused_backward": True},
+        "precision": "bfloat16-pure",
+        "rows": 1,
+    },
+}
 QUICK_OF_FINE = {"LoRA on two matrices"}
 
 
@@ -153,7 +207,9 @@ def test_adapters_quantised_bases_and_lean_optimizers_agree(case):
     """Within 5% of what the step holds here, and the simulation within 1%."""
     plan = small_plan(**({"family": "qwen2"} | FINE[case]))
     if FINE[case].get("base") and not BF16:
-        pytest.skip("without bf16 instructions oneDNN takes scratch of its own for products of half precision")
+        pytest.skip(
+            "without bf16 instructions oneDNN takes scratch of its own for products of half precision"
+        )
     real = measured(plan)
     assert simulated(plan) == pytest.approx(real, rel=0.01)
     assert counted(plan) == pytest.approx(real, rel=0.05)
@@ -161,15 +217,26 @@ def test_adapters_quantised_bases_and_lean_optimizers_agree(case):
 
 @pytest.mark.parametrize("case", some(["float16", "compiled"], {"float16"}))
 def test_adapters_on_a_gpu_agree_with_fake_tensors(case):
-    settings = {"float16": {"precision": "float16"}, "compiled": {"precision": "bfloat16", "compile": True}}[case]
+    settings = {
+        "float16": {"precision": "float16"},
+        "compiled": {"precision": "bfloat16", "compile": True},
+    }[case]
     plan = small_plan("qwen2", adapter=EVERY, device="cuda", attention="varlen", **settings)
     assert counted(plan) == pytest.approx(simulated(plan), rel=0.05)
 
 
 def test_states_in_the_processors_memory_are_not_the_cards():
     settings = {"device": "cuda", "attention": "varlen", "activation_checkpointing": "full"}
-    assert simulated_step(small_plan("qwen2", lean={"offload": True}, **settings), fused=True)["optimizer"] == 0
-    assert tensor_bytes(load_of(small_plan("qwen2", lean={"paged": True}, **settings)))["optimizer"] == 0
+    assert (
+        simulated_step(small_plan("qwen2", lean={"offload": True}, **settings), fused=True)[
+            "optimizer"
+        ]
+        == 0
+    )
+    assert (
+        tensor_bytes(load_of(small_plan("qwen2", lean={"paged": True}, **settings)))["optimizer"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize("family", some(["gpt2", "llama"], set()))

@@ -27,7 +27,10 @@ def test_a_child_simulates_and_says_what_stands_in():
     found = simulate(plan, gpu_machine("MI300X"), progress=lines.append)
     assert found.peak == simulated(plan)
     assert found.parts["weights"] == 4 * sum(p.numel() for p in _parameters(plan))
-    assert [line.rpartition(": ")[2] for line in lines][-2:] == ["the first of two steps", "the second of two steps"]
+    assert [line.rpartition(": ")[2] for line in lines][-2:] == [
+        "the first of two steps",
+        "the second of two steps",
+    ]
     assert "FlashAttention-2" in found.notes[0]
 
 
@@ -42,8 +45,14 @@ def test_nothing_stands_in_on_a_cpu():
 
 
 def test_several_devices_say_how_they_were_cut():
-    assert "in 2 copies" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, shard=4))[0]
-    assert "one of 8 whole copies" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=8))[0]
+    assert (
+        "in 2 copies"
+        in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, shard=4))[0]
+    )
+    assert (
+        "one of 8 whole copies"
+        in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=8))[0]
+    )
 
 
 def test_whoever_simulates_needs_no_torch_of_its_own():
@@ -80,16 +89,30 @@ def test_shards_hold_less():
 def test_compiled_blocks_read_a_quantised_base():
     """Their graphs take its bits as inputs; the base of four layers is smaller by what the plan says."""
     lora = {"kind": "lora", "rank": 4, "target_modules": ["all-linear"]}
-    settings = {"adapter": lora, "precision": "bfloat16", "device": "cuda", "attention": "varlen", "compile": True}
-    floats, bits = (simulated_step(small_plan(base=base, **settings), fused=True) for base in ("none", "nf4"))
-    inside = [s for n, s in parameter_shapes(small_plan().model.config).items() if ".layers." in n and len(s) == 2]
+    settings = {
+        "adapter": lora,
+        "precision": "bfloat16",
+        "device": "cuda",
+        "attention": "varlen",
+        "compile": True,
+    }
+    floats, bits = (
+        simulated_step(small_plan(base=base, **settings), fused=True) for base in ("none", "nf4")
+    )
+    inside = [
+        s
+        for n, s in parameter_shapes(small_plan().model.config).items()
+        if ".layers." in n and len(s) == 2
+    ]
     saved = sum(2 * math.prod(shape) - storage_bytes(shape, "nf4", True) for shape in inside)
     assert floats["weights"] - bits["weights"] == saved
 
 
 def test_the_tracker_counts_what_torchs_counts():
     with FakeTensorMode():
-        layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        layers = torch.nn.Sequential(
+            torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)
+        )
         optimizer = torch.optim.AdamW(layers.parameters(), foreach=False)
         x = torch.empty(128, 64)
         theirs, ours = MemTracker(), MemoryTracker()

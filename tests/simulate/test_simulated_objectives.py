@@ -15,22 +15,32 @@ from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
 ASKED = {
-    "dpo": Preference(kind="dpo"), "simpo": SimPo(kind="simpo"), "orpo": OrPo(kind="orpo"),
-    "kto": Kto(kind="kto"), "reward": Reward(kind="reward"),
-}  # fmt: skip
+    "dpo": Preference(kind="dpo"),
+    "simpo": SimPo(kind="simpo"),
+    "orpo": OrPo(kind="orpo"),
+    "kto": Kto(kind="kto"),
+    "reward": Reward(kind="reward"),
+}
 
 
 def of_objective(plan, asked, **changes):
     head = "values" if isinstance(asked, Reward) else "tokens"
-    model = plan.model.model_copy(update={"config": replace(plan.model.config, head=head), **changes})
+    model = plan.model.model_copy(
+        update={"config": replace(plan.model.config, head=head), **changes}
+    )
     return plan.model_copy(update={"objective": asked, "model": model})
 
 
 def measured(plan, teacher=None) -> float:
     """As `steps_for_tests.measured`, of the plan's own objective."""
     torch.set_num_threads(1)
-    model_and_optimizer, objective = build_state(plan).model_and_optimizer, build_objective(plan, lambda _: teacher)
-    batches = [with_text_structure(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))]
+    model_and_optimizer, objective = (
+        build_state(plan).model_and_optimizer,
+        build_objective(plan, lambda _: teacher),
+    )
+    batches = [
+        with_text_structure(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))
+    ]
 
     def step() -> None:
         train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)
@@ -55,7 +65,10 @@ def test_simulated_steps_take_what_measured_ones_do(kind):
 def test_a_reference_without_adapters_takes_no_memory_of_its_own(tmp_path):
     plan = small_plan(micro_batches=2, adapter={"kind": "lora", "rank": 4})
     write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
-    dpo, simpo = (of_objective(plan, asked, source=tmp_path) for asked in (Preference(kind="dpo"), SimPo(kind="simpo")))
+    dpo, simpo = (
+        of_objective(plan, asked, source=tmp_path)
+        for asked in (Preference(kind="dpo"), SimPo(kind="simpo"))
+    )
     assert isinstance(dpo.adapter, Lora)
     assert simulated(dpo) == pytest.approx(simulated(simpo), rel=0.02)
     assert simulated(dpo) == pytest.approx(measured(dpo), rel=0.05)
@@ -67,6 +80,10 @@ def test_a_teacher_is_counted(tmp_path):
     write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
     asked = Distill(kind="distill", teacher=str(tmp_path))
     plan = of_objective(plan, asked)
-    teacher = fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention).eval().requires_grad_(False)
+    teacher = (
+        fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention)
+        .eval()
+        .requires_grad_(False)
+    )
     assert simulated(plan) == pytest.approx(measured(plan, teacher), rel=0.05)
     assert counted(plan) == pytest.approx(simulated(plan), rel=0.08)

@@ -11,7 +11,12 @@ from bloomery.core.units import GIB
 from bloomery.plan.page import page
 from bloomery.simulate.run import Simulated, SimulationResult, simulate
 
-TINY = ["model.num_layers=1", "model.hidden_size=64", "model.num_heads=2", "data.sequence_length=128"]
+TINY = [
+    "model.num_layers=1",
+    "model.hidden_size=64",
+    "model.num_heads=2",
+    "data.sequence_length=128",
+]
 UNCOMPILED = "train.compile=false"  # tests/simulate/test_agreement.py has compiled steps
 
 
@@ -57,7 +62,9 @@ def test_what_the_plan_adds_to_its_own_tensors_is_added_to_the_simulated_ones():
 def test_the_page_shows_it_below_memory():
     simulated = beside(1)
     report = reported(loaded(), gpu_machine("MI300X"))
-    lines = page(report, gpu_machine("MI300X"), source="small", commands=[], simulated=simulated.lines())
+    lines = page(
+        report, gpu_machine("MI300X"), source="small", commands=[], simulated=simulated.lines()
+    )
     (line,) = [line for line in lines if line.startswith("simulated")]
     assert line.startswith("simulated 1.0 GiB of tensors at the peak of the second step")
 
@@ -67,8 +74,12 @@ def test_the_page_shows_it_below_memory():
 def test_every_optimizer_is_simulated_over_shards(optimizer):
     here = gpu_machine("MI300X")
     plan = planned(loaded(optimizer={"kind": optimizer}, train={"compile": False}), here, gpus=2)
-    (index,) = [index for index, layout in enumerate(plan.parallel.layouts) if layout.name == "shard"]
-    chosen = plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"chosen": index})})
+    (index,) = [
+        index for index, layout in enumerate(plan.parallel.layouts) if layout.name == "shard"
+    ]
+    chosen = plan.model_copy(
+        update={"parallel": plan.parallel.model_copy(update={"chosen": index})}
+    )
     simulated = SimulationResult(chosen, simulate(chosen, here))
     assert simulated.document()["peak"] > 0
     assert simulated.simulated.parts["optimizer"] > 0

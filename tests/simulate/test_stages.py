@@ -9,7 +9,13 @@ from bloomery.recipe.load import load_recipe
 from bloomery.simulate.run import MeshSplit, SimulationResult, notes_of, simulate
 from bloomery.simulate.step import StagePosition, simulated_stage, stage_positions
 
-GPU = {"attention": "varlen", "device": "cuda", "rows": 2, "micro_batches": 8, "sizes": {"num_layers": 4}}
+GPU = {
+    "attention": "varlen",
+    "device": "cuda",
+    "rows": 2,
+    "micro_batches": 8,
+    "sizes": {"num_layers": 4},
+}
 SMALL = {
     "GPT-2's shape, tied": {"family": "gpt2", "dropout": 0.1, "precision": "bfloat16"},
     "a head of its own, float16": {"family": "llama", "precision": "float16"},
@@ -41,13 +47,17 @@ def test_they_agree_on_packaged_recipes(recipe, gpu, stages):
     plan = planned(load_recipe(recipe), here, gpus=8)
     (layout,) = [layout for layout in plan.parallel.layouts if layout.pipeline == stages]
     for place in stage_positions(stages):
-        counted, fake = both_of_stage(laid(plan, layout), place, fused=build_profile(here).attention.value == "fused")
+        counted, fake = both_of_stage(
+            laid(plan, layout), place, fused=build_profile(here).attention.value == "fused"
+        )
         assert counted == pytest.approx(fake, rel=0.03), place
 
 
 def test_the_stages_hold_the_whole_model_and_the_tied_head_twice():
     plan = small_plan(**GPU, family="gpt2")
-    weights = [simulated_stage(plan, StagePosition(index, 4), fused=True)["weights"] for index in range(4)]
+    weights = [
+        simulated_stage(plan, StagePosition(index, 4), fused=True)["weights"] for index in range(4)
+    ]
     config = plan.model.config
     model = sum(4 * p.numel() for p in _model(config).parameters())
     assert config.tie_embeddings
@@ -62,8 +72,12 @@ def _model(config):
 
 def test_a_stage_holds_a_micro_batch_for_each_that_follows():
     plan = small_plan(**GPU, activation_checkpointing="none")
-    shallow, deep = (sum(simulated_stage(plan, StagePosition(1, stages), fused=True).values()) for stages in (4, 8))
-    one = 2 * 256 * 128 * 4  # what a micro-batch keeps of one layer is many tensors of the residual stream
+    shallow, deep = (
+        sum(simulated_stage(plan, StagePosition(1, stages), fused=True).values())
+        for stages in (4, 8)
+    )
+    # what a micro-batch keeps of one layer is many tensors of the residual stream
+    one = 2 * 256 * 128 * 4
     assert shallow < deep  # one layer each: 3 micro-batches under way, and 7
     assert deep - shallow > 4 * one
     assert [place.under_way(plan) for place in stage_positions(8)] == [8, 7, 1]
@@ -76,8 +90,11 @@ def pipelined():
     chosen = plan.parallel.layouts[index]
     mesh = plan.parallel.model_copy(update={"chosen": index})
     rows = chosen.micro_batch_size * plan.data.sequence_length
-    model = plan.model.model_copy(update={"score_chunk": rows})  # all logits at once, as the layout was counted
-    return laid(plan, chosen).model_copy(update={"parallel": mesh, "model": model, "memory": chosen.memory}), here
+    # all logits at once, as the layout was counted
+    model = plan.model.model_copy(update={"score_chunk": rows})
+    return laid(plan, chosen).model_copy(
+        update={"parallel": mesh, "model": model, "memory": chosen.memory}
+    ), here
 
 
 def test_the_page_and_json_have_the_fullest_stage_and_each():
@@ -94,7 +111,10 @@ def test_the_page_and_json_have_the_fullest_stage_and_each():
 
 def test_notes_say_that_stages_stand_alone():
     assert "one by one" in notes_of(small_plan(), fused=False, split=MeshSplit(pipeline=4))[0]
-    assert "one of 2 copies" in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, pipeline=4))[0]
+    assert (
+        "one of 2 copies"
+        in notes_of(small_plan(), fused=False, split=MeshSplit(replicate=2, pipeline=4))[0]
+    )
 
 
 @pytest.mark.soak

@@ -90,10 +90,16 @@ ITEM = Item("f", "import math\ndef f(x):\n    '''Twice x.'''\n", "", entry_point
 
 @pytest.mark.parametrize(
     ("completion", "chat", "right"),
-    [("    return x * 2", False, True), ("\n    return x * 2\n", False, True), ("    return x", False, False),
-     ("Sure:\n```python\ndef f(x):\n    return math.floor(x * 2)\n```\nDone.", True, True),
-     ("```\n    return 2 * x\n```", True, True), ("def f(x): return x + x", True, True), ("I cannot.", True, False)],
-)  # fmt: skip
+    [
+        ("    return x * 2", False, True),
+        ("\n    return x * 2\n", False, True),
+        ("    return x", False, False),
+        ("Sure:\n```python\ndef f(x):\n    return math.floor(x * 2)\n```\nDone.", True, True),
+        ("```\n    return 2 * x\n```", True, True),
+        ("def f(x): return x + x", True, True),
+        ("I cannot.", True, False),
+    ],
+)
 def test_a_program_is_the_prompt_and_its_completion_or_a_code_block(completion, chat, right):
     tested = f"{program_of(ITEM, completion, chat=chat)}\n{CHECK}\ncheck(f)\n"
     if not right:
@@ -108,26 +114,43 @@ def test_pass_at_k_is_the_mean_over_items():
     assert [one.metric for one in scores] == ["pass@1", "pass@10", "pass@20"]
     for one, k in zip(scores, (1, 10, 20), strict=True):
         assert list(one.values) == [pass_at_k(20, count, k) for count in (0, 3, 10, 20)]
-    assert scores[0].estimate().interval == "bootstrap" and scores[2].estimate().interval == "wilson"
+    assert (
+        scores[0].estimate().interval == "bootstrap" and scores[2].estimate().interval == "wilson"
+    )
     assert [one.metric for one in scores_of([1, 0], 1)] == ["pass@1"]
 
 
 def test_programs_run_only_with_consent(model, tmp_path):
-    found = CliRunner().invoke(command, [str(model), "--task", "stdlib-functions", "-d", "cpu"]).exception
+    found = (
+        CliRunner()
+        .invoke(command, [str(model), "--task", "stdlib-functions", "-d", "cpu"])
+        .exception
+    )
     assert isinstance(found, UserError) and found.code == 2 and "--run-code" in found.fix
     task = Task("t", "exact-match", ())
-    for settings, flag in ((Settings(run_code=True), "--run-code"), (Settings(samples=2), "--samples")):
+    for settings, flag in (
+        (Settings(run_code=True), "--run-code"),
+        (Settings(samples=2), "--samples"),
+    ):
         with pytest.raises(UserError, match=flag):
             refuse_settings(task, settings)
     with pytest.raises(UserError, match="--shots"):
         refuse_settings(replace(task, kind="functions"), Settings(shots=1, run_code=True))
 
 
-def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, monkeypatch, sandbox):
+def test_samples_are_counted_from_the_models_text_to_the_page(
+    model, tmp_path, monkeypatch, sandbox
+):
     """The model's text is replaced by known programs; all else is real."""
-    rows = [{"task_id": name, "prompt": f"def {name}(x):\n", "entry_point": name,
-             "test": f"def check(c):\n    assert c(2) == {value}\n"}
-            for name, value in (("twice", 4), ("next", 3))]  # fmt: skip
+    rows = [
+        {
+            "task_id": name,
+            "prompt": f"def {name}(x):\n",
+            "entry_point": name,
+            "test": f"def check(c):\n    assert c(2) == {value}\n",
+        }
+        for name, value in (("twice", 4), ("next", 3))
+    ]
     path = tmp_path / "two.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     written = ["    return 2 * x", "    return 1 / 0", "    return x * 2", *["    return x"] * 3]
@@ -137,13 +160,21 @@ def test_samples_are_counted_from_the_models_text_to_the_page(model, tmp_path, m
     assert found.exit_code == 0, found.output
     shown = json.loads(found.stdout)
     values = {one["metric"]: one["model"]["value"] for one in shown["results"]}
-    assert values == {"pass@1": pytest.approx(2 / 3 / 2), "pass@3": 0.5} and shown["kind"] == "functions"
+    assert (
+        values == {"pass@1": pytest.approx(2 / 3 / 2), "pass@3": 0.5}
+        and shown["kind"] == "functions"
+    )
 
 
 def test_a_prompt_begins_with_bos_unless_asked_not_to(loaded, sandbox, monkeypatch):
     decoder, tokenizer = loaded
-    asked, task = list[list[int]](), Task("t", "functions", (replace(ITEM, prompt="def f(x):", asked=""),))
-    monkeypatch.setattr(items, "complete", lambda _d, _t, all_, **_: [asked.append(all_[0].ids) or ""])
+    asked, task = (
+        list[list[int]](),
+        Task("t", "functions", (replace(ITEM, prompt="def f(x):", asked=""),)),
+    )
+    monkeypatch.setattr(
+        items, "complete", lambda _d, _t, all_, **_: [asked.append(all_[0].ids) or ""]
+    )
     for bos in (True, False):
         solve(decoder, tokenizer, task, Settings(run_code=True, bos=bos, max_new_tokens=5))
     assert tokenizer.prefix and asked[0] == [*tokenizer.prefix, *asked[1]]
@@ -153,7 +184,9 @@ def test_the_models_own_text_is_run(loaded, tmp_path, sandbox):
     decoder, tokenizer = loaded
     item = replace(ITEM, prompt="def f(x):", asked="def f(x):")
     task = Task("t", "functions", (item,))
-    found = solve(decoder, tokenizer, task, Settings(run_code=True, samples=2, max_new_tokens=5, seed=1))
+    found = solve(
+        decoder, tokenizer, task, Settings(run_code=True, samples=2, max_new_tokens=5, seed=1)
+    )
     (output,) = found.outputs
     assert len(output["completions"]) == len(output["failures"]) == 2 and output["passed"] == 0
     assert [one.metric for one in found.scores] == ["pass@1", "pass@2"]

@@ -11,7 +11,12 @@ from bloomery.cli.eval import command
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import load_decoder, model_state, write_model
-from bloomery.runs.tasks.harness import HarnessSettings, adapter, refuse_without_harness, run_harness
+from bloomery.runs.tasks.harness import (
+    HarnessSettings,
+    adapter,
+    refuse_without_harness,
+    run_harness,
+)
 from models_for_tests import make_model
 
 try:
@@ -21,10 +26,22 @@ try:
 except ImportError:
     lm_eval = None
 
-needs_harness = pytest.mark.skipif(lm_eval is None, reason="lm-evaluation-harness is not installed (extra lm-eval)")
+needs_harness = pytest.mark.skipif(
+    lm_eval is None, reason="lm-evaluation-harness is not installed (extra lm-eval)"
+)
 ROWS = [
-    {"question": "def f(x)", "choices": ["return x", "für Größe", "on"], "answer": 0, "text": "def f(x):\n" * 40},
-    {"question": "naïve", "choices": ["café", "x + 1", "so"], "answer": 1, "text": "naïve café, 東京 🙂🙃 and so on"},
+    {
+        "question": "def f(x)",
+        "choices": ["return x", "für Größe", "on"],
+        "answer": 0,
+        "text": "def f(x):\n" * 40,
+    },
+    {
+        "question": "naïve",
+        "choices": ["café", "x + 1", "so"],
+        "answer": 1,
+        "text": "naïve café, 東京 🙂🙃 and so on",
+    },
     {"question": "für", "choices": ["Größe", "f(x)", "return"], "answer": 2, "text": "x"},
     {"question": "so", "choices": ["on", "x", "café und so"], "answer": 0, "text": "return x + 1 "},
 ]
@@ -71,13 +88,21 @@ def both(model):
 
 
 def asked(kind, *arguments):
-    return [Instance(request_type=kind, doc={}, arguments=each, idx=n) for n, each in enumerate(arguments)]
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=n)
+        for n, each in enumerate(arguments)
+    ]
 
 
 @needs_harness
 def test_log_likelihoods_equal_those_of_hf(both):
     pairs = [(row["question"], f" {choice}") for row in ROWS for choice in row["choices"]]
-    pairs += [("", "def f(x)"), ("return x  ", "+ 1"), ("def f(x):\n" * 60, " return"), ("a <s> b", " c")]
+    pairs += [
+        ("", "def f(x)"),
+        ("return x  ", "+ 1"),
+        ("def f(x):\n" * 60, " return"),
+        ("a <s> b", " c"),
+    ]
     found, expected = (one.loglikelihood(asked("loglikelihood", *pairs)) for one in both)
     for (logprob, greedy), (their_logprob, their_greedy) in zip(found, expected, strict=True):
         assert logprob == pytest.approx(their_logprob, abs=1e-4) and greedy == their_greedy
@@ -86,7 +111,9 @@ def test_log_likelihoods_equal_those_of_hf(both):
 @needs_harness
 def test_rolling_log_likelihoods_equal_those_of_hf(both):
     texts = [(row["text"],) for row in ROWS]
-    ours, theirs = (one.loglikelihood_rolling(asked("loglikelihood_rolling", *texts)) for one in both)
+    ours, theirs = (
+        one.loglikelihood_rolling(asked("loglikelihood_rolling", *texts)) for one in both
+    )
     assert ours == pytest.approx(theirs, abs=2e-3, rel=1e-5) and min(ours) < -100
 
 
@@ -116,7 +143,9 @@ def test_the_figures_of_whole_tasks_equal_those_of_hf(model, both, tmp_path, mon
     scores = run_harness(load_decoder(model), load_tokenizer(model), settings=settings).scores
     found = {one.metric: one for one in scores}
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
-    theirs = lm_eval.simple_evaluate(model=both[1], tasks=list(names), task_manager=manager, bootstrap_iters=0)
+    theirs = lm_eval.simple_evaluate(
+        model=both[1], tasks=list(names), task_manager=manager, bootstrap_iters=0
+    )
     means = ("acc", "acc_norm", "exact_match", "bits_per_byte")
     expected = {
         f"{task}.{key.partition(',')[0]}": value
@@ -128,7 +157,16 @@ def test_the_figures_of_whole_tasks_equal_those_of_hf(model, both, tmp_path, mon
     for name, one in found.items():
         assert math.isclose(one.estimate().value, expected[name], rel_tol=1e-5), name
         assert len(one.values) == len(ROWS)
-    words = [str(model), "--lm-eval", "local_choice", "--include-path", str(folder), "-d", "cpu", "--json"]
+    words = [
+        str(model),
+        "--lm-eval",
+        "local_choice",
+        "--include-path",
+        str(folder),
+        "-d",
+        "cpu",
+        "--json",
+    ]
     printed = CliRunner().invoke(command, [*words, "--against", str(model)])
     assert printed.exit_code == 0, printed.output
     shown = json.loads(printed.stdout[printed.stdout.index("{\n") :])

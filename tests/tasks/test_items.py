@@ -15,7 +15,15 @@ from bloomery.monitor.events import TaskDone, read_events
 from bloomery.report import write_report
 from bloomery.runs.generate import continued
 from bloomery.runs.tasks.evaluate import Named, compare_on_texts, evaluate_task
-from bloomery.runs.tasks.items import Request, Settings, ask, complete, encode_pair, extracted, read_task
+from bloomery.runs.tasks.items import (
+    Request,
+    Settings,
+    ask,
+    complete,
+    encode_pair,
+    extracted,
+    read_task,
+)
 from bloomery.train.evaluation import scoring
 from bloomery.train.evaluation.scoring import score_continuations
 from bloomery.train.use import Use
@@ -40,8 +48,12 @@ def by_hand(decoder, context, continuation):
     with torch.no_grad():
         shares = decoder(torch.tensor([context + continuation]))[0].double().log_softmax(-1)
     at = range(len(context) - 1, len(context) + len(continuation) - 1)
-    logprob = sum(float(shares[place, token]) for place, token in zip(at, continuation, strict=True))
-    return logprob, all(int(shares[place].argmax()) == token for place, token in zip(at, continuation, strict=True))
+    logprob = sum(
+        float(shares[place, token]) for place, token in zip(at, continuation, strict=True)
+    )
+    return logprob, all(
+        int(shares[place].argmax()) == token for place, token in zip(at, continuation, strict=True)
+    )
 
 
 def test_likelihoods_equal_one_forward_each(loaded, monkeypatch):
@@ -85,23 +97,38 @@ def test_multiple_choice_is_scored_as_lm_eval_defines_it(loaded, tmp_path, shots
     before = "Question: def f(x)\nAnswer: return x\n\n" if shots else ""
     right, normed = [], []
     for row, item in list(zip(ROWS, task.items, strict=True))[shots:]:
-        prompt = before + (row["prompt"] if "prompt" in row else f"Question: {row['question']}\nAnswer:")
+        prompt = before + (
+            row["prompt"] if "prompt" in row else f"Question: {row['question']}\nAnswer:"
+        )
         sums = []
         for choice in row["choices"]:
-            context, continuation = encode_pair(tokenizer, prompt, choice if prompt.endswith(" ") else f" {choice}")
+            context, continuation = encode_pair(
+                tokenizer, prompt, choice if prompt.endswith(" ") else f" {choice}"
+            )
             sums.append(by_hand(decoder, context, continuation)[0])
         right.append(max(range(len(sums)), key=sums.__getitem__) == item.right)
         per_letter = [nats / len(choice) for nats, choice in zip(sums, row["choices"], strict=True)]
         normed.append(max(range(len(sums)), key=per_letter.__getitem__) == item.right)
-    assert [bool(one) for one in found.scores[0].values] == right and found.scores[0].metric == "acc"
-    assert [bool(one) for one in found.scores[1].values] == normed and found.scores[1].metric == "acc_norm"
+    assert [bool(one) for one in found.scores[0].values] == right and found.scores[
+        0
+    ].metric == "acc"
+    assert [bool(one) for one in found.scores[1].values] == normed and found.scores[
+        1
+    ].metric == "acc_norm"
 
 
 def test_a_pair_is_the_whole_text_and_spaces_belong_to_the_answer(loaded):
     _, tokenizer = loaded
-    for context, answer in (("return x", " + 1"), ("return x ", "+ 1"), ("", "def"), ("für \n", "Größe")):
+    for context, answer in (
+        ("return x", " + 1"),
+        ("return x ", "+ 1"),
+        ("", "def"),
+        ("für \n", "Größe"),
+    ):
         before, after = encode_pair(tokenizer, context, answer)
-        assert before[len(tokenizer.prefix) if context else 1 :] + after == tokenizer.encode(context + answer)
+        assert before[len(tokenizer.prefix) if context else 1 :] + after == tokenizer.encode(
+            context + answer
+        )
         assert tokenizer.decode(after).startswith(context[len(context.rstrip()) :])
 
 
@@ -109,11 +136,17 @@ def test_completions_in_slots_equal_one_at_a_time(loaded):
     decoder, tokenizer = loaded
     prompts = ["def f(x):", "für", "def f(x):\n    return", "naïve café and so", "x"]
     limits, stops = [3, 30, 9, 14, 20], [(), ("e",), (), ("\n", "a"), ()]
-    settings = [Sampling(max_new_tokens=limit, temperature=0.7, seed=n) for n, limit in enumerate(limits)]
+    settings = [
+        Sampling(max_new_tokens=limit, temperature=0.7, seed=n) for n, limit in enumerate(limits)
+    ]
     ids = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
     asked = [Request(*each) for each in zip(ids, settings, stops, strict=True)]
-    alone = ["".join(continued(decoder, tokenizer, one.ids, one.sampling, one.stops)) for one in asked]
-    assert complete(decoder, tokenizer, asked, slots=2) == alone == complete(decoder, tokenizer, asked)
+    alone = [
+        "".join(continued(decoder, tokenizer, one.ids, one.sampling, one.stops)) for one in asked
+    ]
+    assert (
+        complete(decoder, tokenizer, asked, slots=2) == alone == complete(decoder, tokenizer, asked)
+    )
     assert complete(decoder, tokenizer, []) == [] and len(set(alone)) > 2
 
 
@@ -129,9 +162,14 @@ def test_exact_match_counts_what_the_model_writes(loaded, tmp_path):
     decoder, tokenizer = loaded
     texts = ["def f(x):", "für Größe", "so on"]
     ids = [tokenizer.prefix + tokenizer.encode(text) for text in texts]
-    wrote = complete(decoder, tokenizer, [Request(one, Sampling(max_new_tokens=4, temperature=0)) for one in ids])
-    rows = [{"prompt": texts[0], "answer": wrote[0]}, {"prompt": texts[1], "answer": wrote[1] + "!"},
-            {"prompt": texts[2], "answer": ["no", f" {wrote[2]} "]}]  # fmt: skip
+    wrote = complete(
+        decoder, tokenizer, [Request(one, Sampling(max_new_tokens=4, temperature=0)) for one in ids]
+    )
+    rows = [
+        {"prompt": texts[0], "answer": wrote[0]},
+        {"prompt": texts[1], "answer": wrote[1] + "!"},
+        {"prompt": texts[2], "answer": ["no", f" {wrote[2]} "]},
+    ]
     task = read_task(task_file(tmp_path, rows))
     found = ask(decoder, tokenizer, task, Settings(max_new_tokens=4, stop=("\0",)))
     assert task.kind == "exact-match" and list(found.scores[0].values) == [1.0, 0.0, 1.0]
@@ -140,15 +178,24 @@ def test_exact_match_counts_what_the_model_writes(loaded, tmp_path):
 
 @pytest.mark.parametrize(
     ("rows", "problem"),
-    [([{"question": "a", "choices": ["x", "y"], "answer": 2}], "number of a choice"),
-     ([{"question": "a", "choices": ["x", "y"], "answer": True}], "number of a choice"),
-     ([{"question": "a", "choices": ["x"], "answer": 0}], "at least two"),
-     ([{"question": "a", "answers": "b"}], "is it 'answers'"),
-     ([{"question": 3, "answer": "b"}], "'question' is a text"),
-     ([{"question": "a", "answer": None}], "an answer is"),
-     ([{"question": "a", "choices": ["x", "y"], "answer": 0}, {"question": "a", "answer": "x"}], "choices are"),
-     ([], "no item"), (["text"], "is an object")],
-)  # fmt: skip
+    [
+        ([{"question": "a", "choices": ["x", "y"], "answer": 2}], "number of a choice"),
+        ([{"question": "a", "choices": ["x", "y"], "answer": True}], "number of a choice"),
+        ([{"question": "a", "choices": ["x"], "answer": 0}], "at least two"),
+        ([{"question": "a", "answers": "b"}], "is it 'answers'"),
+        ([{"question": 3, "answer": "b"}], "'question' is a text"),
+        ([{"question": "a", "answer": None}], "an answer is"),
+        (
+            [
+                {"question": "a", "choices": ["x", "y"], "answer": 0},
+                {"question": "a", "answer": "x"},
+            ],
+            "choices are",
+        ),
+        ([], "no item"),
+        (["text"], "is an object"),
+    ],
+)
 def test_a_bad_row_is_named(tmp_path, rows, problem):
     with pytest.raises(UserError, match=problem) as caught:
         read_task(task_file(tmp_path, rows))
@@ -163,7 +210,17 @@ def run(tmp_path_factory):
 def test_a_comparison_is_printed_recorded_and_reported(run, model, tmp_path):
     task = task_file(tmp_path, ROWS)
     outputs = tmp_path / "outputs.jsonl"
-    words = [str(run), "--task", str(task), "--against", str(model), "-d", "cpu", "--outputs", str(outputs)]
+    words = [
+        str(run),
+        "--task",
+        str(task),
+        "--against",
+        str(model),
+        "-d",
+        "cpu",
+        "--outputs",
+        str(outputs),
+    ]
     found = CliRunner().invoke(command, [*words, "--json"])
     assert found.exit_code == 0, found.output
     shown = json.loads(found.stdout)
@@ -188,7 +245,10 @@ def test_a_comparison_is_printed_recorded_and_reported(run, model, tmp_path):
 
 
 def test_texts_are_compared_by_document_also_with_other_tokenizers(run, model, tmp_path):
-    rows = [{"text": text} for text in ("def f(x):\n    return x", "für Größe und so", "naïve café", "x = 1", "on")]
+    rows = [
+        {"text": text}
+        for text in ("def f(x):\n    return x", "für Größe und so", "naïve café", "x = 1", "on")
+    ]
     data = task_file(tmp_path, rows, "texts.jsonl")
     report = compare_on_texts(Named("ours", run), Named("theirs", model), data, use=CPU)
     (result,) = report.results
@@ -200,13 +260,19 @@ def test_texts_are_compared_by_document_also_with_other_tokenizers(run, model, t
         assert one.value == pytest.approx(scores.bits_per_byte, rel=1e-6)
     assert result.difference.test == "sign-flip-exact"
     assert result.difference.value == pytest.approx(result.model.value - result.against.value)
-    same = compare_on_texts(Named("ours", run), Named("ours", run), data, use=CPU).results[0].difference
+    same = (
+        compare_on_texts(Named("ours", run), Named("ours", run), data, use=CPU)
+        .results[0]
+        .difference
+    )
     assert same.p_value == 1.0 and same.value == 0.0
 
 
 def test_a_comparison_on_one_text_has_no_interval_and_a_report(run, model, tmp_path):
     (tmp_path / "one.txt").write_text("def f(x):\n    return x\n" * 9)
-    report = compare_on_texts(Named("ours", run), Named("theirs", model), tmp_path / "one.txt", use=CPU)
+    report = compare_on_texts(
+        Named("ours", run), Named("theirs", model), tmp_path / "one.txt", use=CPU
+    )
     assert report.results[0].model.low is None and report.results[0].difference.p_value is None
     assert f"{report.results[0].model.value:.4f}" in write_report(run).read_text()
 
@@ -217,27 +283,47 @@ def test_a_run_that_cannot_be_written_still_has_its_scores(run, tmp_path, monkey
 
     monkeypatch.setattr("bloomery.monitor.events.EventLog.__call__", full)
     report = evaluate_task(Named("ours", run), task_file(tmp_path, ROWS), Settings(), use=CPU)
-    assert "not recorded in the run: No space left on device" in report.notes and asdict(report)["results"]
+    assert (
+        "not recorded in the run: No space left on device" in report.notes
+        and asdict(report)["results"]
+    )
 
 
-def test_completions_are_decoded_by_the_core_of_generate_and_choices_are_not(run, tmp_path, monkeypatch):
+def test_completions_are_decoded_by_the_core_of_generate_and_choices_are_not(
+    run, tmp_path, monkeypatch
+):
     monkeypatch.setattr(compiled_step, "LEAST", 0)  # tiny models answer before the code is compiled
     said = {}
-    for name, rows in (("choices", ROWS), ("written", [{"question": "def f(x)", "answer": "return x"}])):
+    for name, rows in (
+        ("choices", ROWS),
+        ("written", [{"question": "def f(x)", "answer": "return x"}]),
+    ):
         said[name] = []
         settings = Settings(max_new_tokens=2)
-        evaluate_task(Named("ours", run), task_file(tmp_path, rows), settings, use=CPU, on_load=said[name].append)
+        evaluate_task(
+            Named("ours", run),
+            task_file(tmp_path, rows),
+            settings,
+            use=CPU,
+            on_load=said[name].append,
+        )
     assert any("decoding" in line for line in said["written"])
     assert not any("decoding" in line for line in said["choices"])
 
 
 @pytest.mark.parametrize(
     ("words", "where"),
-    [(["--shots", "2"], "--shots"), (["--outputs", "x"], "--outputs"), (["--task", "no-such.jsonl"], "no-such.jsonl"),
-     (["--task", "a.jsonl", "--data", "b"], "--task"), (["--against", "B", "--extract", "x"], "--extract"),
-     (["--lm-eval", "x", "--chat"], "--chat"), (["--task", "t", "--outputs", "no/such/a.jsonl"], "no/such"),
-     (["--task", "t", "--include-path", "d"], "--include-path")],
-)  # fmt: skip
+    [
+        (["--shots", "2"], "--shots"),
+        (["--outputs", "x"], "--outputs"),
+        (["--task", "no-such.jsonl"], "no-such.jsonl"),
+        (["--task", "a.jsonl", "--data", "b"], "--task"),
+        (["--against", "B", "--extract", "x"], "--extract"),
+        (["--lm-eval", "x", "--chat"], "--chat"),
+        (["--task", "t", "--outputs", "no/such/a.jsonl"], "no/such"),
+        (["--task", "t", "--include-path", "d"], "--include-path"),
+    ],
+)
 def test_flags_that_do_not_fit_are_named(model, words, where):
     found = CliRunner().invoke(command, [str(model), *words]).exception
     assert isinstance(found, UserError) and found.code == 2 and where in found.where

@@ -61,12 +61,17 @@ def left_behind(mark):
 
 
 def test_a_program_that_ends_passes_and_one_that_raises_fails():
-    assert run("import math, json, re, collections, itertools\nassert math.gcd(12, 18) == 6") is None
+    assert (
+        run("import math, json, re, collections, itertools\nassert math.gcd(12, 18) == 6") is None
+    )
     assert run("assert 1 == 2, 'no'") == "AssertionError: no"
     assert "SyntaxError" in run("def")
     assert "ModuleNotFoundError" in run("import statistics", banned=["statistics"])
     assert run("open('a.txt', 'w').write('x')\nassert open('/tmp/a.txt').read() == 'x'") is None
-    assert run("import os\nassert os.listdir('.') == [] and not os.environ.keys() - {'LC_CTYPE'}") is None
+    assert (
+        run("import os\nassert os.listdir('.') == [] and not os.environ.keys() - {'LC_CTYPE'}")
+        is None
+    )
     assert run("import sys\nassert not [p for p in sys.path if 'site-packages' in p]") is None
 
 
@@ -107,7 +112,7 @@ HOSTILE = {
     "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     "crash": "import ctypes\nctypes.string_at(0)",
     "a shell": "import subprocess\nsubprocess.run(['/bin/sh', '-c', 'true'], check=True)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(4)
@@ -121,10 +126,16 @@ def test_a_hostile_program_ends_fails_and_leaves_nothing(name, tmp_path, folders
     assert time.monotonic() - began < 15, "a busy machine starts a sandbox in a second"
     assert secret.read_text() == "untouched"
     assert not list(folders.iterdir())
-    assert not [child for child in psutil.Process().children(recursive=True) if "sandboxed.py" in str(child.cmdline())]
+    assert not [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "sandboxed.py" in str(child.cmdline())
+    ]
 
 
-TWICE = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate('ab') == 'abab'\n"
+TWICE = (
+    "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate('ab') == 'abab'\n"
+)
 CHEATS = {
     "names of the runner": "import __main__, os\nos.write(__main__.out, __main__.job['nonce'].encode())\nos._exit(0)",
     "every number in the frames": "import os, sys\nframe = sys._getframe()\nwhile frame:\n"
@@ -170,7 +181,7 @@ CHEATS = {
     "a value that holds itself": "a = []\na.append(a)\ndef f(x): return a",
     "a value without bound": "def f(x): return 'x' * 10**8",
     "a number without bound": "def f(x): return 1 << 10**8",
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(6)
@@ -181,8 +192,10 @@ def test_a_program_cannot_reach_its_verdict(name):
 
 def test_what_a_test_may_do_with_a_function():
     """Values there and back, changed arguments, exceptions, iterators, functions, classes, helpers of the prompt."""
-    prompt = "from fractions import Fraction\nimport datetime\n\nclass Odd(ValueError):\n    pass\n\n"
-    prompt += "def inverse(text):\n    return text[::-1]\n\ndef f(x, key=None):\n    \"\"\"Do.\"\"\"\n"
+    prompt = (
+        "from fractions import Fraction\nimport datetime\n\nclass Odd(ValueError):\n    pass\n\n"
+    )
+    prompt += 'def inverse(text):\n    return text[::-1]\n\ndef f(x, key=None):\n    """Do."""\n'
     program = f"""{prompt}    if key: return [key(each) for each in x]
     if isinstance(x, str): raise Odd(x)
     if isinstance(x, list): x.append(1); return None
@@ -222,7 +235,9 @@ def check(candidate):
     solution = "class Solution:\n    def f(self, x):\n        return x * 2\n"
     assert run_program(solution, test=TWICE, entry_point="Solution().f") is None
     assert "NameError" in run_program(solution, test=TWICE, entry_point="g")
-    assert "SyntaxError" in run_program(solution, test=TWICE, entry_point="f); import os; os._exit(0")
+    assert "SyntaxError" in run_program(
+        solution, test=TWICE, entry_point="f); import os; os._exit(0"
+    )
 
 
 def test_a_daemon_ends_with_its_program():
@@ -243,7 +258,7 @@ def test_a_daemon_ends_with_its_program():
 def test_the_sandbox_ends_with_the_process_that_asked(tmp_path):
     code = (
         "from bloomery.runs.tasks.items import Limits, run_program\n"
-        "run_program('import time, sys\\nimport os\\nos.execv(sys.executable, [sys.executable, \"-I\", \"-S\", \"-c\", "
+        'run_program(\'import time, sys\\nimport os\\nos.execv(sys.executable, [sys.executable, "-I", "-S", "-c", '
         "\"import time; time.sleep(600) # bloomery-orphan\"])', test='', entry_point='f', limits=Limits(seconds=500))"
     )
     asking = subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
@@ -268,7 +283,9 @@ def test_memory_of_files_and_processes_is_bounded():
 
 def test_a_system_without_namespaces_is_refused(monkeypatch, tmp_path):
     """A kernel that refuses is played by a script whose unshare fails."""
-    text = Path(sandboxed.__file__).read_text().replace("_libc.unshare(", "_libc.unshare(-1 + 0 * ", 1)
+    text = (
+        Path(sandboxed.__file__).read_text().replace("_libc.unshare(", "_libc.unshare(-1 + 0 * ", 1)
+    )
     (tmp_path / "sandboxed.py").write_text(text)
     monkeypatch.setattr(items, "__file__", str(tmp_path / "items.py"))
     with pytest.raises(UserError, match="no sandbox") as caught:
@@ -276,7 +293,9 @@ def test_a_system_without_namespaces_is_refused(monkeypatch, tmp_path):
     assert caught.value.where == "--run-code" and "Invalid argument" in caught.value.problem
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="becomes another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="becomes another user"
+)
 def test_a_user_without_rights_has_the_same_sandbox(tmp_path):
     """With the system's Python, which every user can start."""
     tmp_path.chmod(0o755)
@@ -303,10 +322,14 @@ programs = ["x = 1", "open('/etc/passwd')", "import os\\nwhile True: os.fork()",
             "import ctypes\\nassert ctypes.CDLL(None).mount(b'n', b'/tmp', b'tmpfs', 0, None) == 0", "while True: pass"]
 print(json.dumps([run(one) for one in programs]))
 """
-    found = subprocess.run(["/usr/bin/python3", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    found = subprocess.run(
+        ["/usr/bin/python3", "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
     answers = json.loads(found.stdout or "[]")
     assert len(answers) == 6, found.stderr
     if "refused" in answers[0]:
         pytest.skip(f"user namespaces are off: {answers[0]['refused']}")
     assert answers[0] == {"result": graded.PASSED}
-    assert all(one.get("result") != graded.PASSED and "refused" not in one for one in answers[1:]), answers
+    assert all(
+        one.get("result") != graded.PASSED and "refused" not in one for one in answers[1:]
+    ), answers

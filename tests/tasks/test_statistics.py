@@ -6,14 +6,30 @@ import math
 import numpy as np
 import pytest
 
-from bloomery.runs.tasks.statistics import Scores, compare, mcnemar, pass_at_k, shares, sign_flip, wilson
+from bloomery.runs.tasks.statistics import (
+    Scores,
+    compare,
+    mcnemar,
+    pass_at_k,
+    shares,
+    sign_flip,
+    wilson,
+)
 
 
-@pytest.mark.parametrize(  # R: prop.test(x, n, correct = FALSE)$conf.int; 81 of 263: Newcombe 1998, table I
+# R: prop.test(x, n, correct = FALSE)$conf.int; 81 of 263: Newcombe 1998, table I
+@pytest.mark.parametrize(
     ("successes", "count", "low", "high"),
-    [(5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662),
-     (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)  # fmt: skip
+    [
+        (5, 10, 0.2366, 0.7634),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
 def test_wilsons_interval_equals_published_figures(successes, count, low, high):
     found = wilson(successes, count)
     assert found == pytest.approx((low, high), abs=6e-5)
@@ -33,9 +49,12 @@ def test_mcnemar_is_the_two_sided_binomial_test():
 def test_few_signs_are_enumerated_and_many_are_drawn():
     parts = np.array([0.3, -0.1, 0.4, 0.2, -0.05])
     sums = [abs(np.dot(signs, parts)) for signs in itertools.product((1, -1), repeat=5)]
-    assert sign_flip(parts) == pytest.approx(np.mean([one >= abs(parts.sum()) - 1e-12 for one in sums]))
+    assert sign_flip(parts) == pytest.approx(
+        np.mean([one >= abs(parts.sum()) - 1e-12 for one in sums])
+    )
     many = np.random.default_rng(1).normal(0.25, 1.0, 60)
-    normal = math.erfc(abs(many.sum()) / math.sqrt((many**2).sum()) / math.sqrt(2))  # the sum's limit under flips
+    # the sum's limit under flips
+    normal = math.erfc(abs(many.sum()) / math.sqrt((many**2).sum()) / math.sqrt(2))
     assert sign_flip(many) == pytest.approx(normal, abs=0.015)
 
 
@@ -44,7 +63,9 @@ def test_pass_at_k_is_the_mean_over_all_subsets():
         for k in range(1, samples + 1):
             if correct <= samples:
                 drawn = list(itertools.combinations([n < correct for n in range(samples)], k))
-                assert pass_at_k(samples, correct, k) == pytest.approx(np.mean([any(one) for one in drawn]))
+                assert pass_at_k(samples, correct, k) == pytest.approx(
+                    np.mean([any(one) for one in drawn])
+                )
 
 
 def test_a_ratio_of_sums_has_a_bootstrap_interval_that_covers():
@@ -59,7 +80,10 @@ def test_a_ratio_of_sums_has_a_bootstrap_interval_that_covers():
 
 
 def test_a_comparison_of_shares_counts_the_items_on_which_the_models_disagree():
-    first, second = shares("acc", [True] * 12 + [False] * 4), shares("acc", [True] * 2 + [False] * 12 + [True] * 2)
+    first, second = (
+        shares("acc", [True] * 12 + [False] * 4),
+        shares("acc", [True] * 2 + [False] * 12 + [True] * 2),
+    )
     found = compare(first, second)
     assert found.test == "mcnemar-exact" and (found.better, found.worse) == (10, 2)
     assert found.value == pytest.approx(8 / 16) and found.p_value == pytest.approx(mcnemar(10, 2))

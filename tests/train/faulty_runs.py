@@ -16,15 +16,22 @@ from bloomery.plan.explained import diagnosis_facts
 from bloomery.train import context
 
 STEPS = 200
-ONE_PIECE = {"micro_batch_size": 4, "accumulation": 1}  # a step of four sequences takes less time than two of two
+# a step of four sequences takes less time than two of two
+ONE_PIECE = {"micro_batch_size": 4, "accumulation": 1}
 Change = Callable[[Batch], Batch]
 
 
 def healthy_plan(prepared: Path, **sections):
     """The tiny model on the tiny corpus: two hundred steps of 128 tokens."""
-    plain = {"eval": {"every_steps": 1000}, "checkpoint": {"every_steps": 1000}, "logging": {"every_steps": 10}}
+    plain = {
+        "eval": {"every_steps": 1000},
+        "checkpoint": {"every_steps": 1000},
+        "logging": {"every_steps": 10},
+    }
     given = {"config": tiny_config(vocab_size=300, num_layers=1)} | plain | sections
-    return tiny_plan(prepared, **given | {"train": {"steps": STEPS, **ONE_PIECE} | sections.get("train", {})})
+    return tiny_plan(
+        prepared, **given | {"train": {"steps": STEPS, **ONE_PIECE} | sections.get("train", {})}
+    )
 
 
 def said(plan, folder: Path) -> tuple[str, ...]:
@@ -54,7 +61,9 @@ def all_masked(batch: Batch) -> Batch:
 
 def shuffled_tokens(batch: Batch) -> Batch:
     """The tokens of a row in an order of chance, labels made from that order."""
-    order = torch.randperm(batch.tokens.shape[1], generator=torch.Generator().manual_seed(int(batch.tokens.sum())))
+    order = torch.randperm(
+        batch.tokens.shape[1], generator=torch.Generator().manual_seed(int(batch.tokens.sum()))
+    )
     stream = torch.cat([batch.tokens, batch.labels[:, -1:]], 1)
     tokens = stream[:, order]
     labels = torch.cat([tokens[:, 1:], stream[:, -1:]], 1)
@@ -69,7 +78,9 @@ def shuffled_inputs(batch: Batch) -> Batch:
 
 def through_the_loader(monkeypatch, change: Change) -> None:
     read = Loader.batch
-    monkeypatch.setattr(Loader, "batch", lambda *words, **settings: change(read(*words, **settings)))
+    monkeypatch.setattr(
+        Loader, "batch", lambda *words, **settings: change(read(*words, **settings))
+    )
 
 
 def through_the_objective(monkeypatch, change: Change) -> None:

@@ -16,11 +16,15 @@ from bloomery.model.io.weights import fresh_decoder, load_decoder
 def merged(model: Decoder) -> Decoder:
     """A plain decoder with the merged weights."""
     plain = fresh_decoder(model.config, seed=0)
-    plain.load_state_dict(merged_state(model, torch.float32), strict=not model.config.tie_embeddings)
+    plain.load_state_dict(
+        merged_state(model, torch.float32), strict=not model.config.tie_embeddings
+    )
     return plain.eval()
 
 
-def assert_opens_in_peft(base: Path, checkpoint: Path, tokens_BT: Tensor, *, merged_within: float = 1e-4) -> None:
+def assert_opens_in_peft(
+    base: Path, checkpoint: Path, tokens_BT: Tensor, *, merged_within: float = 1e-4
+) -> None:
     """The adapter changes something, and PEFT on transformers, our decoder and the merged one compute the same."""
     plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
     before = plain(tokens_BT).logits

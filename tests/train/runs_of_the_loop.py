@@ -25,7 +25,13 @@ class Run:
     """One call of the loop, with what it told."""
 
     def __init__(
-        self, plan, folder: Path, *, stop_after: int | None = None, resume_from: Path | None = None, clock=None
+        self,
+        plan,
+        folder: Path,
+        *,
+        stop_after: int | None = None,
+        resume_from: Path | None = None,
+        clock=None,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self.events = folder, []
@@ -37,7 +43,9 @@ class Run:
                 clock.hears(event)
 
         timer = None if clock is None else Timer(clock.now, lambda: clock.now)
-        self.outcome = run(plan, run_dir=folder, emit=emit, stop=stop, resume_from=resume_from, timer=timer)
+        self.outcome = run(
+            plan, run_dir=folder, emit=emit, stop=stop, resume_from=resume_from, timer=timer
+        )
 
     def of(self, kind) -> list:
         return [event for event in self.events if isinstance(event, kind)]
@@ -58,7 +66,11 @@ class Run:
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All that the checkpoint holds, by file and name."""
         files = self.checkpoint(step).glob("*.safetensors")
-        return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+        return {
+            f"{file.stem}/{name}": tensor
+            for file in files
+            for name, tensor in load_file(file).items()
+        }
 
 
 def assert_same_tensors(a: dict, b: dict) -> None:
@@ -80,7 +92,12 @@ def resumed_bitwise(plan, folder: Path) -> Run:
 def crossed(*axes: Mapping[str, object], quick: str) -> list:
     """Each combination of the axes' values as a parameter; those not named in `quick` are for `make soak`."""
     named = quick.split()
-    cases = [("-".join(part[0] for part in each), [part[1] for part in each])
-             for each in itertools.product(*(axis.items() for axis in axes))]  # fmt: skip
+    cases = [
+        ("-".join(part[0] for part in each), [part[1] for part in each])
+        for each in itertools.product(*(axis.items() for axis in axes))
+    ]
     assert {name for name, _ in cases} >= set(named)
-    return [pytest.param(*values, id=name, marks=[] if name in named else pytest.mark.soak) for name, values in cases]
+    return [
+        pytest.param(*values, id=name, marks=[] if name in named else pytest.mark.soak)
+        for name, values in cases
+    ]

@@ -27,13 +27,17 @@ def write_answers(folder: Path, like: Path, kind: str, *, units: int = 40, seed:
             shutil.copy(path, folder / path.name)
     numbers, records = np.random.default_rng(seed), {}
     for split, count in (("train", units), ("validation", max(4, units // 5))):
-        writer = SplitWriter(folder, split, source.dtype, source.shard_tokens, SplitProgress(), kind)
+        writer = SplitWriter(
+            folder, split, source.dtype, source.shard_tokens, SplitProgress(), kind
+        )
         writer.begin_part()
         for unit in range(count):
             prompt = numbers.integers(100, 120, int(numbers.integers(2, 5)))
             for side in range(1 if kind == "chat" else 2):
                 low = side == 0 if kind != "kto" else (unit + side) % 2 == 0
-                answer = numbers.integers(*(20, 40) if low else (200, 220), int(numbers.integers(2, 6)))
+                answer = numbers.integers(
+                    *(20, 40) if low else (200, 220), int(numbers.integers(2, 6))
+                )
                 ids = np.concatenate([prompt, answer]).astype(source.dtype)
                 loss_mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
                 mark = np.array([unit % 2 == 0], np.uint8)

@@ -12,17 +12,25 @@ SHAPES = [(24, 40), (40, 24), (24, 40), (7,), (7,), (1, 5), (3, 4, 6), (24, 40)]
 
 def parameters(dtype=torch.float32, shapes=SHAPES) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return [nn.Parameter((torch.randn(shape, generator=generator) * 0.3).to(dtype)) for shape in shapes]
+    return [
+        nn.Parameter((torch.randn(shape, generator=generator) * 0.3).to(dtype)) for shape in shapes
+    ]
 
 
 def give(some: list[nn.Parameter], step: int, size: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in some:
-        rows = torch.rand((parameter.shape[0],) + (1,) * (parameter.ndim - 1), generator=generator) * 3
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * rows * size).to(parameter.dtype)
+        rows = (
+            torch.rand((parameter.shape[0],) + (1,) * (parameter.ndim - 1), generator=generator) * 3
+        )
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * rows * size).to(
+            parameter.dtype
+        )
 
 
-def ours(some: list[nn.Parameter], *, lr: float = 0.05, decay: float = 0.1, stochastic: bool = False) -> Adafactor:
+def ours(
+    some: list[nn.Parameter], *, lr: float = 0.05, decay: float = 0.1, stochastic: bool = False
+) -> Adafactor:
     names = {p: str(i) for i, p in enumerate(some)}
     groups: list = [{"params": some}]
     return Adafactor(groups, lr=lr, weight_decay=decay, rounding=Rounding(names, 3, stochastic))
@@ -47,7 +55,9 @@ def test_equals_torchs_in_float32(monkeypatch, piece, lr, gpu):
     for a, b in zip(mine, theirs, strict=True):
         for slot in ("row_var", "col_var", "variance"):
             if slot in other.state[b]:
-                torch.testing.assert_close(one.state[a][slot], other.state[b][slot], atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(
+                    one.state[a][slot], other.state[b][slot], atol=1e-6, rtol=1e-5
+                )
 
 
 def test_rows_that_never_had_a_gradient_stay_and_small_gradients_are_not_damped():

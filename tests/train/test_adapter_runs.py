@@ -27,27 +27,47 @@ def base(tmp_path_factory):
 def adapter_plan(prepared, base, *, adapter=None, **sections):
     facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": TARGETS} | (adapter or {})
     sections["model"] = {"source": base} | sections.get("model", {})
-    return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update={"adapter": Lora(**facts)})
+    return tiny_plan(prepared, config=CONFIG, **sections).model_copy(
+        update={"adapter": Lora(**facts)}
+    )
 
 
-@pytest.mark.parametrize(("adapter", "precision"), crossed(
-    {"rslora": {"dropout": 0.2, "use_rslora": True}, "dora": {"kind": "dora"},
-     "pissa": {"init": "pissa", "dtype": "bfloat16"}, "whole": {"modules_to_save": ["embed_tokens", "norms"]}},
-    {name: name for name in ("float32", "bfloat16", "bfloat16-pure", "float16")},
-    quick="rslora-bfloat16 dora-float16 pissa-bfloat16-pure whole-float32",
-))  # fmt: skip
-def test_a_resumed_adapter_equals_the_undisturbed_one_bitwise(prepared, base, tmp_path, adapter, precision):
+@pytest.mark.parametrize(
+    ("adapter", "precision"),
+    crossed(
+        {
+            "rslora": {"dropout": 0.2, "use_rslora": True},
+            "dora": {"kind": "dora"},
+            "pissa": {"init": "pissa", "dtype": "bfloat16"},
+            "whole": {"modules_to_save": ["embed_tokens", "norms"]},
+        },
+        {name: name for name in ("float32", "bfloat16", "bfloat16-pure", "float16")},
+        quick="rslora-bfloat16 dora-float16 pissa-bfloat16-pure whole-float32",
+    ),
+)
+def test_a_resumed_adapter_equals_the_undisturbed_one_bitwise(
+    prepared, base, tmp_path, adapter, precision
+):
     plan = adapter_plan(prepared, base, adapter=adapter, train={"steps": 5, "precision": precision})
     losses = resumed_bitwise(plan, tmp_path).losses()
     assert losses[5] < losses[1]
 
 
-@pytest.mark.parametrize("adapter", [
-    {}, {"kind": "dora", "use_rslora": True}, {"init": "pissa"}, {"modules_to_save": ["embed_tokens", "norms"]},
-    {"target_modules": ["model.layers.0.*_proj", "model.layers.1.self_attn.q_proj"]},
-], ids=["lora", "dora", "pissa", "whole", "pattern"])  # fmt: skip
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {},
+        {"kind": "dora", "use_rslora": True},
+        {"init": "pissa"},
+        {"modules_to_save": ["embed_tokens", "norms"]},
+        {"target_modules": ["model.layers.0.*_proj", "model.layers.1.self_attn.q_proj"]},
+    ],
+    ids=["lora", "dora", "pissa", "whole", "pattern"],
+)
 def test_peft_opens_a_checkpoint_and_computes_the_same(prepared, base, tmp_path, adapter):
-    plan = adapter_plan(prepared, base, adapter=adapter, train={"steps": 3}, optimizer={"learning_rate": 0.03})
+    plan = adapter_plan(
+        prepared, base, adapter=adapter, train={"steps": 3}, optimizer={"learning_rate": 0.03}
+    )
     folder = Run(plan, tmp_path / "run").checkpoint(3)
     ours = build_state(plan, resume_from=folder).model_and_optimizer.model.eval()
     reference = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
@@ -57,23 +77,38 @@ def test_peft_opens_a_checkpoint_and_computes_the_same(prepared, base, tmp_path,
         theirs = PeftModel.from_pretrained(reference, folder).eval()(tokens).logits
     assert (mine - plain).abs().max() > 1e-2
     assert torch.allclose(mine, theirs, atol=1e-5, rtol=0), float((mine - theirs).abs().max())
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert json.loads((folder / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(base)
     assert not (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("precision", "frozen", "trained"), [
-    ("float32", "float32", "float32"), ("bfloat16", "bfloat16", "float32"), ("float16", "float16", "float32"),
-    ("bfloat16-pure", "bfloat16", "bfloat16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "frozen", "trained"),
+    [
+        ("float32", "float32", "float32"),
+        ("bfloat16", "bfloat16", "float32"),
+        ("float16", "float16", "float32"),
+        ("bfloat16-pure", "bfloat16", "bfloat16"),
+    ],
+)
 def test_frozen_weights_are_kept_as_products_read_them(base, precision, frozen, trained):
-    plan = adapter_plan(base, base, adapter={"modules_to_save": ["norm"]}, train={"precision": precision})
+    plan = adapter_plan(
+        base, base, adapter={"modules_to_save": ["norm"]}, train={"precision": precision}
+    )
     model = empty_model(plan)
     layer = model.model.layers[0]
-    assert layer.mlp.up_proj.weight.dtype is layer.self_attn.q_proj.weight.dtype is getattr(torch, frozen)
+    assert (
+        layer.mlp.up_proj.weight.dtype
+        is layer.self_attn.q_proj.weight.dtype
+        is getattr(torch, frozen)
+    )
     assert model.model.norm.weight.dtype is getattr(torch, trained)
     assert layer.self_attn.q_proj.lora_A.dtype is torch.float32
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.lm_head.weight.dtype is (torch.float32 if precision == "float16" else getattr(torch, frozen))
+    assert model.lm_head.weight.dtype is (
+        torch.float32 if precision == "float16" else getattr(torch, frozen)
+    )
 
 
 def test_only_the_adapter_is_trained_and_remembered(prepared, base, tmp_path):

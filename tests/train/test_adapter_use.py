@@ -29,9 +29,16 @@ def tuned(prepared, tmp_path_factory):
     write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, folder / "base")
     for file in prepared.glob("tokenizer*"):
         shutil.copy(file, folder / "base")
-    plan = tiny_plan(prepared, config=CONFIG, model={"source": folder / "base"}, train={"steps": 3},
-                     optimizer={"learning_rate": 0.03})  # fmt: skip
-    lora = Lora(kind="dora", rank=4, alpha=8, target_modules=["all-linear"], modules_to_save=["norm"])
+    plan = tiny_plan(
+        prepared,
+        config=CONFIG,
+        model={"source": folder / "base"},
+        train={"steps": 3},
+        optimizer={"learning_rate": 0.03},
+    )
+    lora = Lora(
+        kind="dora", rank=4, alpha=8, target_modules=["all-linear"], modules_to_save=["norm"]
+    )
     plan = plan.model_copy(update={"adapter": lora})
     run = Run(plan, folder / "run")
     (folder / "run" / "recipe.yaml").write_text("{}")
@@ -66,7 +73,9 @@ def test_base_plus_adapter_chooses_the_base(tuned, tmp_path):
     moved = shutil.copytree(base, tmp_path / "moved")
     adapter = shutil.copytree(run.checkpoint(3), tmp_path / "a+b")
     config = adapter / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "/gone"}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "/gone"})
+    )
     with pytest.raises(UserError, match="damaged checkpoint"):
         load_model(model_path(str(adapter)))
     (adapter / "MANIFEST.json").unlink()  # a folder that was changed on purpose

@@ -36,10 +36,18 @@ MARKED = [
     {"prompt": "w20", "completion": " w21 w22 w3", "label": True},
 ]
 SIZES = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "initializer_range": 0.6, "max_position_embeddings": 64, "pad_token_id": 60,
-    "eos_token_id": 61, "bos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.6,
+    "max_position_embeddings": 64,
+    "pad_token_id": 60,
+    "eos_token_id": 61,
+    "bos_token_id": None,
+}
 
 
 def tokenizer():
@@ -62,7 +70,9 @@ def ours(theirs, folder: Path):
 
 def trainer(kind, config, folder: Path, rows: list[dict], *, seeds=(0, 1), **more):
     names = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "bf16": False}
-    settings = config(**names, per_device_train_batch_size=len(rows), gradient_checkpointing=False, **more)
+    settings = config(
+        **names, per_device_train_batch_size=len(rows), gradient_checkpointing=False, **more
+    )
     models = {"model": llama(seeds[0])} | (
         {"ref_model": llama(seeds[1])} if kind in (trl.DPOTrainer, trl.KTOTrainer) else {}
     )
@@ -75,7 +85,10 @@ def trainer(kind, config, folder: Path, rows: list[dict], *, seeds=(0, 1), **mor
 def batch_of(texts: list[tuple[list[int], list[bool]]], per_row: int = 2) -> Batch:
     """Texts (ids, which of them are learned), so many in a row of 32."""
     rows, length = len(texts) // per_row, 32
-    numbers = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "labels", "positions")}
+    numbers = {
+        name: torch.zeros(rows, length, dtype=torch.int64)
+        for name in ("tokens", "labels", "positions")
+    }
     documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
     loss_mask = torch.zeros(rows, length)
     for row in range(rows):
@@ -106,7 +119,9 @@ def interleaved(first: list, second: list) -> list:
 def loss_of(asked, batch: Batch, policy, start=None) -> LossParts:
     if start is not None:
         head = LabelScores(batch.labels, batch.loss_mask, 64)
-        reference = start(batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head)
+        reference = start(
+            batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head
+        )
         batch = Batch(**vars(batch) | {"reference": reference})
     objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
     return compute_loss(policy, batch, objective, precision="float32")
@@ -114,21 +129,33 @@ def loss_of(asked, batch: Batch, policy, start=None) -> LossParts:
 
 @pytest.mark.parametrize(("kind", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
 def test_dpo_and_ipo(kind, loss_type, tmp_path):
-    made, inputs = trainer(trl.DPOTrainer, trl.DPOConfig, tmp_path, PAIRS, loss_type=loss_type, beta=0.3)
+    made, inputs = trainer(
+        trl.DPOTrainer, trl.DPOConfig, tmp_path, PAIRS, loss_type=loss_type, beta=0.3
+    )
     with torch.no_grad():
         expected = made._compute_loss(made.model, dict(inputs), False).item()
     texts = texts_of(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
     batch = batch_of(interleaved(texts[:3], texts[3:]))
-    parts = loss_of(Preference(kind=kind, beta=0.3), batch, *(ours(llama(n), tmp_path / str(n)) for n in (0, 1)))
+    parts = loss_of(
+        Preference(kind=kind, beta=0.3), batch, *(ours(llama(n), tmp_path / str(n)) for n in (0, 1))
+    )
     assert parts.count == 3
     assert parts.total.item() / 3 == pytest.approx(expected, abs=1e-4)
     told = {name: made._metrics["eval"][f"rewards/{theirs}"][0] for name, theirs in NAMES.items()}
     if kind == "dpo":  # TRL tells IPO's rewards of sums
         assert means(parts.metrics) == pytest.approx(told, abs=1e-4)
-    assert means(parts.metrics)["accuracy"] == pytest.approx(told["accuracy"], abs=1e-4) or kind == "ipo"
+    assert (
+        means(parts.metrics)["accuracy"] == pytest.approx(told["accuracy"], abs=1e-4)
+        or kind == "ipo"
+    )
 
 
-NAMES = {"accuracy": "accuracies", "margin": "margins", "chosen_reward": "chosen", "rejected_reward": "rejected"}
+NAMES = {
+    "accuracy": "accuracies",
+    "margin": "margins",
+    "chosen_reward": "chosen",
+    "rejected_reward": "rejected",
+}
 
 
 @pytest.mark.parametrize("seeds", [(0, 1), (1, 0)])
@@ -138,15 +165,20 @@ def test_kto(seeds, tmp_path):
     with torch.no_grad():
         expected = made._compute_loss(made.model, dict(inputs), False).item()
     own = texts_of(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
-    twins = texts_of(inputs["KL_input_ids"], inputs["KL_attention_mask"], inputs["KL_completion_mask"])
+    twins = texts_of(
+        inputs["KL_input_ids"], inputs["KL_attention_mask"], inputs["KL_completion_mask"]
+    )
     batch = batch_of(interleaved(own, twins))
     marks = inputs["label"].repeat_interleave(2)[batch.sequences.clamp(min=0)].long()
     batch = Batch(**vars(batch) | {"kto_labels": marks})
-    parts = loss_of(Kto(kind="kto", **more), batch, *(ours(llama(n), tmp_path / str(n)) for n in seeds))
+    parts = loss_of(
+        Kto(kind="kto", **more), batch, *(ours(llama(n), tmp_path / str(n)) for n in seeds)
+    )
     assert parts.total.item() / 3 == pytest.approx(expected, abs=1e-4)
     told = means(parts.metrics)
     assert told["kl"] == pytest.approx(made._metrics["eval"]["kl"][0], abs=1e-4)
-    assert (told["kl"] > 0) == (seeds == (1, 0))  # of one the clamp is tested, of the other the estimate
+    # of one the clamp is tested, of the other the estimate
+    assert (told["kl"] > 0) == (seeds == (1, 0))
     for ours_, theirs in (("chosen_reward", "chosen"), ("rejected_reward", "rejected")):
         assert told[ours_] == pytest.approx(made._metrics["eval"][f"rewards/{theirs}"][0], abs=1e-4)
 
@@ -154,15 +186,29 @@ def test_kto(seeds, tmp_path):
 def test_simpo(tmp_path):
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-    more = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.7, "max_length": 32}
+    more = {
+        "loss_type": "simpo",
+        "cpo_alpha": 0.0,
+        "beta": 2.0,
+        "simpo_gamma": 0.7,
+        "max_length": 32,
+    }
     made, inputs = trainer(CPOTrainer, CPOConfig, tmp_path, PAIRS, **more)
     with torch.no_grad():
         expected, _ = made.get_batch_loss_metrics(made.model, inputs)
     texts = [
-        texts_of(inputs[f"{side}_input_ids"], inputs[f"{side}_attention_mask"], inputs[f"{side}_labels"] != -100)
+        texts_of(
+            inputs[f"{side}_input_ids"],
+            inputs[f"{side}_attention_mask"],
+            inputs[f"{side}_labels"] != -100,
+        )
         for side in ("chosen", "rejected")
     ]
-    parts = loss_of(SimPo(kind="simpo", beta=2.0, gamma=0.7), batch_of(interleaved(*texts)), ours(llama(0), tmp_path))
+    parts = loss_of(
+        SimPo(kind="simpo", beta=2.0, gamma=0.7),
+        batch_of(interleaved(*texts)),
+        ours(llama(0), tmp_path),
+    )
     assert parts.total.item() / 3 == pytest.approx(expected.item(), abs=1e-4)
 
 
@@ -177,8 +223,14 @@ def test_orpo(tmp_path):
     with torch.no_grad():
         expected, _ = made.get_batch_loss_metrics(made.model, inputs)
     texts = [
-        texts_of(inputs[f"{side}_input_ids"], inputs[f"{side}_attention_mask"], inputs[f"{side}_labels"] != -100)
+        texts_of(
+            inputs[f"{side}_input_ids"],
+            inputs[f"{side}_attention_mask"],
+            inputs[f"{side}_labels"] != -100,
+        )
         for side in ("chosen", "rejected")
     ]
-    parts = loss_of(OrPo(kind="orpo", beta=0.4), batch_of(interleaved(*texts)), ours(llama(0), tmp_path))
+    parts = loss_of(
+        OrPo(kind="orpo", beta=0.4), batch_of(interleaved(*texts)), ours(llama(0), tmp_path)
+    )
     assert parts.total.item() / 3 == pytest.approx(expected.item(), abs=1e-4)

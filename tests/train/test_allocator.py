@@ -27,7 +27,12 @@ STATS = {
 def test_what_lies_between_tensors_is_fragmentation_and_a_free_segment_is_not():
     told = allocator_sample(STATS, step=7, device=(1, "RX 6700 XT"))
     assert (told.step, told.device, told.name) == (7, 1, "RX 6700 XT")
-    assert (told.allocated_gib, told.reserved_gib, told.fragmentation, told.alloc_retries) == (3.0, 8.0, 0.25, 4)
+    assert (told.allocated_gib, told.reserved_gib, told.fragmentation, told.alloc_retries) == (
+        3.0,
+        8.0,
+        0.25,
+        4,
+    )
     assert told.memory_gib is None and told.seconds == 0
     assert allocator_sample({}, step=1, device=(0, "")).fragmentation == 0
 
@@ -43,19 +48,30 @@ def test_a_run_on_a_gpu_tells_it_beside_each_of_its_vitals(prepared, tmp_path, m
 
     def on_a_gpu(plan, *rest, began):
         made = opened(plan, *rest, began=began)
-        made.plan = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
+        made.plan = plan.model_copy(
+            update={"train": plan.train.model_copy(update={"device": "cuda"})}
+        )
         return made
 
     monkeypatch.setattr(loop, "open_context", on_a_gpu)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: STATS)
     monkeypatch.setattr(context, "peak_memory_gib", lambda device: 0.0)
     run = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 4}), tmp_path / "run")
-    assert [event.step for event in run.of(DeviceStats)] == [event.step for event in run.of(StepHealth)] != []
+    assert (
+        [event.step for event in run.of(DeviceStats)]
+        == [event.step for event in run.of(StepHealth)]
+        != []
+    )
     assert run.of(DeviceStats)[0].reserved_gib == 8.0
 
 
 def test_on_a_processor_there_is_none(prepared, tmp_path):
-    assert Run(tiny_plan(prepared, config=CONFIG, train={"steps": 2}), tmp_path / "run").of(DeviceStats) == []
+    assert (
+        Run(tiny_plan(prepared, config=CONFIG, train={"steps": 2}), tmp_path / "run").of(
+            DeviceStats
+        )
+        == []
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +93,9 @@ held = bytearray(b"x") * 2**28
 print(before, after - before, peak_memory_gib("cpu") - before)
 """
     large = bytearray(b"x") * 2**30  # touched, so that this process holds it while the child begins
-    said = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True
+    ).stdout
     del large
     return [float(word) for word in said.split()]
 
@@ -86,7 +104,9 @@ def test_a_process_does_not_count_the_memory_of_the_one_that_started_it(told):
     assert 0.05 < told[0] < 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="Linux alone says what pages of files take")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").is_file(), reason="Linux alone says what pages of files take"
+)
 def test_pages_of_files_that_the_kernel_can_drop_are_no_memory_of_a_process(told):
     # Of libtorch the kernel maps 80 or 112 MB, by how its cache holds the file.
     _start, mapped, held = told

@@ -33,9 +33,18 @@ from ranks import on_ranks, train
 
 CONFIG_OF_RANKS = tiny_config(vocab_size=300)  # without dropout, which differs from rank to rank
 INTERVALS = [
-    *((Duration(c, "steps"), Duration(e, "steps")) for c, e in ((1000, 500), (7, 3), (10, 4), (25, 25), (9, 50))),
-    *((Duration(c, "percent"), Duration(e, "percent")) for c, e in ((25, 12.5), (20, 5), (33, 10), (10, 10), (5, 20))),
-    *((Duration(c, "epochs"), Duration(e, "epochs")) for c, e in ((1, 0.5), (1, 0.3), (0.7, 0.2), (0.5, 1))),
+    *(
+        (Duration(c, "steps"), Duration(e, "steps"))
+        for c, e in ((1000, 500), (7, 3), (10, 4), (25, 25), (9, 50))
+    ),
+    *(
+        (Duration(c, "percent"), Duration(e, "percent"))
+        for c, e in ((25, 12.5), (20, 5), (33, 10), (10, 10), (5, 20))
+    ),
+    *(
+        (Duration(c, "epochs"), Duration(e, "epochs"))
+        for c, e in ((1, 0.5), (1, 0.3), (0.7, 0.2), (0.5, 1))
+    ),
     (Duration(20, "percent"), Duration(6, "steps")),
     (Duration(1, "epochs"), Duration(10, "percent")),
     (Duration(40, "steps"), Duration(0.25, "epochs")),
@@ -47,7 +56,11 @@ def test_checkpoints_are_evaluated_at_any_length(checkpoint, evaluation_every):
     """A checkpoint interval that is not shorter is the nearest multiple; a shorter one limits what a crash repeats."""
     for steps in range(1, 501):
         scale = Scale(
-            tokens_per_step=512, sequences_per_step=8, sequences_per_epoch=197, steps=steps, step_seconds=None
+            tokens_per_step=512,
+            sequences_per_step=8,
+            sequences_per_epoch=197,
+            steps=steps,
+            step_seconds=None,
         )
         asked = steps_of(checkpoint, scale, key="checkpoint.every")
         evaluates = steps_of(evaluation_every, scale, key="eval.every")
@@ -90,13 +103,21 @@ def test_the_first_evaluation_of_a_run_that_overfits_is_kept(prepared, tmp_path,
     losses = {step: 7.0 + step / 100 for step in range(1, 25)}
     scripted(monkeypatch, losses)
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": 23}, eval={"every_steps": 3}, checkpoint={"every_steps": 6, "keep": 1}
+        prepared,
+        config=CONFIG,
+        train={"steps": 23},
+        eval={"every_steps": 3},
+        checkpoint={"every_steps": 6, "keep": 1},
     )
     whole = Run(plan, tmp_path / "run")
     assert_one_best(tmp_path / "run", 3, losses)
     assert [(event.step, event.best, event.weights_only) for event in whole.of(Saved)] == [
-        (3, True, True), (6, False, False), (12, False, False), (18, False, False), (23, False, False),
-    ]  # fmt: skip
+        (3, True, True),
+        (6, False, False),
+        (12, False, False),
+        (18, False, False),
+        (23, False, False),
+    ]
     checkpoints = tmp_path / "run" / "checkpoints"
     assert (saved_steps(checkpoints), best_weight_steps(checkpoints)) == ([23], [3])
     assert metrics_of(summary_of(whole.events))["best_eval"]["step"] == 3
@@ -110,10 +131,17 @@ def test_the_first_evaluation_of_a_run_that_overfits_is_kept(prepared, tmp_path,
 def test_the_best_weights_are_those_of_their_step(prepared, tmp_path, monkeypatch):
     """Oracle: a run that ends at the best step."""
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": 4}, optimizer={"schedule": "constant"},
-        eval={"every_steps": 2}, checkpoint={"every_steps": 4},
-    )  # fmt: skip
-    Run(plan.model_copy(update={"train": plan.train.model_copy(update={"steps": 2})}), tmp_path / "two")
+        prepared,
+        config=CONFIG,
+        train={"steps": 4},
+        optimizer={"schedule": "constant"},
+        eval={"every_steps": 2},
+        checkpoint={"every_steps": 4},
+    )
+    Run(
+        plan.model_copy(update={"train": plan.train.model_copy(update={"steps": 2})}),
+        tmp_path / "two",
+    )
     scripted(monkeypatch, {2: 1.0, 4: 2.0})
     Run(plan, tmp_path / "four")
     best, two = model_folder(tmp_path / "four"), tmp_path / "two/checkpoints/step-00000002"
@@ -129,7 +157,9 @@ class Killed(BaseException):
 PLACES = ["put_in_place", "note_best", "seal", "remove_folder", "nowhere"]
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))])
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 40))]
+)
 def test_any_run_that_is_killed_anywhere_keeps_its_best(prepared, tmp_path, monkeypatch, seed):
     """Random losses, intervals, kills during and between saves; after each kill a reader finds a whole best model."""
     dice = random.Random(seed)
@@ -138,10 +168,16 @@ def test_any_run_that_is_killed_anywhere_keeps_its_best(prepared, tmp_path, monk
     scripted(monkeypatch, losses)
     every = dice.randint(1, 5)
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": steps}, eval={"every_steps": every},
-        checkpoint={"every_steps": dice.choice([every, 2 * every, 3 * every, 4]), "keep": dice.randint(1, 3),
-                    "async_save": dice.random() < 0.5},
-    )  # fmt: skip
+        prepared,
+        config=CONFIG,
+        train={"steps": steps},
+        eval={"every_steps": every},
+        checkpoint={
+            "every_steps": dice.choice([every, 2 * every, 3 * every, 4]),
+            "keep": dice.randint(1, 3),
+            "async_save": dice.random() < 0.5,
+        },
+    )
     undisturbed = Run(plan, tmp_path / "undisturbed")
     best = lowest(undisturbed.events)
     assert_one_best(tmp_path / "undisturbed", best, losses)
@@ -172,8 +208,13 @@ def test_any_run_that_is_killed_anywhere_keeps_its_best(prepared, tmp_path, monk
             newest = newest_valid(folder / "checkpoints", on_damage=print)
             polls_left = iter(range(dice.randint(1, 2 * steps)))
             with suppress(Killed):
-                run(plan, run_dir=folder, emit=events.append, resume_from=newest,
-                    stop=lambda left=polls_left: next(left, None) is None)  # fmt: skip
+                run(
+                    plan,
+                    run_dir=folder,
+                    emit=events.append,
+                    resume_from=newest,
+                    stop=lambda left=polls_left: next(left, None) is None,
+                )
         on_disk = best_on_disk(folder / "checkpoints")
         if on_disk is not None:
             assert_one_best(folder, on_disk, losses)
@@ -181,7 +222,10 @@ def test_any_run_that_is_killed_anywhere_keeps_its_best(prepared, tmp_path, monk
             summary.best_saved = on_disk
             assert summary.best.step == on_disk, "the report and metrics.json name what is on disk"
     newest = newest_valid(folder / "checkpoints", on_damage=print)
-    assert run(plan, run_dir=folder, emit=events.append, resume_from=newest, stop=lambda: False) == "done"
+    assert (
+        run(plan, run_dir=folder, emit=events.append, resume_from=newest, stop=lambda: False)
+        == "done"
+    )
     assert_one_best(folder, best, losses)
     assert summary_of(events).best.step == best
 
@@ -191,7 +235,11 @@ def test_a_resume_from_an_older_checkpoint_has_its_best(prepared, tmp_path, monk
     losses = {2: 1.5, 4: 1.8, 6: 1.2, 8: 1.9, 10: 1.6, 12: 1.7}
     scripted(monkeypatch, losses)
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": 8}, eval={"every_steps": 2}, checkpoint={"every_steps": 4, "keep": 2}
+        prepared,
+        config=CONFIG,
+        train={"steps": 8},
+        eval={"every_steps": 2},
+        checkpoint={"every_steps": 4, "keep": 2},
     )
     first = Run(plan, tmp_path / "run")
     assert_one_best(tmp_path / "run", 6, losses)
@@ -205,7 +253,11 @@ def test_a_best_checkpoint_that_you_deleted_is_replaced(prepared, tmp_path, monk
     losses = {2: 1.0, 4: 1.8, 6: 1.5, 8: 1.7}
     scripted(monkeypatch, losses)
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": 8}, eval={"every_steps": 2}, checkpoint={"every_steps": 4, "keep": 2}
+        prepared,
+        config=CONFIG,
+        train={"steps": 8},
+        eval={"every_steps": 2},
+        checkpoint={"every_steps": 4, "keep": 2},
     )
     first = Run(plan, tmp_path / "run", stop_after=4)
     folder = tmp_path / "run/checkpoints/best-00000002"
@@ -221,26 +273,40 @@ def test_an_early_stop_by_few_tokens_is_reported(prepared, tmp_path, monkeypatch
     losses = {1: 1.0, 2: 1.1, 3: 1.2}
     scripted(monkeypatch, losses)
     eval_plan = {"every_steps": 1, "early_stopping_patience": 2}
-    stopped = Run(tiny_plan(prepared, config=CONFIG, train={"steps": 9}, eval=eval_plan), tmp_path / "run")
+    stopped = Run(
+        tiny_plan(prepared, config=CONFIG, train={"steps": 9}, eval=eval_plan), tmp_path / "run"
+    )
     assert stopped.steps_done() == 3
     assert_one_best(tmp_path / "run", 1, losses)
     first, last = stopped.of(Warned)
     assert (first.step, last.step) == (1, 3)
     assert "100 loss tokens, fewer than 2,000" in first.reason
-    assert "2 evaluations without a lower loss than that of step 1; an evaluation has 100" in last.reason
+    assert (
+        "2 evaluations without a lower loss than that of step 1; an evaluation has 100"
+        in last.reason
+    )
 
 
 @pytest.mark.parametrize("mesh", [{"replicate": 2}, {"shard": 2}], ids=["2 copies", "2 shards"])
 def test_ranks_save_the_best_weights_whole(prepared, tmp_path, mesh):
     """Oracle: one rank. The checkpoint of step 3 keeps the weights of step 2, the best as of it."""
     plan = tiny_plan(
-        prepared, config=CONFIG_OF_RANKS, train={"steps": 4}, eval={"every_steps": 2}, checkpoint={"every_steps": 3}
+        prepared,
+        config=CONFIG_OF_RANKS,
+        train={"steps": 4},
+        eval={"every_steps": 2},
+        checkpoint={"every_steps": 3},
     )
     Run(plan, tmp_path / "one")
     events = train(on_ranks(plan, **mesh), tmp_path / "two")
-    saves = [(event.step, event.best, event.weights_only) for event in events if isinstance(event, Saved)]
+    saves = [
+        (event.step, event.best, event.weights_only) for event in events if isinstance(event, Saved)
+    ]
     assert saves == [(2, True, True), (3, False, False), (4, True, False)]
-    one, two = (load_file(model_folder(tmp_path / name, "2") / "model.safetensors") for name in ("one", "two"))
+    one, two = (
+        load_file(model_folder(tmp_path / name, "2") / "model.safetensors")
+        for name in ("one", "two")
+    )
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3)

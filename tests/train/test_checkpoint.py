@@ -30,7 +30,9 @@ def parts(step: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def save(folder: Path, *steps: int, keep: int = 3, best: int | None = None, async_save: bool = False) -> list[object]:
+def save(
+    folder: Path, *steps: int, keep: int = 3, best: int | None = None, async_save: bool = False
+) -> list[object]:
     events: list[object] = []
     saver = Saver(folder, keep, async_save, emit=events.append)
     for step in steps:
@@ -95,9 +97,13 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("file", ["optimizer.safetensors", "rng.safetensors", "state.json", "MANIFEST.json"])
+@pytest.mark.parametrize(
+    "file", ["optimizer.safetensors", "rng.safetensors", "state.json", "MANIFEST.json"]
+)
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_newest_checkpoint_is_noticed_and_the_one_before_used(tmp_path: Path, kind: str, file: str) -> None:
+def test_a_damaged_newest_checkpoint_is_noticed_and_the_one_before_used(
+    tmp_path: Path, kind: str, file: str
+) -> None:
     save(tmp_path, 1, 2)
     DAMAGE[kind](tmp_path / "step-00000002" / file)
     folder, told = newest(tmp_path)
@@ -125,7 +131,10 @@ def test_every_one_of_300_random_corruptions_is_noticed(tmp_path: Path) -> None:
 
 def test_swapped_files_are_noticed(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    shutil.copy(tmp_path / "step-00000001/optimizer.safetensors", tmp_path / "step-00000002/optimizer.safetensors")
+    shutil.copy(
+        tmp_path / "step-00000001/optimizer.safetensors",
+        tmp_path / "step-00000002/optimizer.safetensors",
+    )
     assert newest(tmp_path)[0] == tmp_path / "step-00000001"
 
 
@@ -191,7 +200,9 @@ def test_leftovers_of_killed_saves_are_cleared(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000008"]
 
 
-def test_a_checkpoint_that_is_a_link_is_read_and_pruned_and_what_it_points_to_stays(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_link_is_read_and_pruned_and_what_it_points_to_stays(
+    tmp_path: Path,
+) -> None:
     """It used to leave a draft that no later start could clear: the run could not be resumed any more."""
     save(tmp_path / "run", 1, 2)
     (tmp_path / "run/step-00000001").rename(tmp_path / "elsewhere")
@@ -201,11 +212,16 @@ def test_a_checkpoint_that_is_a_link_is_read_and_pruned_and_what_it_points_to_st
     model_folder.clear_drafts(tmp_path / "run")
     events = save(tmp_path / "run", 3, 4, keep=2)
     assert [type(event) for event in events] == [Saved, Saved]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000003", "step-00000004"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "step-00000003",
+        "step-00000004",
+    ]
     assert model_folder.damage(tmp_path / "elsewhere") is None
 
 
-def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(tmp_path: Path, monkeypatch) -> None:
+def test_a_folder_that_cannot_be_read_is_not_one_without_checkpoints(
+    tmp_path: Path, monkeypatch
+) -> None:
     save(tmp_path, 1)
 
     def refuse(path):
@@ -222,7 +238,9 @@ def test_all_files_of_a_checkpoint_may_be_read_by_whom_the_umask_lets(tmp_path: 
         save(tmp_path, 1)
     finally:
         os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "step-00000001").iterdir()} == {0o640}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "step-00000001").iterdir()} == {
+        0o640
+    }
 
 
 @pytest.mark.parametrize("file", ["MANIFEST.json", "state.json"])
@@ -240,7 +258,9 @@ def test_state_must_be_finite(tmp_path: Path) -> None:
         Saver(tmp_path, 3, False).save(1, parts(1), {"loss": float("nan")})
 
 
-def test_a_bug_in_the_writing_thread_reaches_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_writing_thread_reaches_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checkpoint, "seal", lambda folder, lineage: 1 / 0)
     saver = Saver(tmp_path, 3, True)
     saver.save(1, parts(1), {})
@@ -285,7 +305,9 @@ def test_a_full_disk_is_made_room_on_once(tmp_path: Path, monkeypatch: pytest.Mo
     save(tmp_path, 1, 2, 3)
     usage = shutil.disk_usage(tmp_path)
     oldest = model_folder.step_folder(tmp_path, 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0 if oldest.exists() else usage.free))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=0 if oldest.exists() else usage.free)
+    )
     events = save(tmp_path, 4)
     assert [type(event) for event in events] == [Warned, Saved]
     assert model_folder.saved_steps(tmp_path) == [3, 4]
@@ -305,7 +327,9 @@ def test_older_checkpoints_that_cannot_be_deleted_are_no_failed_save(
     assert newest(tmp_path)[0] == model_folder.step_folder(tmp_path, 2)
 
 
-def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
     with pytest.raises(UserError, match=r"only 10 B are free on the disk \(1\.\d MiB are needed\)"):
@@ -331,13 +355,17 @@ def test_write_durably_keeps_the_old_text_when_the_new_does_not_fit(tmp_path: Pa
 def save_without_end(folder: Path) -> None:
     saver = Saver(folder, 2, True)
     for step in range(1, 100_000):
-        saver.save(step, {"optimizer": {"a": torch.full((300, 1000), float(step))}}, {"consumed": step})
+        saver.save(
+            step, {"optimizer": {"a": torch.full((300, 1000), float(step))}}, {"consumed": step}
+        )
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
     draw = random.Random(3)
     for _ in range(2):
-        child = multiprocessing.get_context("fork").Process(target=save_without_end, args=(tmp_path,), daemon=True)
+        child = multiprocessing.get_context("fork").Process(
+            target=save_without_end, args=(tmp_path,), daemon=True
+        )
         child.start()
         while not any(tmp_path.glob("step-*")):
             assert child.is_alive()
@@ -369,4 +397,6 @@ def test_a_kill_between_the_renames_of_a_step_leaves_the_old_one(
     assert newest(tmp_path)[0] is None
     model_folder.clear_drafts(tmp_path)
     found, told = newest(tmp_path)
-    assert found == tmp_path / "step-00000010" and "evaluated" not in read_state(found) and told == []
+    assert (
+        found == tmp_path / "step-00000010" and "evaluated" not in read_state(found) and told == []
+    )

@@ -85,7 +85,10 @@ def test_states_that_visit_are_states_that_stayed(streams, monkeypatch, states, 
 
 
 def test_a_piece_comes_while_the_one_before_is_worked_on(streams):
-    home, pieces = StatePlacement(away=True), [[[[torch.full((4,), float(n))], [torch.zeros(2)]]] for n in range(3)]
+    home, pieces = (
+        StatePlacement(away=True),
+        [[[[torch.full((4,), float(n))], [torch.zeros(2)]]] for n in range(3)],
+    )
     came = []
     for (raw,), piece in zip(home.visits(pieces, torch.device("cpu")), pieces, strict=True):
         came.append((raw[0].tolist(), streams[0].done))

@@ -23,9 +23,13 @@ from models_for_tests import make_model
 def models(vocab: int = 97):
     student = fresh_decoder(tiny_config(), seed=0, dtype=torch.float64, attention="mask")
     teacher = fresh_decoder(
-        tiny_config(hidden_size=48, num_layers=3, initializer_range=0.3, final_softcap=5.0, vocab_size=vocab),
-        seed=1, dtype=torch.float64, attention="mask",
-    )  # fmt: skip
+        tiny_config(
+            hidden_size=48, num_layers=3, initializer_range=0.3, final_softcap=5.0, vocab_size=vocab
+        ),
+        seed=1,
+        dtype=torch.float64,
+        attention="mask",
+    )
     return student, teacher.eval().requires_grad_(False)
 
 
@@ -37,21 +41,36 @@ def logits(model, some):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_the_loss_and_its_gradient_are_those_of_whole_logits(chunk, temperature):
     student, teacher = models()
-    some, asked = batch(3), Distill(kind="distill", teacher="", temperature=temperature, kd_ratio=0.3)
-    ours = compute_loss(student, some, distillation(asked, teacher, chunk=chunk), precision="float32")
+    some, asked = (
+        batch(3),
+        Distill(kind="distill", teacher="", temperature=temperature, kd_ratio=0.3),
+    )
+    ours = compute_loss(
+        student, some, distillation(asked, teacher, chunk=chunk), precision="float32"
+    )
     ours.total.backward()
     gradients = [p.grad.clone() for p in student.parameters()]
     student.zero_grad()
     theirs, taught = logits(student, some).flatten(0, 1), logits(teacher, some).flatten(0, 1)
     each = F.kl_div(
-        F.log_softmax(theirs / temperature, -1), F.log_softmax(taught / temperature, -1), reduction="none",
+        F.log_softmax(theirs / temperature, -1),
+        F.log_softmax(taught / temperature, -1),
+        reduction="none",
         log_target=True,
-    ).sum(-1)  # fmt: skip
-    nats, weights = F.cross_entropy(theirs, some.labels.flatten(), reduction="none"), some.loss_mask.flatten()
+    ).sum(-1)
+    nats, weights = (
+        F.cross_entropy(theirs, some.labels.flatten(), reduction="none"),
+        some.loss_mask.flatten(),
+    )
     expected = ((0.3 * temperature**2 * each + 0.7 * nats) * weights).sum()
     assert ours.total.item() == pytest.approx(expected.item(), rel=1e-9)
-    told = {"kl": (each * weights).sum() / weights.sum(), "nats": (nats * weights).sum() / weights.sum()}
-    assert means(ours.metrics) == pytest.approx({name: value.item() for name, value in told.items()})
+    told = {
+        "kl": (each * weights).sum() / weights.sum(),
+        "nats": (nats * weights).sum() / weights.sum(),
+    }
+    assert means(ours.metrics) == pytest.approx(
+        {name: value.item() for name, value in told.items()}
+    )
     expected.backward()
     assert_close(gradients, [p.grad for p in student.parameters()])
 
@@ -74,7 +93,9 @@ def test_a_teacher_whose_embeddings_are_padded_further_is_a_teacher_all_the_same
     some, asked = batch(2), Distill(kind="distill", teacher="", kd_ratio=1.0)
     ours = compute_loss(student, some, distillation(asked, teacher, chunk=7), precision="float32")
     taught = F.log_softmax(logits(teacher, some)[..., :97], -1)
-    each = F.kl_div(F.log_softmax(logits(student, some), -1), taught, reduction="none", log_target=True).sum(-1)
+    each = F.kl_div(
+        F.log_softmax(logits(student, some), -1), taught, reduction="none", log_target=True
+    ).sum(-1)
     assert ours.total.item() == pytest.approx((each * some.loss_mask).sum().item(), rel=1e-9)
 
 
@@ -92,7 +113,8 @@ def test_whole_logits_never_exist():
     with Watched():
         head = distillation(Distill(kind="distill", teacher=""), teacher, chunk=4)
         compute_loss(student, batch(3), head, precision="float32").total.backward()
-    assert max(sizes) <= 48  # rows of weights (97 columns of the transposed ones) or of a chunk, never the 96 positions
+    # rows of weights (97 columns of the transposed ones) or of a chunk, never the 96 positions
+    assert max(sizes) <= 48
     assert isinstance(head.head(batch(1)), Divergence)
 
 
@@ -103,7 +125,14 @@ def test_accumulation_takes_the_step_of_one_large_batch():
     asked, results = Distill(kind="distill", teacher="", temperature=2.0), []
     for batches in ([batch(5)], halves(batch(5))):
         who, plan = model_and_optimizer()
-        results.append((train_step(who, batches, distillation(asked, teacher, chunk=9), plan=plan, lr_scale=1.0), who))
+        results.append(
+            (
+                train_step(
+                    who, batches, distillation(asked, teacher, chunk=9), plan=plan, lr_scale=1.0
+                ),
+                who,
+            )
+        )
     (one, ours), (two, theirs) = results
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
     assert one.metrics == pytest.approx(two.metrics, rel=1e-5)
@@ -117,7 +146,10 @@ def test_a_run_learns_from_its_teacher(prepared, tmp_path):
     write_model(model_state(fresh_decoder(CONFIG, seed=7)), CONFIG, folder)
     asked = Distill(kind="distill", teacher=str(folder), kd_ratio=1.0)
     parts = {"train": {"steps": 10}, "eval": {"every_steps": 5}, "checkpoint": {"every_steps": 10}}
-    run = Run(tiny_plan(prepared, config=CONFIG, **parts).model_copy(update={"objective": asked}), tmp_path / "run")
+    run = Run(
+        tiny_plan(prepared, config=CONFIG, **parts).model_copy(update={"objective": asked}),
+        tmp_path / "run",
+    )
     first, last = run.of(StepDone)[0], run.of(StepDone)[-1]
     assert first.loss == pytest.approx(first.metrics["kl"], rel=1e-5)
     assert last.metrics["kl"] < 0.7 * first.metrics["kl"]
@@ -156,7 +188,12 @@ def test_a_teacher_gets_an_attention_that_computes_what_it_needs():
 
 
 def test_a_teacher_that_is_simulated_has_the_attention_of_the_one_that_teaches(tmp_path):
-    gemma = {"norm": "rms_unit_offset", "norm_placement": "both", "scale_embeddings": True, "activation": "gelu_tanh"}
+    gemma = {
+        "norm": "rms_unit_offset",
+        "norm_placement": "both",
+        "scale_embeddings": True,
+        "activation": "gelu_tanh",
+    }
     config = tiny_config(family="gemma2", qk_norm="none", attention_softcap=30.0, **gemma)
     write_model(model_state(fresh_decoder(config, seed=0)), config, tmp_path)
     plan = tiny_plan(model={"attention": "varlen"}, train={"device": "cuda"})

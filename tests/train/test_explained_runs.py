@@ -24,17 +24,30 @@ LLAMA = tiny_config(vocab_size=300, num_layers=1, family="llama", qk_norm="none"
 WAYS = {"loader": through_the_loader, "objective": through_the_objective}
 
 
-@pytest.mark.parametrize(("changes",), crossed(
-    {"plain": {}, "seed": {"train": {"seed": 7}}, "llama": {"config": LLAMA},
-     "muon": {"optimizer": {"kind": "muon", "learning_rate": 0.005}}}, quick="plain",
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes",),
+    crossed(
+        {
+            "plain": {},
+            "seed": {"train": {"seed": 7}},
+            "llama": {"config": LLAMA},
+            "muon": {"optimizer": {"kind": "muon", "learning_rate": 0.005}},
+        },
+        quick="plain",
+    ),
+)
 def test_nothing_is_said_of_a_sound_run(prepared, tmp_path, changes):
     assert said(healthy_plan(prepared, **changes), tmp_path / "run") == ()
 
 
 def test_a_rate_a_hundred_times_too_high(prepared, tmp_path):
-    (sentence,) = said(healthy_plan(prepared, optimizer={"learning_rate": 1.0}, train={"steps": 60}), tmp_path / "run")
-    assert "the learning rate is too high" in sentence and "times the size of the weights" in sentence
+    (sentence,) = said(
+        healthy_plan(prepared, optimizer={"learning_rate": 1.0}, train={"steps": 60}),
+        tmp_path / "run",
+    )
+    assert (
+        "the learning rate is too high" in sentence and "times the size of the weights" in sentence
+    )
     assert "set optimizer.learning_rate=0.01 (now 1)" in sentence
 
 
@@ -44,23 +57,33 @@ def test_a_rate_a_thousand_times_too_low(prepared, tmp_path):
     assert "set optimizer.learning_rate=0.003 (now 1e-05)" in sentence  # the healthy run has 0.01
 
 
-@pytest.mark.parametrize(("way", "asked"), crossed(
-    {way: way for way in WAYS},
-    {"own": (labels_own, "at the same position"), "after": (labels_after, "the token after the next")},
-    quick="loader-own objective-after",
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("way", "asked"),
+    crossed(
+        {way: way for way in WAYS},
+        {
+            "own": (labels_own, "at the same position"),
+            "after": (labels_after, "the token after the next"),
+        },
+        quick="loader-own objective-after",
+    ),
+)
 def test_labels_off_by_one(prepared, tmp_path, monkeypatch, way, asked):
     change, asked_for = asked
     WAYS[way](monkeypatch, change)
     (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
     assert sentence.startswith("the labels are off by one") and asked_for in sentence
-    assert "100% of the labels are" in sentence and "bloomery prepare RECIPE --preview 3" in sentence
+    assert (
+        "100% of the labels are" in sentence and "bloomery prepare RECIPE --preview 3" in sentence
+    )
 
 
 def test_everything_masked(prepared, tmp_path, monkeypatch):
     through_the_loader(monkeypatch, all_masked)
     (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
-    assert "all labels are masked" in sentence and "0 loss tokens of 128 tokens per step" in sentence
+    assert (
+        "all labels are masked" in sentence and "0 loss tokens of 128 tokens per step" in sentence
+    )
 
 
 def test_shuffled_tokens(prepared, tmp_path, monkeypatch):
@@ -78,7 +101,10 @@ def test_tokens_shuffled_under_their_labels(prepared, tmp_path, monkeypatch):
 def test_frozen_weights(prepared, tmp_path, monkeypatch):
     frozen_blocks(monkeypatch)
     (sentence,) = said(healthy_plan(prepared, train={"steps": 60}), tmp_path / "run")
-    assert "45% of the parameters do not change: no gradient reaches them" in sentence and "model.layers." in sentence
+    assert (
+        "45% of the parameters do not change: no gradient reaches them" in sentence
+        and "model.layers." in sentence
+    )
 
 
 def test_weights_that_the_optimizer_forgot(prepared, tmp_path, monkeypatch):

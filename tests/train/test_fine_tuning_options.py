@@ -33,31 +33,49 @@ def test_the_noise_is_that_of_transformers():
     model.model.embedding_noise = 5.0
     torch.manual_seed(7)
     noisy = model.model.embed(tokens_BT, positions)
-    embedding = torch.nn.Embedding(*model.model.embed_tokens.weight.shape, _weight=model.model.embed_tokens.weight)
+    embedding = torch.nn.Embedding(
+        *model.model.embed_tokens.weight.shape, _weight=model.model.embed_tokens.weight
+    )
     embedding.neftune_noise_alpha = 5.0
     embedding.register_forward_hook(neftune.neftune_post_forward_hook)
     torch.manual_seed(7)
     torch.testing.assert_close(noisy, embedding(tokens_BT))  # its bound is rounded to float32
     assert not torch.equal(noisy, plain)
-    assert torch.equal(model.eval().model.embed(tokens_BT, positions), plain), "no noise outside training"
+    assert torch.equal(model.eval().model.embed(tokens_BT, positions), plain), (
+        "no noise outside training"
+    )
 
 
 def test_a_noisy_run_resumes_bitwise_and_evaluates_without_noise(prepared, tmp_path):
     """The noise is a function of seed and step: nothing of it is in a checkpoint."""
     plain = tiny_plan(prepared, config=CONFIG, train={"steps": 5}, eval={"every_steps": 1})
-    noisy = plain.model_copy(update={"train": plain.train.model_copy(update={"neftune_alpha": 15.0})})
+    noisy = plain.model_copy(
+        update={"train": plain.train.model_copy(update={"neftune_alpha": 15.0})}
+    )
     whole = resumed_bitwise(noisy, tmp_path)
     without = Run(plain, tmp_path / "plain")
     assert whole.losses()[1] != without.losses()[1]
-    frozen = {"optimizer": plain.optimizer.model_copy(update={"learning_rate": 1e-30, "weight_decay": 0.0})}
-    still, noised = (Run(plan.model_copy(update=frozen), tmp_path / name)
-                     for plan, name in ((plain, "still"), (noisy, "noised")))  # fmt: skip
-    assert [event.loss for event in still.of(EvalDone)] == [event.loss for event in noised.of(EvalDone)]
+    frozen = {
+        "optimizer": plain.optimizer.model_copy(
+            update={"learning_rate": 1e-30, "weight_decay": 0.0}
+        )
+    }
+    still, noised = (
+        Run(plan.model_copy(update=frozen), tmp_path / name)
+        for plan, name in ((plain, "still"), (noisy, "noised"))
+    )
+    assert [event.loss for event in still.of(EvalDone)] == [
+        event.loss for event in noised.of(EvalDone)
+    ]
 
 
 def test_noise_on_embeddings_of_another_implementation_is_refused():
-    loaded = load_text("{model: {from: x}, data: {path: y}, train: {neftune_alpha: 5}}", name="r", source="r")
-    with pytest.raises(UserError, match="NEFTune is not supported for the transformers implementation"):
+    loaded = load_text(
+        "{model: {from: x}, data: {path: y}, train: {neftune_alpha: 5}}", name="r", source="r"
+    )
+    with pytest.raises(
+        UserError, match="NEFTune is not supported for the transformers implementation"
+    ):
         refuse_settings(loaded.recipe, replace(CONFIG, transformers_backend="any"), steps=3)
 
 
@@ -81,28 +99,41 @@ def test_the_gradient_of_dft_is_that_of_trl():
 
 def test_a_dft_run_trains_otherwise_and_reports_cross_entropy(prepared, tmp_path):
     plan = tiny_plan(prepared, config=CONFIG, train={"steps": 5}, eval={"every_steps": 5})
-    runs = [Run(plan.model_copy(update={"objective": Sft(kind="sft", loss=loss)}), tmp_path / loss)
-            for loss in ("cross_entropy", "dft")]  # fmt: skip
+    runs = [
+        Run(plan.model_copy(update={"objective": Sft(kind="sft", loss=loss)}), tmp_path / loss)
+        for loss in ("cross_entropy", "dft")
+    ]
     usual, dft = (run.losses() for run in runs)
-    assert usual[1] == pytest.approx(dft[1], rel=1e-6), "before the first update both report the cross-entropy"
+    assert usual[1] == pytest.approx(dft[1], rel=1e-6), (
+        "before the first update both report the cross-entropy"
+    )
     assert usual[5] != dft[5]
 
 
 def averaged_plan(prepared: Path, **train):
     return tiny_plan(
-        prepared, config=CONFIG, train={"steps": 5, "ema_decay": 0.3, **train}, eval={"every_steps": 1},
+        prepared,
+        config=CONFIG,
+        train={"steps": 5, "ema_decay": 0.3, **train},
+        eval={"every_steps": 1},
         checkpoint={"every_steps": 1, "keep": 9},
-    )  # fmt: skip
+    )
 
 
 def test_averaged_weights_are_the_sum_of_the_trained_ones(prepared, tmp_path):
     """Decays of 2/11, 3/12, 4/13, then 0.3. The first one is of the initial weights: those of a run of no update."""
     run = Run(averaged_plan(prepared), tmp_path / "run")
     still = averaged_plan(prepared).model_copy(
-        update={"optimizer": averaged_plan(prepared).optimizer.model_copy(update={"learning_rate": 0.0})}
+        update={
+            "optimizer": averaged_plan(prepared).optimizer.model_copy(update={"learning_rate": 0.0})
+        }
     )
-    average = {name: tensor.double() for name, tensor in load_file(
-        Run(still, tmp_path / "still").checkpoint(1) / "model.safetensors").items()}  # fmt: skip
+    average = {
+        name: tensor.double()
+        for name, tensor in load_file(
+            Run(still, tmp_path / "still").checkpoint(1) / "model.safetensors"
+        ).items()
+    }
     for step in range(1, 6):
         saved = load_file(run.checkpoint(step) / "model.safetensors")
         trained = load_file(run.checkpoint(step) / "trained.safetensors")
@@ -122,14 +153,19 @@ def test_a_run_with_averaged_weights_resumes_bitwise_and_evaluates_them(prepared
     assert last.loss != plain.of(EvalDone)[-1].loss
     write_plan(plan, whole.folder / "plan.json")
     scores, _ = evaluate_as_trained(*load_to_evaluate(whole.folder, step="5", use=Use("cpu")), plan)
-    assert scores.loss == pytest.approx(last.loss, rel=1e-6), "the model of a checkpoint is the average"
+    assert scores.loss == pytest.approx(last.loss, rel=1e-6), (
+        "the model of a checkpoint is the average"
+    )
 
 
 @pytest.mark.parametrize(
     "edit",
-    ["train: {precision: bfloat16-pure, ema_decay: 0.9}", "train: {ema_decay: 0.9}, optimizer: {offload: true}",
-     "train: {ema_decay: 0.9}, adapter: {kind: lora, dtype: bfloat16}"],
-)  # fmt: skip
+    [
+        "train: {precision: bfloat16-pure, ema_decay: 0.9}",
+        "train: {ema_decay: 0.9}, optimizer: {offload: true}",
+        "train: {ema_decay: 0.9}, adapter: {kind: lora, dtype: bfloat16}",
+    ],
+)
 def test_averages_that_would_be_wrong_are_refused(edit):
     loaded = load_text(f"{{model: {{from: x}}, data: {{path: y}}, {edit}}}", name="r", source="r")
     with pytest.raises(UserError, match="no average of the weights with"):
@@ -137,8 +173,16 @@ def test_averages_that_would_be_wrong_are_refused(edit):
 
 
 def test_the_plan_counts_the_average():
-    recipes = [load_text(f"{{model: {{from: x}}, data: {{path: y}}, train: {{ema_decay: {decay}}}}}", name="r",
-                         source="r").recipe for decay in ("null", "0.9")]  # fmt: skip
+    recipes = [
+        load_text(
+            f"{{model: {{from: x}}, data: {{path: y}}, train: {{ema_decay: {decay}}}}}",
+            name="r",
+            source="r",
+        ).recipe
+        for decay in ("null", "0.9")
+    ]
     without, averaged = (TrainedModel.of(recipe, CONFIG) for recipe in recipes)
-    added = averaged.optimizer_bytes("adamw", "float32") - without.optimizer_bytes("adamw", "float32")
+    added = averaged.optimizer_bytes("adamw", "float32") - without.optimizer_bytes(
+        "adamw", "float32"
+    )
     assert added == 4 * parameter_count(CONFIG)

@@ -23,7 +23,11 @@ from foreign_models import SIZES, saved_model
 
 TOKENS = torch.arange(60).view(2, 30)
 KINDS = ["gpt_neox", "phi", "opt"]
-TARGETS = {"gpt_neox": ["query_key_value", "dense"], "phi": ["q_proj", "fc2"], "opt": ["v_proj", "fc1"]}
+TARGETS = {
+    "gpt_neox": ["query_key_value", "dense"],
+    "phi": ["q_proj", "fc2"],
+    "opt": ["v_proj", "fc1"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,11 @@ def bases(tmp_path_factory):
 
 def foreign_plan(prepared, base, *, adapter=None, base_in="none", native=False, **sections):
     config = read_config(base, "auto" if native else "transformers")
-    plan = tiny_plan(prepared, config=config, **sections | {"model": {"source": base} | sections.get("model", {})})
+    plan = tiny_plan(
+        prepared,
+        config=config,
+        **sections | {"model": {"source": base} | sections.get("model", {})},
+    )
     changed = {"quantize": Quantize(kind=base_in)}
     if adapter is not None:
         changed["adapter"] = Lora(**{"kind": "lora", "rank": 4, "alpha": 8.0} | adapter)
@@ -44,14 +52,22 @@ def foreign_plan(prepared, base, *, adapter=None, base_in="none", native=False, 
     return RunPlan.model_validate_json(plan.model_dump_json())  # as a run reads it
 
 
-@pytest.mark.parametrize(("kind", "train"), crossed(
-    {kind: kind for kind in KINDS},
-    {"float32": {"precision": "float32"}, "bfloat16": {"precision": "bfloat16", "activation_checkpointing": "full"},
-     "bfloat16-pure": {"precision": "bfloat16-pure"},
-     "float16": {"precision": "float16", "activation_checkpointing": "selective"}},
-    quick="gpt_neox-bfloat16 phi-float16",
-))  # fmt: skip
-def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(prepared, bases, tmp_path, kind, train):
+@pytest.mark.parametrize(
+    ("kind", "train"),
+    crossed(
+        {kind: kind for kind in KINDS},
+        {
+            "float32": {"precision": "float32"},
+            "bfloat16": {"precision": "bfloat16", "activation_checkpointing": "full"},
+            "bfloat16-pure": {"precision": "bfloat16-pure"},
+            "float16": {"precision": "float16", "activation_checkpointing": "selective"},
+        },
+        quick="gpt_neox-bfloat16 phi-float16",
+    ),
+)
+def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(
+    prepared, bases, tmp_path, kind, train
+):
     run = resumed_bitwise(foreign_plan(prepared, bases[kind], train={"steps": 5} | train), tmp_path)
     assert run.losses()[5] < run.losses()[1]
     theirs = AutoModelForCausalLM.from_pretrained(run.checkpoint(5)).eval().float()
@@ -59,12 +75,19 @@ def test_a_resumed_run_equals_the_undisturbed_one_and_opens_in_transformers(prep
     assert_close(ours(TOKENS), theirs(TOKENS).logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "facts"), crossed(
-    {kind: kind for kind in KINDS},
-    {"lora": ({}, "none"), "dora": ({"kind": "dora"}, "none"),
-     "whole": ({"modules_to_save": ["embed_tokens", "lm_head"]}, "none"), "qlora": ({}, "nf4")},
-    quick="phi-whole opt-qlora",
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "facts"),
+    crossed(
+        {kind: kind for kind in KINDS},
+        {
+            "lora": ({}, "none"),
+            "dora": ({"kind": "dora"}, "none"),
+            "whole": ({"modules_to_save": ["embed_tokens", "lm_head"]}, "none"),
+            "qlora": ({}, "nf4"),
+        },
+        quick="phi-whole opt-qlora",
+    ),
+)
 def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_path, kind, facts):
     adapter, base_in = facts
     if kind != "phi" and "modules_to_save" in adapter:
@@ -78,8 +101,12 @@ def test_an_adapter_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_pat
 @pytest.mark.parametrize("base_in", ["none", "nf4"])
 def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path, base_in):
     adapter = {"target_modules": TARGETS["opt"]}
-    plan = foreign_plan(prepared, bases["opt"], adapter=adapter, base_in=base_in, train={"steps": 2})
-    config = build_config(Model(**{"from": str(bases["opt"])}, load_with="transformers"), vocab_size=300)
+    plan = foreign_plan(
+        prepared, bases["opt"], adapter=adapter, base_in=base_in, train={"steps": 2}
+    )
+    config = build_config(
+        Model(**{"from": str(bases["opt"])}, load_with="transformers"), vocab_size=300
+    )
     assert config.transformers_backend.safe_reason == "model.load_with=transformers asks for it"
     asked = plan.model_copy(update={"model": plan.model.model_copy(update={"config": config})})
     assert Run(asked, tmp_path / "safe").losses() == Run(plan, tmp_path / "fast").losses()
@@ -88,14 +115,21 @@ def test_a_safe_load_is_asked_for_and_trains_the_same(prepared, bases, tmp_path,
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("also", [None, ["embed_tokens", "lm_head"]], ids=["full", "lora"])
-def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(prepared, bases, tmp_path, also, safe):
+def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(
+    prepared, bases, tmp_path, also, safe
+):
     section = {"from": str(bases["phi"]), "load_with": "transformers" if safe else "native"}
     config = build_config(Model(**section), vocab_size=303)
     adapter = None if also is None else {"target_modules": ["q_proj"], "modules_to_save": also}
-    plan = foreign_plan(prepared, bases["phi"], adapter=adapter, train={"steps": 3}, model={"config": config})
+    plan = foreign_plan(
+        prepared, bases["phi"], adapter=adapter, train={"steps": 3}, model={"config": config}
+    )
     plain = AutoModelForCausalLM.from_pretrained(bases["phi"]).eval()
     begun = build_state(plan).model_and_optimizer.model
-    for name, module in {"model.embed_tokens": plain.model.embed_tokens, "lm_head": plain.lm_head}.items():
+    for name, module in {
+        "model.embed_tokens": plain.model.embed_tokens,
+        "lm_head": plain.lm_head,
+    }.items():
         weight = begun.get_submodule(name).weight
         assert torch.equal(weight[:300], module.weight)
         assert_close(weight[300:], module.weight.mean(0).expand(3, -1))
@@ -111,24 +145,47 @@ def test_a_vocabulary_grows_by_mean_rows_and_opens_in_transformers_and_peft(prep
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("kind", "method"), [
-    ("gpt_neox", {"method": "adalora", "init_r": 4, "target_r": 2, "target_modules": TARGETS["gpt_neox"]}),
-    ("opt", {"method": "vera", "r": 4, "target_modules": ["q_proj", "v_proj"]}),
-    ("opt", {"method": "ia3", "target_modules": ["k_proj", "fc2"], "feedforward_modules": ["fc2"]}),
-], ids=["adalora", "vera", "ia3"])  # fmt: skip
-def test_a_method_of_peft_is_resumed_opens_in_peft_and_merges(prepared, bases, tmp_path, kind, method):
-    plan = foreign_plan(prepared, bases[kind], train={"steps": 5}, optimizer={"learning_rate": 0.05})
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        (
+            "gpt_neox",
+            {
+                "method": "adalora",
+                "init_r": 4,
+                "target_r": 2,
+                "target_modules": TARGETS["gpt_neox"],
+            },
+        ),
+        ("opt", {"method": "vera", "r": 4, "target_modules": ["q_proj", "v_proj"]}),
+        (
+            "opt",
+            {"method": "ia3", "target_modules": ["k_proj", "fc2"], "feedforward_modules": ["fc2"]},
+        ),
+    ],
+    ids=["adalora", "vera", "ia3"],
+)
+def test_a_method_of_peft_is_resumed_opens_in_peft_and_merges(
+    prepared, bases, tmp_path, kind, method
+):
+    plan = foreign_plan(
+        prepared, bases[kind], train={"steps": 5}, optimizer={"learning_rate": 0.05}
+    )
     plan = plan.model_copy(update={"adapter": Peft(kind="peft", **method)})
     run = resumed_bitwise(plan, tmp_path)
     assert_opens_in_peft(bases[kind], run.checkpoint(5), TOKENS)
 
 
-def test_a_foreign_model_learns_from_a_foreign_teacher_whose_logits_have_a_bias(prepared, bases, tmp_path):
+def test_a_foreign_model_learns_from_a_foreign_teacher_whose_logits_have_a_bias(
+    prepared, bases, tmp_path
+):
     teacher = tmp_path / "teacher"
     shutil.copytree(bases["phi"], teacher)
     for file in prepared.glob("tokenizer*"):
         shutil.copy(file, teacher)
-    plan = foreign_plan(prepared, bases["phi"], train={"steps": 1, "accumulation": 1}, data={"layout": "padded"})
+    plan = foreign_plan(
+        prepared, bases["phi"], train={"steps": 1, "accumulation": 1}, data={"layout": "padded"}
+    )
     asked = Distill(kind="distill", teacher=str(teacher), kd_ratio=1.0)
     run = Run(plan.model_copy(update={"objective": asked}), tmp_path / "same")
     assert run.losses()[1] == pytest.approx(0, abs=1e-5), "a model is its own best pupil"
@@ -149,7 +206,10 @@ def test_a_known_family_has_the_same_losses_through_transformers(prepared, bases
 
 
 def test_an_architecture_that_takes_no_mask_trains_in_padded_rows(prepared, bases, tmp_path):
-    Run(foreign_plan(prepared, bases["mpt"], model={"attention": "math"}, train={"steps": 2}), tmp_path / "packed")
+    Run(
+        foreign_plan(prepared, bases["mpt"], model={"attention": "math"}, train={"steps": 2}),
+        tmp_path / "packed",
+    )
     SIZES["bloom"] = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     saved_model("bloom", base := tmp_path / "bloom")
     del SIZES["bloom"]

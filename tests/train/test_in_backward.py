@@ -24,7 +24,9 @@ CONFIGS = {"tied": tiny_config(), "untied": tiny_config(tie_embeddings=False, at
 
 def model_and_optimizer(*, config="tied", train=None, **optimizer):
     plan = tiny_plan(
-        config=CONFIGS[config], optimizer=optimizer, train={"accumulation": 1, "max_grad_norm": None} | (train or {})
+        config=CONFIGS[config],
+        optimizer=optimizer,
+        train={"accumulation": 1, "max_grad_norm": None} | (train or {}),
     )
     return build_state(plan).model_and_optimizer, plan.train
 
@@ -36,9 +38,13 @@ def model_and_optimizer(*, config="tied", train=None, **optimizer):
 def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precision):
     train = {"precision": precision}
     stochastic = {"stochastic_rounding": precision == "bfloat16-pure", "learning_rate": 0.02}
-    inside, plan = model_and_optimizer(config=config, train=train, fused_backward=True, **kind, **stochastic)
+    inside, plan = model_and_optimizer(
+        config=config, train=train, fused_backward=True, **kind, **stochastic
+    )
     after, _ = model_and_optimizer(
-        config=config, train=train, **(kind | stochastic | ({} if "state_dtype" in kind else {"offload": True}))
+        config=config,
+        train=train,
+        **(kind | stochastic | ({} if "state_dtype" in kind else {"offload": True})),
     )
     for step in range(3):
         a = train_step(inside, [batch(3, step)], OBJECTIVE, plan=plan, lr_scale=1.0)
@@ -48,7 +54,10 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
     assert inside.scale is None or inside.scale.clean_steps == 3
     # Stacks form their sums in another order than tensors alone do; what is rounded at random may then fall elsewhere.
-    close = {"atol": 2e-2 if precision == "bfloat16-pure" else 1e-4 if "state_dtype" in kind else 1e-5, "rtol": 0}
+    close = {
+        "atol": 2e-2 if precision == "bfloat16-pure" else 1e-4 if "state_dtype" in kind else 1e-5,
+        "rtol": 0,
+    }
     for p, q in zip(weights(inside), weights(after), strict=True):
         torch.testing.assert_close(p, q, **close)
     assert inside.optimizer.scalars() == after.optimizer.scalars()
@@ -60,7 +69,10 @@ def test_it_takes_the_steps_of_the_optimizer_after_backward(kind, config, precis
 def test_layers_that_are_computed_again_see_the_weights_of_the_forward(mode, config):
     plain, plan = model_and_optimizer(config=config, fused_backward=True, kind="adafactor")
     again, _ = model_and_optimizer(
-        config=config, train={"activation_checkpointing": mode}, fused_backward=True, kind="adafactor"
+        config=config,
+        train={"activation_checkpointing": mode},
+        fused_backward=True,
+        kind="adafactor",
     )
     for step in range(2):
         train_step(plain, [batch(2, step)], OBJECTIVE, plan=plan, lr_scale=1.0)
@@ -92,7 +104,10 @@ def test_from_the_first_bad_gradient_on_nothing_moves(kind):
     who, plan = model_and_optimizer(config="untied", fused_backward=True, **kind)
     train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     before = dict(zip(dict(who.model.named_parameters()), weights(who), strict=True))
-    states, steps = {k: v.clone() for k, v in who.optimizer.named_tensors().items()}, who.optimizer.scalars()
+    states, steps = (
+        {k: v.clone() for k, v in who.optimizer.named_tensors().items()},
+        who.optimizer.scalars(),
+    )
     poison = who.model.model.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * math.inf)
     result = train_step(who, [batch(2, 1)], OBJECTIVE, plan=plan, lr_scale=1.0)
     poison.remove()
@@ -123,13 +138,22 @@ def test_a_loss_that_is_not_finite_goes_no_step_backward(value):
 
 
 def test_adamw_clips_each_gradient_alone():
-    clipped, plan = model_and_optimizer(fused_backward=True, kind="adamw", train={"max_grad_norm": 1e-3})
+    clipped, plan = model_and_optimizer(
+        fused_backward=True, kind="adamw", train={"max_grad_norm": 1e-3}
+    )
     by_hand, _ = model_and_optimizer(kind="adamw", offload=True)
     train_step(clipped, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
     for parameter in by_hand.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: None)
-    parts = OBJECTIVE.loss(by_hand.model(batch(2).tokens, positions_BT=batch(2).positions,
-        documents_BT=batch(2).documents, head=OBJECTIVE.head(batch(2))), batch(2))  # fmt: skip
+    parts = OBJECTIVE.loss(
+        by_hand.model(
+            batch(2).tokens,
+            positions_BT=batch(2).positions,
+            documents_BT=batch(2).documents,
+            head=OBJECTIVE.head(batch(2)),
+        ),
+        batch(2),
+    )
     (parts.total / batch(2).loss_mask.sum()).backward()
     for parameter in by_hand.model.parameters():
         torch.nn.utils.clip_grad_norm_([parameter], 1e-3)
@@ -144,30 +168,52 @@ def test_a_backward_that_was_cut_short_leaves_nothing_armed():
     bomb = who.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
-    assert who.updating  # weights and states do not fit together any more: the loop goes back to a checkpoint
+    # weights and states do not fit together any more: the loop goes back to a checkpoint
+    assert who.updating
     bomb.remove()
     who.optimizer.zero_grad()
     before = weights(who)
-    OBJECTIVE.loss(who.model(batch(2).tokens, head=OBJECTIVE.head(batch(2))), batch(2)).total.backward()
+    OBJECTIVE.loss(
+        who.model(batch(2).tokens, head=OBJECTIVE.head(batch(2))), batch(2)
+    ).total.backward()
     assert all(torch.equal(p, q) for p, q in zip(weights(who), before, strict=True))
     assert all(p.grad is not None for p in who.model.parameters())
 
 
-LEANEST = {"kind": "adafactor", "fused_backward": True, "stochastic_rounding": True, "learning_rate": 0.3}
+LEANEST = {
+    "kind": "adafactor",
+    "fused_backward": True,
+    "stochastic_rounding": True,
+    "learning_rate": 0.3,
+}
 RUNS = [
     (LEANEST, {"precision": "bfloat16-pure", "activation_checkpointing": "full"}),
-    ({"kind": "adamw", "state_dtype": "int8", "fused_backward": True, "paged": True}, {"precision": "bfloat16"}),
-    *(pytest.param(*each, marks=pytest.mark.soak) for each in (
-        ({"kind": "adamw", "state_dtype": "bfloat16", "fused_backward": True}, {"precision": "float16"}),
-        ({"kind": "adamw", "state_dtype": "int8", "stochastic_rounding": True}, {"precision": "bfloat16-pure"}),
-    )),
-]  # fmt: skip
+    (
+        {"kind": "adamw", "state_dtype": "int8", "fused_backward": True, "paged": True},
+        {"precision": "bfloat16"},
+    ),
+    *(
+        pytest.param(*each, marks=pytest.mark.soak)
+        for each in (
+            (
+                {"kind": "adamw", "state_dtype": "bfloat16", "fused_backward": True},
+                {"precision": "float16"},
+            ),
+            (
+                {"kind": "adamw", "state_dtype": "int8", "stochastic_rounding": True},
+                {"precision": "bfloat16-pure"},
+            ),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("optimizer", "train"), RUNS)
 def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
     train = {"steps": 6, "accumulation": 1, "tokens_per_step": 64, "seed": 3} | train
-    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"learning_rate": 0.02} | optimizer)
+    plan = tiny_plan(
+        prepared, config=CONFIG, train=train, optimizer={"learning_rate": 0.02} | optimizer
+    )
     whole = Run(plan, tmp_path / "whole")
     first = Run(plan, tmp_path / "halves", stop_after=5)  # two steps that nobody will know of
     second = Run(plan, tmp_path / "halves", resume_from=first.checkpoint(3))
@@ -183,7 +229,12 @@ def test_a_killed_run_resumes_bitwise(prepared, tmp_path, optimizer, train):
 
 def test_a_run_says_that_a_step_was_cut_short_and_goes_on(prepared, tmp_path, monkeypatch):
     train = {"steps": 4, "accumulation": 1, "tokens_per_step": 64}
-    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"kind": "adafactor", "fused_backward": True})
+    plan = tiny_plan(
+        prepared,
+        config=CONFIG,
+        train=train,
+        optimizer={"kind": "adafactor", "fused_backward": True},
+    )
     build = context.build_state
 
     def poisoned(plan, **rest):

@@ -23,7 +23,11 @@ from bloomery.recipe.schema import Lora, Reward
 from bloomery.runs.evaluate import evaluate, evaluate_pairs, load_to_evaluate
 from bloomery.train.model_folder import find_model
 
-PAIRS = [("def f(", "x): return x", "y) = 3"), ("a = ", "1", "a = = a = = 2 + 2 + 2 + 2"), ("value", " + 2", " - 1")]
+PAIRS = [
+    ("def f(", "x): return x", "y) = 3"),
+    ("a = ", "1", "a = = a = = 2 + 2 + 2 + 2"),
+    ("value", " + 2", " - 1"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,20 +35,26 @@ def trained(prepared, tmp_path_factory):
     """A run with an adapter, whose rows cut some pairs, and the folder of its base."""
     folder = tmp_path_factory.mktemp("reward")
     (base := folder / "base").mkdir()
-    write_model(model_state(fresh_decoder(replace(CONFIG, residual_dropout=0.0), seed=3)), CONFIG, base)
+    write_model(
+        model_state(fresh_decoder(replace(CONFIG, residual_dropout=0.0), seed=3)), CONFIG, base
+    )
     for file in prepared.glob("tokenizer*"):
         shutil.copy(file, base)
     pairs = write_answers(folder / "pairs", prepared, "pairs")
     config = replace(CONFIG, residual_dropout=0.0, head="values")
     plan = tiny_plan(pairs, config=config, model={"source": base}, data={"sequence_length": 12})
-    plan = plan.model_copy(update={"adapter": Lora(kind="lora", rank=4), "objective": Reward(kind="reward")})
+    plan = plan.model_copy(
+        update={"adapter": Lora(kind="lora", rank=4), "objective": Reward(kind="reward")}
+    )
     run = Run(plan, folder / "run")
     write_plan(plan, run.folder / "plan.json")
     return run, base
 
 
 def told(*words: str) -> tuple[dict[str, float], str]:
-    result = CliRunner().invoke(cli, ["eval", *words, "--json"], catch_exceptions=False, standalone_mode=False)
+    result = CliRunner().invoke(
+        cli, ["eval", *words, "--json"], catch_exceptions=False, standalone_mode=False
+    )
     return json.loads(result.stdout), result.stderr
 
 
@@ -65,7 +75,9 @@ def test_it_says_what_transformers_says(trained, tmp_path):
     adapter = export_adapter(find_model(run.folder, "last"), tmp_path / "adapter").folder
     rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in PAIRS]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float32).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        merged, dtype=torch.float32
+    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
 
     def value(text: str) -> float:
@@ -73,12 +85,18 @@ def test_it_says_what_transformers_says(trained, tmp_path):
         with torch.no_grad():
             return model(torch.tensor([ids])).logits.item()
 
-    sides = np.array([[value(prompt + chosen), value(prompt + rejected)] for prompt, chosen, rejected in PAIRS])
+    sides = np.array(
+        [[value(prompt + chosen), value(prompt + rejected)] for prompt, chosen, rejected in PAIRS]
+    )
     margins = sides[:, 0] - sides[:, 1]
     expected = {
-        "loss": np.log1p(np.exp(-margins)).mean(), "accuracy": (margins > 0).mean(), "margin": margins.mean(),
-        "chosen_reward": sides[:, 0].mean(), "rejected_reward": sides[:, 1].mean(), "pairs": 3,
-    }  # fmt: skip
+        "loss": np.log1p(np.exp(-margins)).mean(),
+        "accuracy": (margins > 0).mean(),
+        "margin": margins.mean(),
+        "chosen_reward": sides[:, 0].mean(),
+        "rejected_reward": sides[:, 1].mean(),
+        "pairs": 3,
+    }
     for name in (merged, run.folder, f"{base}+{adapter}"):
         step = ["--step", "last"] if name is run.folder else []
         found, notes = told(str(name), "--data", str(tmp_path / "pairs.jsonl"), *step)
@@ -91,13 +109,18 @@ def test_what_is_no_pair_is_refused_and_a_reward_model_prices_no_text(trained, p
     decoder, tokenizer = load_to_evaluate(run.folder)
     rows = {
         "plain text": {"text": "words"},
-        "conversations": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        "conversations": {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        },
         "responses with KTO labels": {"prompt": "a", "completion": "b", "label": True},
     }
     for kind, row in rows.items():
         path = tmp_path / "rows.jsonl"
         path.write_text(json.dumps(row))
-        with pytest.raises(UserError, match=f"requires pairs of a chosen and a rejected response; this data is {kind}"):
+        with pytest.raises(
+            UserError,
+            match=f"requires pairs of a chosen and a rejected response; this data is {kind}",
+        ):
             evaluate_pairs(decoder, tokenizer, path)
     with pytest.raises(UserError, match="this data is plain text"):
         evaluate_pairs(decoder, tokenizer, prepared)

@@ -18,9 +18,19 @@ from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
 PLAN = OptimizerPlan(
-    kind="adamw", learning_rate=0.01, muon_learning_rate=0.01, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
-    weight_decay=0.1, fused=False, schedule="constant", min_lr_ratio=0.0, warmup_steps=0, decay_steps=0,
-)  # fmt: skip
+    kind="adamw",
+    learning_rate=0.01,
+    muon_learning_rate=0.01,
+    momentum=0.95,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+    fused=False,
+    schedule="constant",
+    min_lr_ratio=0.0,
+    warmup_steps=0,
+    decay_steps=0,
+)
 LEAN = [
     {"state_dtype": "int8"},
     {"state_dtype": "bfloat16"},
@@ -33,16 +43,26 @@ class Some(nn.Module):
     def __init__(self, dtype=torch.float32) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        shapes = {"wide": (40, 130), "tall": (70, 64), "again": (40, 130), "tiny": (3, 5), "bias": (40,)}
+        shapes = {
+            "wide": (40, 130),
+            "tall": (70, 64),
+            "again": (40, 130),
+            "tiny": (3, 5),
+            "bias": (40,),
+        }
         for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter((torch.randn(shape, generator=generator) * 0.3).to(dtype)))
+            setattr(
+                self, name, nn.Parameter((torch.randn(shape, generator=generator) * 0.3).to(dtype))
+            )
 
 
 def give(model: nn.Module, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         spread = torch.exp(torch.randn(parameter.shape, generator=generator) * 2)
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * spread).to(parameter.dtype)
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * spread).to(
+            parameter.dtype
+        )
 
 
 def train(model: nn.Module, optimizer, steps) -> None:
@@ -79,8 +99,13 @@ def test_states_take_the_bytes_that_the_plan_counts():
     for states, each in (("bfloat16", 4.0), ("int8", 2 + 8 / 256)):
         optimizer = build_optimizer(model, PLAN.model_copy(update={"state_dtype": states}))
         train(model, optimizer, range(1))
-        large = [p for name, p in optimizer.named_tensors().items() if name.split(".")[0] in ("wide", "tall", "again")]
-        assert sum(t.nbytes for t in large) == pytest.approx(numbers * each, rel=0.04)  # the last block is padded
+        large = [
+            p
+            for name, p in optimizer.named_tensors().items()
+            if name.split(".")[0] in ("wide", "tall", "again")
+        ]
+        # the last block is padded
+        assert sum(t.nbytes for t in large) == pytest.approx(numbers * each, rel=0.04)
     assert optimizer.named_tensors()["bias.exp_avg"].dtype == torch.float32
 
 
@@ -109,7 +134,9 @@ def test_eight_bits_are_near_and_what_is_read_again_is_written_the_same(signed):
 def test_an_average_in_bfloat16_does_not_stand_still():
     """1 - beta of a thousandth is less than the distance between bfloat16 numbers."""
     parameter = nn.Parameter(torch.zeros(4096))
-    moment = FloatMoment("exp_avg_sq", torch.bfloat16, Rounding({parameter: "p"}, 0, stochastic=False))
+    moment = FloatMoment(
+        "exp_avg_sq", torch.bfloat16, Rounding({parameter: "p"}, 0, stochastic=False)
+    )
     state, span = moment.fresh(parameter), Span(parameter, 0, 4096)
     state["exp_avg_sq"].fill_(1.0)
     for step in range(400):
@@ -143,23 +170,40 @@ def test_a_closed_gate_keeps_every_bit(changes, dtype):
     model = Some(dtype)
     optimizer = build_optimizer(model, PLAN.model_copy(update=changes))
     train(model, optimizer, range(2))
-    before, states = copy.deepcopy(model), {k: v.clone() for k, v in optimizer.named_tensors().items()}
+    before, states = (
+        copy.deepcopy(model),
+        {k: v.clone() for k, v in optimizer.named_tensors().items()},
+    )
     for value in (float("nan"), 2.0):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
         optimizer.members[0].step(gate=Gate(torch.tensor(0.0), torch.tensor(float("nan"))))
     assert same(model, before)
-    assert all(torch.equal(value, states[name]) for name, value in optimizer.named_tensors().items())
+    assert all(
+        torch.equal(value, states[name]) for name, value in optimizer.named_tensors().items()
+    )
 
 
 def test_bfloat16_weights_move_by_less_than_a_bit_when_rounded_at_random():
     model, still = (Some(torch.bfloat16) for _ in range(2))
     before = copy.deepcopy(model)
-    slow = PLAN.model_copy(update={"learning_rate": 1e-6, "weight_decay": 0.0, "state_dtype": "bfloat16"})
-    train(model, build_optimizer(model, slow.model_copy(update={"stochastic_rounding": True})), range(3))
+    slow = PLAN.model_copy(
+        update={"learning_rate": 1e-6, "weight_decay": 0.0, "state_dtype": "bfloat16"}
+    )
+    train(
+        model,
+        build_optimizer(model, slow.model_copy(update={"stochastic_rounding": True})),
+        range(3),
+    )
     train(still, build_optimizer(still, slow), range(3))
-    moved = [(a != b).float().mean().item() for a, b in zip(model.parameters(), before.parameters(), strict=True)]
-    stood = [(a == b).float().mean().item() for a, b in zip(still.parameters(), before.parameters(), strict=True)]
+    moved = [
+        (a != b).float().mean().item()
+        for a, b in zip(model.parameters(), before.parameters(), strict=True)
+    ]
+    stood = [
+        (a == b).float().mean().item()
+        for a, b in zip(still.parameters(), before.parameters(), strict=True)
+    ]
     assert min(stood[:3]) > 0.99
     assert all(0 < share < 0.1 for share in moved[:3])
 
@@ -169,18 +213,29 @@ def test_states_of_another_kind_are_refused():
     optimizer = build_optimizer(model, PLAN.model_copy(update={"state_dtype": "int8"}))
     train(model, optimizer, range(1))
     other = build_optimizer(model, PLAN.model_copy(update={"state_dtype": "bfloat16"}))
-    with pytest.raises(UserError, match=r"wide\.exp_avg does not match optimizer\.state_dtype=bfloat16"):
+    with pytest.raises(
+        UserError, match=r"wide\.exp_avg does not match optimizer\.state_dtype=bfloat16"
+    ):
         other.load(optimizer.named_tensors(), optimizer.scalars())
 
 
-@pytest.mark.parametrize(("steps", "learned"), [(120, 3.0), pytest.param(500, 1.5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("steps", "learned"), [(120, 3.0), pytest.param(500, 1.5, marks=pytest.mark.soak)]
+)
 def test_eight_bit_states_learn_as_float32_ones_do(steps, learned):
     """On text of a Markov chain; every matrix is large enough to be kept in 8 bits."""
-    config = tiny_config(hidden_size=64, intermediate_size=128, num_layers=1, head_dim=32, num_kv_heads=2)
+    config = tiny_config(
+        hidden_size=64, intermediate_size=128, num_layers=1, head_dim=32, num_kv_heads=2
+    )
     chain = torch.randint(0, 97, (97, 3), generator=torch.Generator().manual_seed(1))
     last = {}
     for states in ("float32", "int8"):
-        optimizer = {"state_dtype": states, "learning_rate": 3e-3, "betas": (0.9, 0.99), "offload": True}
+        optimizer = {
+            "state_dtype": states,
+            "learning_rate": 3e-3,
+            "betas": (0.9, 0.99),
+            "offload": True,
+        }
         plan = tiny_plan(config=config, optimizer=optimizer)
         state = build_state(plan)
         losses = []

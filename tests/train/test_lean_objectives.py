@@ -27,16 +27,34 @@ DPO = Preference(kind="dpo", beta=0.5)
         ("kto", Kto(kind="kto", beta=0.5), UNTIED, NoAdapter()),
         ("pairs", Reward(kind="reward"), VALUES, NoAdapter()),
     ],
-)  # fmt: skip
-def test_runs_in_backward_learn_what_runs_after_it_do(prepared, tmp_path, kind, asked, config, adapter):
+)
+def test_runs_in_backward_learn_what_runs_after_it_do(
+    prepared, tmp_path, kind, asked, config, adapter
+):
     data = write_answers(tmp_path / "prepared", prepared, kind)
     ends = {}
     for inside, mode in ((False, "none"), (True, "full")):
-        train = {"steps": 3, "accumulation": 1, "max_grad_norm": None, "activation_checkpointing": mode}
-        plan = tiny_plan(data, config=config, optimizer={"offload": True, "fused_backward": inside}, train=train)
-        run = Run(plan.model_copy(update={"objective": asked, "adapter": adapter}), tmp_path / f"run-{inside}")
-        files = [*run.checkpoint(3).glob("*model.safetensors"), run.checkpoint(3) / "optimizer.safetensors"]
-        ends[inside] = run.losses(), {name: value for file in files for name, value in load_file(file).items()}
+        train = {
+            "steps": 3,
+            "accumulation": 1,
+            "max_grad_norm": None,
+            "activation_checkpointing": mode,
+        }
+        plan = tiny_plan(
+            data, config=config, optimizer={"offload": True, "fused_backward": inside}, train=train
+        )
+        run = Run(
+            plan.model_copy(update={"objective": asked, "adapter": adapter}),
+            tmp_path / f"run-{inside}",
+        )
+        files = [
+            *run.checkpoint(3).glob("*model.safetensors"),
+            run.checkpoint(3) / "optimizer.safetensors",
+        ]
+        ends[inside] = (
+            run.losses(),
+            {name: value for file in files for name, value in load_file(file).items()},
+        )
     (losses, tensors), (losses_inside, tensors_inside) = ends[False], ends[True]
     assert losses_inside == pytest.approx(losses, abs=1e-4)
     assert tensors.keys() == tensors_inside.keys()

@@ -17,7 +17,8 @@ from bloomery.recipe.schema import Wsd
 from bloomery.train.length import Costs, Timer, current, due, fitted, measured, with_next_block
 from bloomery.train.optim.schedules import fraction_done, planned_lr_scale
 
-PLAN = tiny_plan(train={"steps": None, "seconds": 100.0})  # evaluates after each half, saves every 1,000 steps
+# evaluates after each half, saves every 1,000 steps
+PLAN = tiny_plan(train={"steps": None, "seconds": 100.0})
 
 
 @dataclass
@@ -107,7 +108,9 @@ class Simulated:
             if self.timer.costs is None and measured(self.plan, self.timer, step=step) is not None:
                 evaluation, sampling = self.machine.evaluation, self.machine.sampling
                 evaluation = evaluation(self.machine.now) if callable(evaluation) else evaluation
-                self.timer.costs = Costs(0.0, evaluation / 100, 1.3 * sampling, 0.5 * self.machine.save, sequences=100)
+                self.timer.costs = Costs(
+                    0.0, evaluation / 100, 1.3 * sampling, 0.5 * self.machine.save, sequences=100
+                )
             known = with_next_block(self.plan, self.timer, step=step)
         self.plan = known
         if known.train.steps is not None:
@@ -143,10 +146,15 @@ BUSY = {
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("warmup", "schedule"),
-    [("10 percent", "linear"), ("1 percent", "cosine"), ("30 steps", Wsd()), ("0 steps", "cosine"),
-     ("5 seconds", "constant")],
+    [
+        ("10 percent", "linear"),
+        ("1 percent", "cosine"),
+        ("30 steps", Wsd()),
+        ("0 steps", "cosine"),
+        ("5 seconds", "constant"),
+    ],
     ids=str,
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", BUSY)
 def test_it_ends_in_time_and_no_rate_jumps(name, warmup, schedule):
     machine = BUSY[name]
@@ -154,15 +162,18 @@ def test_it_ends_in_time_and_no_rate_jumps(name, warmup, schedule):
     amount, unit = warmup.split()
     plan = timed(
         optimizer={"schedule": schedule, "warmup_steps": 30 if warmup == "30 steps" else 0},
-        warmup=Duration(float(amount), unit), decay=Duration(20, "percent") if isinstance(schedule, Wsd) else None,
+        warmup=Duration(float(amount), unit),
+        decay=Duration(20, "percent") if isinstance(schedule, Wsd) else None,
         checkpoint=Duration(25, "percent"),
-    )  # fmt: skip
+    )
     evaluation = machine.evaluation if not callable(machine.evaluation) else 9.0
     run = Simulated(plan, machine)
     slowest = 4.0 if name == "very slow" else 0.0
     assert machine.now == pytest.approx(100, abs=5 + slowest / 2 + (3 if evaluation == 9.0 else 0))
     few = name == "very slow"
-    assert run.shares[0] <= (1.0 if warmup == "0 steps" else 0.1), "the warmup begins at its beginning"
+    assert run.shares[0] <= (1.0 if warmup == "0 steps" else 0.1), (
+        "the warmup begins at its beginning"
+    )
     assert run.steepest() <= (0.25 if few else 0.1 + 1e-9)
     assert all(0 <= fraction <= 1 for fraction in run.shares.values())
     if schedule in ("cosine", "linear") and not (few and warmup == "30 steps"):  # which has 25
@@ -171,33 +182,48 @@ def test_it_ends_in_time_and_no_rate_jumps(name, warmup, schedule):
         assert max(run.shares.values()) > (0.7 if few else 0.9)
     halves = [step for step in run.looked if step < run.steps]
     assert len(halves) == 1
-    assert fraction_done(halves[0], run.plan.train.blocks) == pytest.approx(0.5, abs=0.11 if few else 0.02)
+    assert fraction_done(halves[0], run.plan.train.blocks) == pytest.approx(
+        0.5, abs=0.11 if few else 0.02
+    )
 
 
 def test_a_length_in_steps_and_one_in_time_that_holds_as_many_have_the_same_schedule():
-    run = Simulated(timed(optimizer={"schedule": "cosine"}, warmup=Duration(10, "percent")), Machine(0.1))
+    run = Simulated(
+        timed(optimizer={"schedule": "cosine"}, warmup=Duration(10, "percent")), Machine(0.1)
+    )
     plan = run.plan
     assert run.steps == pytest.approx(1000, abs=2)
-    fixed = tiny_plan(train={"steps": run.steps}, optimizer={"schedule": "cosine", "warmup_steps": run.steps // 10})
+    fixed = tiny_plan(
+        train={"steps": run.steps},
+        optimizer={"schedule": "cosine", "warmup_steps": run.steps // 10},
+    )
     # Before a step is measured, the estimate is 1,000 steps too: the plans agree from the first step on.
     for step in range(run.steps):
-        assert planned_lr_scale(step, plan) == pytest.approx(planned_lr_scale(step, fixed), abs=0.01)
+        assert planned_lr_scale(step, plan) == pytest.approx(
+            planned_lr_scale(step, fixed), abs=0.01
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_killed_run_takes_the_same_rates_again(seed):
     """However busy the machine is the second time, and wherever the kill fell."""
     dice = random.Random(seed)
-    plan = timed(warmup=Duration(5, "percent"), checkpoint=Duration(dice.choice([1.0, 7.0, 20.0]), "percent"))
+    plan = timed(
+        warmup=Duration(5, "percent"), checkpoint=Duration(dice.choice([1.0, 7.0, 20.0]), "percent")
+    )
     kill = dice.randint(5, 900)
     first = Simulated(plan, Machine(0.1, noise=0.3), kill_at=kill)
     saves = [step for step in first.saved if step <= kill]
     step = dice.choice([0, *saves[-3:]])
-    slow = Machine(dice.choice([0.03, 0.1, 0.5]), noise=0.3, first=3.0, dice=random.Random(seed + 1))
+    slow = Machine(
+        dice.choice([0.03, 0.1, 0.5]), noise=0.3, first=3.0, dice=random.Random(seed + 1)
+    )
     again = Simulated(first.plan, slow, start=step, before=first.saved.get(step, 0.0))
     repeated = list(range(step, kill))
     assert [again.shares[at] for at in repeated] == [first.shares[at] for at in repeated]
-    assert first.saved.get(step, 0.0) + slow.now == pytest.approx(100, abs=5 + slow.step * (kill - step))
+    assert first.saved.get(step, 0.0) + slow.now == pytest.approx(
+        100, abs=5 + slow.step * (kill - step)
+    )
     shares = first.shares | again.shares
     assert max(abs(shares[at + 1] - shares[at]) for at in range(len(shares) - 1)) < 0.101
 
@@ -224,7 +250,9 @@ def test_a_least_number_of_steps_takes_longer_where_it_must(step):
     run = Simulated(timed(60.0, min_steps=200), machine)
     assert run.steps == max(200, round(60 / step)) or run.steps == pytest.approx(60 / step, abs=2)
     assert machine.now == pytest.approx(max(60, 200 * step), rel=0.03)
-    assert run.plan.seconds.value == pytest.approx(machine.now, rel=0.03), "planned once the steps were measured"
+    assert run.plan.seconds.value == pytest.approx(machine.now, rel=0.03), (
+        "planned once the steps were measured"
+    )
     assert run.shares[run.steps - 1] < 0.02
 
 
@@ -234,7 +262,10 @@ def test_a_longer_time_goes_on_where_the_run_ended():
     train = short.plan.train.model_copy(update={"seconds": 100.0, "steps": None, "blocks": ()})
     machine = Machine(0.1)
     longer = Simulated(
-        short.plan.model_copy(update={"train": train}), machine, start=short.steps, before=short.saved[short.steps]
+        short.plan.model_copy(update={"train": train}),
+        machine,
+        start=short.steps,
+        before=short.saved[short.steps],
     )
     assert machine.now == pytest.approx(50, abs=2)
     assert longer.steps == pytest.approx(1000, abs=25)
@@ -252,7 +283,9 @@ def test_the_longest_run_that_ends_in_time(evaluation):
 def test_what_was_behind_is_not_counted_again():
     costs = Costs(step=1.0, sequence=0.0, samples=0.0, save=5.0)
     plan = PLAN.model_copy(update={"train": PLAN.train.model_copy(update={"steps": 2500})})
-    plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 1000})})
+    plan = plan.model_copy(
+        update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 1000})}
+    )
     assert costs.until_the_end(plan, done=1200) == 1300 + 2 * 5
 
 
@@ -262,7 +295,9 @@ def test_a_length_already_over_takes_no_step_more():
 
 
 def test_shares_of_the_run_are_resolved():
-    plan = fitted(PLAN, Costs(step=0.1, sequence=0.0, samples=0.0, save=0.0), done=10, seconds=100.0)
+    plan = fitted(
+        PLAN, Costs(step=0.1, sequence=0.0, samples=0.0, save=0.0), done=10, seconds=100.0
+    )
     assert plan.train.steps == 1010
     assert plan.eval.every_steps == 505
     assert plan.total_tokens == 1010 * PLAN.train.tokens_per_step
@@ -295,17 +330,21 @@ def test_steps_are_timed_without_what_lies_between_them():
 
 def demo_plan(*, steps: int = 100) -> RunPlan:
     return tiny_plan(
-        train={"steps": steps}, checkpoint={"every_steps": steps // 5},
+        train={"steps": steps},
+        checkpoint={"every_steps": steps // 5},
         eval={"every_steps": steps // 5, "sequences": 4},
-    )  # fmt: skip
+    )
 
 
 def test_the_demo_is_planned_from_its_timed_steps_to_its_last_file():
     plan = demo_plan()
     validation = 10 * plan.train.tokens_per_step
     forecast = forecast_of(plan, elapsed=20.0, done=12, step=0.5, start=4.0, validation=validation)
-    evaluated = 5 * 4 * plan.data.sequence_length / plan.train.tokens_per_step + 2 * 10  # as steps without backward
-    assert forecast.total == pytest.approx(20.0 + (100 - 12 + 10 + evaluated / 3) * 0.5 + (1 + 1.5) * 4.0)
+    # as steps without backward
+    evaluated = 5 * 4 * plan.data.sequence_length / plan.train.tokens_per_step + 2 * 10
+    assert forecast.total == pytest.approx(
+        20.0 + (100 - 12 + 10 + evaluated / 3) * 0.5 + (1 + 1.5) * 4.0
+    )
 
 
 def test_the_demo_names_slower_steps_than_those_it_timed():
@@ -314,7 +353,9 @@ def test_the_demo_names_slower_steps_than_those_it_timed():
     quiet = time_text(forecast, 103.0, kill, 0.52)
     assert quiet == "time 100 s, took 103 s (+3%), resume 6.2 s"
     busy = time_text(forecast, 160.0, kill, 0.9)
-    assert busy.startswith("time 100 s, took 160 s (+60%), resume 6.2 s; steps took 0.90 s, not 0.50")
+    assert busy.startswith(
+        "time 100 s, took 160 s (+60%), resume 6.2 s; steps took 0.90 s, not 0.50"
+    )
 
 
 def test_a_busy_core_is_seen_before_the_demo_begins():

@@ -18,7 +18,9 @@ from bloomery.train.model_folder import best_step, saved_steps
 @pytest.fixture(scope="session")
 def plan(prepared):
     sample = {"prompts": ("def f",)}
-    return tiny_plan(prepared, config=CONFIG, train={"steps": 8}, optimizer={"kind": "muon"}, sample=sample)
+    return tiny_plan(
+        prepared, config=CONFIG, train={"steps": 8}, optimizer={"kind": "muon"}, sample=sample
+    )
 
 
 @pytest.fixture(scope="session")
@@ -59,21 +61,27 @@ def test_checkpoints_are_kept_and_the_best_is_marked(undisturbed):
 
 def test_an_evaluation_leaves_no_trace(plan, undisturbed, tmp_path):
     sections = {"eval": {"every_steps": 100}, "sample": {"prompts": ()}}
-    seldom = plan.model_copy(update={name: getattr(plan, name).model_copy(update=new) for name,
-        new in sections.items()})
+    seldom = plan.model_copy(
+        update={name: getattr(plan, name).model_copy(update=new) for name, new in sections.items()}
+    )
     other = Run(seldom, tmp_path / "run")
     assert other.losses() == undisturbed.losses()
     assert_same_tensors(other.tensors(8), undisturbed.tensors(8))
 
 
-@pytest.mark.parametrize(("precision", "kind"), crossed(
-    {name: name for name in ("float32", "bfloat16", "bfloat16-pure", "float16")},
-    {name: name for name in ("adamw", "muon", "adafactor")},
-    quick="float32-adamw bfloat16-pure-muon float16-adafactor",
-))  # fmt: skip
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    crossed(
+        {name: name for name in ("float32", "bfloat16", "bfloat16-pure", "float16")},
+        {name: name for name in ("adamw", "muon", "adafactor")},
+        quick="float32-adamw bfloat16-pure-muon float16-adafactor",
+    ),
+)
 def test_a_resumed_run_equals_the_undisturbed_one_bitwise(prepared, tmp_path, kind, precision):
     train = {"steps": 6, "precision": precision}
-    plan = tiny_plan(prepared, config=CONFIG, train=train, optimizer={"kind": kind}, eval={"every_steps": 4})
+    plan = tiny_plan(
+        prepared, config=CONFIG, train=train, optimizer={"kind": kind}, eval={"every_steps": 4}
+    )
     whole = Run(plan, tmp_path / "whole")
     first = Run(plan, tmp_path / "halves", stop_after=4)
     assert first.outcome == "stopped"
@@ -112,9 +120,12 @@ def test_a_finished_run_resumes_to_nothing_more(plan, undisturbed, tmp_path):
 
 def test_early_stopping_ends_a_run_that_no_longer_improves(prepared, tmp_path):
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": 50}, optimizer={"learning_rate": 1e-9, "warmup_steps": 0},
+        prepared,
+        config=CONFIG,
+        train={"steps": 50},
+        optimizer={"learning_rate": 1e-9, "warmup_steps": 0},
         eval={"every_steps": 1, "early_stopping_patience": 2},
-    )  # fmt: skip
+    )
     stuck = Run(plan, tmp_path / "run")
     assert stuck.outcome == "done"
     assert stuck.steps_done() < 50
@@ -134,9 +145,12 @@ class Clock:
 @pytest.fixture(scope="session")
 def timed(prepared):
     plan = tiny_plan(
-        prepared, config=CONFIG, train={"steps": None, "seconds": 15.0, **ONE_PIECE}, checkpoint={"every_steps": 1000},
+        prepared,
+        config=CONFIG,
+        train={"steps": None, "seconds": 15.0, **ONE_PIECE},
+        checkpoint={"every_steps": 1000},
         optimizer={"schedule": "linear"},
-    )  # fmt: skip
+    )
     lengths = {"warmup": Duration(10, "percent"), "checkpoint": Duration(10, "percent")}
     return plan.model_copy(update={"lengths": plan.lengths.model_copy(update=lengths)})
 
@@ -149,14 +163,17 @@ def test_a_wall_time_length_ends_in_time_and_no_rate_jumps(timed, tmp_path):
     lengths = run.of(Phase)
     assert {event.name for event in lengths} == {"length"}
     assert lengths[0].step == 10
-    assert run.steps_done() == lengths[-1].total == pytest.approx(120, abs=3)  # two evaluations take 30
+    # two evaluations take 30
+    assert run.steps_done() == lengths[-1].total == pytest.approx(120, abs=3)
     stored = read_plan(tmp_path / "run" / "plan.json")
     assert (stored.train.steps, stored.total_tokens) == (run.steps_done(), run.steps_done() * 128)
     rates = [event.learning_rate / 0.01 for event in run.of(StepDone)]
     assert max(abs(b - a) for a, b in itertools.pairwise(rates)) < 0.1
     assert max(rates) > 0.95 and rates[-1] < 0.02
     looked = [event.step for event in run.of(EvalDone)]
-    assert looked == [pytest.approx(75, abs=7), run.steps_done()], "half of what the first estimate makes a half"
+    assert looked == [pytest.approx(75, abs=7), run.steps_done()], (
+        "half of what the first estimate makes a half"
+    )
 
 
 def test_a_killed_wall_time_run_repeats_its_losses_on_a_busier_machine(timed, tmp_path):
@@ -171,7 +188,9 @@ def test_a_killed_wall_time_run_repeats_its_losses_on_a_busier_machine(timed, tm
     repeated = [step for step in again.losses() if step in before]
     assert repeated == list(range(steps[-2] + 1, 53))
     assert [again.losses()[step] for step in repeated] == [before[step] for step in repeated]
-    rates = {event.step: event.learning_rate for run in (first, again) for event in run.of(StepDone)}
+    rates = {
+        event.step: event.learning_rate for run in (first, again) for event in run.of(StepDone)
+    }
     assert max(abs(rates[step + 1] - rates[step]) for step in list(rates)[:-1]) < 0.001
     assert again.steps_done() < 97, "a machine that got slower takes fewer steps"
 
@@ -183,12 +202,19 @@ def test_without_a_validation_split_there_is_no_evaluation(tmp_path):
     (tmp_path / "tiny.yaml").write_text(RECIPE.replace("5%", "0%"))
     prepare(load_recipe(tmp_path / "tiny.yaml"), tmp_path / "prepared")
     looks = {"every_steps": 1}
-    plan = tiny_plan(tmp_path / "prepared", config=CONFIG, train={"steps": 2}, eval=looks,
-        sample={"prompts": ("def f",)})
+    plan = tiny_plan(
+        tmp_path / "prepared",
+        config=CONFIG,
+        train={"steps": 2},
+        eval=looks,
+        sample={"prompts": ("def f",)},
+    )
     blind = Run(plan, tmp_path / "run")
     assert blind.outcome == "done"
     assert blind.of(EvalDone) == []
-    assert [event.step for event in blind.of(Sampled)] == [1, 2], "samples are drawn once a step all the same"
+    assert [event.step for event in blind.of(Sampled)] == [1, 2], (
+        "samples are drawn once a step all the same"
+    )
     assert list(itertools.chain.from_iterable(e.path for e in blind.of(Saved)))
 
 

@@ -47,7 +47,9 @@ def test_full_fine_tuning_writes_a_language_model(prepared, base, tmp_path):
 
 def test_an_adapter_opens_in_peft_on_the_language_model(prepared, with_tokenizer, tmp_path):
     base = with_tokenizer
-    plan = foreign_plan(prepared, base, adapter={"target_modules": ["all-linear"]}, train={"steps": 5}, native=True)
+    plan = foreign_plan(
+        prepared, base, adapter={"target_modules": ["all-linear"]}, train={"steps": 5}, native=True
+    )
     run = resumed_bitwise(plan, tmp_path)
     # transformers opens the multimodal folder as the whole model: an export is the language model alone.
     text = tmp_path / "text"

@@ -43,8 +43,10 @@ def test_added_tokens_have_ids_of_their_own_here_and_in_transformers(prepared, t
     base = saved_base(prepared, tmp_path / "base", tied=True)
     recipe = tmp_path / "r.yaml"
     added = "['<call>', '</s>', '</call>', '<note>']"
-    recipe.write_text(f"model: {{from: {base}}}\ntokenizer: {{additional_special_tokens: {added}}}\n"
-                      "data: {path: .}\n")  # fmt: skip
+    recipe.write_text(
+        f"model: {{from: {base}}}\ntokenizer: {{additional_special_tokens: {added}}}\n"
+        "data: {path: .}\n"
+    )
     before = load_tokenizer(base)
     tokenizer = find_tokenizer(load_recipe(recipe).recipe)
     assert tokenizer.vocab_size == before.vocab_size + 3
@@ -67,18 +69,28 @@ def test_new_rows_begin_as_the_mean_of_the_old_ones(prepared, tmp_path, tied):
     assert config.vocab_size == GROWN
     state = build_state(tiny_plan(prepared, config=config, model={"source": base}))
     model, old = state.model_and_optimizer.model, fresh_decoder(tiny(tied), seed=3)
-    for mine, theirs in ((model.model.embed_tokens, old.model.embed_tokens), (model.lm_head, old.lm_head)):
+    for mine, theirs in (
+        (model.model.embed_tokens, old.model.embed_tokens),
+        (model.lm_head, old.lm_head),
+    ):
         assert torch.equal(mine.weight[: CONFIG.vocab_size], theirs.weight)
         assert_close(mine.weight[CONFIG.vocab_size :], theirs.weight.mean(0).expand(3, -1))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_rows_that_the_base_never_trained_begin_as_the_mean_when_a_token_takes_them(prepared, tmp_path, tied):
+def test_rows_that_the_base_never_trained_begin_as_the_mean_when_a_token_takes_them(
+    prepared, tmp_path, tied
+):
     """A vocabulary padded by 7 rows: two tokens take the fourth and third last, and what lies beyond stays as it is."""
     base, first = saved_base(prepared, tmp_path / "base", tied=tied), CONFIG.vocab_size - 4
-    plan = tiny_plan(prepared, config=tiny(tied), model={"source": base, "new_ids": (first, first + 1)})
+    plan = tiny_plan(
+        prepared, config=tiny(tied), model={"source": base, "new_ids": (first, first + 1)}
+    )
     model, old = build_state(plan).model_and_optimizer.model, fresh_decoder(tiny(tied), seed=3)
-    for mine, theirs in ((model.model.embed_tokens, old.model.embed_tokens), (model.lm_head, old.lm_head)):
+    for mine, theirs in (
+        (model.model.embed_tokens, old.model.embed_tokens),
+        (model.lm_head, old.lm_head),
+    ):
         assert_close(mine.weight[first : first + 2], theirs.weight[:first].mean(0).expand(2, -1))
         kept = [*range(first), *range(first + 2, CONFIG.vocab_size)]
         assert torch.equal(mine.weight[kept], theirs.weight[kept])

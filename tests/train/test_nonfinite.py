@@ -35,9 +35,13 @@ def poison(plan, monkeypatch):
 
         def loss(output, batch):
             total, count, _ = clean.loss(output, batch)
-            return LossParts(total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count)
+            return LossParts(
+                total * math.nan if any(torch.equal(batch.tokens, b) for b in bad) else total, count
+            )
 
-        monkeypatch.setattr(context, "build_objective", lambda *_, **__: Objective(clean.head, loss))
+        monkeypatch.setattr(
+            context, "build_objective", lambda *_, **__: Objective(clean.head, loss)
+        )
 
     return poisoned_steps
 
@@ -70,14 +74,25 @@ def test_a_rewind_has_the_time_of_a_save(plan, poison, tmp_path, monkeypatch):
     """It waits for the last save, and checks and reads a checkpoint: minutes, where a step has seconds."""
     poison(5, 6, 7, 8)
     order, found = list[str](), recover.newest_valid
-    monkeypatch.setattr(recover, "newest_valid", lambda *a, **k: order.append("rewinds") or found(*a, **k))
-    run(plan, run_dir=tmp_path, emit=lambda _: None, stop=lambda: False, before_save=lambda: order.append("extended"))
-    assert order[:4] == ["extended", "extended", "rewinds", "extended"]  # saves, the rewind between them
+    monkeypatch.setattr(
+        recover, "newest_valid", lambda *a, **k: order.append("rewinds") or found(*a, **k)
+    )
+    run(
+        plan,
+        run_dir=tmp_path,
+        emit=lambda _: None,
+        stop=lambda: False,
+        before_save=lambda: order.append("extended"),
+    )
+    # saves, the rewind between them
+    assert order[:4] == ["extended", "extended", "rewinds", "extended"]
 
 
 def test_a_rewind_without_a_checkpoint_starts_the_weights_over(plan, poison, tmp_path):
     poison(1, 2, 3, 4)
-    late = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 99})})
+    late = plan.model_copy(
+        update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 99})}
+    )
     run = Run(late, tmp_path / "run")
     assert [event.step for event in run.of(Recovered)] == [0]
     assert run.losses()[1] == pytest.approx(math.log(300), abs=0.2)
@@ -102,7 +117,9 @@ def test_a_run_that_rewound_resumes_bitwise(plan, poison, tmp_path):
     assert_same_tensors(second.tensors(10), whole.tensors(10))
 
 
-def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(plan, monkeypatch, tmp_path):
+def test_hopeless_runs_stop_with_the_batch_named_and_their_checkpoint_kept(
+    plan, monkeypatch, tmp_path
+):
     clean = pretraining(score_chunk=64)
     taken = []
 
@@ -129,7 +146,9 @@ def test_an_overflow_of_float16_is_no_divergence(plan, tmp_path, monkeypatch):
     assert all("float16 overflow" in event.reason for event in run.warnings())
 
 
-def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, tmp_path, monkeypatch):
+def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(
+    plan, tmp_path, monkeypatch
+):
     """Finite losses whose gradients overflow at scale 1: nothing is rewound, and the end says that the scale is 1."""
     half = plan.model_copy(update={"train": plan.train.model_copy(update={"precision": "float16"})})
     monkeypatch.setattr(state, "LossScale", lambda: LossScale(4.0))
@@ -148,30 +167,42 @@ def test_float16_that_overflows_without_a_loss_scale_is_no_matter_of_rows(plan, 
 def test_a_wider_precision_goes_on_from_a_checkpoint_of_the_narrow_one(plan, tmp_path):
     """Weights and moments are cast: of float16 they are float32 anyway, of bfloat16-pure bfloat16."""
     for precision, wide in (("float16", "bfloat16"), ("bfloat16-pure", "float32")):
-        narrow = plan.model_copy(update={"train": plan.train.model_copy(update={"precision": precision})})
+        narrow = plan.model_copy(
+            update={"train": plan.train.model_copy(update={"precision": precision})}
+        )
         first = Run(narrow, tmp_path / precision, stop_after=3)
         fallback = safer._precise(narrow, wide, "the loss is NaN")
         second = Run(fallback.plan, tmp_path / precision, resume_from=first.checkpoint(3))
         assert second.outcome == "done"
-        assert second.losses()[4] == pytest.approx(Run(plan, tmp_path / f"{wide}-all").losses()[4], abs=0.05)
-        assert {tensor.dtype for name, tensor in second.tensors(10).items() if "rng" not in name} == {torch.float32}
+        assert second.losses()[4] == pytest.approx(
+            Run(plan, tmp_path / f"{wide}-all").losses()[4], abs=0.05
+        )
+        assert {
+            tensor.dtype for name, tensor in second.tensors(10).items() if "rng" not in name
+        } == {torch.float32}
 
 
 def test_int8_states_and_states_on_the_host_go_on_from_float32_ones(plan, tmp_path):
-    wide = replace(CONFIG, hidden_size=64, intermediate_size=128)  # matrices of 4,096 numbers and more
+    # matrices of 4,096 numbers and more
+    wide = replace(CONFIG, hidden_size=64, intermediate_size=128)
     plan = plan.model_copy(update={"model": plan.model.model_copy(update={"config": wide})})
     first = Run(plan, tmp_path / "run", stop_after=6)
     exact = Run(plan, tmp_path / "exact", resume_from=first.checkpoint(6))
-    taken = {"micro_batch_size": 1, "activation_checkpointing": "full",
-        "offload_activations": True}  # what comes before
+    taken = {
+        "micro_batch_size": 1,
+        "activation_checkpointing": "full",
+        "offload_activations": True,
+    }  # what comes before
     last, home = plan.train.model_copy(update=taken), {"train": plan.train}
     gpu = plan.model_copy(update={"train": last.model_copy(update={"device": "cuda"})})
     hosted = safer.roomier(gpu, "full").plan.model_copy(update=home)
     assert hosted.optimizer.offload
-    assert Run(hosted, tmp_path / "hosted", resume_from=first.checkpoint(6)).losses() == pytest.approx(
-        exact.losses(), abs=1e-5
+    assert Run(
+        hosted, tmp_path / "hosted", resume_from=first.checkpoint(6)
+    ).losses() == pytest.approx(exact.losses(), abs=1e-5)
+    small = safer.roomier(plan.model_copy(update={"train": last}), "full").plan.model_copy(
+        update=home
     )
-    small = safer.roomier(plan.model_copy(update={"train": last}), "full").plan.model_copy(update=home)
     run = Run(small, tmp_path / "small", resume_from=first.checkpoint(6))
     assert run.losses() == pytest.approx(exact.losses(), abs=0.02)
     assert any(tensor.dtype == torch.int8 for tensor in run.tensors(10).values())

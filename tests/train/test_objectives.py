@@ -33,10 +33,14 @@ def test_pretraining_scores_the_labels_of_the_batch_by_hand():
 
 
 @pytest.mark.parametrize(("together", "before_the_first"), [(False, 1), (True, 3)])
-def test_held_out_batches_are_completed_one_by_one_unless_all_must_be_known(together, before_the_first):
+def test_held_out_batches_are_completed_one_by_one_unless_all_must_be_known(
+    together, before_the_first
+):
     read = []
     batches = (read.append(number) or number for number in range(3))
-    objective = replace(pretraining(score_chunk=8), before=lambda _model, some: [10 * one for one in some])
+    objective = replace(
+        pretraining(score_chunk=8), before=lambda _model, some: [10 * one for one in some]
+    )
     found = complete_batches(None, batches, replace(objective, together=together))
     assert next(found) == 0
     assert len(read) == before_the_first

@@ -11,9 +11,19 @@ from bloomery.recipe.schema import OptimizerKind
 from bloomery.train.optim.build import Muon, build_optimizer, orthogonalize, stacks
 
 PLAN = OptimizerPlan(
-    kind="adamw", learning_rate=0.01, muon_learning_rate=0.02, momentum=0.95, betas=(0.9, 0.95), eps=1e-8,
-    weight_decay=0.1, fused=False, schedule="cosine", min_lr_ratio=0.0, warmup_steps=0, decay_steps=0,
-)  # fmt: skip
+    kind="adamw",
+    learning_rate=0.01,
+    muon_learning_rate=0.02,
+    momentum=0.95,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+    fused=False,
+    schedule="cosine",
+    min_lr_ratio=0.0,
+    warmup_steps=0,
+    decay_steps=0,
+)
 KINDS = get_args(OptimizerKind)
 
 
@@ -25,7 +35,9 @@ class Toy(nn.Module):
         self.embed_tokens = nn.Embedding(11, 8)
         self.model = nn.Module()
         sizes = ((8, 16), (16, 8), (8, 8))
-        self.model.layers = nn.ModuleList(nn.Sequential(*(nn.Linear(*size) for size in sizes)) for _ in range(2))
+        self.model.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(*size) for size in sizes)) for _ in range(2)
+        )
         self.norm = nn.LayerNorm(8)
 
 
@@ -54,7 +66,9 @@ def test_muon_equals_torch_up_to_bfloat16_rounding():
     ours, theirs = toy(), toy()
     pick = lambda m: [p for n, p in m.named_parameters() if p.ndim == 2 and ".layers." in n]  # noqa: E731
     mine = Muon(pick(ours), lr=0.02, momentum=0.95, weight_decay=0.1)
-    reference = torch.optim.Muon(pick(theirs), lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(
+        pick(theirs), lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     for step in range(5):
         give_gradients(ours, step)
         give_gradients(theirs, step)
@@ -75,7 +89,10 @@ def test_orthogonalised_singular_values_are_near_one():
 def test_stacks_hold_one_shape_and_keep_the_order():
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (3, 3), (3, 2))]
     first, second = stacks(parameters)
-    assert [p is q for p, q in zip(first, [parameters[0], parameters[2]], strict=True)] == [True, True]
+    assert [p is q for p, q in zip(first, [parameters[0], parameters[2]], strict=True)] == [
+        True,
+        True,
+    ]
     assert second[0] is parameters[1]
 
 

@@ -33,13 +33,21 @@ class Allocator(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and telling Dynamo to look away costs more than the rest of the mode
+        # nothing is compiled here, and telling Dynamo to look away costs more than the rest of the mode
+        return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        if self.left and self.steps + 1 >= self.since and self._too_large(made) and self._where() == self.place:
+        if (
+            self.left
+            and self.steps + 1 >= self.since
+            and self._too_large(made)
+            and self._where() == self.place
+        ):
             self.left -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."
+            )
         return made
 
     def _too_large(self, made: object) -> bool:
@@ -103,9 +111,15 @@ def test_a_first_step_that_is_too_large_leaves_no_trace(plan, tmp_path, place):
         "; tensors in memory: profile/step-00000001-full-1.memory.txt"
     )
     stored = read_plan(tmp_path / "short/plan.json")
-    assert (stored.train.micro_batch_size, stored.train.accumulation, stored.train.tokens_per_step) == (1, 4, 128)
+    assert (
+        stored.train.micro_batch_size,
+        stored.train.accumulation,
+        stored.train.tokens_per_step,
+    ) == (1, 4, 128)
     assert stored.model.score_chunk == 32
-    (decision,) = [decision for decision in stored.choices if decision.key == "train.micro_batch_size"]
+    (decision,) = [
+        decision for decision in stored.choices if decision.key == "train.micro_batch_size"
+    ]
     assert decision.value == "1"
     assert "out of memory" in decision.reason
 
@@ -124,7 +138,9 @@ def test_a_later_step_goes_on_as_if_resumed_with_the_smaller_micro_batch(plan, t
 
 def test_without_dropout_the_mathematics_do_not_depend_on_the_micro_batch(prepared, tmp_path, plan):
     """Equal up to the order of sums, R15's 1e-6."""
-    plain = plan.model_copy(update={"model": plan.model.model_copy(update={"config": tiny_config(vocab_size=300)})})
+    plain = plan.model_copy(
+        update={"model": plan.model.model_copy(update={"config": tiny_config(vocab_size=300)})}
+    )
     short = run_short_of_memory(plain, tmp_path / "short", Allocator("backward", rows=4, since=3))
     whole = Run(plain, tmp_path / "whole")
     for step, loss in whole.losses().items():
@@ -133,7 +149,9 @@ def test_without_dropout_the_mathematics_do_not_depend_on_the_micro_batch(prepar
 
 def test_a_resumed_run_keeps_the_smaller_micro_batch(plan, tmp_path):
     short = run_short_of_memory(plan, tmp_path / "run", Allocator("forward", rows=4))
-    again = Run(read_plan(tmp_path / "run/plan.json"), tmp_path / "run", resume_from=short.checkpoint(4))
+    again = Run(
+        read_plan(tmp_path / "run/plan.json"), tmp_path / "run", resume_from=short.checkpoint(4)
+    )
     assert again.losses() == {step: loss for step, loss in short.losses().items() if step > 4}
     assert again.of(Recovered) == []
 
@@ -170,7 +188,9 @@ def test_an_update_that_was_cut_short_is_taken_back(plan, tmp_path, monkeypatch,
 
 def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_path):
     looks = {"eval": {"every_steps": 3, "micro_batch_size": 8}}
-    plan = tiny_plan(prepared, config=CONFIG, train={"micro_batch_size": 2, "accumulation": 2}, **looks)
+    plan = tiny_plan(
+        prepared, config=CONFIG, train={"micro_batch_size": 2, "accumulation": 2}, **looks
+    )
     short = run_short_of_memory(plan, tmp_path / "short", Allocator("evaluation", rows=4))
     whole = Run(plan, tmp_path / "whole")
     assert len(short.of(Recovered)) == 2
@@ -188,7 +208,10 @@ def test_an_evaluation_that_is_too_large_is_made_in_smaller_parts(prepared, tmp_
 def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_path):
     looks, sample = {"every_steps": 3}, {"prompts": ("def f",)}
     eval_mode = plan.model_copy(
-        update={"eval": plan.eval.model_copy(update=looks), "sample": plan.sample.model_copy(update=sample)}
+        update={
+            "eval": plan.eval.model_copy(update=looks),
+            "sample": plan.sample.model_copy(update=sample),
+        }
     )
     short = run_short_of_memory(eval_mode, tmp_path / "short", Allocator("evaluation", rows=1))
     assert short.outcome == "done"
@@ -198,14 +221,26 @@ def test_an_evaluation_without_room_for_one_row_is_left_out_and_said(plan, tmp_p
         "out of memory in the evaluation after step 3 (2.50 GiB allocation failed), "
         "micro-batch 1: no validation loss" in told
     )
-    assert "out of memory while sampling after step 3; samples are missing (2.50 GiB allocation failed)" in told
+    assert (
+        "out of memory while sampling after step 3; samples are missing (2.50 GiB allocation failed)"
+        in told
+    )
 
 
 @pytest.mark.parametrize("rows", [4, pytest.param(1, marks=pytest.mark.soak)])
-def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(prepared, tmp_path, rows):
+def test_memory_that_runs_out_while_a_wall_time_run_is_measured_does_not_end_it(
+    prepared, tmp_path, rows
+):
     sections = {
-        "train": {"steps": None, "seconds": 1.5, "min_steps": 12, "micro_batch_size": 2, "accumulation": 2},
-        "eval": {"every_steps": 10_000, "micro_batch_size": 8}, "sample": {"prompts": ("def f",)},
+        "train": {
+            "steps": None,
+            "seconds": 1.5,
+            "min_steps": 12,
+            "micro_batch_size": 2,
+            "accumulation": 2,
+        },
+        "eval": {"every_steps": 10_000, "micro_batch_size": 8},
+        "sample": {"prompts": ("def f",)},
         "checkpoint": {"every_steps": 10_000},
     }
     plan = tiny_plan(prepared, config=CONFIG, **sections)
@@ -230,16 +265,22 @@ def test_a_single_row_that_does_not_fit_ends_the_run_with_remedies(plan, tmp_pat
     assert "train.activation_checkpointing=full or optimizer.kind=adafactor" in unforeseen.value.fix
 
 
-def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoint(plan, tmp_path, monkeypatch):
+def test_memory_that_is_too_full_to_copy_a_checkpoint_costs_time_but_no_checkpoint(
+    plan, tmp_path, monkeypatch
+):
     real = checkpoint.stage
 
     def stage(tensors, *, copy):
         if copy:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory: ...")
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory: ..."
+            )
         return real(tensors, copy=copy)
 
     monkeypatch.setattr(checkpoint, "stage", stage)
-    eager = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"async_save": True})})
+    eager = plan.model_copy(
+        update={"checkpoint": plan.checkpoint.model_copy(update={"async_save": True})}
+    )
     run = Run(eager, tmp_path / "run")
     assert run.outcome == "done"
     assert run.checkpoint(6).is_dir()

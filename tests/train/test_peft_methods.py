@@ -18,7 +18,13 @@ from bloomery.data.loader import Cursor, Loader
 from bloomery.model.adapters import settings as peft_names
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
-from bloomery.model.adapters.settings import NATIVE, NATIVE_ONLY, PROMPTS, config_class, linear_modules
+from bloomery.model.adapters.settings import (
+    NATIVE,
+    NATIVE_ONLY,
+    PROMPTS,
+    config_class,
+    linear_modules,
+)
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.plan.estimate.memory import activation_bytes
@@ -28,12 +34,24 @@ from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
-ADALORA = {"method": "adalora", "init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 5}
+ADALORA = {
+    "method": "adalora",
+    "init_r": 6,
+    "target_r": 2,
+    "tinit": 1,
+    "tfinal": 1,
+    "deltaT": 1,
+    "total_step": 5,
+}
 METHODS = {
     "adalora": ADALORA,
     "oft": {"method": "oft", "oft_block_size": 8},
     "vera": {"method": "vera", "r": 4},
-    "ia3": {"method": "ia3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "ia3": {
+        "method": "ia3",
+        "target_modules": ["k_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+    },
     "loha": {"method": "loha", "r": 2, "modules_to_save": ["lm_head"]},
 }
 
@@ -61,9 +79,13 @@ def test_a_resumed_method_equals_the_undisturbed_one_bitwise(prepared, base, tmp
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_peft_opens_what_a_method_saved_and_merged_is_the_same(prepared, base, tmp_path, name):
-    faster = {"learning_rate": 0.02}  # so that AdaLoRA, which prunes four of six ranks meanwhile, moves the logits
-    run = Run(method_plan(prepared, base, METHODS[name], train={"steps": 5}, optimizer=faster), tmp_path)
-    with warnings.catch_warnings(action="error", category=RuntimeWarning):  # PEFT's own of AdaLoRA's own ranks
+    # so that AdaLoRA, which prunes four of six ranks meanwhile, moves the logits
+    faster = {"learning_rate": 0.02}
+    run = Run(
+        method_plan(prepared, base, METHODS[name], train={"steps": 5}, optimizer=faster), tmp_path
+    )
+    # PEFT's own of AdaLoRA's own ranks
+    with warnings.catch_warnings(action="error", category=RuntimeWarning):
         load_decoder(run.checkpoint(5))
     assert_opens_in_peft(base, run.checkpoint(5), torch.arange(60).view(2, 30), merged_within=1e-5)
 
@@ -72,20 +94,41 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
     """The same batches through transformers, PEFT and torch's AdamW, orthogonality and rank schedule included."""
     dry = replace(CONFIG, residual_dropout=0.0, embedding_dropout=0.0, attention_dropout=0.0)
     write_model(model_state(fresh_decoder(dry, seed=3)), dry, base := tmp_path)
-    plan = method_plan(prepared, base, ADALORA, train={"steps": 5, "max_grad_norm": None, "accumulation": 1},
-                       optimizer={"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant",
-                                  "eps": 0.01})  # fmt: skip
-    state = build_state(plan.model_copy(update={"model": plan.model.model_copy(update={"config": dry})}))
-    config = AdaLoraConfig(**{k: v for k, v in ADALORA.items() if k != "method"}, target_modules=["q_proj", "v_proj"])
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config)
-    mine = {name: p for name, p in state.model_and_optimizer.model.named_parameters() if p.requires_grad}
-    named = {name.removeprefix("base_model.model."): p for name, p in theirs.named_parameters() if p.requires_grad}
+    plan = method_plan(
+        prepared,
+        base,
+        ADALORA,
+        train={"steps": 5, "max_grad_norm": None, "accumulation": 1},
+        optimizer={"weight_decay": 0.0, "warmup_steps": 0, "schedule": "constant", "eps": 0.01},
+    )
+    state = build_state(
+        plan.model_copy(update={"model": plan.model.model_copy(update={"config": dry})})
+    )
+    config = AdaLoraConfig(
+        **{k: v for k, v in ADALORA.items() if k != "method"}, target_modules=["q_proj", "v_proj"]
+    )
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config
+    )
+    mine = {
+        name: p for name, p in state.model_and_optimizer.model.named_parameters() if p.requires_grad
+    }
+    named = {
+        name.removeprefix("base_model.model."): p
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
     assert mine.keys() == named.keys()
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.copy_(mine[name])
-    optimizer = torch.optim.AdamW(named.values(), lr=plan.optimizer.learning_rate, betas=plan.optimizer.betas,
-                                  eps=plan.optimizer.eps, weight_decay=0.0)  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        named.values(),
+        lr=plan.optimizer.learning_rate,
+        betas=plan.optimizer.betas,
+        eps=plan.optimizer.eps,
+        weight_decay=0.0,
+    )
     loader = Loader(prepared, sequence_length=32, layout="padded", seed=0)
     for step in range(1, 5):
         batch = loader.batch(Cursor(0, 2 * step), 2)
@@ -103,7 +146,13 @@ def test_adalora_takes_the_steps_that_peft_takes(prepared, tmp_path):
         theirs.base_model.update_and_allocate(step)
         optimizer.zero_grad()
         for name in named:
-            assert_close(mine[name], named[name], atol=2e-5, rtol=1e-3, msg=lambda m, name=name: f"{name}: {m}")
+            assert_close(
+                mine[name],
+                named[name],
+                atol=2e-5,
+                rtol=1e-3,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
     left = [float((p != 0).sum()) for name, p in mine.items() if "lora_E" in name]
     assert sum(left) == 2 * len(left), "the ranks are those of the target"
 
@@ -129,7 +178,9 @@ def test_what_peft_does_not_know_is_refused_with_a_remedy(said, words):
 def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
-    assert {kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING} - PROMPTS - NATIVE.keys() == peft_names.METHODS
+    assert {
+        kind.value for kind in PEFT_TYPE_TO_TUNER_MAPPING
+    } - PROMPTS - NATIVE.keys() == peft_names.METHODS
     for kind, theirs in PEFT_TYPE_TO_CONFIG_MAPPING.items():
         if kind.value not in peft_names.METHODS:
             continue
@@ -138,14 +189,22 @@ def test_the_methods_that_are_known_without_peft_are_those_that_it_has():
         assert {field.name for field in fields(theirs)} == named | NATIVE_ONLY.keys(), kind
         defaults = {field.name: field.default for field in fields(theirs)}
         for field in fields(ours):
-            assert field.default == defaults[field.name] or not isinstance(field.default, int | str), (kind, field.name)
+            assert field.default == defaults[field.name] or not isinstance(
+                field.default, int | str
+            ), (kind, field.name)
 
 
-def test_all_linear_maps_are_found_where_peft_would_look_for_them_in_its_own_models_alone(prepared, base):
+def test_all_linear_maps_are_found_where_peft_would_look_for_them_in_its_own_models_alone(
+    prepared, base
+):
     model = build_state(
         method_plan(prepared, base, {"method": "vera", "target_modules": "all-linear"})
     ).model_and_optimizer.model
-    changed = {name.rpartition(".vera_lambda")[0] for name, p in model.named_parameters() if p.requires_grad}
+    changed = {
+        name.rpartition(".vera_lambda")[0]
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert changed == set(linear_modules(CONFIG))
 
 
@@ -155,28 +214,37 @@ def test_a_wall_time_length_has_no_steps_for_a_schedule_of_ranks():
 
 
 @pytest.mark.parametrize(
-    ("name", "leaves"), [("ia3", {"k_proj", "v_proj", "down_proj"}), ("ln_tuning", {"norm", "layernorm"})]
+    ("name", "leaves"),
+    [("ia3", {"k_proj", "v_proj", "down_proj"}), ("ln_tuning", {"norm", "layernorm"})],
 )
-def test_a_method_that_is_not_about_queries_and_values_finds_its_own_modules(prepared, base, name, leaves):
+def test_a_method_that_is_not_about_queries_and_values_finds_its_own_modules(
+    prepared, base, name, leaves
+):
     model = build_state(method_plan(prepared, base, {"method": name})).model_and_optimizer.model
     trained = {key for key, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all(any(leaf in key for leaf in leaves) for key in trained)
     assert all(any(leaf in key for key in trained) for leaf in leaves)
     if name == "ia3":  # what the down projection reads is scaled, not what it gives
-        scaled = next(p for key, p in model.named_parameters() if "down_proj" in key and p.requires_grad)
+        scaled = next(
+            p for key, p in model.named_parameters() if "down_proj" in key and p.requires_grad
+        )
         assert scaled.numel() == CONFIG.intermediate_size
 
 
 def test_a_method_whose_library_is_missing_is_a_sentence(prepared, base, monkeypatch):
     def missing(*_args, **_more):
-        raise ImportError("scikit-learn is required. Please install it with: pip install scikit-learn")
+        raise ImportError(
+            "scikit-learn is required. Please install it with: pip install scikit-learn"
+        )
 
     monkeypatch.setattr("peft.PeftModel.__init__", missing)
     with pytest.raises(UserError, match="pip install scikit-learn"):
         build_state(method_plan(prepared, base, {"method": "vera"}))
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj", "down_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], ["o_proj", "down_proj"]]
+)
 def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
     """What autograd keeps beyond a LoRA of ours of that rank, in bfloat16: nothing where no layers share an input."""
     config = tiny_config(hidden_size=64)
@@ -185,10 +253,20 @@ def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
 
     def counted(adapter):
         load = StepShape(
-            model=TrainedModel.of(tiny_plan(config=config).model_copy(update={"adapter": adapter}), config),
-            sequence_length=128, micro_batch_size=4, precision="bfloat16", optimizer="adamw",
-            attention="sdpa", checkpointing="none", compiled=False, score_chunk=64, context_bytes=0.0, on_gpu=False,
-        )  # fmt: skip
+            model=TrainedModel.of(
+                tiny_plan(config=config).model_copy(update={"adapter": adapter}), config
+            ),
+            sequence_length=128,
+            micro_batch_size=4,
+            precision="bfloat16",
+            optimizer="adamw",
+            attention="sdpa",
+            checkpointing="none",
+            compiled=False,
+            score_chunk=64,
+            context_bytes=0.0,
+            on_gpu=False,
+        )
         return activation_bytes(load)
 
     def measured(change):
@@ -199,8 +277,13 @@ def test_the_plan_counts_the_inputs_that_peft_casts_for_each_layer(targets):
                 parameter.data = parameter.data.bfloat16()
         tokens = torch.randint(0, config.vocab_size, (4, 128))
         with torch.autocast("cpu", torch.bfloat16):
-            return kept_bytes(model, lambda: model(tokens, head=LabelScores(tokens, torch.ones(4, 128), chunk=64)))
+            return kept_bytes(
+                model, lambda: model(tokens, head=LabelScores(tokens, torch.ones(4, 128), chunk=64))
+            )
 
     ours = measured(lambda model: adapt(model, lora))
-    beyond = measured(lambda model: PeftAdapter(model, method_config(theirs, config, steps=100), seed=0)) - ours
+    beyond = (
+        measured(lambda model: PeftAdapter(model, method_config(theirs, config, steps=100), seed=0))
+        - ours
+    )
     assert counted(theirs) - counted(lora) == pytest.approx(beyond, abs=0.05 * ours)

@@ -12,7 +12,15 @@ from bloomery.core import Choice
 from bloomery.data.loader import Cursor
 from bloomery.model.heads import LabelScores
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.monitor.events import EvalDone, EventLog, Phase, StepDone, StepHealth, from_json, to_json
+from bloomery.monitor.events import (
+    EvalDone,
+    EventLog,
+    Phase,
+    StepDone,
+    StepHealth,
+    from_json,
+    to_json,
+)
 from bloomery.plan.choices import reference_of
 from bloomery.recipe.schema import Kto, Lora, OrPo, Preference, Reward, Sft, SimPo
 from bloomery.train import context
@@ -40,7 +48,12 @@ def answers(prepared, tmp_path_factory):
 
 def plan_of(folder, asked, adapter=None, *, config=PLAIN, **sections):
     train = {"steps": 12} | sections.pop("train", {})
-    parts = {"train": train, "checkpoint": {"every_steps": 6}, "eval": {"every_steps": 6}, **sections}
+    parts = {
+        "train": train,
+        "checkpoint": {"every_steps": 6},
+        "eval": {"every_steps": 6},
+        **sections,
+    }
     changes = {"objective": asked} | ({} if adapter is None else {"adapter": adapter})
     return tiny_plan(folder, config=config, **parts).model_copy(update=changes)
 
@@ -48,11 +61,15 @@ def plan_of(folder, asked, adapter=None, *, config=PLAIN, **sections):
 @pytest.mark.parametrize(
     ("kind", "asked"),
     [
-        ("chat", Sft(kind="sft")), ("pairs", DPO), ("pairs", Preference(kind="ipo", beta=0.5)),
-        ("pairs", SimPo(kind="simpo")), ("pairs", OrPo(kind="orpo", beta=0.5)), ("kto", Kto(kind="kto", beta=0.5)),
+        ("chat", Sft(kind="sft")),
+        ("pairs", DPO),
+        ("pairs", Preference(kind="ipo", beta=0.5)),
+        ("pairs", SimPo(kind="simpo")),
+        ("pairs", OrPo(kind="orpo", beta=0.5)),
+        ("kto", Kto(kind="kto", beta=0.5)),
         ("pairs", Reward(kind="reward")),
     ],
-)  # fmt: skip
+)
 def test_a_run_lowers_its_held_out_loss(kind, asked, answers, tmp_path):
     values = isinstance(asked, Reward)
     config = PLAIN.__class__(**vars(PLAIN) | {"head": "values"}) if values else PLAIN
@@ -70,18 +87,23 @@ def test_a_run_lowers_its_held_out_loss(kind, asked, answers, tmp_path):
 def test_the_reference_is_computed_once_and_before_the_first_step(answers, tmp_path, monkeypatch):
     plan = plan_of(answers("pairs"), DPO)
     made = Run(plan, tmp_path / "run")
-    assert made.of(StepDone)[0].loss == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference yet
+    # the model is its own reference yet
+    assert made.of(StepDone)[0].loss == pytest.approx(math.log(2), rel=1e-6)
     told = [event for event in made.of(Phase) if event.name == "reference"]
     assert told[-1].done == told[-1].total > 0
     batch = open_loader(plan, "train", reference_file(made.folder, "train")).batch(Cursor(0, 0), 3)
     model = fresh_decoder(PLAIN, seed=0, attention="mask")
     head = LabelScores(batch.labels, batch.loss_mask, 64)
     with torch.no_grad():
-        expected = model(batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head)
+        expected = model(
+            batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents, head=head
+        )
     torch.testing.assert_close(batch.reference, expected, atol=1e-5, rtol=0)
 
 
-def test_a_resumed_run_is_bitwise_the_undisturbed_one_with_and_without_its_reference(answers, tmp_path, monkeypatch):
+def test_a_resumed_run_is_bitwise_the_undisturbed_one_with_and_without_its_reference(
+    answers, tmp_path, monkeypatch
+):
     plan = plan_of(answers("pairs"), DPO, config=CONFIG)
     whole = Run(plan, tmp_path / "whole")
     first = Run(plan, tmp_path / "halves", stop_after=6)
@@ -138,16 +160,24 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
     plan = plan_of(prepared, asked, Lora(kind="lora", rank=4), **sections)
     disabled = Run(plan, tmp_path / "disabled")
     assert not reference_file(disabled.folder, "train").exists()
-    assert {health.update_ratio for health in disabled.of(StepHealth)} == {None}  # an adapter begins at zero
+    # an adapter begins at zero
+    assert {health.update_ratio for health in disabled.of(StepHealth)} == {None}
     assert disabled.of(StepDone)[-1].loss < disabled.of(StepDone)[0].loss
     for module in (context, objectives):
-        monkeypatch.setattr(module, "reference_of", lambda *_: Choice("precomputed", "as of a model trained in full"))
+        monkeypatch.setattr(
+            module,
+            "reference_of",
+            lambda *_: Choice("precomputed", "as of a model trained in full"),
+        )
     precomputed = Run(plan, tmp_path / "precomputed")
     assert disabled.losses() == pytest.approx(precomputed.losses(), rel=1e-5)
 
 
 def test_what_is_trained_beside_the_adapters_is_no_part_of_the_reference():
-    reference = [reference_of(DPO, Lora(kind="lora", modules_to_save=also)).value for also in ([], ["lm_head"])]
+    reference = [
+        reference_of(DPO, Lora(kind="lora", modules_to_save=also)).value
+        for also in ([], ["lm_head"])
+    ]
     assert reference == ["adapters", "precomputed"]
     assert reference_of(SimPo(kind="simpo"), Lora(kind="lora")).value == "none"
 
@@ -168,4 +198,6 @@ def test_an_exported_reward_model_opens_and_says_what_its_loss_is_of(answers, tm
     card = (tmp_path / "out" / "README.md").read_text()
     assert "loss (per pair) | accuracy" in card
     assert "AutoModelForSequenceClassification" in card
-    assert "pipeline_tag: text-classification" in card and "preferences of its training data" in card
+    assert (
+        "pipeline_tag: text-classification" in card and "preferences of its training data" in card
+    )

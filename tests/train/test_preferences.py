@@ -10,7 +10,15 @@ from torch.testing import assert_close
 
 from bloomery.data.loader import Batch
 from bloomery.recipe.schema import Kto, OrPo, Preference, SimPo
-from bloomery.train.losses import dpo_loss, ipo_loss, kto_loss, means, orpo_loss, pairs_of, simpo_loss
+from bloomery.train.losses import (
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    means,
+    orpo_loss,
+    pairs_of,
+    simpo_loss,
+)
 from bloomery.train.objectives import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss, train_step
@@ -22,9 +30,13 @@ SCORES = torch.tensor([[-9.0, -1, -2, -9, -0.5, -0.25, -1, -9]], dtype=torch.flo
 REFERENCE = torch.tensor([[-8.0, -1.5, -1, -8, -1, -1, -0.5, -8]], dtype=torch.float64)
 POLICY, START = (pairs_of(scores, WEIGHTS, SEQUENCES) for scores in (SCORES, REFERENCE))
 KINDS = [
-    Preference(kind="dpo"), Preference(kind="dpo", beta=0.3, label_smoothing=0.2), Preference(kind="ipo"),
-    SimPo(kind="simpo"), OrPo(kind="orpo"), Kto(kind="kto", desirable_weight=2.0),
-]  # fmt: skip
+    Preference(kind="dpo"),
+    Preference(kind="dpo", beta=0.3, label_smoothing=0.2),
+    Preference(kind="ipo"),
+    SimPo(kind="simpo"),
+    OrPo(kind="orpo"),
+    Kto(kind="kto", desirable_weight=2.0),
+]
 
 
 def log_sigmoid(x: float) -> float:
@@ -36,7 +48,12 @@ def test_dpo_by_hand():
     parts = dpo_loss(POLICY, START, beta=0.1, label_smoothing=0.0)
     assert parts.total.item() == pytest.approx(-log_sigmoid(chosen - rejected), rel=1e-12)
     assert parts.count == 1
-    expected = {"accuracy": 1, "margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}
+    expected = {
+        "accuracy": 1,
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
     assert means(parts.metrics) == pytest.approx(expected)
     smoothed = dpo_loss(POLICY, START, beta=0.1, label_smoothing=0.2).total.item()
     both = -0.8 * log_sigmoid(chosen - rejected) - 0.2 * log_sigmoid(rejected - chosen)
@@ -45,12 +62,16 @@ def test_dpo_by_hand():
 
 def test_ipo_by_hand():
     lead = (-1.75 + 2.5) / 3 - (-3 + 2.5) / 2
-    assert ipo_loss(POLICY, START, beta=0.1).total.item() == pytest.approx((lead - 5) ** 2, rel=1e-12)
+    assert ipo_loss(POLICY, START, beta=0.1).total.item() == pytest.approx(
+        (lead - 5) ** 2, rel=1e-12
+    )
 
 
 def test_simpo_by_hand():
     expected = -log_sigmoid(2.0 * (-1.75 / 3) - 2.0 * (-3 / 2) - 1.5)
-    assert simpo_loss(POLICY, beta=2.0, gamma=1.5).total.item() == pytest.approx(expected, rel=1e-12)
+    assert simpo_loss(POLICY, beta=2.0, gamma=1.5).total.item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_orpo_by_hand():
@@ -67,13 +88,24 @@ def test_kto_by_hand(desirable):
     reward, kl = -1.75 + 2.5, 0.25
     lead = 0.1 * (reward - kl) * (1 if desirable else -1)
     parts = kto_loss(
-        POLICY, START, torch.full((4,), desirable), torch.tensor(kl).double(), beta=0.1, weights=(1.5, 0.5)
+        POLICY,
+        START,
+        torch.full((4,), desirable),
+        torch.tensor(kl).double(),
+        beta=0.1,
+        weights=(1.5, 0.5),
     )
-    assert parts.total.item() == pytest.approx((1.5 if desirable else 0.5) / (1 + math.exp(lead)), rel=1e-12)
+    assert parts.total.item() == pytest.approx(
+        (1.5 if desirable else 0.5) / (1 + math.exp(lead)), rel=1e-12
+    )
     told = means(parts.metrics)
-    assert told == pytest.approx({
-        "accuracy": float(desirable), "kl": kl, "chosen_reward" if desirable else "rejected_reward": 0.1 * reward,
-    })  # fmt: skip
+    assert told == pytest.approx(
+        {
+            "accuracy": float(desirable),
+            "kl": kl,
+            "chosen_reward" if desirable else "rejected_reward": 0.1 * reward,
+        }
+    )
 
 
 def test_a_certain_answer_does_not_make_orpo_infinite():
@@ -88,7 +120,10 @@ def batch_of_pairs(rows: int, *, pairs: int = 2, seed: int = 0) -> Batch:
     """Rows of `pairs` pairs each, of texts of 3 to 7 tokens whose first two are the prompt; the rest is padding."""
     numbers = torch.Generator().manual_seed(seed)
     length = 32
-    parts = {name: torch.zeros(rows, length, dtype=torch.int64) for name in ("tokens", "labels", "positions")}
+    parts = {
+        name: torch.zeros(rows, length, dtype=torch.int64)
+        for name in ("tokens", "labels", "positions")
+    }
     documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
     loss_mask = torch.zeros(rows, length)
     for row in range(rows):
@@ -104,7 +139,12 @@ def batch_of_pairs(rows: int, *, pairs: int = 2, seed: int = 0) -> Batch:
             at += size
     reference = torch.where(loss_mask > 0, -torch.rand(rows, length, generator=numbers) * 14, 0)
     kto_labels = (sequences // 2) % 2
-    tensors = {"loss_mask": loss_mask, "sequences": sequences, "reference": reference, "kto_labels": kto_labels}
+    tensors = {
+        "loss_mask": loss_mask,
+        "sequences": sequences,
+        "reference": reference,
+        "kto_labels": kto_labels,
+    }
     return Batch(**parts, documents=documents, **tensors)
 
 
@@ -121,9 +161,14 @@ def padded(batch: Batch) -> Batch:
     rows = []
     for number in range(int(batch.sequences.max()) + 1):
         row, places = batch.sequences.eq(number).nonzero().T
-        empty = Batch(*(torch.zeros(1, 32, dtype=torch.int64) for _ in range(2)), torch.zeros(1, 32),
-                      torch.zeros(1, 32, dtype=torch.int64), *(torch.full((1, 32), -1) for _ in range(2)),
-                      kto_labels=torch.zeros(1, 32, dtype=torch.int64), reference=torch.zeros(1, 32))  # fmt: skip
+        empty = Batch(
+            *(torch.zeros(1, 32, dtype=torch.int64) for _ in range(2)),
+            torch.zeros(1, 32),
+            torch.zeros(1, 32, dtype=torch.int64),
+            *(torch.full((1, 32), -1) for _ in range(2)),
+            kto_labels=torch.zeros(1, 32, dtype=torch.int64),
+            reference=torch.zeros(1, 32),
+        )
         for name, tensor in vars(empty).items():
             if tensor is not None:
                 tensor[0, : len(places)] = getattr(batch, name)[row, places]
@@ -157,7 +202,8 @@ def test_accumulation_takes_the_step_of_one_large_batch(asked):
         who, objective, plan = model_and_optimizer(asked)
         result = train_step(who, batches, objective, plan=plan, lr_scale=1.0)
         results.append((result, [p.detach().clone() for p in who.model.parameters()]))
-    (one, ours), (two, theirs) = results  # of kto the first estimates the drift in its forward, the other before it
+    # of kto the first estimates the drift in its forward, the other before it
+    (one, ours), (two, theirs) = results
     assert one.loss == pytest.approx(two.loss, rel=1e-6)
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-5)
     assert one.metrics == pytest.approx(two.metrics, rel=1e-5)
@@ -168,7 +214,9 @@ def test_accumulation_takes_the_step_of_one_large_batch(asked):
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_the_drift_of_kto_has_no_dropout_however_a_step_is_cut(rate):
-    who, objective, _ = model_and_optimizer(Kto(kind="kto"), config=tiny_config(residual_dropout=rate))
+    who, objective, _ = model_and_optimizer(
+        Kto(kind="kto"), config=tiny_config(residual_dropout=rate)
+    )
     whole = batch_of_pairs(5)
     cut = [rows_of(whole, slice(0, 1)), rows_of(whole, slice(1, 5))]
 
@@ -185,7 +233,10 @@ def test_the_drift_of_kto_has_no_dropout_however_a_step_is_cut(rate):
 @pytest.mark.parametrize("asked", KINDS)
 def test_packed_rows_train_as_padded_ones_do(asked):
     packed = batch_of_pairs(2, pairs=3)
-    (loss, ours), (expected, theirs) = gradients(asked, [packed]), gradients(asked, [padded(packed)])
+    (loss, ours), (expected, theirs) = (
+        gradients(asked, [packed]),
+        gradients(asked, [padded(packed)]),
+    )
     assert loss == pytest.approx(expected, rel=1e-6)
     assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
 
@@ -196,13 +247,21 @@ def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
     row = batch_of_pairs(1, pairs=3)
     others = row.sequences >= 2
     changed = replace(
-        row, tokens=torch.where(others, 5, row.tokens), labels=torch.where(others, 7, row.labels),
-        sequences=row.sequences.clamp(max=1), loss_mask=torch.where(others, 0, row.loss_mask),
-    )  # fmt: skip
-    alone = replace(row, sequences=torch.where(others, -1, row.sequences), loss_mask=changed.loss_mask)
+        row,
+        tokens=torch.where(others, 5, row.tokens),
+        labels=torch.where(others, 7, row.labels),
+        sequences=row.sequences.clamp(max=1),
+        loss_mask=torch.where(others, 0, row.loss_mask),
+    )
+    alone = replace(
+        row, sequences=torch.where(others, -1, row.sequences), loss_mask=changed.loss_mask
+    )
     changed = replace(changed, sequences=alone.sequences)
     with torch.no_grad():
-        losses = [compute_loss(who.model, batch, objective, precision="float32").total for batch in (alone, changed)]
+        losses = [
+            compute_loss(who.model, batch, objective, precision="float32").total
+            for batch in (alone, changed)
+        ]
     assert losses[0] == losses[1] > 0
 
 
@@ -210,7 +269,9 @@ def test_a_pairs_loss_does_not_depend_on_what_else_is_in_its_row(asked):
 def test_gradients_are_those_of_finite_differences(asked):
     objective = build_objective(tiny_plan().model_copy(update={"objective": asked}))
     batch = replace(batch_of_pairs(1, pairs=2), reference=None)
-    batch = replace(batch, reference=-torch.rand(1, 32, dtype=torch.float64), loss_mask=batch.loss_mask.double())
+    batch = replace(
+        batch, reference=-torch.rand(1, 32, dtype=torch.float64), loss_mask=batch.loss_mask.double()
+    )
     batch = replace(batch, baseline=torch.tensor(0.3).double())  # which no gradient flows through
     scores = (-3 * torch.rand(1, 32, dtype=torch.float64)).requires_grad_()
     assert torch.autograd.gradcheck(lambda scores: objective.loss(scores, batch).total, (scores,))

@@ -8,7 +8,13 @@ from safetensors.torch import load_file
 
 from bloomery.export.layouts import merged_state
 from bloomery.model.counting import parameter_shapes
-from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantized_weights, write_model
+from bloomery.model.io.weights import (
+    fresh_decoder,
+    load_decoder,
+    model_state,
+    quantized_weights,
+    write_model,
+)
 from bloomery.model.limits import storage_bytes
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.state import build_state
@@ -22,20 +28,35 @@ def base(tmp_path_factory):
 
 
 def plan_of(prepared, base, *, quantize=None, adapter=None, **sections):
-    facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]} | (adapter or {})
+    facts = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]} | (
+        adapter or {}
+    )
     sections["model"] = {"source": base} | sections.get("model", {})
     changed = {"adapter": Lora(**facts), "quantize": Quantize(**(quantize or {"kind": "nf4"}))}
     return tiny_plan(prepared, config=CONFIG, **sections).model_copy(update=changed)
 
 
-@pytest.mark.parametrize(("sections",), crossed({
-    "lora": ({"kind": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
-    "dora": ({"kind": "nf4", "double_quant": False}, {"kind": "dora"}, {"precision": "bfloat16"}),
-    "pissa": ({"kind": "int8"}, {"init": "pissa"}, {"precision": "float16"}),
-    "whole": ({"kind": "nf4"}, {"modules_to_save": ["norms"], "target_modules": ["all-linear"]},
-        {"precision": "bfloat16-pure"}),
-    "checkpointed": ({"kind": "nf4"}, {}, {"activation_checkpointing": "selective"}),
-}, quick="dora pissa checkpointed"))  # fmt: skip
+@pytest.mark.parametrize(
+    ("sections",),
+    crossed(
+        {
+            "lora": ({"kind": "nf4"}, {"dropout": 0.2}, {"precision": "float32"}),
+            "dora": (
+                {"kind": "nf4", "double_quant": False},
+                {"kind": "dora"},
+                {"precision": "bfloat16"},
+            ),
+            "pissa": ({"kind": "int8"}, {"init": "pissa"}, {"precision": "float16"}),
+            "whole": (
+                {"kind": "nf4"},
+                {"modules_to_save": ["norms"], "target_modules": ["all-linear"]},
+                {"precision": "bfloat16-pure"},
+            ),
+            "checkpointed": ({"kind": "nf4"}, {}, {"activation_checkpointing": "selective"}),
+        },
+        quick="dora pissa checkpointed",
+    ),
+)
 def test_a_run_learns_and_resumes_bitwise(prepared, base, tmp_path, sections):
     quantize, adapter, train = sections
     plan = plan_of(prepared, base, quantize=quantize, adapter=adapter, train={"steps": 5} | train)
@@ -53,8 +74,14 @@ def test_losses_stay_near_those_of_a_float_base(prepared, base, tmp_path):
 
 
 def test_what_is_held_is_what_the_plan_says(prepared, base):
-    model = build_state(plan_of(prepared, base, train={"precision": "bfloat16"})).model_and_optimizer.model
-    inside = {name: shape for name, shape in parameter_shapes(CONFIG).items() if ".layers." in name and len(shape) == 2}
+    model = build_state(
+        plan_of(prepared, base, train={"precision": "bfloat16"})
+    ).model_and_optimizer.model
+    inside = {
+        name: shape
+        for name, shape in parameter_shapes(CONFIG).items()
+        if ".layers." in name and len(shape) == 2
+    }
     held = sum(buffer.nbytes for buffer in model.buffers())
     assert held == sum(storage_bytes(shape, "nf4", True) for shape in inside.values())
     assert inside.keys() == dict(quantized_weights(model)).keys()
@@ -70,5 +97,9 @@ def test_merging_takes_the_weights_that_the_base_came_from(prepared, base, tmp_p
     merged = merged_state(load_decoder(checkpoint), torch.float32)
     name = "model.layers.1.self_attn.q_proj"
     B, A = (pairs[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "BA")
-    torch.testing.assert_close(merged[f"{name}.weight"], original[f"{name}.weight"] + 2.0 * (B @ A), atol=1e-6, rtol=0)
-    assert torch.equal(merged["model.layers.0.mlp.up_proj.weight"], original["model.layers.0.mlp.up_proj.weight"])
+    torch.testing.assert_close(
+        merged[f"{name}.weight"], original[f"{name}.weight"] + 2.0 * (B @ A), atol=1e-6, rtol=0
+    )
+    assert torch.equal(
+        merged["model.layers.0.mlp.up_proj.weight"], original["model.layers.0.mlp.up_proj.weight"]
+    )

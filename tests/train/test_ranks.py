@@ -22,16 +22,25 @@ from bloomery.report.page import compared
 from bloomery.report.record import read_record
 from ranks import Ranks, fields, losses, on_ranks, ranks, train
 
-MESHES = {"2 copies": (2, 1), "2 shards": (1, 2), "4 copies": (4, 1), "4 shards": (1, 4), "2 x 2": (2, 2)}
+MESHES = {
+    "2 copies": (2, 1),
+    "2 shards": (1, 2),
+    "4 copies": (4, 1),
+    "4 shards": (1, 4),
+    "2 x 2": (2, 2),
+}
 EIGHT = {"8 copies": (8, 1), "8 shards": (1, 8), "2 x 4": (2, 4)}
 STEPS, HALF = 4, 2
 
 
 def plan_of(prepared: Path, **sections):
     config = sections.pop("config", None) or tiny_config(vocab_size=300)
-    train = {"micro_batch_size": 2, "accumulation": 2, "tokens_per_step": 128, "steps": STEPS} | sections.pop(
-        "train", {}
-    )
+    train = {
+        "micro_batch_size": 2,
+        "accumulation": 2,
+        "tokens_per_step": 128,
+        "steps": STEPS,
+    } | sections.pop("train", {})
     every = {"every_steps": HALF}
     return tiny_plan(prepared, config=config, train=train, eval=every, checkpoint=every, **sections)
 
@@ -42,7 +51,9 @@ def checkpoint_of(folder: Path) -> Path:
 
 def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
     files = (folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
-    return {f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"{file.stem}/{name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +63,9 @@ def trained(prepared, tmp_path_factory) -> Callable[..., tuple[list[Any], Path]]
     @cache
     def run(replicate: int, shard: int, accumulation: int) -> tuple[list[Any], Path]:
         folder = tmp_path_factory.mktemp("trained")
-        plan = plan_of(prepared, train={"accumulation": accumulation, "tokens_per_step": 64 * accumulation})
+        plan = plan_of(
+            prepared, train={"accumulation": accumulation, "tokens_per_step": 64 * accumulation}
+        )
         return train(on_ranks(plan, replicate=replicate, shard=shard), folder), folder
 
     return lambda replicate, shard, accumulation=2: run(replicate, shard, accumulation)
@@ -61,32 +74,43 @@ def trained(prepared, tmp_path_factory) -> Callable[..., tuple[list[Any], Path]]
 @pytest.mark.parametrize(
     ("replicate", "shard"),
     # Those of four shards are read by two, and train on as one rank did, in a test below.
-    [pytest.param(*mesh, id=name, marks=[pytest.mark.soak] if max(mesh) > 2 else [])
-     for name, mesh in (MESHES | EIGHT).items()],
-)  # fmt: skip
+    [
+        pytest.param(*mesh, id=name, marks=[pytest.mark.soak] if max(mesh) > 2 else [])
+        for name, mesh in (MESHES | EIGHT).items()
+    ],
+)
 def test_losses_and_weights_are_those_of_one_rank(trained, replicate, shard) -> None:
     accumulation = 4 if replicate * shard == 8 else 2
     (alone, one_folder), (several, folder) = (
-        trained(1, 1, accumulation), trained(replicate, shard, accumulation)
-    )  # fmt: skip
+        trained(1, 1, accumulation),
+        trained(replicate, shard, accumulation),
+    )
     assert losses(several).keys() == losses(alone).keys() == set(range(1, STEPS + 1))
     assert losses(several) == pytest.approx(losses(alone), rel=0, abs=1e-5)
-    norms = [{e["step"]: e["grad_norm"] for e in fields(run, "StepDone")} for run in (alone, several)]
+    norms = [
+        {e["step"]: e["grad_norm"] for e in fields(run, "StepDone")} for run in (alone, several)
+    ]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     scored = [[e["loss"] for e in fields(run, "EvalDone")] for run in (alone, several)]
     assert scored[1] == pytest.approx(scored[0], abs=1e-5)
     one, other = tensors(one_folder, STEPS), tensors(folder, STEPS)
     assert one.keys() == other.keys()
     for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()), msg=name)
+        torch.testing.assert_close(
+            other[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()), msg=name
+        )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(prepared, tmp_path, precision) -> None:
+def test_an_embedding_apart_from_the_head_is_a_unit_of_its_own(
+    prepared, tmp_path, precision
+) -> None:
     config = tiny_config(vocab_size=300, num_layers=2, tie_embeddings=False)
     plan = plan_of(prepared, config=config, train={"precision": precision})
     alone, two = train(plan, tmp_path / "one"), train(on_ranks(plan, shard=2), tmp_path / "two")
-    assert losses(two) == pytest.approx(losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3)
+    assert losses(two) == pytest.approx(
+        losses(alone), rel=0, abs=1e-5 if precision == "float32" else 1e-3
+    )
 
 
 def mib_given_back(plan_json: str) -> float:
@@ -129,7 +153,8 @@ def test_gradients_of_any_size_and_layout_are_summed_alike_on_every_rank(prepare
     assert ranks(2).call(summed, plan.model_dump_json()) == [[[3.0], [1.0], [3.0], [1.0]]] * 2
 
 
-WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # int8 blocks of 256 lie on one rank each
+# int8 blocks of 256 lie on one rank each
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
 OPTIMIZERS = {
     "muon": {"kind": "muon"},
     "adafactor": {"kind": "adafactor"},
@@ -141,14 +166,23 @@ OPTIMIZERS = {
 
 @pytest.mark.sampled(3)  # copies and shards in turn
 @pytest.mark.parametrize(
-    ("replicate", "shard"), [(2, 1), (1, 2), pytest.param(1, 4, marks=pytest.mark.soak)],
+    ("replicate", "shard"),
+    [(2, 1), (1, 2), pytest.param(1, 4, marks=pytest.mark.soak)],
     ids=["copies", "shards", "4 shards"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("changes", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_optimizer_takes_the_steps_of_one_rank(prepared, tmp_path, changes, replicate, shard) -> None:
-    plan = plan_of(prepared, config=tiny_config(vocab_size=512, **WIDE), optimizer={"warmup_steps": 0} | changes)
+def test_every_optimizer_takes_the_steps_of_one_rank(
+    prepared, tmp_path, changes, replicate, shard
+) -> None:
+    plan = plan_of(
+        prepared,
+        config=tiny_config(vocab_size=512, **WIDE),
+        optimizer={"warmup_steps": 0} | changes,
+    )
     alone = train(plan, tmp_path / "one", stop_after=HALF)
-    several = train(on_ranks(plan, replicate=replicate, shard=shard), tmp_path / "several", stop_after=HALF)
+    several = train(
+        on_ranks(plan, replicate=replicate, shard=shard), tmp_path / "several", stop_after=HALF
+    )
     near = 5e-4 if changes.get("kind") == "muon" else 1e-5  # Newton-Schulz runs in bfloat16
     assert losses(several) == pytest.approx(losses(alone), rel=0, abs=near)
     checkpoint = checkpoint_of(tmp_path / "several")
@@ -162,7 +196,9 @@ def test_every_optimizer_takes_the_steps_of_one_rank(prepared, tmp_path, changes
         assert_same_tensors(tensors(tmp_path / "four", HALF), stored)
 
 
-def test_stochastic_rounding_draws_the_same_bits_for_any_number_of_shards(prepared, tmp_path) -> None:
+def test_stochastic_rounding_draws_the_same_bits_for_any_number_of_shards(
+    prepared, tmp_path
+) -> None:
     config, halves = tiny_config(vocab_size=300, **WIDE), {"stochastic_rounding": True}
     plan = plan_of(prepared, config=config, optimizer=halves, train={"precision": "bfloat16-pure"})
     one = train(plan, tmp_path / "one", stop_after=1)
@@ -175,7 +211,9 @@ def test_stochastic_rounding_draws_the_same_bits_for_any_number_of_shards(prepar
 
 
 @pytest.mark.parametrize(("replicate", "shard"), [(2, 1), (1, 2)], ids=["copies", "shards"])
-def test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits(prepared, tmp_path, replicate, shard) -> None:
+def test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits(
+    prepared, tmp_path, replicate, shard
+) -> None:
     config = tiny_config(vocab_size=300, num_layers=2, residual_dropout=0.1)
     plan = on_ranks(plan_of(prepared, config=config), replicate=replicate, shard=shard)
     whole = train(plan, tmp_path / "whole")
@@ -185,8 +223,17 @@ def test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits(prepared, tmp_p
     assert_same_tensors(tensors(tmp_path / "halves", STEPS), tensors(tmp_path / "whole", STEPS))
 
 
-RESHARDS = [("1", "2s"), ("1", "2c"), ("2c", "1"), ("4s", "2s"), ("2s", "1"), ("2s", "4s"), ("2s", "4c"), ("4c", "2s"),
-            ("1", "4s")]  # fmt: skip
+RESHARDS = [
+    ("1", "2s"),
+    ("1", "2c"),
+    ("2c", "1"),
+    ("4s", "2s"),
+    ("2s", "1"),
+    ("2s", "4s"),
+    ("2s", "4c"),
+    ("4c", "2s"),
+    ("1", "4s"),
+]
 
 
 def sizes(mesh: str) -> dict[str, int]:
@@ -208,7 +255,9 @@ def stopped(prepared, tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "after"), RESHARDS, ids="-".join)
-def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, trained, tmp_path, before, after) -> None:
+def test_a_checkpoint_resumes_on_another_mesh(
+    prepared, stopped, trained, tmp_path, before, after
+) -> None:
     plan, checkpoint = plan_of(prepared), checkpoint_of(stopped(before))
     again = on_ranks(plan, **sizes(after)).model_copy(update={"checkpoint": plan.checkpoint})
     # What the other mesh holds after reading is what was stored: it saves the same bits before any step.
@@ -216,7 +265,9 @@ def test_a_checkpoint_resumes_on_another_mesh(prepared, stopped, trained, tmp_pa
     assert_same_tensors(tensors(tmp_path / "copy", HALF), tensors(stopped(before), HALF))
     rest = train(again, tmp_path / "rest", resume_from=checkpoint)
     assert losses(rest) == pytest.approx(
-        {step: loss for step, loss in losses(trained(1, 1)[0]).items() if step > HALF}, rel=0, abs=1e-5
+        {step: loss for step, loss in losses(trained(1, 1)[0]).items() if step > HALF},
+        rel=0,
+        abs=1e-5,
     )
 
 
@@ -229,7 +280,10 @@ def test_fewer_documents_than_ranks_train_as_on_one(tmp_path) -> None:
     recipe.write_text(RECIPE.replace("validation: 5%", "validation: 50%"))
     prepare(load_recipe(recipe), tmp_path / "prepared")
     plan = plan_of(tmp_path / "prepared")
-    alone, four = train(plan, tmp_path / "one"), train(on_ranks(plan, replicate=4), tmp_path / "four")
+    alone, four = (
+        train(plan, tmp_path / "one"),
+        train(on_ranks(plan, replicate=4), tmp_path / "four"),
+    )
     assert losses(four) == pytest.approx(losses(alone), rel=0, abs=1e-5)
     scored = [[event["loss"] for event in fields(run, "EvalDone")] for run in (alone, four)]
     assert scored[0] and scored[1] == pytest.approx(scored[0], abs=1e-5)
@@ -244,13 +298,19 @@ def test_the_first_rank_tells_of_all_of_them(trained) -> None:
     assert tokens == alone
 
 
-AXES = {"copies": (2, 1, ["replicate"]), "shards": (1, 2, ["shard"]),
-        "2 x 2": (2, 2, ["replicate", "shard"])}  # fmt: skip
+AXES = {
+    "copies": (2, 1, ["replicate"]),
+    "shards": (1, 2, ["shard"]),
+    "2 x 2": (2, 2, ["replicate", "shard"]),
+}
 
 
 @pytest.mark.parametrize(
     ("replicate", "shard", "names"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.soak] if name == "2 x 2" else []) for name, case in AXES.items()],
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.soak] if name == "2 x 2" else [])
+        for name, case in AXES.items()
+    ],
 )
 def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
     prepared, trained, tmp_path, replicate, shard, names
@@ -258,12 +318,20 @@ def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
     plan = on_ranks(plan_of(prepared), replicate=replicate, shard=shard)
     planned = dict(zip(names, (0.25, 0.125), strict=False))
     layout = LayoutPlan(
-        name="by hand", replicate=replicate, shard=shard, pipeline=1, micro_batch_size=1, accumulation=1,
-        activation_checkpointing="none", memory=plan.memory, step_seconds=None, communication_seconds=planned,
-    )  # fmt: skip
+        name="by hand",
+        replicate=replicate,
+        shard=shard,
+        pipeline=1,
+        micro_batch_size=1,
+        accumulation=1,
+        activation_checkpointing="none",
+        memory=plan.memory,
+        step_seconds=None,
+        communication_seconds=planned,
+    )
     parallel = ParallelPlan(
         gpus=replicate * shard, nodes=1, link="", network="", layouts=(layout,), chosen=0, reason=""
-    )  # fmt: skip
+    )
     plan = plan.model_copy(update={"parallel": parallel})
     events, _ = trained(replicate, shard)
     write_plan(plan, tmp_path / "plan.json")
@@ -273,8 +341,15 @@ def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
     steps = fields(events, "StepDone")
     for step in steps:
         assert list(step["communication_seconds"]) == names
-        assert all(0 < seconds < step["step_seconds"] for seconds in step["communication_seconds"].values())
-    rows = {title: (planned, measured) for title, planned, measured in compared(read_record(tmp_path))}
+        assert all(
+            0 < seconds < step["step_seconds"] for seconds in step["communication_seconds"].values()
+        )
+    rows = {
+        title: (planned, measured) for title, planned, measured in compared(read_record(tmp_path))
+    }
     for name in names:
         mean = sum(step["communication_seconds"][name] for step in steps) / len(steps)
-        assert rows[f"seconds of communication per step, {name}"] == (planned[name], pytest.approx(mean))
+        assert rows[f"seconds of communication per step, {name}"] == (
+            planned[name],
+            pytest.approx(mean),
+        )

@@ -17,15 +17,38 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.presets import read_config
 from bloomery.plan.unsupported import AXES, FEATURES
-from bloomery.recipe.schema import Distill, Kto, Lora, Peft, Preference, Quantize, Reward, Sft, SimPo
+from bloomery.recipe.schema import (
+    Distill,
+    Kto,
+    Lora,
+    Peft,
+    Preference,
+    Quantize,
+    Reward,
+    Sft,
+    SimPo,
+)
 from foreign_models import saved_model
 from ranks import fields, losses, on_ranks, ranks, seconds_of, train_here
 
 CONFIG = tiny_config(vocab_size=512)
-WIDE = tiny_config(vocab_size=512, hidden_size=64, intermediate_size=128, head_dim=32)  # a row is whole int8 blocks
+# a row is whole int8 blocks
+WIDE = tiny_config(vocab_size=512, hidden_size=64, intermediate_size=128, head_dim=32)
 LORA = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
-IA3 = {"method": "ia3", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
-ADALORA = {"method": "adalora", "init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 5}
+IA3 = {
+    "method": "ia3",
+    "target_modules": ["k_proj", "down_proj"],
+    "feedforward_modules": ["down_proj"],
+}
+ADALORA = {
+    "method": "adalora",
+    "init_r": 6,
+    "target_r": 2,
+    "tinit": 1,
+    "tfinal": 1,
+    "deltaT": 1,
+    "total_step": 5,
+}
 STEPS, SOME, FEW, GRADIENTS = 20, 8, 4, "gradients.safetensors"
 HALF = 1e-3
 # By feature: (kind of data, changes of the plan, tolerance of the losses); a feature may have several. States in int8
@@ -39,41 +62,75 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
         ("pairs", {"objective": SimPo(kind="simpo")}, 1e-5),
     ],
     "objective kto": [
-        ("kto", {"objective": Kto(kind="kto", beta=0.5), "optimizer": {"learning_rate": 0.003}}, 1e-5)],
+        (
+            "kto",
+            {"objective": Kto(kind="kto", beta=0.5), "optimizer": {"learning_rate": 0.003}},
+            1e-5,
+        )
+    ],
     "objective reward": [("pairs", {"objective": Reward(kind="reward"), "head": "values"}, 1e-5)],
     "objective distill": [("text", {"objective": "distill"}, 1e-5)],
-    "adapter lora": [("text", {"adapter": Lora(**LORA)}, 1e-5),
-                     ("text", {"adapter": Lora(**LORA | {"modules_to_save": ["norms"]})}, 1e-5)],
+    "adapter lora": [
+        ("text", {"adapter": Lora(**LORA)}, 1e-5),
+        ("text", {"adapter": Lora(**LORA | {"modules_to_save": ["norms"]})}, 1e-5),
+    ],
     "adapter dora": [("text", {"adapter": Lora(**LORA | {"kind": "dora"})}, 1e-5)],
     "adapter pissa": [("text", {"adapter": Lora(**LORA | {"init": "pissa"})}, 1e-5)],
-    "PEFT methods": [("text", {"adapter": Peft(kind="peft", **IA3)}, 1e-5),
-                     ("text", {"adapter": Peft(kind="peft", **ADALORA)}, 1e-5)],
-    "quantize nf4, int8": [("text", {"adapter": Lora(**LORA), "quantize": Quantize(kind=kind)}, 1e-5)
-                           for kind in ("nf4", "int8")],
-    "train.precision bfloat16": [("text", {"train": {"precision": "bfloat16"}}, HALF),
-                                 ("text", {"train": {"precision": "bfloat16"}, "adapter": Lora(**LORA)}, HALF)],
+    "PEFT methods": [
+        ("text", {"adapter": Peft(kind="peft", **IA3)}, 1e-5),
+        ("text", {"adapter": Peft(kind="peft", **ADALORA)}, 1e-5),
+    ],
+    "quantize nf4, int8": [
+        ("text", {"adapter": Lora(**LORA), "quantize": Quantize(kind=kind)}, 1e-5)
+        for kind in ("nf4", "int8")
+    ],
+    "train.precision bfloat16": [
+        ("text", {"train": {"precision": "bfloat16"}}, HALF),
+        ("text", {"train": {"precision": "bfloat16"}, "adapter": Lora(**LORA)}, HALF),
+    ],
     "train.precision bfloat16-pure": [("text", {"train": {"precision": "bfloat16-pure"}}, HALF)],
     "train.precision float16": [("text", {"train": {"precision": "float16"}}, HALF)],
-    "train.activation_checkpointing": [("text", {"train": {"activation_checkpointing": mode}}, 1e-5)
-                                       for mode in ("full", "selective")],
+    "train.activation_checkpointing": [
+        ("text", {"train": {"activation_checkpointing": mode}}, 1e-5)
+        for mode in ("full", "selective")
+    ],
     "train.compile": [("text", {"train": {"compile": True}}, 1e-5)],
     "optimizer adamw": [("text", {"config": WIDE}, 1e-5)],
-    "optimizer muon": [("text", {"config": WIDE, "optimizer": {"kind": "muon", "muon_learning_rate": 0.002}}, HALF)],
+    "optimizer muon": [
+        ("text", {"config": WIDE, "optimizer": {"kind": "muon", "muon_learning_rate": 0.002}}, HALF)
+    ],
     "optimizer adafactor": [("text", {"config": WIDE, "optimizer": {"kind": "adafactor"}}, 1e-5)],
-    "optimizer.state_dtype int8, bfloat16": [("text", {"config": WIDE, "optimizer": {"state_dtype": dtype}}, HALF)
-                                             for dtype in ("int8", "bfloat16")],
+    "optimizer.state_dtype int8, bfloat16": [
+        ("text", {"config": WIDE, "optimizer": {"state_dtype": dtype}}, HALF)
+        for dtype in ("int8", "bfloat16")
+    ],
     # Without effect on a CPU, so that the matrix says "not tested": they train.
     "optimizer.paged, offload": [("text", {"config": WIDE, "optimizer": {"offload": True}}, 1e-5)],
     "optimizer.stochastic_rounding, adamw": [
-        ("text", {"config": WIDE, "optimizer": {"stochastic_rounding": True},
-                  "train": {"precision": "bfloat16-pure"}}, HALF)],
+        (
+            "text",
+            {
+                "config": WIDE,
+                "optimizer": {"stochastic_rounding": True},
+                "train": {"precision": "bfloat16-pure"},
+            },
+            HALF,
+        )
+    ],
     "optimizer.stochastic_rounding, adafactor": [
-        ("text", {"optimizer": {"kind": "adafactor", "stochastic_rounding": True},
-                  "train": {"precision": "bfloat16-pure"}}, HALF)],
+        (
+            "text",
+            {
+                "optimizer": {"kind": "adafactor", "stochastic_rounding": True},
+                "train": {"precision": "bfloat16-pure"},
+            },
+            HALF,
+        )
+    ],
     "train.offload_activations": [("text", {"train": {"offload_activations": True}}, 1e-5)],
     "train.ema_decay": [("text", {"train": {"ema_decay": 0.3}}, 1e-5)],
     "layers of transformers": [("text", {"foreign": "phi"}, 1e-5)],
-}  # fmt: skip
+}
 # What must run on every rank where losses alone would not show that a feature is off: see `train_noting_gradients`.
 RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
     "train.precision bfloat16": lambda facts, _: facts["products"] == ["torch.bfloat16"],
@@ -82,25 +139,46 @@ RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
     "train.activation_checkpointing": lambda facts, _: facts["forwards"] == 2,
     "train.compile": lambda facts, _: facts["compiled"],
     "optimizer.state_dtype int8, bfloat16": lambda facts, changes: (
-        changes["optimizer"]["state_dtype"] in str(facts["states"])),
-}  # fmt: skip
+        changes["optimizer"]["state_dtype"] in str(facts["states"])
+    ),
+}
 REFUSED = {one.name for one in FEATURES if all(one.reason(axis) for axis in AXES)}
 # `make test` takes eight steps for these and four for all others, `make soak` twenty for all.
-LONGER = ("objective pretrain", "objective sft", "objective dpo, ipo, simpo, orpo", "adapter lora", "optimizer adamw")
+LONGER = (
+    "objective pretrain",
+    "objective sft",
+    "objective dpo, ipo, simpo, orpo",
+    "adapter lora",
+    "optimizer adamw",
+)
 CELLS = [
-    pytest.param(feature, axis, world, steps, *case, id=f"{feature.name}-{world} {axis}-{steps} steps-{number}",
-                 marks=[] if feature.name != "train.compile" and (world, steps, number) == (*quick, 0)
-                 else [pytest.mark.soak])
-    for feature in FEATURES for axis in AXES if not feature.reason(axis)
+    pytest.param(
+        feature,
+        axis,
+        world,
+        steps,
+        *case,
+        id=f"{feature.name}-{world} {axis}-{steps} steps-{number}",
+        marks=[]
+        if feature.name != "train.compile" and (world, steps, number) == (*quick, 0)
+        else [pytest.mark.soak],
+    )
+    for feature in FEATURES
+    for axis in AXES
+    if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
     for quick in [(2, SOME if feature.name in LONGER else FEW)]
     for world, steps in sorted({(2, STEPS), (4, STEPS), quick})
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="session")
 def folders(prepared, tmp_path_factory) -> dict[str, Path]:
-    made = {"text": prepared, "base": tmp_path_factory.mktemp("base"), "teacher": tmp_path_factory.mktemp("teacher")}
+    made = {
+        "text": prepared,
+        "base": tmp_path_factory.mktemp("base"),
+        "teacher": tmp_path_factory.mktemp("teacher"),
+    }
     for kind in ("chat", "pairs", "kto"):
         made[kind] = write_answers(tmp_path_factory.mktemp(kind) / "prepared", prepared, kind)
     for name, seed in (("base", 3), ("teacher", 7)):
@@ -126,7 +204,11 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
 
         def noting(lr_scale: float) -> None:
             parameters = own.model.named_parameters()
-            found = {name: full(p.grad).float().contiguous() for name, p in parameters if p.grad is not None}
+            found = {
+                name: full(p.grad).float().contiguous()
+                for name, p in parameters
+                if p.grad is not None
+            }
             if own.mesh.first:
                 save_file(found, Path(folder) / GRADIENTS)
             del own.optimizer.step
@@ -134,11 +216,18 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
 
         own.optimizer.step = noting
         products, graphs = list[str](), counters["stats"]["unique_graphs"]
-        linear = next(part for name, part in own.model.named_modules()
-                      if ".layers.0." in name and isinstance(part, torch.nn.Linear))  # fmt: skip
-        hook = None if named["plan"].compile else linear.register_forward_hook(
-            lambda module, inputs, output: products.append(str(output.dtype))
-        )  # fmt: skip
+        linear = next(
+            part
+            for name, part in own.model.named_modules()
+            if ".layers.0." in name and isinstance(part, torch.nn.Linear)
+        )
+        hook = (
+            None
+            if named["plan"].compile
+            else linear.register_forward_hook(
+                lambda module, inputs, output: products.append(str(output.dtype))
+            )
+        )
         result = plain(own, *arguments, **named)
         if hook is not None:
             hook.remove()
@@ -146,10 +235,11 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
         for name, value in own.optimizer.named_tensors().items():
             states.setdefault(name.rpartition(".")[2], set()).add(str(value.dtype))
         facts = {
-            "products": sorted(set(products)), "forwards": len(products) / len(arguments[0]),
+            "products": sorted(set(products)),
+            "forwards": len(products) / len(arguments[0]),
             "states": {slot: sorted(dtypes) for slot, dtypes in sorted(states.items())},
             "compiled": counters["stats"]["unique_graphs"] > graphs,
-        }  # fmt: skip
+        }
         (Path(folder) / f"facts-{own.mesh.rank}.json").write_text(json.dumps(facts))
         return result
 
@@ -180,16 +270,20 @@ def plan_of(folders: dict[str, Path], data: str, changes: dict[str, Any], steps:
     sections = {name: changes.pop(name) for name in ("train", "optimizer") if name in changes}
     sections["train"] = {"steps": steps} | sections.get("train", {})
     sections |= {"checkpoint": {"every_steps": steps}, "eval": {"every_steps": steps // 2}}
-    if "precision" in sections["train"]:  # at 0.01 the rounding of half precision grows tenfold within three steps
+    # at 0.01 the rounding of half precision grows tenfold within three steps
+    if "precision" in sections["train"]:
         sections["optimizer"] = {"learning_rate": 0.003} | sections.get("optimizer", {})
-        sections["train"] |= {"accumulation": 8, "tokens_per_step": 512}  # the loss of few tokens is mostly rounding
+        # the loss of few tokens is mostly rounding
+        sections["train"] |= {"accumulation": 8, "tokens_per_step": 512}
     config, foreign = changes.pop("config", CONFIG), changes.pop("foreign", None)
     if head := changes.pop("head", None):
         config = tiny_config(vocab_size=512, head=head)
     if foreign is not None:
         config = read_config(folders[foreign], "transformers")
     if changes.get("objective") == "distill":
-        changes["objective"] = Distill(kind="distill", teacher=str(folders["teacher"]), kd_ratio=0.5)
+        changes["objective"] = Distill(
+            kind="distill", teacher=str(folders["teacher"]), kd_ratio=0.5
+        )
     if "adapter" in changes or foreign is not None:
         sections["model"] = {"source": folders[foreign or "base"]}
     return tiny_plan(folders[data], config=config, **sections).model_copy(update=changes)
@@ -202,7 +296,9 @@ def test_every_cell_is_refused_or_has_a_case() -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("feature", "axis", "world", "steps", "data", "changes", "near"), CELLS)
-def test_ranks_train_as_one_does(folders, alone, tmp_path, feature, axis, world, steps, data, changes, near) -> None:
+def test_ranks_train_as_one_does(
+    folders, alone, tmp_path, feature, axis, world, steps, data, changes, near
+) -> None:
     plan = plan_of(folders, data, changes, steps)
     one, place = alone(plan)
     several = on_ranks(plan, **{axis: world})
@@ -221,5 +317,7 @@ def test_ranks_train_as_one_does(folders, alone, tmp_path, feature, axis, world,
     of_one, of_many = (load_file(folder / GRADIENTS) for folder in (place, tmp_path))
     assert of_one and of_one.keys() == of_many.keys()
     for name, gradient in of_one.items():
-        error = float((of_many[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-30))
+        error = float(
+            (of_many[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1e-30)
+        )
         assert error < near, name

@@ -25,9 +25,13 @@ def checked(plan_json: str, folder: str, break_rank_1: str) -> str:
 
     plan, run_dir = RunPlan.model_validate_json(plan_json), Path(folder)
     mesh = preflight.meet(plan.train)
-    before, preflight.SHARED_SECONDS = (torch.__version__, Mesh.summed, preflight.read_manifest), 0.2
+    before, preflight.SHARED_SECONDS = (
+        (torch.__version__, Mesh.summed, preflight.read_manifest),
+        0.2,
+    )
     disk_usage, usage = shutil.disk_usage, shutil.disk_usage(folder)
-    preflight.shutil.disk_usage = lambda path: usage._replace(free=900 * 2**20)  # enough for a small model
+    # enough for a small model
+    preflight.shutil.disk_usage = lambda path: usage._replace(free=900 * 2**20)
 
     def unreadable(folder: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
@@ -136,7 +140,9 @@ def test_a_straggler_is_named_once_within_a_hundred_steps() -> None:
     stragglers, named = Stragglers(), []
     for step in range(100):
         slow = 1.5 if step % 2 else 1.0
-        named += [(step, rank, times) for rank, times in stragglers.note([1.0, slow, 1.0, 1.1]).items()]
+        named += [
+            (step, rank, times) for rank, times in stragglers.note([1.0, slow, 1.0, 1.1]).items()
+        ]
     assert named == [(99, 1, 1.5)]
     noisy = Stragglers()
     draw = random.Random(0)

@@ -15,17 +15,43 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 from ranks import losses, train
 
-LLAMA = {"family": "llama", "hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_positions": 128}
+LLAMA = {
+    "family": "llama",
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_positions": 128,
+}
 CHATS = {"path": "pairs", "glob": "*.jsonl", "format": "alpaca"}
 # By recipe: the shape of its model (heads of keys per head as in the recipe's), its data.
 TWINS = {
-    "go-coder-125m": ({"preset": None, "family": "gpt2", "hidden_size": 64, "num_layers": 2, "num_heads": 4,
-                       "max_positions": 128, "dropout": 0.0}, {"path": "code", "glob": "*.py"}),
-    "llama3.1-8b-full-8gpu": (LLAMA | {"num_kv_heads": 1}, CHATS | {"chat": {"template": "chatml"}}),
+    "go-coder-125m": (
+        {
+            "preset": None,
+            "family": "gpt2",
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_positions": 128,
+            "dropout": 0.0,
+        },
+        {"path": "code", "glob": "*.py"},
+    ),
+    "llama3.1-8b-full-8gpu": (
+        LLAMA | {"num_kv_heads": 1},
+        CHATS | {"chat": {"template": "chatml"}},
+    ),
     "llama2-70b-lora-8gpu": (LLAMA | {"num_kv_heads": 1}, CHATS),
-    "llama2-7b-lora-qa": (LLAMA | {"num_kv_heads": 4}, CHATS | {"columns": {"input": "context", "output": "response"}}),
-}  # fmt: skip
-MESHES = [(2, 1), (1, 2), *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((4, 1), (1, 4), (2, 2)))]
+    "llama2-7b-lora-qa": (
+        LLAMA | {"num_kv_heads": 4},
+        CHATS | {"columns": {"input": "context", "output": "response"}},
+    ),
+}
+MESHES = [
+    (2, 1),
+    (1, 2),
+    *(pytest.param(*mesh, marks=pytest.mark.soak) for mesh in ((4, 1), (1, 4), (2, 2))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +61,10 @@ def texts(tmp_path_factory) -> Path:
     (folder / "code").mkdir()
     (folder / "pairs").mkdir()
     for number in range(30):
-        lines = [f"def function_{number}_{i}(value):\n    return value * {i} + {number}\n" for i in range(8)]
+        lines = [
+            f"def function_{number}_{i}(value):\n    return value * {i} + {number}\n"
+            for i in range(8)
+        ]
         (folder / "code" / f"{number}.py").write_text("\n".join(lines))
     words = ["we", "saw", "a", "tree", "there", "and", "then", "it", "fell"]
     rows = []
@@ -55,22 +84,35 @@ def planned(name: str, texts: Path, folder: Path, gpus: int, **parallel: int) ->
         "extends": name,
         "model": model,
         "tokenizer": {"train": {"kind": "bpe", "vocab_size": 300}},
-        "data": data | {"path": str(texts / data["path"]), "sequence_length": 64, "validation": "5%"},
+        "data": data
+        | {"path": str(texts / data["path"]), "sequence_length": 64, "validation": "5%"},
         "train": {"max_steps": 2, "tokens_per_step": 512, "precision": "float32", "compile": False},
         "optimizer": {"learning_rate": 1e-3, "warmup": "1 steps"},
-        "checkpoint": {"every": "100%", "async_save": False}, "eval": {"every": "100%"},
-        "sample": {"prompts": []}, "logging": {"trackers": []}, "claims": {}, "parallel": parallel,
-    }  # fmt: skip
+        "checkpoint": {"every": "100%", "async_save": False},
+        "eval": {"every": "100%"},
+        "sample": {"prompts": []},
+        "logging": {"trackers": []},
+        "claims": {},
+        "parallel": parallel,
+    }
     recipe.write_text(json.dumps(sections))  # which is YAML
     loaded = load_recipe(recipe)
     prepared = folder / "prepared"
     if not prepared.is_dir():
         prepare(loaded, prepared)
     host = Host(
-        system="Linux", cpu_name="a CPU", cpu_cores=gpus, cpu_flags=("avx2",), memory_bytes=32 * GIB,
-        memory_free_bytes=20 * GIB, disk_free_bytes=100 * GIB, compiler="/usr/bin/g++",
-    )  # fmt: skip
-    computer = Machine(accelerators=(), host=host, software=Software(python="3.12.4", torch="2.13.0", build="cpu"))
+        system="Linux",
+        cpu_name="a CPU",
+        cpu_cores=gpus,
+        cpu_flags=("avx2",),
+        memory_bytes=32 * GIB,
+        memory_free_bytes=20 * GIB,
+        disk_free_bytes=100 * GIB,
+        compiler="/usr/bin/g++",
+    )
+    computer = Machine(
+        accelerators=(), host=host, software=Software(python="3.12.4", torch="2.13.0", build="cpu")
+    )
     return resolve(loaded, gather(loaded, computer, prepared=prepared), gpus=gpus)
 
 

@@ -29,10 +29,14 @@ STEPS = 3
 
 @pytest.mark.parametrize("axis", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize(
-    "world", [3, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7))], ids="{} ranks".format
+    "world",
+    [3, *(pytest.param(world, marks=pytest.mark.soak) for world in (5, 6, 7))],
+    ids="{} ranks".format,
 )
 @pytest.mark.parametrize(("data", "changes"), RUNS.values(), ids=RUNS)
-def test_sixteen_sequences_train_on_any_number_of_ranks(folders, tmp_path, data, changes, world, axis) -> None:  # noqa: F811
+def test_sixteen_sequences_train_on_any_number_of_ranks(
+    folders, tmp_path, data, changes, world, axis
+) -> None:
     plan = plan_of(folders, data, changes | {"train": SIXTEEN}, STEPS)
     several = on_ranks(plan, **{axis: world})
     assert several.train.sequences_per_step == plan.train.sequences_per_step == 16
@@ -49,23 +53,41 @@ def test_sixteen_sequences_train_on_any_number_of_ranks(folders, tmp_path, data,
     assert scored[0] and scored[1] == pytest.approx(scored[0], abs=1e-5)
 
 
-QUICK = ("objective pretrain", "objective kto", "objective reward", "objective distill", "layers of transformers")
+QUICK = (
+    "objective pretrain",
+    "objective kto",
+    "objective reward",
+    "objective distill",
+    "layers of transformers",
+)
 CELLS = [
-    pytest.param(axis, *case, id=f"{feature.name}-{axis}-{number}",
-                 marks=[] if feature.name in QUICK and number == 0 else [pytest.mark.soak])
-    for feature in FEATURES for axis in AXES if not feature.reason(axis)
+    pytest.param(
+        axis,
+        *case,
+        id=f"{feature.name}-{axis}-{number}",
+        marks=[] if feature.name in QUICK and number == 0 else [pytest.mark.soak],
+    )
+    for feature in FEATURES
+    for axis in AXES
+    if not feature.reason(axis)
     for number, case in enumerate(CASES.get(feature.name, []))
     # Three devices would divide a block of their states: refused, see tests/plan/test_mesh.py.
     if (axis, case[1].get("optimizer")) != ("shard", {"state_dtype": "int8"})
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("axis", "data", "changes", "near"), CELLS)
-def test_a_rank_that_never_has_a_sequence_changes_nothing(folders, tmp_path, axis, data, changes, near) -> None:  # noqa: F811
+def test_a_rank_that_never_has_a_sequence_changes_nothing(
+    folders, tmp_path, axis, data, changes, near
+) -> None:
     """Two sequences per step on three ranks: no collective waits for the third, and no gradient differs."""
     changes = changes | {"train": changes.get("train", {}) | {"micro_batch_size": 1}}
     plan = plan_of(folders, data, changes, STEPS)
-    two = {"micro_batch_size": 1, "accumulation": 2, "tokens_per_step": 2 * plan.data.sequence_length}
+    two = {
+        "micro_batch_size": 1,
+        "accumulation": 2,
+        "tokens_per_step": 2 * plan.data.sequence_length,
+    }
     plan = plan.model_copy(update={"train": plan.train.model_copy(update=two)})
     several = on_ranks(plan, **{axis: 3})
     assert (several.train.empty_sequences, several.train.accumulation) == (1, 1)
@@ -82,12 +104,16 @@ def test_a_rank_that_never_has_a_sequence_changes_nothing(folders, tmp_path, axi
     ids=["1-3c", "3c-2c", "3s-2c", "3c-3s", "2s-3s"],
 )
 def test_a_run_resumes_on_another_number_of_ranks_with_the_next_sequences(
-    folders, tmp_path, before, after  # noqa: F811
-) -> None:  # fmt: skip
+    folders, tmp_path, before, after
+) -> None:
     plan = plan_of(folders, "text", {"train": SIXTEEN}, 4)
-    first, second = (on_ranks(plan, replicate=replicate, shard=shard) for replicate, shard in (before, after))
+    first, second = (
+        on_ranks(plan, replicate=replicate, shard=shard) for replicate, shard in (before, after)
+    )
     alone = losses(train(plan, tmp_path / "one"))
     train(first, tmp_path / "many", stop_after=2)
     checkpoint = tmp_path / "many" / "checkpoints" / "step-00000002"
     rest = losses(train(second, tmp_path / "many", resume_from=checkpoint))
-    assert rest == pytest.approx({step: loss for step, loss in alone.items() if step > 2}, rel=0, abs=1e-5)
+    assert rest == pytest.approx(
+        {step: loss for step, loss in alone.items() if step > 2}, rel=0, abs=1e-5
+    )

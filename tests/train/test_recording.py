@@ -11,12 +11,20 @@ from test_out_of_memory import Allocator, run_short_of_memory
 
 from bloomery.monitor.events import Phase, Recovered
 from bloomery.train.diagnostics import profiler as profile
-from bloomery.train.diagnostics.profiler import KEPT, SAVED_TENSORS_READABLE, Live, live_tensors, page
+from bloomery.train.diagnostics.profiler import (
+    KEPT,
+    SAVED_TENSORS_READABLE,
+    Live,
+    live_tensors,
+    page,
+)
 from bloomery.train.run import NOT_RECORDED, PROFILE_ASKED, asked_steps
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss
 
-needs_kept = pytest.mark.skipif(not SAVED_TENSORS_READABLE, reason="PyTorch 2.9 does not tell what autograd keeps")
+needs_kept = pytest.mark.skipif(
+    not SAVED_TENSORS_READABLE, reason="PyTorch 2.9 does not tell what autograd keeps"
+)
 
 
 @pytest.fixture
@@ -27,7 +35,9 @@ def plan(prepared):
 
 
 def traced(plan, first: int, last: int):
-    return plan.model_copy(update={"logging": plan.logging.model_copy(update={"profile_steps": (first, last)})})
+    return plan.model_copy(
+        update={"logging": plan.logging.model_copy(update={"profile_steps": (first, last)})}
+    )
 
 
 def test_recorded_steps_leave_a_trace_and_a_list_and_change_no_bit(plan, tmp_path):
@@ -37,27 +47,37 @@ def test_recorded_steps_leave_a_trace_and_a_list_and_change_no_bit(plan, tmp_pat
     assert_same_tensors(seen.tensors(4), plain.tensors(4))
     folder = seen.folder / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "step-00000002.memory.txt", "step-00000002.operators.txt", "step-00000002.trace.json.gz",
-    ]  # fmt: skip
+        "step-00000002.memory.txt",
+        "step-00000002.operators.txt",
+        "step-00000002.trace.json.gz",
+    ]
     trace = json.loads(gzip.decompress((folder / "step-00000002.trace.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
     per_step = plan.train.accumulation * CONFIG.num_layers
     assert names.count("aten::scaled_dot_product_attention") == 2 * per_step
     assert "[memory]" in names
     assert "aten::mm" in (folder / "step-00000002.operators.txt").read_text()
-    phases = [(event.step, event.done, event.total) for event in seen.of(Phase) if event.name == "profile"]
+    phases = [
+        (event.step, event.done, event.total) for event in seen.of(Phase) if event.name == "profile"
+    ]
     assert phases == [(1, 0, 2), (3, 2, 2)]
 
 
 def test_checkpointed_blocks_are_not_computed_for_the_list(plan, tmp_path):
     """Asking autograd for a tensor that is to be computed again computes it, and all of its block is in memory."""
-    plan = plan.model_copy(update={"train": plan.train.model_copy(update={"activation_checkpointing": "full"})})
+    plan = plan.model_copy(
+        update={"train": plan.train.model_copy(update={"activation_checkpointing": "full"})}
+    )
     plain = Run(plan, tmp_path / "plain")
     seen = Run(traced(plan, 3, 3), tmp_path / "seen")
     assert seen.losses() == plain.losses()
     assert seen.warnings() == plain.warnings() == []
     text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
-    assert not [line for line in text.splitlines() if KEPT in line and f" x {CONFIG.intermediate_size} f" in line]
+    assert not [
+        line
+        for line in text.splitlines()
+        if KEPT in line and f" x {CONFIG.intermediate_size} f" in line
+    ]
     assert_same_tensors(seen.tensors(4), plain.tensors(4))
 
 
@@ -65,7 +85,9 @@ def test_memory_is_told_by_what_it_is_for(plan, tmp_path):
     seen = Run(traced(plan, 3, 3), tmp_path)
     text = (seen.folder / "profile/step-00000003.memory.txt").read_text()
     assert text.startswith("step 3, between forward and backward of its first micro-batch")
-    weights = sum(tensor.nbytes for name, tensor in seen.tensors(4).items() if name.startswith("model/"))
+    weights = sum(
+        tensor.nbytes for name, tensor in seen.tensors(4).items() if name.startswith("model/")
+    )
     line = next(line for line in text.splitlines() if line.startswith("weights "))
     assert f"{weights / 1024:.1f} KiB" in line
     assert any(line.startswith("optimizer ") for line in text.splitlines())
@@ -79,11 +101,20 @@ def test_what_autograd_keeps_is_counted_once_and_goes_with_backward(plan, tmp_pa
     weight = torch.randn(64, 64, requires_grad=True)
     held = torch.randn(64, 64)
     out = (weight * held).exp().exp()
-    kept = [live for live in live_tensors(state.model_and_optimizer) if live.shape == (64, 64) and live.purpose == KEPT]
-    assert len(kept) == 3  # the other factor and both results of exp, of which names hold two as well
+    kept = [
+        live
+        for live in live_tensors(state.model_and_optimizer)
+        if live.shape == (64, 64) and live.purpose == KEPT
+    ]
+    # the other factor and both results of exp, of which names hold two as well
+    assert len(kept) == 3
     out.sum().backward()
     del out
-    left = [live for live in live_tensors(state.model_and_optimizer) if live.shape == (64, 64) and live.purpose == KEPT]
+    left = [
+        live
+        for live in live_tensors(state.model_and_optimizer)
+        if live.shape == (64, 64) and live.purpose == KEPT
+    ]
     assert left == []
 
 
@@ -123,7 +154,8 @@ def test_full_memory_is_listed_while_it_is_full(plan, tmp_path, place):
     where = "the evaluation after step 2" if place == "evaluation" else "step 1"
     assert text.startswith(f"tensors in memory when {where} ran out of memory")
     kept = any(line.startswith(KEPT) for line in text.splitlines())
-    assert others or kept == (SAVED_TENSORS_READABLE and place == "backward")  # the forward failed at its first tensor
+    # the forward failed at its first tensor
+    assert others or kept == (SAVED_TENSORS_READABLE and place == "backward")
 
 
 def test_a_wish_is_heard_between_two_steps_and_a_stale_one_is_not(plan, tmp_path, monkeypatch):
@@ -155,7 +187,9 @@ def test_a_stop_in_the_middle_writes_what_was_seen(plan, tmp_path):
     assert (tmp_path / "profile/step-00000002.trace.json.gz").is_file()
 
 
-@pytest.mark.parametrize(("text", "steps"), [("3", 3), ("500", 20), ("", 0), ("-1", 0), ("many", 0), ("\xb2", 0)])
+@pytest.mark.parametrize(
+    ("text", "steps"), [("3", 3), ("500", 20), ("", 0), ("-1", 0), ("many", 0), ("\xb2", 0)]
+)
 def test_a_wish_that_makes_no_sense_is_none(tmp_path, text, steps):
     (tmp_path / "wish").write_text(text)
     assert asked_steps(tmp_path / "wish") == steps
@@ -163,10 +197,15 @@ def test_a_wish_that_makes_no_sense_is_none(tmp_path, text, steps):
 
 
 def test_equal_tensors_are_one_line():
-    found = [Live(KEPT, (2, 3), "float32", "cpu", 2**20)] * 3 + [Live("weights", (), "float32", "cpu", 4)]
+    found = [Live(KEPT, (2, 3), "float32", "cpu", 2**20)] * 3 + [
+        Live("weights", (), "float32", "cpu", 4)
+    ]
     lines = page(found, "title", "cpu").splitlines()
-    assert any(line.split() == ["saved", "for", "backward:", "2", "x", "3", "float32", "3", "1.0", "MiB", "3.0", "MiB"]
-               for line in lines)  # fmt: skip
+    assert any(
+        line.split()
+        == ["saved", "for", "backward:", "2", "x", "3", "float32", "3", "1.0", "MiB", "3.0", "MiB"]
+        for line in lines
+    )
 
 
 @needs_kept
@@ -177,7 +216,9 @@ def test_a_graph_from_a_real_step_holds_its_activations(plan):
 
     state = build_state(plan)
     batch = open_loader(plan, "train").batch(Cursor(0, 0), 2)
-    parts = compute_loss(state.model_and_optimizer.model, batch, build_objective(plan), precision="float32")
+    parts = compute_loss(
+        state.model_and_optimizer.model, batch, build_objective(plan), precision="float32"
+    )
     kept = [live for live in live_tensors(state.model_and_optimizer) if live.purpose == KEPT]
     wide = [live for live in kept if live.shape[-1:] == (CONFIG.intermediate_size,)]
     assert len(wide) >= 2 * CONFIG.num_layers  # gate and up of each layer at least

@@ -14,7 +14,13 @@ def judge(policy: NonFinite, *finite: bool) -> list[str]:
 
 def test_three_bad_steps_are_skipped_and_a_good_one_forgives_them() -> None:
     policy = NonFinite()
-    assert judge(policy, True, False, False, False, True) == ["step", "skip", "skip", "skip", "step"]
+    assert judge(policy, True, False, False, False, True) == [
+        "step",
+        "skip",
+        "skip",
+        "skip",
+        "step",
+    ]
     assert judge(policy, False, False, False) == ["skip"] * 3
 
 

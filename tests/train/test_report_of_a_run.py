@@ -16,8 +16,13 @@ from bloomery.runs.evaluate import evaluate, load_to_evaluate
 @pytest.fixture(scope="module")
 def trained(prepared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    plan = tiny_plan(prepared, config=CONFIG, train={"steps": 12}, eval={"every_steps": 12},
-        sample={"prompts": ("def f",)})
+    plan = tiny_plan(
+        prepared,
+        config=CONFIG,
+        train={"steps": 12},
+        eval={"every_steps": 12},
+        sample={"prompts": ("def f",)},
+    )
     run = Run(plan, folder)
     with EventLog(folder / "events.jsonl") as emit:
         for event in run.events:
@@ -30,7 +35,9 @@ def trained(prepared, tmp_path_factory):
 def test_the_held_out_text_costs_less_after_training(trained):
     run, plan = trained
     told, _ = compare_models(plan, run.folder / "checkpoints", parameters=1)
-    assert told.step == 12 and "".join(part.text for part in told.before) == "".join(part.text for part in told.after)
+    assert told.step == 12 and "".join(part.text for part in told.before) == "".join(
+        part.text for part in told.after
+    )
     before, after = (sum(part.nats or 0 for part in side) for side in (told.before, told.after))
     assert after < 0.8 * before
 
@@ -45,7 +52,9 @@ def test_the_report_shows_it_beside_memory_and_choices(trained):
 def test_damaged_checkpoints_and_missing_text_are_said(trained, tmp_path):
     run, plan = trained
     assert compare_models(plan, tmp_path, 1)[0] == "there is no checkpoint"
-    elsewhere = plan.model_copy(update={"data": plan.data.model_copy(update={"prepared": tmp_path})})
+    elsewhere = plan.model_copy(
+        update={"data": plan.data.model_copy(update={"prepared": tmp_path})}
+    )
     assert "no tokenizer.json" in compare_models(elsewhere, run.folder / "checkpoints", 1)[0]
     assert "too large" in compare_models(plan, run.folder / "checkpoints", 10**12)[0]
 

@@ -30,7 +30,8 @@ def test_the_mean_is_the_number_and_only_its_two_neighbours_are_drawn(value):
 def test_a_bfloat16_stays_what_it_is_and_what_is_not_finite_stays_so():
     exact = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
     assert torch.equal(rounded(exact.clone(), random_bits(4096, key=1, device=CPU)).float(), exact)
-    words = [0x7F800000, -0x800000, 0x7FFFFFFF, 0x7FC00000, -1]  # both infinities, NaN as devices and as hosts write it
+    # both infinities, NaN as devices and as hosts write it
+    words = [0x7F800000, -0x800000, 0x7FFFFFFF, 0x7FC00000, -1]
     odd = torch.tensor(words * 1000, dtype=torch.int32).view(torch.float32)
     assert not bool(rounded(odd, random_bits(5000, key=2, device=CPU)).isfinite().any())
 

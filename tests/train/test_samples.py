@@ -19,8 +19,15 @@ from bloomery.train.evaluation.answers import open_prompts, samples
 from bloomery.train.loop import run
 
 ASKED = "what is iron?"
-TALKS = [{"messages": [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"{n} it is."}]}
-         for n in range(30)]  # fmt: skip
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"what is {n}?"},
+            {"role": "assistant", "content": f"{n} it is."},
+        ]
+    }
+    for n in range(30)
+]
 COMPLETIONS = [{"prompt": f"what is {n}?", "completion": f" {n} it is."} for n in range(30)]
 DRAWN = Sampling(max_new_tokens=8, temperature=0.8, top_p=0.95, seed=0)
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -31,10 +38,15 @@ def prepared_rows(folder, rows, template="chatml"):
     recipe = {
         "model": {"preset": "go-coder-tiny"},
         "tokenizer": {"train": {"vocab_size": 290, "special_tokens": SPECIAL}},
-        "data": {"path": str(folder / "rows.jsonl"), "sequence_length": 32, "validation": "20%", "num_proc": 0,
-                 "chat": {"template": template}},
+        "data": {
+            "path": str(folder / "rows.jsonl"),
+            "sequence_length": 32,
+            "validation": "20%",
+            "num_proc": 0,
+            "chat": {"template": template},
+        },
         "objective": {"kind": "sft"},
-    }  # fmt: skip
+    }
     prepare(LoadedRecipe(Recipe.model_validate(recipe), "rows"), folder / "prepared")
     return folder / "prepared"
 
@@ -47,7 +59,9 @@ def talks(tmp_path_factory):
 def plan_of(prepared, objective=None, prompts=(ASKED,), **sections):
     plan = tiny_plan(prepared, sample={"prompts": prompts, "max_new_tokens": 8}, **sections)
     vocabulary = load_tokenizer(prepared).vocab_size
-    model = plan.model.model_copy(update={"config": replace(plan.model.config, vocab_size=vocabulary)})
+    model = plan.model.model_copy(
+        update={"config": replace(plan.model.config, vocab_size=vocabulary)}
+    )
     return plan.model_copy(update={"objective": objective or Sft(kind="sft"), "model": model})
 
 
@@ -72,7 +86,9 @@ def test_an_answer_ends_at_the_token_that_ends_turns(talks):
         return text
 
     ids = list(sample_tokens(model, prompts.asked[0][1], DRAWN))
-    assert drawn() == tokenizer.decode(ids) and len(set(ids)) == len(ids) == 8, "none of these ends an answer"
+    assert drawn() == tokenizer.decode(ids) and len(set(ids)) == len(ids) == 8, (
+        "none of these ends an answer"
+    )
     assert drawn(ends=(ids[3],)) == tokenizer.decode(ids[:3])
     assert drawn(stops=("never", tokenizer.decode([ids[0]]))) == ""
 
@@ -83,7 +99,9 @@ def test_pretraining_and_plain_completions_are_continued(rows, tmp_path):
     tokenizer = load_tokenizer(prepared)
     plan = plan_of(prepared, Pretrain() if rows is TALKS else None)
     prompts = open_prompts(plan, tokenizer)
-    assert not prompts.answers and prompts.asked == ((ASKED, [tokenizer.bos_id, *tokenizer.encode(ASKED)]),)
+    assert not prompts.answers and prompts.asked == (
+        (ASKED, [tokenizer.bos_id, *tokenizer.encode(ASKED)]),
+    )
     model = fresh_decoder(plan.model.config, seed=0).eval()
     ((_, text),) = samples(model, tokenizer, prompts, plan=plan)
     with torch.no_grad():
@@ -95,7 +113,11 @@ def test_a_run_tells_which_samples_are_answers(talks, tmp_path):
     plan = plan_of(talks, train={"steps": 1})
     run(plan, run_dir=tmp_path, emit=events.append, stop=lambda: False)
     (sample,) = [event for event in events if type(event).__name__ == "Sampled"]
-    assert sample.chat and sample.whole == f"{ASKED}\n{sample.completion}" and "<|im_start|>" not in sample.completion
+    assert (
+        sample.chat
+        and sample.whole == f"{ASKED}\n{sample.completion}"
+        and "<|im_start|>" not in sample.completion
+    )
 
 
 def test_a_template_that_takes_no_question_alone_is_refused_before_the_first_step(tmp_path):

@@ -30,7 +30,9 @@ def reference(make):
 )
 def test_shapes_match_transformers_after_a_warmup_that_wastes_no_step(shape, make):
     theirs = reference(make)
-    ours = [lr_scale_at(step, steps=STEPS, warmup_steps=WARMUP, shape=shape) for step in range(STEPS)]
+    ours = [
+        lr_scale_at(step, steps=STEPS, warmup_steps=WARMUP, shape=shape) for step in range(STEPS)
+    ]
     assert ours[:WARMUP] == pytest.approx([*theirs[1:WARMUP], 1.0])
     assert ours[WARMUP:] == pytest.approx(theirs[WARMUP:])
 
@@ -45,7 +47,9 @@ def test_wsd_is_flat_then_falls_linearly_to_its_floor():
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
 def test_floor_is_where_training_ends(shape):
-    assert lr_scale_at(STEPS, steps=STEPS, warmup_steps=WARMUP, shape=shape, min_lr_ratio=0.2) == pytest.approx(0.2)
+    assert lr_scale_at(
+        STEPS, steps=STEPS, warmup_steps=WARMUP, shape=shape, min_lr_ratio=0.2
+    ) == pytest.approx(0.2)
 
 
 def test_constant_and_unknown_lengths_hold_the_peak():
@@ -56,5 +60,7 @@ def test_constant_and_unknown_lengths_hold_the_peak():
 
 @pytest.mark.parametrize("shape", ["cosine", "linear", "wsd", "constant"])
 def test_a_run_of_nothing_but_warmup_stays_finite(shape):
-    shares = [lr_scale_at(step, steps=5, warmup_steps=5, shape=shape, decay_steps=9) for step in range(7)]
+    shares = [
+        lr_scale_at(step, steps=5, warmup_steps=5, shape=shape, decay_steps=9) for step in range(7)
+    ]
     assert all(math.isfinite(share) and 0 <= share <= 1 for share in shares)

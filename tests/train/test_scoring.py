@@ -10,9 +10,15 @@ from bloomery.train.evaluation import scoring
 from bloomery.train.evaluation.scoring import Window, score_documents, windows
 
 CONFIG = ModelConfig(
-    vocab_size=37, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
     max_positions=8,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -43,14 +49,18 @@ def nats_one_by_one(decoder, tokens, context):
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 12, 13, 40])
 @pytest.mark.parametrize("context", [8, 4, 5])
 def test_scores_equal_one_forward_per_token(decoder, length, context):
-    tokens = torch.randint(0, 37, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    tokens = torch.randint(
+        0, 37, (length,), generator=torch.Generator().manual_seed(length)
+    ).tolist()
     (nats,) = score_documents(decoder, [tokens], context=context)
     np.testing.assert_allclose(nats, nats_one_by_one(decoder, tokens, context), atol=1e-5)
 
 
 def test_documents_of_many_lengths_keep_their_order_and_do_not_touch(decoder):
     generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(0, 37, (n,), generator=generator).tolist() for n in (3, 40, 1, 9, 0, 8, 2)]
+    documents = [
+        torch.randint(0, 37, (n,), generator=generator).tolist() for n in (3, 40, 1, 9, 0, 8, 2)
+    ]
     together = list(score_documents(decoder, iter(documents)))
     assert [len(nats) for nats in together] == [2, 39, 0, 8, 0, 7, 1]
     for tokens, nats in zip(documents, together, strict=True):

@@ -22,7 +22,9 @@ def checked(backend: str, precision: str = "float32", **config) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "bfloat16-pure"])
-@pytest.mark.parametrize("backend", ["mask", "per_document", "compiled", "blockwise", "sdpa", "math"])
+@pytest.mark.parametrize(
+    "backend", ["mask", "per_document", "compiled", "blockwise", "sdpa", "math"]
+)
 def test_a_sound_kernel_passes(backend, precision):
     checked(backend, precision)
 
@@ -33,7 +35,10 @@ def test_windows_and_soft_caps_are_part_of_it():
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(lambda x: x * 1.2, "wrong results of mask attention"), (lambda x: x * torch.nan, "non-finite output")],
+    [
+        (lambda x: x * 1.2, "wrong results of mask attention"),
+        (lambda x: x * torch.nan, "non-finite output"),
+    ],
 )
 def test_a_kernel_that_computes_something_else_is_told(monkeypatch, change, said):
     sound = attention._BACKENDS["mask"]

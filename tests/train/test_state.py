@@ -15,7 +15,9 @@ def worked_on(plan):
         parameter.grad = torch.full_like(parameter, 0.01 * (number + 1))
     state.model_and_optimizer.optimizer.step(1.0)
     state.cursor = Cursor(plan.train.seed, 24)
-    state.progress = RunProgress(step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_step=4)
+    state.progress = RunProgress(
+        step=6, tokens=768, best_loss=4.5, evaluations_since_best=1, best_step=4
+    )
     state.policy.decide(False, step=6, sequences=range(20, 24))
     if state.model_and_optimizer.scale is not None:
         state.model_and_optimizer.scale.update(finite=False)
@@ -23,7 +25,9 @@ def worked_on(plan):
 
 
 def saved(state, folder):
-    Saver(folder, 3, False, writer=state.checkpointed.writer).save(6, state.parts(), state.scalars())
+    Saver(folder, 3, False, writer=state.checkpointed.writer).save(
+        6, state.parts(), state.scalars()
+    )
     return folder / "step-00000006"
 
 
@@ -47,7 +51,11 @@ def test_going_back_without_a_checkpoint_is_how_the_run_began():
     go_back(state, plan, None)
     assert state.progress == RunProgress()
     assert state.model_and_optimizer.optimizer.named_tensors() == {}
-    pairs = zip(state.model_and_optimizer.model.parameters(), fresh.model_and_optimizer.model.parameters(), strict=True)
+    pairs = zip(
+        state.model_and_optimizer.model.parameters(),
+        fresh.model_and_optimizer.model.parameters(),
+        strict=True,
+    )
     assert all(torch.equal(p, q) for p, q in pairs)
 
 
@@ -62,12 +70,15 @@ def test_training_starts_from_pretrained_weights(tmp_path):
     model = build_state(tiny_plan(train={"seed": 5})).model_and_optimizer.model
     write_model(dict(model.named_parameters()), config, tmp_path)
     started = build_state(tiny_plan(model={"source": tmp_path})).model_and_optimizer.model
-    assert all(torch.equal(p, q) for p, q in zip(started.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(started.parameters(), model.parameters(), strict=True)
+    )
 
 
 def test_seeds_decide_the_weights():
     first, second = (
-        build_state(tiny_plan(train={"seed": seed})).model_and_optimizer.model.lm_head.weight for seed in (0, 1)
+        build_state(tiny_plan(train={"seed": seed})).model_and_optimizer.model.lm_head.weight
+        for seed in (0, 1)
     )
     assert not torch.equal(first, second)
 

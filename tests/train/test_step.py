@@ -24,7 +24,9 @@ def batch(rows: int, seed: int = 0) -> Batch:
     documents = (torch.arange(32) >= 20).long().expand(rows, -1)
     positions = torch.where(documents == 1, torch.arange(32) - 20, torch.arange(32))
     weights = (torch.rand(rows, 32, generator=generator) > 0.3).float()
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, positions, documents)
+    return Batch(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights, positions, documents
+    )
 
 
 def halves(whole: Batch) -> list[Batch]:
@@ -44,7 +46,10 @@ def weights(who: ModelAndOptimizer) -> list[torch.Tensor]:
 
 def poisoned(value: float) -> Objective:
     """The loss becomes `value` times itself."""
-    return Objective(OBJECTIVE.head, lambda out, b: LossParts(OBJECTIVE.loss(out, b).total * value, b.loss_mask.sum()))
+    return Objective(
+        OBJECTIVE.head,
+        lambda out, b: LossParts(OBJECTIVE.loss(out, b).total * value, b.loss_mask.sum()),
+    )
 
 
 def test_accumulation_takes_the_step_of_one_large_batch():
@@ -66,13 +71,17 @@ def test_loss_is_the_mean_over_learned_labels():
         logits = who.model(whole.tokens, positions_BT=whole.positions, documents_BT=whole.documents)
     each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), whole.labels, reduction="none")
     expected = (each * whole.loss_mask).sum() / whole.loss_mask.sum()
-    assert train_step(who, [whole], OBJECTIVE, plan=plan, lr_scale=1.0).loss == pytest.approx(expected.item(), rel=1e-5)
+    assert train_step(who, [whole], OBJECTIVE, plan=plan, lr_scale=1.0).loss == pytest.approx(
+        expected.item(), rel=1e-5
+    )
 
 
 def test_clipping_is_torchs():
     parameters = [torch.nn.Parameter(torch.zeros(7)), torch.nn.Parameter(torch.zeros(3, 2))]
     for i, parameter in enumerate(parameters):
-        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 3
+        parameter.grad = (
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 3
+        )
     ours = [p.grad.clone() for p in parameters]
     norm = global_norm(ours)
     theirs = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -83,7 +92,9 @@ def test_clipping_is_torchs():
 
 
 def test_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
-    assert global_norm([torch.full((3,), 1.0, dtype=torch.bfloat16)]).item() == pytest.approx(math.sqrt(3), rel=1e-6)
+    assert global_norm([torch.full((3,), 1.0, dtype=torch.bfloat16)]).item() == pytest.approx(
+        math.sqrt(3), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -97,7 +108,9 @@ def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
     assert not result.taken
     assert not math.isfinite(result.loss)
     assert all(torch.equal(a, b) for a, b in zip(weights(who), before, strict=True))
-    assert all(torch.equal(value, states[name]) for name, value in who.optimizer.named_tensors().items())
+    assert all(
+        torch.equal(value, states[name]) for name, value in who.optimizer.named_tensors().items()
+    )
     assert who.optimizer.scalars() == scalars
     assert all(p.grad is None for p in who.model.parameters())
 
@@ -106,7 +119,9 @@ def test_what_is_not_finite_never_reaches_weights_or_states(value, precision):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "bfloat16-pure", "float16"])
 @pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
 def test_every_precision_learns_a_batch_by_heart(precision, kind):
-    who, plan = model_and_optimizer(train={"precision": precision}, optimizer={"kind": kind, "learning_rate": 0.02})
+    who, plan = model_and_optimizer(
+        train={"precision": precision}, optimizer={"kind": kind, "learning_rate": 0.02}
+    )
     results = [train_step(who, [batch(4)], OBJECTIVE, plan=plan, lr_scale=1.0) for _ in range(25)]
     assert results[0].loss == pytest.approx(math.log(97), abs=0.5)
     assert results[-1].loss < results[0].loss - 0.5
@@ -155,12 +170,21 @@ def test_loss_scale_follows_torchs_grad_scaler():
 def test_activation_checkpointing_changes_no_bit(mode, attention):
     config = tiny_config(residual_dropout=0.2)
     plain, plan = model_and_optimizer(config, model={"attention": attention})
-    saving, _ = model_and_optimizer(config, model={"attention": attention}, train={"activation_checkpointing": mode})
-    assert [n for n, _ in plain.model.named_parameters()] == [n for n, _ in saving.model.named_parameters()]
+    saving, _ = model_and_optimizer(
+        config, model={"attention": attention}, train={"activation_checkpointing": mode}
+    )
+    assert [n for n, _ in plain.model.named_parameters()] == [
+        n for n, _ in saving.model.named_parameters()
+    ]
     losses = []
     for who in (plain, saving):
         torch.manual_seed(1)
-        losses.append([train_step(who, [batch(2, i)], OBJECTIVE, plan=plan, lr_scale=1.0).loss for i in range(3)])
+        losses.append(
+            [
+                train_step(who, [batch(2, i)], OBJECTIVE, plan=plan, lr_scale=1.0).loss
+                for i in range(3)
+            ]
+        )
     assert losses[0] == losses[1]
     for p, q in zip(weights(plain), weights(saving), strict=True):
         assert torch.equal(p, q)
@@ -181,7 +205,9 @@ class Counted(TorchDispatchMode):
 def test_checkpointing_repeats_what_its_mode_says():
     calls = {}
     for mode in ("none", "selective", "every-2", "full"):
-        who, plan = model_and_optimizer(tiny_config(num_layers=4), train={"activation_checkpointing": mode})
+        who, plan = model_and_optimizer(
+            tiny_config(num_layers=4), train={"activation_checkpointing": mode}
+        )
         with Counted() as counted:
             train_step(who, [batch(2)], OBJECTIVE, plan=plan, lr_scale=1.0)
         calls[mode] = counted.calls
@@ -194,7 +220,9 @@ def test_checkpointing_repeats_what_its_mode_says():
 def test_compiled_blocks_are_asked_for_one_by_one(monkeypatch):
     who, plan = model_and_optimizer(tiny_config(num_layers=3))
     asked = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: asked.append((type(self).__name__, how)))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **how: asked.append((type(self).__name__, how))
+    )
     apply(who.model, plan.model_copy(update={"compile": True}))
     assert asked == [("Block", {"dynamic": False})] * 3
 
@@ -205,7 +233,9 @@ def test_a_step_of_compiled_code_is_one_of_torch() -> None:
     for chosen in ({"attention": "per_document"}, {"attention": "compiled", "scores": "compiled"}):
         one, plan = model_and_optimizer(config, model=chosen)
         assert one.model.model.adds_rows == (chosen["attention"] == "compiled")
-        losses.append([train_step(one, [batch(2, i)], OBJECTIVE, plan=plan, lr_scale=1.0) for i in range(4)])
+        losses.append(
+            [train_step(one, [batch(2, i)], OBJECTIVE, plan=plan, lr_scale=1.0) for i in range(4)]
+        )
     for ours, theirs in zip(*losses, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)

@@ -20,12 +20,19 @@ def plan(prepared):
     return plan_of(prepared)
 
 
-def plan_of(prepared, *, early_stopping_patience: int | None = None, rate: float = 0.01, every: int = 3):
+def plan_of(
+    prepared, *, early_stopping_patience: int | None = None, rate: float = 0.01, every: int = 3
+):
     asked = {"every_steps": every, "early_stopping_patience": early_stopping_patience}
     return tiny_plan(
-        prepared, config=CONFIG, train={"steps": STEPS}, checkpoint={"every_steps": 3}, eval=asked,
-        sample={"prompts": ("def", "return"), "max_new_tokens": 3}, optimizer={"learning_rate": rate},
-    )  # fmt: skip
+        prepared,
+        config=CONFIG,
+        train={"steps": STEPS},
+        checkpoint={"every_steps": 3},
+        eval=asked,
+        sample={"prompts": ("def", "return"), "max_new_tokens": 3},
+        optimizer={"learning_rate": rate},
+    )
 
 
 class Stops:
@@ -46,22 +53,33 @@ class Disturbed(Run):
         folder.mkdir()
         self.folder, self.events, self.stops = folder, [], Stops(number)
         newest, self.outcome = None, "stopped"
-        self.outcome = run(plan, run_dir=folder, emit=self.events.append, stop=self.stops, resume_from=newest)
+        self.outcome = run(
+            plan, run_dir=folder, emit=self.events.append, stop=self.stops, resume_from=newest
+        )
         if self.outcome == "stopped" and (steps := saved_steps(folder / "checkpoints")):
             torch.manual_seed(99)
             newest = self.checkpoint(steps[-1])
             never = lambda: False  # noqa: E731
-            self.outcome = run(plan, run_dir=folder, emit=self.events.append, stop=never, resume_from=newest)
+            self.outcome = run(
+                plan, run_dir=folder, emit=self.events.append, stop=never, resume_from=newest
+            )
 
 
 def told(run: Run) -> dict[str, object]:
-    evals = [(event.step, event.loss, event.tokens) for event in last_per_step(run.events, EvalDone)]
+    evals = [
+        (event.step, event.loss, event.tokens) for event in last_per_step(run.events, EvalDone)
+    ]
     samples = {(event.step, event.prompt): event.completion for event in run.of(Sampled)}
     losses = [(event.step, event.loss) for event in last_per_step(run.events, StepDone)]
     state = json.loads((run.checkpoint(run.steps_done()) / "state.json").read_text())
     del state["progress"]["seconds"]  # by the clock
-    return {"evals": evals, "samples": samples, "losses": losses, "state": state,
-            "best": best_step(run.folder / "checkpoints")}  # fmt: skip
+    return {
+        "evals": evals,
+        "samples": samples,
+        "losses": losses,
+        "state": state,
+        "best": best_step(run.folder / "checkpoints"),
+    }
 
 
 def test_a_stop_at_any_poll_is_heard_at_once_and_costs_nothing(plan, tmp_path):
@@ -92,11 +110,15 @@ def test_a_run_that_diverged_is_skipped_and_rewound_before_it_stops(prepared, tm
     """Sampling from it used to end the run, with advice about models of others."""
     plan = plan_of(prepared, rate=1e9, every=1)
     plan = plan.model_copy(update={"train": plan.train.model_copy(update={"steps": 60})})
-    late = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 50})})
+    late = plan.model_copy(
+        update={"checkpoint": plan.checkpoint.model_copy(update={"every_steps": 50})}
+    )
     events = []
     with pytest.raises(UserError, match=r"non-finite .* at step") as caught:
         run(late, run_dir=tmp_path, emit=events.append, stop=lambda: False)
     assert "optimizer.learning_rate" in caught.value.fix
     assert any(isinstance(event, StepDone) and event.loss is None for event in events)
     assert any(isinstance(event, Recovered) for event in events)
-    assert any(isinstance(event, Warned) and "no samples after step" in event.reason for event in events)
+    assert any(
+        isinstance(event, Warned) and "no samples after step" in event.reason for event in events
+    )

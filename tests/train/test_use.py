@@ -22,7 +22,13 @@ from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.settings import adaptation
 from bloomery.model.config import ModelConfig
-from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, quantized_weights, write_model
+from bloomery.model.io.weights import (
+    fresh_decoder,
+    load_decoder,
+    model_state,
+    quantized_weights,
+    write_model,
+)
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
@@ -43,9 +49,19 @@ def base(tmp_path_factory):
 
 def run_of(prepared, base, folder, *, quantize="nf4", precision="float32", adapter=None):
     """A finished run over a quantized base, with its folder's plan, and that plan."""
-    lora = Lora(**({"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["all-linear"]} | (adapter or {})))
-    plan = tiny_plan(prepared, config=CONFIG, model={"source": base}, train={"steps": 3, "precision": precision},
-                     optimizer={"learning_rate": 0.03})  # fmt: skip
+    lora = Lora(
+        **(
+            {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["all-linear"]}
+            | (adapter or {})
+        )
+    )
+    plan = tiny_plan(
+        prepared,
+        config=CONFIG,
+        model={"source": base},
+        train={"steps": 3, "precision": precision},
+        optimizer={"learning_rate": 0.03},
+    )
     plan = plan.model_copy(update={"adapter": lora, "quantize": Quantize(kind=quantize)})
     run = Run(plan, folder)
     write_plan(plan, folder / "plan.json")
@@ -58,23 +74,39 @@ def figure(decoder, plan):
     decoder.model.backend = plan.model.attention
     for block in decoder.model.layers:
         block.self_attn.backend = plan.model.attention
-    loader = Loader(plan.data.prepared, sequence_length=32, layout="packed", seed=0, split="validation")
+    loader = Loader(
+        plan.data.prepared, sequence_length=32, layout="packed", seed=0, split="validation"
+    )
     sizes = load_tokenizer(plan.data.prepared).token_bytes()
     found = evaluate(
-        decoder, loader, build_objective(plan), plan=plan.eval, precision="float32", token_bytes=sizes, limit=None
+        decoder,
+        loader,
+        build_objective(plan),
+        plan=plan.eval,
+        precision="float32",
+        token_bytes=sizes,
+        limit=None,
     )
     return found.loss
 
 
-@pytest.mark.parametrize(("quantize", "precision", "adapter"), [
-    ("nf4", "float32", {}),
-    ("nf4", "bfloat16", {"kind": "dora", "target_modules": ["q_proj", "down_proj"]}),
-    ("int8", "float16", {"init": "pissa", "modules_to_save": ["norm"]}),
-    ("none", "bfloat16", {}),
-], ids=["nf4", "dora", "pissa", "lora"])  # fmt: skip
-def test_the_loaded_model_has_the_runs_own_figure(prepared, base, tmp_path, quantize, precision, adapter):
+@pytest.mark.parametrize(
+    ("quantize", "precision", "adapter"),
+    [
+        ("nf4", "float32", {}),
+        ("nf4", "bfloat16", {"kind": "dora", "target_modules": ["q_proj", "down_proj"]}),
+        ("int8", "float16", {"init": "pissa", "modules_to_save": ["norm"]}),
+        ("none", "bfloat16", {}),
+    ],
+    ids=["nf4", "dora", "pissa", "lora"],
+)
+def test_the_loaded_model_has_the_runs_own_figure(
+    prepared, base, tmp_path, quantize, precision, adapter
+):
     """To the last bit, through the decoder alone: nobody has to know the precision."""
-    run, plan = run_of(prepared, base, tmp_path / "run", quantize=quantize, precision=precision, adapter=adapter)
+    run, plan = run_of(
+        prepared, base, tmp_path / "run", quantize=quantize, precision=precision, adapter=adapter
+    )
     told = []
     for load in (load_model, load_to_evaluate):
         decoder, _ = load(run.folder, step="last", use=Use("cpu"), on_load=told.append)
@@ -100,12 +132,29 @@ def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
     run, plan = run_of(prepared, base, tmp_path / "run")
     own, heard = run.of(EvalDone)[-1].loss, []
     for quantize in ("none", "int8"):
-        decoder, _ = load_to_evaluate(run.folder, step="last", use=Use("cpu", quantize), on_load=heard.append)
+        decoder, _ = load_to_evaluate(
+            run.folder, step="last", use=Use("cpu", quantize), on_load=heard.append
+        )
         assert figure(decoder, plan) != own
     said = [line for line in heard if "results differ" in line]
-    assert len(said) == 2 and "nf4 weights" in said[0] and "not quantized" in said[0] and "int8" in said[1]
-    words = [str(run.folder), "--data", str(prepared / "tokenizer.json"), "--step", "last", "--json"]
-    results = [CliRunner().invoke(cli, ["eval", *words, *more]) for more in ([], ["--quantize", "none"], ["-d", "cpu"])]
+    assert (
+        len(said) == 2
+        and "nf4 weights" in said[0]
+        and "not quantized" in said[0]
+        and "int8" in said[1]
+    )
+    words = [
+        str(run.folder),
+        "--data",
+        str(prepared / "tokenizer.json"),
+        "--step",
+        "last",
+        "--json",
+    ]
+    results = [
+        CliRunner().invoke(cli, ["eval", *words, *more])
+        for more in ([], ["--quantize", "none"], ["-d", "cpu"])
+    ]
     losses = [json.loads(each.stdout)["loss"] for each in results]
     assert losses[0] == losses[2] != losses[1]
     assert ["results differ" in each.stderr for each in results] == [False, True, False]
@@ -142,7 +191,9 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(prepared, base, tmp
     kept = []
     monkeypatch.setattr(Use, "free_bytes", lambda _: kept[0])
     monkeypatch.setattr(sys.modules[Use.__module__], "WORKSPACE", 0)
-    monkeypatch.setattr("bloomery.model.io.weights.give_memory", lambda *_: pytest.fail("memory was taken"))
+    monkeypatch.setattr(
+        "bloomery.model.io.weights.give_memory", lambda *_: pytest.fail("memory was taken")
+    )
     kept[:] = [90_000]
     with pytest.raises(UserError, match="does not fit") as refused:
         load_model(run.folder, use=Use("cpu"))
@@ -170,8 +221,13 @@ def test_a_server_plans_the_longest_context_that_fits(prepared, base, tmp_path, 
     # Four slots take half of what is free beside the weights; two models a quarter each.
     for parts, wanted in ((1, 24), (2, 8)):
         monkeypatch.setattr(Use, "free_bytes", lambda _: weights + 2 * 24 * token + 10)
-        assert load_fitting(files, Use("cpu"), slots=4, parts=parts, on_load=lines.append)[1] == wanted
-        assert "--max-context" in lines[-1] and f"{wanted} of the model's {config.max_positions}" in lines[-1]
+        assert (
+            load_fitting(files, Use("cpu"), slots=4, parts=parts, on_load=lines.append)[1] == wanted
+        )
+        assert (
+            "--max-context" in lines[-1]
+            and f"{wanted} of the model's {config.max_positions}" in lines[-1]
+        )
     monkeypatch.setattr(Use, "free_bytes", lambda _: 10**12)
     assert load_fitting(files, Use("cpu"), slots=4)[1] == config.max_positions
     monkeypatch.setattr(Use, "free_bytes", lambda _: weights + 8 * token - 1)
@@ -196,9 +252,18 @@ print(peak() - before, sum(each.nbytes for each in (*decoder.parameters(), *deco
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
 def test_a_quantized_base_is_never_whole_in_memory(tmp_path):
     """180 MB of float32 become 30 MB: what is held meanwhile is a piece of a file and a piece of a matrix."""
-    facts = dict(hidden_size=512, intermediate_size=2048, num_layers=10, num_heads=8, num_kv_heads=8, head_dim=64)
+    facts = dict(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_layers=10,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+    )
     config = ModelConfig(vocab_size=1000, max_positions=64, **facts)
-    small = replace(config, num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2)
+    small = replace(
+        config, num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2
+    )
     for name, each in (("large", config), ("small", small)):
         (tmp_path / name).mkdir()
         write_model(model_state(fresh_decoder(each, seed=0)), each, tmp_path / name)
@@ -219,7 +284,9 @@ def test_devices_that_are_not_here_are_refused(base, verb):
         assert said in (done.output + str(done.exception))
 
 
-def test_a_checkpoint_outside_its_run_or_of_another_version_is_a_plain_model(prepared, base, tmp_path):
+def test_a_checkpoint_outside_its_run_or_of_another_version_is_a_plain_model(
+    prepared, base, tmp_path
+):
     run, _ = run_of(prepared, base, tmp_path / "run")
     assert find_model(run.checkpoint(3)).trained.quantize.kind == "nf4"
     (run.folder / "plan.json").write_text("{}")
@@ -253,12 +320,21 @@ def adapter_on(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("lora_B"):
             parameter.data.normal_(0.0, 0.02)
-    write_adapter(trained_state(model), adaptation(config, lora), config, folder / "adapter", base=str(folder))
+    write_adapter(
+        trained_state(model), adaptation(config, lora), config, folder / "adapter", base=str(folder)
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
 def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepared, tmp_path):
-    facts = dict(hidden_size=512, intermediate_size=2048, num_layers=10, num_heads=8, num_kv_heads=8, head_dim=64)
+    facts = dict(
+        hidden_size=512,
+        intermediate_size=2048,
+        num_layers=10,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+    )
     config = ModelConfig(vocab_size=300, max_positions=64, **facts)
     adapter_on(config, tmp_path / "large", prepared)
     adapter_on(CONFIG, tmp_path / "small", prepared)
@@ -267,7 +343,9 @@ def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepare
     assert int(told.stdout) < 0.35 * (tmp_path / "large/model.safetensors").stat().st_size
     for name in ("small", "large"):
         folder = tmp_path / name
-        whole = merged_state(load_decoder(folder / "adapter", base=folder, dtype=torch.float32), torch.float32)
+        whole = merged_state(
+            load_decoder(folder / "adapter", base=folder, dtype=torch.float32), torch.float32
+        )
         stored = load_file(folder / "merged/model.safetensors")
         assert stored.keys() == whole.keys()
         assert all(torch.equal(stored[name], whole[name]) for name in stored)
@@ -282,7 +360,11 @@ def test_eval_of_a_run_gives_the_loss_that_the_run_logged(prepared, base, tmp_pa
     assert own.exit_code == whole.exit_code == named.exit_code == 0, own.output
     logged = run.of(EvalDone)[-1]
     said = json.loads(own.stdout)
-    assert (said["loss"], said["tokens"], said["bits_per_byte"]) == (logged.loss, logged.tokens, logged.bits_per_byte)
+    assert (said["loss"], said["tokens"], said["bits_per_byte"]) == (
+        logged.loss,
+        logged.tokens,
+        logged.bits_per_byte,
+    )
     assert "sequences of 32 tokens" in own.stderr
     assert "whole texts with a context of up to 64 tokens" in whole.stderr
     assert json.loads(whole.stdout)["loss"] != logged.loss

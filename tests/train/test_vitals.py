@@ -27,7 +27,9 @@ def batch_of(tokens, labels, documents=None, loss_mask=None) -> Batch:
 
 
 def test_the_ratio_is_that_of_root_mean_squares():
-    moved, kept, vector = (nn.Parameter(torch.full(shape, 2.0)) for shape in ((300, 50), (40, 40), (7,)))
+    moved, kept, vector = (
+        nn.Parameter(torch.full(shape, 2.0)) for shape in ((300, 50), (40, 40), (7,))
+    )
     health_check = HealthCheck({"moved": moved, "kept": kept, "vector": vector})
     moved.grad, kept.grad = torch.ones_like(moved), torch.zeros_like(kept)
     with health_check.watching(), torch.no_grad():
@@ -36,18 +38,26 @@ def test_the_ratio_is_that_of_root_mean_squares():
     every = 300 * 50 + 40 * 40 + 7
     assert told.update_ratio == pytest.approx((0.25 + 0.0) / 2)  # the median of the two matrices
     assert told.unchanged_share == pytest.approx((40 * 40 + 7) / every) and told.unchanged == "kept"
-    assert told.no_gradient_share == pytest.approx((40 * 40 + 7) / every)  # one is zero, one is None
+    # one is zero, one is None
+    assert told.no_gradient_share == pytest.approx((40 * 40 + 7) / every)
 
 
 def test_a_step_that_was_not_taken_has_no_ratio():
     told = HealthCheck({"w": nn.Parameter(torch.ones(2, 2))}).report(
         1, [batch_of([1, 2], [2, 3])], OBJECTIVE, compiled=False
     )
-    assert (told.update_ratio, told.unchanged_share, told.no_gradient_share, told.unchanged) == (None, None, None, "")
+    assert (told.update_ratio, told.unchanged_share, told.no_gradient_share, told.unchanged) == (
+        None,
+        None,
+        None,
+        "",
+    )
 
 
 def test_labels_are_looked_for_in_their_own_document_only():
-    facts = label_facts([batch_of([1, 2, 3, 9, 8], [2, 3, 4, 8, 7], documents=[0, 0, 0, 1, 1])], OBJECTIVE)
+    facts = label_facts(
+        [batch_of([1, 2, 3, 9, 8], [2, 3, 4, 8, 7], documents=[0, 0, 0, 1, 1])], OBJECTIVE
+    )
     assert (facts.own, facts.next, facts.after) == (0.0, 1.0, 0.0)
     masked = batch_of([1, 2, 3, 4], [1, 3, 4, 4], loss_mask=[1.0, 0.0, 0.0, 1.0])
     assert label_facts([masked], OBJECTIVE).own == 1.0
@@ -58,14 +68,20 @@ def test_pairs_of_a_text_repeat_and_those_of_chance_do_not():
     draw = torch.Generator().manual_seed(1)
     chance = torch.randint(0, 30, (4096,), generator=draw).numpy()
     assert pair_excess(chance[:-1], chance[1:]) == pytest.approx(1, abs=0.1)
-    cycle = torch.arange(4096).remainder(30).numpy()  # each token has one successor: 30 times as often as by chance
+    # each token has one successor: 30 times as often as by chance
+    cycle = torch.arange(4096).remainder(30).numpy()
     assert pair_excess(cycle[:-1], cycle[1:]) == pytest.approx(30, rel=0.02)
     assert pair_excess(cycle[:2], cycle[1:3]) is None
 
 
 def test_looking_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
-    plan = healthy_plan(prepared, train={"steps": 12}, config=tiny_config(vocab_size=300, residual_dropout=0.1))
-    often = Run(plan.model_copy(update={"logging": plan.logging.model_copy(update={"every_steps": 1})}), tmp_path / "a")
+    plan = healthy_plan(
+        prepared, train={"steps": 12}, config=tiny_config(vocab_size=300, residual_dropout=0.1)
+    )
+    often = Run(
+        plan.model_copy(update={"logging": plan.logging.model_copy(update={"every_steps": 1})}),
+        tmp_path / "a",
+    )
     monkeypatch.setattr(HealthCheck, "due", lambda self, step, every: False)
     never = Run(plan, tmp_path / "b")
     assert len(often.of(StepHealth)) == 12 and never.of(StepHealth) == []
@@ -74,7 +90,13 @@ def test_looking_changes_no_bit_of_a_run(prepared, tmp_path, monkeypatch):
 
 
 def test_vitals_come_early_and_with_the_monitor(prepared, tmp_path):
-    run = Run(healthy_plan(prepared, train={"steps": 26}, logging={"every_steps": 13}), tmp_path / "run")
-    assert [told.step for told in run.of(StepHealth)] == sorted({s for s in EARLY if s <= 26} | {13, 26})
-    assert all(told.labels_next == 1.0 and told.unchanged_share == 0.0 for told in run.of(StepHealth))
+    run = Run(
+        healthy_plan(prepared, train={"steps": 26}, logging={"every_steps": 13}), tmp_path / "run"
+    )
+    assert [told.step for told in run.of(StepHealth)] == sorted(
+        {s for s in EARLY if s <= 26} | {13, 26}
+    )
+    assert all(
+        told.labels_next == 1.0 and told.unchanged_share == 0.0 for told in run.of(StepHealth)
+    )
     assert all(100 < step.loss_tokens <= 128 for step in run.of(StepDone))

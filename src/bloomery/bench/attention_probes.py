@@ -43,7 +43,10 @@ def backend(name: str, job: Mapping[str, Any]) -> Result:
     run, reference = attention(kind, 2, TOKENS, where), attention("math", 2, TOKENS, "cpu")
     result = check(run, reference, (queries, shared, shared, queries), where, dtype)
     seconds = seconds_of(attention(kind, 1, tokens, where), ((1, 8, tokens, 64),) * 4, where, dtype)
-    return result | {"seconds": seconds, "facts": {"kernel": kernel(kind, where, dtype), "tokens": str(tokens)}}
+    return result | {
+        "seconds": seconds,
+        "facts": {"kernel": kernel(kind, where, dtype), "tokens": str(tokens)},
+    }
 
 
 def kernel(kind: str, where: str, dtype: str) -> str:
@@ -54,7 +57,9 @@ def kernel(kind: str, where: str, dtype: str) -> str:
     called: list[str] = []
 
     class Listening(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             del types
             called.append(str(func))
             return func(*args, **(kwargs or {}))
@@ -65,14 +70,21 @@ def kernel(kind: str, where: str, dtype: str) -> str:
     with Listening():  # type: ignore[no-untyped-call]  # torch's own
         _attend(*tensors, kind=kind, documents=_documents(1, TOKENS, where, packed=kind != "sdpa"))
     words = {"flash": "flash", "efficient": "efficient", "cudnn": "cudnn"}
-    return next((words[word] for word in words if any(f"{word}_attention" in name for name in called)), "math")
+    return next(
+        (words[word] for word in words if any(f"{word}_attention" in name for name in called)),
+        "math",
+    )
 
 
-def _attend(q: "Tensor", k: "Tensor", v: "Tensor", *, kind: str, documents: "Tensor | None") -> "Tensor":
+def _attend(
+    q: "Tensor", k: "Tensor", v: "Tensor", *, kind: str, documents: "Tensor | None"
+) -> "Tensor":
     from bloomery.model.attention.attend import attend, layout_of
 
     layout = layout_of(documents, backend=kind)
-    return attend(q, k, v, layout, backend=kind, window=None, softcap=None, scale=64**-0.5, dropout=0.0)
+    return attend(
+        q, k, v, layout, backend=kind, window=None, softcap=None, scale=64**-0.5, dropout=0.0
+    )
 
 
 def _documents(sequences: int, tokens: int, where: str, *, packed: bool) -> "Tensor | None":

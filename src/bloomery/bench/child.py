@@ -12,7 +12,8 @@ from bloomery.core.errors import UserError
 def main() -> int:
     """Sends phases, then the measurement or the reason of its failure."""
     job = accept()
-    with contextlib.suppress(OSError):  # when the system runs out of memory it takes this process, not the user's shell
+    # when the system runs out of memory it takes this process, not the user's shell
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     with loading():
         from bloomery.bench.rig import measure

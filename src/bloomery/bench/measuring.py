@@ -32,8 +32,10 @@ from bloomery.plan.unsupported import refuse_several_devices
 from bloomery.recipe.load import load_recipe
 
 CHILD = "bloomery.bench.child"
-SILENCE_SECONDS = 900.0  # compilation, or a step of a large model on a small CPU, takes minutes without a message
-SECONDS, SEARCH_SECONDS = 8.0, 2.0  # of measuring a point; of a trial on the way to the largest micro-batch
+# compilation, or a step of a large model on a small CPU, takes minutes without a message
+SILENCE_SECONDS = 900.0
+# of measuring a point; of a trial on the way to the largest micro-batch
+SECONDS, SEARCH_SECONDS = 8.0, 2.0
 DISTURBED = 0.15  # of the time without a core
 TRIAL_PAYS_SECONDS = 3600.0  # of training, beyond which a minute or two of timing both is worth it
 SLOWEST_STEP = 90.0  # seconds: the search does not try micro-batches that would take longer
@@ -57,7 +59,8 @@ class BenchResult:
     fastest_seconds: float | None = None  # `step_seconds` is the median
     peak_gib: float | None = None
     reserved_gib: float | None = None
-    core_wait: float | None = None  # the share of the time that the measuring thread was ready to run and had no core
+    # the share of the time that the measuring thread was ready to run and had no core
+    core_wait: float | None = None
 
     @property
     def disturbed(self) -> bool:
@@ -100,7 +103,9 @@ class Bench:
         plan, _ = local_plan(loaded, machine=self.machine)
         if self.memory_limit is None:
             return plan
-        return plan.model_copy(update={"memory": plan.memory.model_copy(update={"limit": self.memory_limit})})
+        return plan.model_copy(
+            update={"memory": plan.memory.model_copy(update={"limit": self.memory_limit})}
+        )
 
     def point(self, *words: str, on_phase: OnPhase) -> BenchResult:
         """The recipe with these overrides, measured."""
@@ -131,11 +136,17 @@ def compile_trial(plan: RunPlan, machine: Machine, *, on_phase: OnPhase) -> tupl
     if plan.train.device != "cpu" or not plan.train.compile:
         return ()
     known = compile_gain(
-        calibrations(machine), model=plan.model.config, precision=plan.train.precision, setting=setting(plan)
+        calibrations(machine),
+        model=plan.model.config,
+        precision=plan.train.precision,
+        setting=setting(plan),
     )
     if known is not None or plan.seconds is None or plan.seconds.value < TRIAL_PAYS_SECONDS:
         return ()
-    both = [plan.model_copy(update={"train": plan.train.model_copy(update={"compile": way})}) for way in (True, False)]
+    both = [
+        plan.model_copy(update={"train": plan.train.model_copy(update={"compile": way})})
+        for way in (True, False)
+    ]
     return tuple(run(way, (), seconds=SECONDS, on_phase=on_phase) for way in both)
 
 
@@ -146,7 +157,11 @@ def sequences_per_step(plan: RunPlan) -> int:
 def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPhase) -> BenchResult:
     """One child from its start to its end, whatever that is."""
     prepared = (plan.data.prepared / "manifest.json").is_file()
-    job = {"plan": plan.model_dump(mode="json"), "seconds": seconds, "text": "prepared" if prepared else "random"}
+    job = {
+        "plan": plan.model_dump(mode="json"),
+        "seconds": seconds,
+        "text": "prepared" if prepared else "random",
+    }
     result = partial(BenchResult, words=words, plan=plan)
     on_phase("starting")
     with Child(CHILD, job, environment=child_environment(plan, os.environ)) as child:
@@ -154,8 +169,12 @@ def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPh
             reply = child.next(SILENCE_SECONDS)
             if reply == "silent":
                 return result(outcome="hung", message=f"no message for {SILENCE_SECONDS:.0f} s")
-            if reply == "ended" and child.code == -9:  # the system sends SIGKILL when the machine is out of memory
-                return result(outcome="memory", message="the system killed the process (SIGKILL): out of memory")
+            # the system sends SIGKILL when the machine is out of memory
+            if reply == "ended" and child.code == -9:
+                return result(
+                    outcome="memory",
+                    message="the system killed the process (SIGKILL): out of memory",
+                )
             if reply == "ended":
                 return result(outcome="crashed", message=child.ending()[:LONGEST])
             assert isinstance(reply, dict)
@@ -202,17 +221,27 @@ def search(
         row = trial(size)
         on_row(row)
         if row.outcome != "ok":
-            fails, bound, reason = size, "memory" if row.outcome == "memory" else "crash", row.message
+            fails, bound, reason = (
+                size,
+                "memory" if row.outcome == "memory" else "crash",
+                row.message,
+            )
             break
         fits = size
         step = None if row.plan is None or size == most else row.step_seconds
-        if step is not None and row.plan is not None and 2 * step / row.plan.train.accumulation > slowest:
+        if (
+            step is not None
+            and row.plan is not None
+            and 2 * step / row.plan.train.accumulation > slowest
+        ):
             bound, reason = "time", f"twice the size would take more than {slowest:.0f} s per step"
             break
         if size < most and not time_left():
             bound, reason = "time", "half of --limit was over"
             break
-    while bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8) and time_left():
+    while (
+        bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8) and time_left()
+    ):
         middle = (fits + fails) // 2
         row = trial(middle)
         on_row(row)
@@ -246,7 +275,9 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     found = list(itertools.product(*axes.values()))
     if len(found) > MOST_POINTS:
         problem = f"too many combinations to measure: {len(found)}"
-        raise UserError(problem, where="--sweep", fix=f"use at most {MOST_POINTS} combinations", code=2)
+        raise UserError(
+            problem, where="--sweep", fix=f"use at most {MOST_POINTS} combinations", code=2
+        )
     return found
 
 
@@ -357,7 +388,10 @@ def make_measurement_file(
                 peak_gib=round(row.peak_gib, 3),
             )
             for row in measured
-            if (each := row.plan) and each.model.config == plan.model.config and row.tokens_per_second and row.peak_gib
+            if (each := row.plan)
+            and each.model.config == plan.model.config
+            and row.tokens_per_second
+            and row.peak_gib
         ),
     )
 
@@ -377,14 +411,23 @@ SETTING = 38
 NOISY = 1.25  # the median of equal steps over the fastest, above which something else was running
 ORIGINS = {"table": "estimated", "probe": "from a probe", "measured": "measured"}
 PLACES = {"inside": "within the plan's", "above": "ABOVE the plan's", "below": "BELOW the plan's"}
-WORDS = {"memory": "out of memory", "crashed": "crashed", "hung": "hung", "failed": "failed", "refused": "refused"}
+WORDS = {
+    "memory": "out of memory",
+    "crashed": "crashed",
+    "hung": "hung",
+    "failed": "failed",
+    "refused": "refused",
+}
 
 
 def opening(plan: RunPlan, *, recipe: str, device: str, prepared: bool) -> Iterator[str]:
     """The recipe, the device and the dataset of the measurements."""
     train = plan.train
     kind = "compiled" if train.compile else "uncompiled"
-    yield _line("bench", f"{recipe} on {device} · {train.precision} · {kind} · {plan.model.attention} attention")
+    yield _line(
+        "bench",
+        f"{recipe} on {device} · {train.precision} · {kind} · {plan.model.attention} attention",
+    )
     batch = f"micro-batch {train.micro_batch_size} x {plan.data.sequence_length:,} tokens"
     batch += f", gradient accumulation {train.accumulation}"
     yield _line("plan", f"{batch} · activation checkpointing {train.activation_checkpointing}")
@@ -414,7 +457,9 @@ def line(row: BenchResult) -> str:
     return f"{name:<{SETTING}}{speed}{memory}"
 
 
-def _compared(measured: float | None, planned: float | None, form: str, widths: tuple[int, int]) -> str:
+def _compared(
+    measured: float | None, planned: float | None, form: str, widths: tuple[int, int]
+) -> str:
     left = "" if measured is None else form.format(measured)
     right = "unknown" if planned is None else form.format(planned)
     ratio = "" if measured is None or not planned else f"{measured / planned:.2f}"
@@ -423,12 +468,19 @@ def _compared(measured: float | None, planned: float | None, form: str, widths: 
 
 def planned_rate(plan: RunPlan) -> Estimate | None:
     """Tokens per second."""
-    return None if plan.step_seconds is None else plan.step_seconds.inverse(plan.train.tokens_per_step)
+    return (
+        None if plan.step_seconds is None else plan.step_seconds.inverse(plan.train.tokens_per_step)
+    )
 
 
 def largest_lines(largest: Largest, plan: RunPlan) -> Iterator[str]:
     """The largest micro-batch, and what bounds it."""
-    bounds = {"memory": "out of memory", "step": "bounded by the step", "time": "not tried further", "crash": "crash"}
+    bounds = {
+        "memory": "out of memory",
+        "step": "bounded by the step",
+        "time": "not tried further",
+        "crash": "crash",
+    }
     if not largest.size:
         yield _line("largest", f"not even micro-batch 1 fits: {largest.reason}")
         return
@@ -444,7 +496,9 @@ def verdict(row: BenchResult) -> dict[str, str]:
         return {"speed": "failed", "memory": "failed"}
     rate = planned_rate(row.plan)
     return {
-        "speed": "unknown" if rate is None else _placed(row.tokens_per_second or 0.0, rate.low, rate.high),
+        "speed": "unknown"
+        if rate is None
+        else _placed(row.tokens_per_second or 0.0, rate.low, rate.high),
         "memory": _placed(row.peak_gib or 0.0, *_planned_range(row, row.plan.memory)),
     }
 
@@ -463,7 +517,10 @@ def verdict_lines(row: BenchResult) -> Iterator[str]:
     """Whether the plan was right, in two sentences."""
     places = verdict(row)
     if places["speed"] == "failed":
-        yield _line("verdict", f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.message}")
+        yield _line(
+            "verdict",
+            f"the recipe as planned could not be measured: {WORDS[row.outcome]}, {row.message}",
+        )
         return
     assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
     rate, memory = planned_rate(row.plan), row.plan.memory
@@ -477,17 +534,25 @@ def verdict_lines(row: BenchResult) -> Iterator[str]:
     span = f"{low:.2f} to {high:.2f} ({ORIGINS[memory.origin]})"
     yield _line("", f"{row.peak_gib:.2f} GiB: {PLACES[places['memory']]} {span}")
     if row.reserved_gib is not None:
-        yield _line("", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}")
+        yield _line(
+            "", f"the allocator reserved {row.reserved_gib:.2f} GiB of {memory.limit / GIB:.2f}"
+        )
 
 
 def noise_line(rows: Sequence[BenchResult]) -> Iterator[str]:
     """A warning when other programs used the CPU, or equal steps took unequal times."""
     disturbed = [row.core_wait for row in rows if row.disturbed and row.core_wait is not None]
     if disturbed:
-        text = f"other programs used the CPU for {max(disturbed):.0%} of a measurement: not comparable"
+        text = (
+            f"other programs used the CPU for {max(disturbed):.0%} of a measurement: not comparable"
+        )
         yield _line("warning", text)
         return
-    times = [(row.fastest_seconds, row.step_seconds) for row in rows if row.fastest_seconds and row.step_seconds]
+    times = [
+        (row.fastest_seconds, row.step_seconds)
+        for row in rows
+        if row.fastest_seconds and row.step_seconds
+    ]
     noisy = [(fastest, median) for fastest, median in times if median > NOISY * fastest]
     if noisy and 2 * len(noisy) >= len(times):
         fastest, median = max(noisy, key=lambda pair: pair[1] / pair[0])

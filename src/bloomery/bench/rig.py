@@ -43,17 +43,36 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     batches = longest
     if job["text"] == "prepared":  # the run's first micro-batches
         data, sequences, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
-        loader = Loader(data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed)
-        read = [loader.batch(Cursor(seed, number * sequences), sequences) for number in range(together)]
+        loader = Loader(
+            data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed
+        )
+        read = [
+            loader.batch(Cursor(seed, number * sequences), sequences) for number in range(together)
+        ]
         batches = [with_text_structure(batch, plan) for batch in read]
     rig.seconds(batches)
     on_phase("measuring")
     begun, waited = time.perf_counter(), core_wait_seconds()
-    times = list(rounds(lambda number: rig.seconds(batches[:number]), plan.train.accumulation, seconds=job["seconds"]))
-    share = None if waited is None else ((core_wait_seconds() or waited) - waited) / (time.perf_counter() - begun)
+    times = list(
+        rounds(
+            lambda number: rig.seconds(batches[:number]),
+            plan.train.accumulation,
+            seconds=job["seconds"],
+        )
+    )
+    share = (
+        None
+        if waited is None
+        else ((core_wait_seconds() or waited) - waited) / (time.perf_counter() - begun)
+    )
     reserved = torch.cuda.max_memory_reserved() / GIB if plan.train.device == "cuda" else None
     peak = peak_memory_gib(plan.train.device)
-    figures = {"step_seconds": times, "peak_gib": peak, "reserved_gib": reserved, "core_wait": share}
+    figures = {
+        "step_seconds": times,
+        "peak_gib": peak,
+        "reserved_gib": reserved,
+        "core_wait": share,
+    }
     return {"outcome": "ok"} | figures
 
 
@@ -83,7 +102,9 @@ class Rig:
         return time.perf_counter() - begun
 
     def _step(self, batches: list[Batch]) -> bool:
-        return train_step(self._model_and_optimizer, batches, self._objective, plan=self._plan, lr_scale=SHARE).taken
+        return train_step(
+            self._model_and_optimizer, batches, self._objective, plan=self._plan, lr_scale=SHARE
+        ).taken
 
     def _wait(self) -> None:
         if self._plan.device == "cuda":
@@ -112,7 +133,9 @@ def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
     numbers, batches = torch.Generator().manual_seed(plan.train.seed), []
     sequences, length = plan.train.micro_batch_size, plan.data.sequence_length
     for _ in range(count):
-        text = torch.randint(plan.model.config.vocab_size, (sequences, length + 1), generator=numbers)
+        text = torch.randint(
+            plan.model.config.vocab_size, (sequences, length + 1), generator=numbers
+        )
         batch = Batch(
             tokens=text[:, :-1].contiguous(),
             labels=text[:, 1:].contiguous(),

@@ -21,7 +21,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("bloomery.cli.demo:command", "Train a small model, kill and resume it, evaluate it."),
     "doctor": ("bloomery.cli.doctor:command", "Check this machine and suggest fixes."),
     "recipes": ("bloomery.cli.plan:recipes_command", "List, show, copy and import recipes."),
-    "tokenizer": ("bloomery.cli.prepare:tokenizer_command", "Train a tokenizer, or print the tokens of a text."),
+    "tokenizer": (
+        "bloomery.cli.prepare:tokenizer_command",
+        "Train a tokenizer, or print the tokens of a text.",
+    ),
     "prepare": ("bloomery.cli.prepare:command", "Tokenize a dataset; show the loss mask."),
     "plan": ("bloomery.cli.plan:command", "Estimate GPU memory, time and disk before a run."),
     "bench": ("bloomery.cli.bench:command", "Measure speed and GPU memory, next to the plan."),
@@ -33,16 +36,28 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("bloomery.cli.eval:command", "Evaluate: loss, perplexity, tasks; compare two models."),
     "generate": ("bloomery.cli.generate:command", "Generate text from prompts."),
     "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),
-    "serve": ("bloomery.cli.generate:serve_command", "Serve models over HTTP, as OpenAI does, with a page."),
+    "serve": (
+        "bloomery.cli.generate:serve_command",
+        "Serve models over HTTP, as OpenAI does, with a page.",
+    ),
     "export": ("bloomery.cli.models:command", "Export a model or LoRA adapter; merge; write GGUF."),
     "import": ("bloomery.cli.models:import_command", "Convert GGUF to Hugging Face format."),
-    "convert": ("bloomery.cli.models:convert_command", "Convert a model, its context, template and tokens."),
+    "convert": (
+        "bloomery.cli.models:convert_command",
+        "Convert a model, its context, template and tokens.",
+    ),
     "merge": ("bloomery.cli.models:merge_command", "Merge models into one: linear, SLERP, TIES."),
-    "download": ("bloomery.cli.models:download_command", "Download a model or dataset from the Hub."),
+    "download": (
+        "bloomery.cli.models:download_command",
+        "Download a model or dataset from the Hub.",
+    ),
     "push": ("bloomery.cli.models:push_command", "Upload an exported model to the Hub."),
     "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder, or delete some."),
-    "completion": ("bloomery.cli.common:completion_command", "Print shell completion for bash, zsh or fish."),
+    "completion": (
+        "bloomery.cli.common:completion_command",
+        "Print shell completion for bash, zsh or fish.",
+    ),
 }
 
 
@@ -68,8 +83,12 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         known = self.list_commands(ctx)
         if args[0] not in known and not args[0].startswith("-"):
-            fix = did_you_mean(args[0], known, "`bloomery --help` lists the commands", shown="`bloomery {}`")
-            raise UserError(f"no such command: {args[0]!r}", where="the command line", fix=fix, code=2)
+            fix = did_you_mean(
+                args[0], known, "`bloomery --help` lists the commands", shown="`bloomery {}`"
+            )
+            raise UserError(
+                f"no such command: {args[0]!r}", where="the command line", fix=fix, code=2
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,7 +97,9 @@ class Commands(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
 @click.version_option(__version__, message="bloomery %(version)s")
 @click.option("--debug", is_flag=True, help="Show the Python traceback of an error.")
 def cli(debug: bool) -> None:
@@ -104,11 +125,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
         sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
+            "utf-8",
+            "utf8",
+        ):
             stream.reconfigure(errors="replace")
     try:
         Path.home()
-    except RuntimeError:  # a user id that is not in /etc/passwd, as Docker has: libraries expect a home folder
+    except (
+        RuntimeError
+    ):  # a user id that is not in /etc/passwd, as Docker has: libraries expect a home folder
         os.environ["HOME"] = "/"
     own = given[: given.index("--")] if "--" in given else given
     debug = "--debug" in own
@@ -124,7 +150,9 @@ def _run(arguments: list[str], debug: bool) -> int:
         try:
             Path.cwd()
         except FileNotFoundError as error:
-            raise UserError("the working folder was deleted", fix="cd to a folder that exists") from error
+            raise UserError(
+                "the working folder was deleted", fix="cd to a folder that exists"
+            ) from error
         result = cli.main(args=arguments, prog_name="bloomery", standalone_mode=False)
     except UserError as error:
         if debug:
@@ -151,7 +179,10 @@ def _print_error(error: UserError) -> None:
 
 
 _FIXES = {  # by command and what click says of its words
-    ("bloomery eval", "got unexpected extra argument"): "to compare two models: bloomery eval MODEL --against OTHER",
+    (
+        "bloomery eval",
+        "got unexpected extra argument",
+    ): "to compare two models: bloomery eval MODEL --against OTHER",
     ("bloomery runs", "no such command 'list'"): "bloomery runs",
 }
 
@@ -159,18 +190,31 @@ _FIXES = {  # by command and what click says of its words
 def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:
     context = getattr(error, "ctx", None)  # None where an option lacks its value
     command = context.command_path if context is not None else _command_path(arguments)
-    message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
+    # click lists choices on lines of their own
+    message = " ".join(error.format_message().split()).rstrip(".")
     override = None
-    takes_overrides = context is not None and any(one.name == "overrides" for one in context.command.params)
+    takes_overrides = context is not None and any(
+        one.name == "overrides" for one in context.command.params
+    )
     if isinstance(error, click.NoSuchOption) and not error.possibilities and takes_overrides:
         from bloomery.recipe.aliases import look_up
 
         # An option that is the name of a setting, such as --learning-rate 1e-4: the override to write.
         name = error.option_name.lstrip("-").replace("-", "_")
-        _, *after = [*" ".join(arguments).partition(error.option_name)[2].replace("=", " ", 1).split(" "), "true"]
+        _, *after = [
+            *" ".join(arguments).partition(error.option_name)[2].replace("=", " ", 1).split(" "),
+            "true",
+        ]
         override = look_up(tuple(name.split(".")), after[0], {})
     problem = message[:1].lower() + message[1:]
-    known = next((fix for (verb, start), fix in _FIXES.items() if verb == command and problem.startswith(start)), None)
+    known = next(
+        (
+            fix
+            for (verb, start), fix in _FIXES.items()
+            if verb == command and problem.startswith(start)
+        ),
+        None,
+    )
     fix = str(override or known or f"{command} --help")
     return UserError(problem, where=f"`{command}`", fix=fix, code=error.exit_code)
 

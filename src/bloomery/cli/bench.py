@@ -6,6 +6,7 @@ import shlex
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -24,15 +25,31 @@ if TYPE_CHECKING:
 
 @click.command()
 @recipe_argument
-@click.option("--sweep", "sweeps", multiple=True, metavar="KEY=V1,V2", help="Measure all combinations of these values.")
 @click.option(
-    "--export", "export", metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the measurements to FILE to share them.",
-)  # fmt: skip
-@click.option(
-    "--author", "contributor", default="anonymous", metavar="NAME", show_default=True, help="Set the author in FILE."
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="KEY=V1,V2",
+    help="Measure all combinations of these values.",
 )
-@click.option("--limit", metavar="TIME", help="Start no new measurement after this time, such as 10m.")
+@click.option(
+    "--export",
+    "export",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the measurements to FILE to share them.",
+)
+@click.option(
+    "--author",
+    "contributor",
+    default="anonymous",
+    metavar="NAME",
+    show_default=True,
+    help="Set the author in FILE.",
+)
+@click.option(
+    "--limit", metavar="TIME", help="Start no new measurement after this time, such as 10m."
+)
 @json_option
 def command(
     recipe: str,
@@ -72,10 +89,17 @@ def command(
     made = make_measurement_file([*rows, *trials], bench.machine, contributor=contributor)
     kept = made is not None and not rows[0].disturbed and store(made)
     source = shlex.join((recipe, *overrides))
-    table.print("", *verdict_lines(rows[0]), *noise_line(rows), *closing(rows[0], remembered=kept, source=source))
+    table.print(
+        "",
+        *verdict_lines(rows[0]),
+        *noise_line(rows),
+        *closing(rows[0], remembered=kept, source=source),
+    )
     if made is not None and export is not None:
         write_calibration(made, export)
-        table.print(f"{'exported':<10}{export}; to share it, add it to benchmarks/calibration/ in a pull request")
+        table.print(
+            f"{'exported':<10}{export}; to share it, add it to benchmarks/calibration/ in a pull request"
+        )
     if as_json:
         print_json(document(largest, trials, rows))
     return 0 if rows[0].outcome == "ok" else 1
@@ -89,7 +113,9 @@ def one_of_several(recipe: str, machine: "Machine") -> list[str]:
     count = max(chosen_devices(machine, None)[1], int(named[1]) if named else 1)
     if count == 1:
         return []
-    return [f"{'devices':<10}one is measured; `bloomery plan {shlex.quote(recipe)} --gpus {count}` estimates {count}"]
+    return [
+        f"{'devices':<10}one is measured; `bloomery plan {shlex.quote(recipe)} --gpus {count}` estimates {count}"
+    ]
 
 
 @final
@@ -125,7 +151,11 @@ class Table:
         from bloomery.hardware.calibration import device_of
 
         device = device_of(bench.machine)
-        named = f"{device.name}, {device.cores} core{'s' * (device.cores > 1)}" if device.cores else device.name
+        named = (
+            f"{device.name}, {device.cores} core{'s' * (device.cores > 1)}"
+            if device.cores
+            else device.name
+        )
         prepared = (plan.data.prepared / "manifest.json").is_file()
         self.print(*opening(plan, recipe=bench.recipe, device=named, prepared=prepared))
         self.print(*one_of_several(bench.recipe, bench.machine))
@@ -137,17 +167,25 @@ class Table:
             self.print(line(row))
 
         try:
-            if not any(word.startswith("train.micro_batch_size=") for words in asked or () for word in words):
+            if not any(
+                word.startswith("train.micro_batch_size=")
+                for words in asked or ()
+                for word in words
+            ):
                 self.print(*heading(plan, "largest micro-batch"))
                 largest = search(
-                    lambda rows: bench.trial(rows, on_phase=lambda phase: self._now(f"micro-batch {rows}", phase)),
+                    lambda rows: bench.trial(
+                        rows, on_phase=lambda phase: self._now(f"micro-batch {rows}", phase)
+                    ),
                     most=sequences_per_step(plan),
                     on_row=on_row,
                     time_left=lambda: self._time_left(share=0.5),
                 )
                 self.print(*largest_lines(largest, plan))
             usable = largest.usable if largest else 0
-            wanted = asked if asked is not None else usual_points(plan, bench.machine, largest=usable)
+            wanted = (
+                asked if asked is not None else usual_points(plan, bench.machine, largest=usable)
+            )
             self.print(*heading(plan, "settings"))
             rows = self._points(bench, list(dict.fromkeys([(), *wanted])))
         finally:
@@ -164,12 +202,19 @@ class Table:
         rows: list[BenchResult] = []
         for at, words in enumerate(wanted):
             if rows and not self._time_left():
-                missing, head = "; ".join(", ".join(words) for words in wanted[at:]), f"{'left out':<10}"
+                missing, head = (
+                    "; ".join(", ".join(words) for words in wanted[at:]),
+                    f"{'left out':<10}",
+                )
                 text = f"{missing}: time limit reached"
-                self.print(*textwrap.wrap(text, 100, initial_indent=head, subsequent_indent=" " * len(head)))
+                self.print(
+                    *textwrap.wrap(
+                        text, 100, initial_indent=head, subsequent_indent=" " * len(head)
+                    )
+                )
                 break
             name = ", ".join(words) or "planned settings"
-            rows.append(bench.point(*words, on_phase=lambda phase, name=name: self._now(name, phase)))  # type: ignore[misc]
+            rows.append(bench.point(*words, on_phase=partial(self._now, name)))
             self.print(line(rows[-1]))
         return rows
 
@@ -193,7 +238,9 @@ def seconds_of(limit: str | None) -> float:
     return duration.amount
 
 
-def document(largest: "Largest | None", trials: list["BenchResult"], rows: list["BenchResult"]) -> dict[str, Any]:
+def document(
+    largest: "Largest | None", trials: list["BenchResult"], rows: list["BenchResult"]
+) -> dict[str, Any]:
     """The JSON of `bench --json`; `verdict` is about the planned settings, the first of `points`."""
     from bloomery.bench.measuring import verdict
 
@@ -221,9 +268,11 @@ def _row(row: "BenchResult") -> dict[str, Any]:
         "peak_gib": row.peak_gib,
         "reserved_gib": row.reserved_gib,
         "core_wait": row.core_wait,
-        "plan": None if plan is None else {
+        "plan": None
+        if plan is None
+        else {
             "tokens_per_second": estimate(planned_rate(plan)),
             "peak_gib": row.planned_gib,
             "limit_gib": plan.memory.limit / 2**30,
         },
-    }  # fmt: skip
+    }

@@ -12,8 +12,22 @@ from typing import TYPE_CHECKING, Any, final
 
 import click
 
-from bloomery.cli.common import devices_option, loading, quantize_option, refuse_undecoded, step_option, text_flags
-from bloomery.cli.generate import SETTINGS, draft_folder, finite, sampling_options, setting, speculation_options
+from bloomery.cli.common import (
+    devices_option,
+    loading,
+    quantize_option,
+    refuse_undecoded,
+    step_option,
+    text_flags,
+)
+from bloomery.cli.generate import (
+    SETTINGS,
+    draft_folder,
+    finite,
+    sampling_options,
+    setting,
+    speculation_options,
+)
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.data.examples import Message
@@ -33,9 +47,15 @@ class Session:
     """The messages and the model of a conversation. `system` comes first and is never dropped."""
 
     def __init__(
-        self, decoder: "Decoder", tokenizer: "Tokenizer", form: "ChatFormat", sampling: "Sampling", *,
-        system: str | None = None, speculation: "Speculation | None" = None,
-    ) -> None:  # fmt: skip
+        self,
+        decoder: "Decoder",
+        tokenizer: "Tokenizer",
+        form: "ChatFormat",
+        sampling: "Sampling",
+        *,
+        system: str | None = None,
+        speculation: "Speculation | None" = None,
+    ) -> None:
         from bloomery.model.decoding import Past
         from bloomery.runs.generate import Speed
 
@@ -65,12 +85,15 @@ class Session:
         message = Message("user", text)
         ids = self._fitting([*self.history, message])
         self.history.append(message)
-        sampling = replace(self.sampling, seed=self.sampling.seed + self._replies)  # a repeated message gets new tokens
+        # a repeated message gets new tokens
+        sampling = replace(self.sampling, seed=self.sampling.seed + self._replies)
         self._replies += 1
         pieces: list[str] = []
         try:
             ends, self.speed = self.form.stop_strings, Speed(self.speed.speculation)
-            for piece in continued(self.decoder, self.tokenizer, ids, sampling, ends, self.past, self.speed):
+            for piece in continued(
+                self.decoder, self.tokenizer, ids, sampling, ends, self.past, self.speed
+            ):
                 pieces.append(piece)
                 yield piece
         finally:
@@ -127,9 +150,16 @@ Start a line with // to send a slash; end a line with \\ to write more lines."""
 @speculation_options
 @sampling_options
 def command(
-    model: str, system: str | None, template: str | None, step: str, devices: str, quantize: str | None,
-    prompt_lookup: int | None, draft: str | None, **settings: Any,
-) -> int:  # fmt: skip
+    model: str,
+    system: str | None,
+    template: str | None,
+    step: str,
+    devices: str,
+    quantize: str | None,
+    prompt_lookup: int | None,
+    draft: str | None,
+    **settings: Any,
+) -> int:
     """Chat with MODEL. From a pipe, each line is a message; replies go to stdout.
 
     Example: bloomery chat last --system "You answer in one sentence." --temperature 0.3
@@ -142,9 +172,13 @@ def command(
     from bloomery.runs.generate import load_model, speculation_of
 
     decoder, tokenizer = load_model(where, step=step, use=use, on_load=loading)
-    guesses = speculation_of(decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading)
+    guesses = speculation_of(
+        decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading
+    )
     with text_flags(), chat_format(tokenizer, template) as form:
-        session = Session(decoder, tokenizer, form, Sampling(**settings), system=system, speculation=guesses)
+        session = Session(
+            decoder, tokenizer, form, Sampling(**settings), system=system, speculation=guesses
+        )
         _note(f"{model}: context {decoder.config.max_positions:,} tokens; {form.description}")
         _note("/help lists the commands, Ctrl+C stops a reply, Ctrl+D ends the chat")
         return Terminal(session).talk()
@@ -161,9 +195,12 @@ class Terminal:
         if self.prompt and find_spec("readline"):
             import_module("readline")  # line editing and history for `input`
         self.commands: dict[str, Callable[[str], None]] = {
-            "help": lambda _: click.echo(HELP), "reset": self._reset, "system": self._system, "set": self._set,
+            "help": lambda _: click.echo(HELP),
+            "reset": self._reset,
+            "system": self._system,
+            "set": self._set,
             "save": self._save,
-        }  # fmt: skip
+        }
 
     def talk(self) -> int:
         """Runs until the input ends, /quit, or Ctrl+C twice; returns the exit code."""
@@ -218,7 +255,9 @@ class Terminal:
         if text.startswith("/") and not text.startswith("//"):
             name, _, rest = text[1:].partition(" ")
             if name.lower() not in self.commands:
-                fix = did_you_mean(name.lower(), [*self.commands, "quit"], "/help lists them", shown="/{}")
+                fix = did_you_mean(
+                    name.lower(), [*self.commands, "quit"], "/help lists them", shown="/{}"
+                )
                 raise UserError(f"no such command: /{name.lower()[:40]}", where="the chat", fix=fix)
             self.commands[name.lower()](rest.strip())
         elif text:
@@ -231,7 +270,10 @@ class Terminal:
         held = begun = ""
         for piece in self.session.reply(text):
             if not begun and self.session.dropped > before:
-                count, context = self.session.dropped - before, self.session.decoder.config.max_positions
+                count, context = (
+                    self.session.dropped - before,
+                    self.session.decoder.config.max_positions,
+                )
                 _note(f"(context of {context:,} tokens is full: dropped {count} earlier messages)")
                 before = self.session.dropped
             shown = held + harmless(piece)
@@ -251,7 +293,11 @@ class Terminal:
     def _system(self, rest: str) -> None:
         if rest:
             self.session.system = None if rest == "off" else rest
-        _note(f"(system prompt: {self.session.system})" if self.session.system else "(no system prompt)")
+        _note(
+            f"(system prompt: {self.session.system})"
+            if self.session.system
+            else "(no system prompt)"
+        )
 
     def _set(self, rest: str) -> None:
         """`/set NAME VALUE` changes a setting; that and `/set` alone show all of them."""
@@ -260,7 +306,11 @@ class Terminal:
             changed: dict[str, Any] = {name: value}
             self.session.sampling = replace(self.session.sampling, **changed)
         shown = {name: getattr(self.session.sampling, name) for name in SETTINGS}
-        _note(", ".join(f"{name} {'off' if value is None else value}" for name, value in shown.items()))
+        _note(
+            ", ".join(
+                f"{name} {'off' if value is None else value}" for name, value in shown.items()
+            )
+        )
 
     def _save(self, rest: str) -> None:
         if not rest:
@@ -271,7 +321,9 @@ class Terminal:
             fix = "close it: /save 'my talk.jsonl'"
             raise UserError("unclosed quote", where=f"/save {rest}", fix=fix) from error
         if not self.session.history:
-            raise UserError("the conversation is empty", where=f"/save {rest}", fix="send a message first")
+            raise UserError(
+                "the conversation is empty", where=f"/save {rest}", fix="send a message first"
+            )
         self.session.save(path)
         _note(f"({len(self.session.turns)} messages appended to {path})")
 

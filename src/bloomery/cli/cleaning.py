@@ -13,7 +13,9 @@ from bloomery.runs.cleaning import Leftover, deletable, delete, leftovers
 from bloomery.runs.folder import find_run
 
 yes_option = click.option("-y", "--yes", is_flag=True, help="Delete without asking.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be deleted, then exit.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Show what would be deleted, then exit."
+)
 
 
 @click.command("rm")
@@ -32,7 +34,13 @@ def rm_command(runs: tuple[str, ...], yes: bool, dry_run: bool, as_json: bool) -
     Example: bloomery runs rm last --dry-run
     """
     folders = dict.fromkeys(find_run(name).absolute() for name in runs)
-    _delete([deletable(_shown(folder)) for folder in folders], [], yes=yes, dry_run=dry_run, as_json=as_json)
+    _delete(
+        [deletable(_shown(folder)) for folder in folders],
+        [],
+        yes=yes,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
 
 
 @click.command("clean")
@@ -58,7 +66,9 @@ def _shown(folder: Path) -> Path:
     return folder.relative_to(here) if folder.is_relative_to(here) and folder != here else folder
 
 
-def _delete(found: Sequence[Leftover], notes: Sequence[str], *, yes: bool, dry_run: bool, as_json: bool) -> None:
+def _delete(
+    found: Sequence[Leftover], notes: Sequence[str], *, yes: bool, dry_run: bool, as_json: bool
+) -> None:
     total = sum(one.bytes for one in found)
     for one in found:
         loss = f"; {one.loss}" if one.loss else ""
@@ -72,9 +82,17 @@ def _delete(found: Sequence[Leftover], notes: Sequence[str], *, yes: bool, dry_r
         gone += delete(found)
     if as_json:
         listed = found if dry_run else gone
-        items = [{"path": str(one.path), "kind": one.kind, "bytes": one.bytes, "reason": one.reason} for one in listed]
+        items = [
+            {"path": str(one.path), "kind": one.kind, "bytes": one.bytes, "reason": one.reason}
+            for one in listed
+        ]
         print_json(
-            {"dry_run": dry_run, "deleted": items, "bytes": sum(one.bytes for one in listed), "notes": list(notes)}
+            {
+                "dry_run": dry_run,
+                "deleted": items,
+                "bytes": sum(one.bytes for one in listed),
+                "notes": list(notes),
+            }
         )
     elif not found:
         echo("nothing to delete")
@@ -86,6 +104,8 @@ def _delete(found: Sequence[Leftover], notes: Sequence[str], *, yes: bool, dry_r
 def _ask(question: str) -> None:
     if not sys.stdin.isatty():
         fix = "add --yes, or --dry-run to see it alone"
-        raise UserError("nobody can be asked here; nothing was deleted", where="stdin", fix=fix, code=2)
+        raise UserError(
+            "nobody can be asked here; nothing was deleted", where="stdin", fix=fix, code=2
+        )
     if not click.confirm(question, err=True):
         raise UserError("nothing was deleted", where="your answer", fix="answer y, or add --yes")

@@ -52,14 +52,22 @@ def run_argument(function: F) -> F:
 
 def recipe_argument(function: F) -> F:
     """Click arguments `recipe: str` and `overrides: tuple[str, ...]` for `RECIPE [section.key=value ...]`."""
-    return click.argument("recipe", shell_complete=_complete("recipes"))(overrides_argument(function))
+    return click.argument("recipe", shell_complete=_complete("recipes"))(
+        overrides_argument(function)
+    )
 
 
 def recipe_or_model(function: F) -> F:
     """As `recipe_argument`, or `--model M --data D` without a recipe; `chosen_recipe` makes one of them."""
     options = (
-        click.option("--model", metavar="MODEL", help="Set model.from; with --data, RECIPE can be omitted."),
-        click.option("--data", metavar="PATH", help="Set data.path, the dataset: file, folder or hub:ORG/NAME."),
+        click.option(
+            "--model", metavar="MODEL", help="Set model.from; with --data, RECIPE can be omitted."
+        ),
+        click.option(
+            "--data",
+            metavar="PATH",
+            help="Set data.path, the dataset: file, folder or hub:ORG/NAME.",
+        ),
         click.argument("recipe", required=False, shell_complete=_complete("recipes")),
         overrides_argument,
     )
@@ -93,7 +101,11 @@ def chosen_recipe(
         if recipe not in packaged():
             _refuse_run(recipe)
             refuse_data(recipe)
-        given = [f"{key}={value}" for key, value in (("model.from", model), ("data.path", data)) if value is not None]
+        given = [
+            f"{key}={value}"
+            for key, value in (("model.from", model), ("data.path", data))
+            if value is not None
+        ]
         words = (*given, *overrides)
         loaded = load_recipe(recipe, words)
         for line in reading_lines(loaded.recipe):
@@ -111,11 +123,17 @@ def chosen_recipe(
             fetch_dataset(PREFIX + data.removeprefix(PREFIX))
         recipe_made = made_recipe(model, data, overrides, planning=planning)
     made = ["--model", model, *([] if data is None else ["--data", data])]
-    loaded = load_text(recipe_made.text, name=recipe_made.name, source=shlex.join(made), overrides=overrides)
+    loaded = load_text(
+        recipe_made.text, name=recipe_made.name, source=shlex.join(made), overrides=overrides
+    )
     typed = shlex.join([*made, *overrides])
-    if data is not None:  # a plan without a dataset answers at once, and its notes name what it assumes
+    # a plan without a dataset answers at once, and its notes name what it assumes
+    if data is not None:
         if _first_time(recipe_made.shown):
-            echo(f"# generated for {typed}; save this as a file to edit it\n{recipe_made.shown}", err=True)
+            echo(
+                f"# generated for {typed}; save this as a file to edit it\n{recipe_made.shown}",
+                err=True,
+            )
         else:
             echo(f"recipe     generated; to print it: bloomery recipes show {typed}", err=True)
     for line in reading_lines(loaded.recipe):
@@ -133,7 +151,10 @@ def _refuse_run(name: str) -> None:
     if name == "last" and not all_runs():
         fix = "start one: bloomery train RECIPE (`bloomery recipes list` lists the packaged ones)"
         raise UserError(
-            "`last` is the last run, and there are no runs here", where=str(Path("runs").resolve()), fix=fix, code=2
+            "`last` is the last run, and there are no runs here",
+            where=str(Path("runs").resolve()),
+            fix=fix,
+            code=2,
         )
     fix = f"to continue it: bloomery resume {name}; to train its recipe again: bloomery recipes copy {name} mine.yaml"
     raise UserError(f"`{name}` is a run, not a recipe", where="RECIPE", fix=fix, code=2)
@@ -151,18 +172,27 @@ def _first_time(text: str) -> bool:
     except (OSError, ValueError):
         printed = []
     if not isinstance(printed, list) or key not in printed:
-        write_json(path, [*(printed if isinstance(printed, list) else [])[1 - _MOST_REMEMBERED :], key])
+        write_json(
+            path, [*(printed if isinstance(printed, list) else [])[1 - _MOST_REMEMBERED :], key]
+        )
         return True
     return False
 
 
 def overrides_argument(function: F) -> F:
     """The click argument `overrides: tuple[str, ...]`; refuses arguments that are not `section.key=value`."""
-    return click.argument("overrides", nargs=-1, metavar="[section.key=value ...]", callback=_overrides,
-                          shell_complete=_complete("keys"))(function)  # fmt: skip
+    return click.argument(
+        "overrides",
+        nargs=-1,
+        metavar="[section.key=value ...]",
+        callback=_overrides,
+        shell_complete=_complete("keys"),
+    )(function)
 
 
-def _overrides(context: click.Context, parameter: click.Parameter, value: Sequence[str]) -> tuple[str, ...]:
+def _overrides(
+    context: click.Context, parameter: click.Parameter, value: Sequence[str]
+) -> tuple[str, ...]:
     """Exits with code 2 at a word without "=", before any file is read."""
     del parameter
     for word in value:
@@ -171,25 +201,33 @@ def _overrides(context: click.Context, parameter: click.Parameter, value: Sequen
             if gpus := context.params.get("gpu"):  # --gpu RTX 4070, or --gpu RTX 4090 x 2
                 rest = " ".join(word for word in value if "=" not in word)
                 fix = f'quote a name with spaces: --gpu "{gpus[-1]} {rest}"'
-            raise UserError(f"not an override: {word!r}", where=f"`{context.command_path}`", fix=fix, code=2)
+            raise UserError(
+                f"not an override: {word!r}", where=f"`{context.command_path}`", fix=fix, code=2
+            )
     return tuple(value)
 
 
 def devices_option(function: F) -> F:
     """The click option `devices: str`."""
     line = "Run on this device: auto, cpu or a GPU number."
-    return click.option("-d", "--devices", metavar="DEVICE", default="auto", show_default=True, help=line)(function)
+    return click.option(
+        "-d", "--devices", metavar="DEVICE", default="auto", show_default=True, help=line
+    )(function)
 
 
 def step_option(function: F) -> F:
     """The click option `step: str`."""
     line = "Use this checkpoint of a run: best, last or a step."
-    return click.option("--step", metavar="STEP", default="best", show_default=True, help=line)(function)
+    return click.option("--step", metavar="STEP", default="best", show_default=True, help=line)(
+        function
+    )
 
 
 def json_option(function: F) -> F:
     """The click option `as_json: bool`."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")(function)
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
+    )(function)
 
 
 def quantize_option(function: F) -> F:
@@ -219,7 +257,10 @@ def progress_line(doing: str) -> Iterator[None]:
     now, ended = [f"{doing} ..."], threading.Event()
     console = Console(stderr=True)
     if console.is_terminal:
-        with console.status(literal(doing)) as status, told_to(lambda text: status.update(literal(f"{doing}: {text}"))):
+        with (
+            console.status(literal(doing)) as status,
+            told_to(lambda text: status.update(literal(f"{doing}: {text}"))),
+        ):
             yield
         return
 
@@ -267,7 +308,9 @@ class NewPath(click.Path):
         return path
 
 
-def numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+def numbers(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[float, ...] | None:
     """A callback for an option of numbers with commas between them, such as 0.7,0.3."""
     try:
         return None if value is None else tuple(float(each) for each in value.split(","))
@@ -315,7 +358,10 @@ def text_flags() -> Iterator[None]:
 def refuse_undecoded(text: str, *, what: str = "the prompt", where: str = "--prompt") -> None:
     """Raises UserError (code 2) for bytes that are not text in this terminal's encoding."""
     if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        problem, fix = f"{what} is not text in this terminal's encoding", "use UTF-8: set LANG=C.UTF-8"
+        problem, fix = (
+            f"{what} is not text in this terminal's encoding",
+            "use UTF-8: set LANG=C.UTF-8",
+        )
         raise UserError(problem, where=where, fix=fix, code=2)
 
 
@@ -426,12 +472,18 @@ def _keep(text: str) -> Path | None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     state = state_folder() / "errors.txt"
     text = redact_secrets(text)  # users attach these files to bug reports
-    for place in (traceback_file.get(), state, Path(tempfile.gettempdir()) / f"bloomery-errors-{os.getpid()}.txt"):
+    for place in (
+        traceback_file.get(),
+        state,
+        Path(tempfile.gettempdir()) / f"bloomery-errors-{os.getpid()}.txt",
+    ):
         if place is None:
             continue
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
+            with os.fdopen(
+                open_regular(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8"
+            ) as file:
                 file.write(f"{stamp}\n{text}\n")
         except (OSError, UserError):
             continue

@@ -81,7 +81,11 @@ class Story:
     def write(self, title: str = "", *lines: str) -> None:
         """The title in the first columns of the first line, the lines in the others, wrapped."""
         room = self.width - TITLE
-        wrapped = [part for line in lines for part in textwrap.wrap(line, room, break_on_hyphens=False) or [""]]
+        wrapped = [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, room, break_on_hyphens=False) or [""]
+        ]
         for line in titled(title, *wrapped):
             self._print(line)
 
@@ -113,7 +117,9 @@ class Story:
 
     def begin_table(self, steps: int) -> None:
         """Once the length of the run is known; earlier lines have no ETA."""
-        self._view = PlainView(RunFacts(every_steps=2**62, steps=steps), self._print, width=self.width)
+        self._view = PlainView(
+            RunFacts(every_steps=2**62, steps=steps), self._print, width=self.width
+        )
         self._steps = steps
 
     def end_table(self) -> None:
@@ -128,7 +134,8 @@ TIMED_STEPS = range(3, 13)  # the plan's step time is their median; earlier ones
 FORWARD_SHARE = 1 / 3  # of a step's time: backward takes the rest
 CONTEXT_READS = 2  # the final evaluation reads every token twice: half of each window is context
 END_STARTS = (
-    1.5  # loading, sample, exports and report, in times from a process's start to its first step: 7 s against 4.7
+    # loading, sample, exports and report, in times from a process's start to its first step: 7 s against 4.7
+    1.5
 )
 BUSY_CORES = 0.25  # used by other programs, from which on the demo mentions them
 SLOWER = 1.15  # steps against the timed ones, from which on the demo mentions them
@@ -163,7 +170,9 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     busy = cores_used_by_others(0.5)
     story.write(f"{describe(detect())} · no download")
     if busy >= BUSY_CORES:
-        story.write(f"Other programs use {busy:.1f} cores now: the demo takes longer than on a quiet machine.")
+        story.write(
+            f"Other programs use {busy:.1f} cores now: the demo takes longer than on a quiet machine."
+        )
     story.write()
     story.show_status("starting")
     try:
@@ -184,7 +193,9 @@ def cores_used_by_others(seconds: float) -> float:
             lines = Path("/proc/stat").read_text().splitlines()
             ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
             fields = [line.split() for line in lines if line.split()[0] in ours]
-            return sum(sum(int(field[at]) for at in (1, 2, 3, 8)) for field in fields) / os.sysconf("SC_CLK_TCK")
+            return sum(sum(int(field[at]) for at in (1, 2, 3, 8)) for field in fields) / os.sysconf(
+                "SC_CLK_TCK"
+            )
         return 0.0
 
     before, own = busy(), time.process_time()
@@ -226,7 +237,9 @@ def followed(folder: Path, *arguments: str) -> Generator[Event]:
     )
     try:
         try:
-            yield from follow(events, lambda: process.poll() is not None, start=known, poll_seconds=0.05)
+            yield from follow(
+                events, lambda: process.poll() is not None, start=known, poll_seconds=0.05
+            )
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
@@ -237,7 +250,8 @@ def followed(folder: Path, *arguments: str) -> Generator[Event]:
     if process.returncode != 0:
         lines = errors.decode("utf-8", errors="replace").strip().splitlines()
         raise UserError(
-            "training of the demo failed" + (f": {lines[0].removeprefix('error: ')}" if lines else ""),
+            "training of the demo failed"
+            + (f": {lines[0].removeprefix('error: ')}" if lines else ""),
             where=str(folder / "log.txt"),
             fix=f"resume from the last checkpoint: `bloomery resume {folder}`",
             code=process.returncode if process.returncode > 0 else 1,
@@ -253,7 +267,9 @@ class Forecast:
     total: float
 
 
-def forecast_of(plan: RunPlan, *, elapsed: float, done: int, step: float, start: float, validation: int) -> Forecast:
+def forecast_of(
+    plan: RunPlan, *, elapsed: float, done: int, step: float, start: float, validation: int
+) -> Forecast:
     """The demo `elapsed` seconds after its beginning, with `done` steps taken; `validation`: tokens of that set.
 
     Still to come: the other steps, those repeated after the kill, evaluations, the resume, and the end.
@@ -268,7 +284,9 @@ def forecast_of(plan: RunPlan, *, elapsed: float, done: int, step: float, start:
     return Forecast(step=step, start=start, total=elapsed + left)
 
 
-def _train_and_kill(folder: Path, story: Story, demo_began: float) -> tuple[Kill | None, Forecast | None]:
+def _train_and_kill(
+    folder: Path, story: Story, demo_began: float
+) -> tuple[Kill | None, Forecast | None]:
     """No kill when training ended before one after a checkpoint, no forecast when it ended before the timed steps."""
     losses: dict[int, float | None] = {}
     seconds: list[float] = []
@@ -283,27 +301,35 @@ def _train_and_kill(folder: Path, story: Story, demo_began: float) -> tuple[Kill
                     prepared = event.time
                 case RunStarted():
                     steps = event.steps
-                    _show_dataset(story, read_plan(folder / "plan.json"), (prepared or event.time) - launched)
+                    _show_dataset(
+                        story, read_plan(folder / "plan.json"), (prepared or event.time) - launched
+                    )
                 case Saved(weights_only=False):
                     saved = event.step
                 case StepDone():
                     losses[event.step] = event.loss
                     seconds.append(event.step_seconds)
-                    if event.step == 1:  # the time before the dataset's first event, and from its last one
+                    # the time before the dataset's first event, and from its last one
+                    if event.step == 1:
                         start = first_event - launched + event.time - (prepared or first_event)
                     if event.step == TIMED_STEPS[-1]:
                         plan = read_plan(folder / "plan.json")
                         forecast = forecast_of(
-                            plan, elapsed=event.time - demo_began, done=event.step, start=start,
+                            plan,
+                            elapsed=event.time - demo_began,
+                            done=event.step,
+                            start=start,
                             step=statistics.median(seconds[TIMED_STEPS[0] - 1 :]),
                             validation=read_manifest(plan.data.prepared).validation.tokens,
-                        )  # fmt: skip
+                        )
                         story.begin_table(steps)
                         _show_plan(story, plan, forecast)
                     if saved >= KILL_AT * steps and event.step >= saved + REPEATED:
                         events.close()
                         story.note(event.step, "training process killed on purpose (kill -9)")
-                        return Kill(event.step, saved, {s: x for s, x in losses.items() if s > saved}), forecast
+                        return Kill(
+                            event.step, saved, {s: x for s, x in losses.items() if s > saved}
+                        ), forecast
     return None, forecast
 
 
@@ -312,11 +338,15 @@ def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
     manifest = read_manifest(plan.data.prepared)
     train, validation = manifest.train, manifest.validation
     size, files = train.bytes + validation.bytes, train.documents + validation.documents
-    story.write("dataset", f"{files} files of Python's standard library, {size / 1e6:.1f} MB; "
-                f"{validation.documents} files ({validation.bytes / 1e6:.2f} MB) are the validation set")  # fmt: skip
+    story.write(
+        "dataset",
+        f"{files} files of Python's standard library, {size / 1e6:.1f} MB; "
+        f"{validation.documents} files ({validation.bytes / 1e6:.2f} MB) are the validation set",
+    )
     each = size / (train.tokens + validation.tokens)
     bpe = f"byte-level BPE, {manifest.vocab_size:,} tokens, {each:.1f} bytes per token"
-    story.write("tokenizer", f"{bpe:<{story.width - TITLE - 8}}{format_seconds(seconds):>8}")  # at the right margin
+    # at the right margin
+    story.write("tokenizer", f"{bpe:<{story.width - TITLE - 8}}{format_seconds(seconds):>8}")
 
 
 def _show_plan(story: Story, plan: RunPlan, forecast: Forecast) -> None:
@@ -327,7 +357,9 @@ def _show_plan(story: Story, plan: RunPlan, forecast: Forecast) -> None:
     tokens = f"{train.steps:,} steps x {train.tokens_per_step:,} tokens"
     fits = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.0f} GiB"
     whole = f"about {format_seconds(forecast.total)} in all, {forecast.step:.2f} s per step"
-    story.write("plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", f"{fits} · {whole}")
+    story.write(
+        "plan", f"{size} parameters · {tokens} · {train.precision} ({reason})", f"{fits} · {whole}"
+    )
 
 
 def time_text(forecast: Forecast, took: float, kill: Kill | None, step_seconds: float) -> str:
@@ -353,7 +385,9 @@ def _resume(folder: Path, story: Story, kill: Kill) -> None:
                     same = "losses bitwise identical"
                     if differing:
                         same = f"{len(differing)} of {len(kill.before)} losses differ, the first at step {differing[0]}"
-                    story.note(kill.saved, f"resumed in {kill.gap_seconds:.1f} s; repeated {first}: {same}")
+                    story.note(
+                        kill.saved, f"resumed in {kill.gap_seconds:.1f} s; repeated {first}: {same}"
+                    )
             if event.step > kill.step:
                 story.show(event)
 
@@ -375,7 +409,9 @@ def evaluate_demo(
         decoder, tokenizer = load_decoder(checkpoint), load_tokenizer(checkpoint)
     bits = _bits_per_byte(story, decoder, tokenizer, plan.data.prepared)
     prompt = plan.sample.prompts[0]
-    sampling = Sampling(max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0)
+    sampling = Sampling(
+        max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0
+    )
     with story.busy("sampling"):
         completion = "".join(generate(decoder, tokenizer, prompt, sampling))
     story.write("sample", *(prompt + completion).splitlines()[:SAMPLE_LINES])
@@ -389,15 +425,23 @@ def evaluate_demo(
         bars = Bars(title, tuple(bits.items()), unit="bits per byte", note=note, own="this model")
         file = folder / "export" / f"{folder.name}.gguf"
         start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-        taken = take_away(model, file, decoder, tokenizer, [*start, *tokenizer.encode(prompt)], prompt)
+        taken = take_away(
+            model, file, decoder, tokenizer, [*start, *tokenizer.encode(prompt)], prompt
+        )
         report = write_report(folder, extras=(bars, *taken.answers))
     summary = summary_of(read_events(folder / "events.jsonl"))
     memory = plan.memory.total / GIB
     peak = f"memory {memory:.2f} GiB, peak {summary.peak_gib:.2f} GiB ({summary.peak_gib / memory - 1:+.0%})"
     took = time.time() - began
-    times = "" if forecast is None else time_text(forecast, took, kill, summary.trained_seconds / summary.steps_run)
+    times = (
+        ""
+        if forecast is None
+        else time_text(forecast, took, kill, summary.trained_seconds / summary.steps_run)
+    )
     story.write("planned", *filter(None, (times, peak)))
-    story.write("report", f"{folder / 'report.html'!s:<31}training curves, samples, events, settings")
+    story.write(
+        "report", f"{folder / 'report.html'!s:<31}training curves, samples, events, settings"
+    )
     story.write("model", f"{model!s:<31}opens in transformers and vLLM")
     story.write("gguf", *taken.lines)
     story.write()
@@ -436,7 +480,12 @@ class TakenAway:
 
 
 def take_away(
-    model: Path, out: Path, decoder: "Decoder", tokenizer: Tokenizer, prompt: Sequence[int], shown: str
+    model: Path,
+    out: Path,
+    decoder: "Decoder",
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    shown: str,
 ) -> TakenAway:
     """Exports a model to GGUF unless `out` exists, and continues a prompt greedily in PyTorch and from the file."""
     from bloomery.core.text import harmless
@@ -447,7 +496,9 @@ def take_away(
     from bloomery.train.model_folder import find_model
 
     if find_spec("gguf") is None:
-        return TakenAway(("not written: the gguf package is not installed; pip install 'bloomery[gguf]'",))
+        return TakenAway(
+            ("not written: the gguf package is not installed; pip install 'bloomery[gguf]'",)
+        )
     if not out.exists():
         export_gguf(find_model(model), out, kind="f32")
     near = os.path.relpath(out) if out.absolute().is_relative_to(Path.cwd()) else str(out)
@@ -461,7 +512,10 @@ def take_away(
     except UserError as error:  # an installed llama.cpp that does not run does not end the demo
         return TakenAway((line, error.problem), file=out)
     pairs = zip(ours, theirs.text, strict=False)
-    whole, same = ours == theirs.text, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    whole, same = (
+        ours == theirs.text,
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
+    )
     verdict = "the same text" if whole else f"the same text for {same} of {len(ours)} characters"
     said = f"PyTorch and {theirs.program} write {verdict}"
     hint = "" if theirs.real else f" llama.cpp is not installed; with it: {run}"
@@ -471,26 +525,39 @@ def take_away(
     return TakenAway((line, said), (answers,), out, theirs.program, whole)
 
 
-def _bits_per_byte(story: Story, decoder: "Decoder", tokenizer: Tokenizer, prepared: Path) -> dict[str, float]:
+def _bits_per_byte(
+    story: Story, decoder: "Decoder", tokenizer: Tokenizer, prepared: Path
+) -> dict[str, float]:
     """Of two compressors and the model on the validation set, printed as bars."""
     from bloomery.runs.evaluate import evaluate
 
     with story.busy("evaluating on the validation set"):
         split = open_split(prepared, "validation")
-        texts = [tokenizer.decode([int(token) for token in split.document(n)[1:-1]]) for n in range(len(split))]
+        texts = [
+            tokenizer.decode([int(token) for token in split.document(n)[1:-1]])
+            for n in range(len(split))
+        ]
         known = set(texts)
-        repeated = repeated_lines(texts, (t for f in stdlib_files() if (t := read_file(f.path)) not in known))
+        repeated = repeated_lines(
+            texts, (t for f in stdlib_files() if (t := read_file(f.path)) not in known)
+        )
         whole = "".join(texts).encode()
         bits = {
             "gzip -9": 8 * len(gzip.compress(whole, 9)) / len(whole),
             "xz -9": 8 * len(lzma.compress(whole, preset=9)) / len(whole),
             "this model": evaluate(decoder, tokenizer, prepared)[0].bits_per_byte or math.nan,
         }
-    story.write("result", "bits per byte on the whole validation set "
-                f"(lower is better; {repeated:.0%} of its lines occur in training)")  # fmt: skip
+    story.write(
+        "result",
+        "bits per byte on the whole validation set "
+        f"(lower is better; {repeated:.0%} of its lines occur in training)",
+    )
     for name, value in bits.items():
         eighths = round(value / max(bits.values()) * BAR * 8)  # of a character
-        story.write("", f"  {name:<10}{value:>6.2f}  {'█' * (eighths // 8)}{' ▏▎▍▌▋▊▉'[eighths % 8].strip()}")
+        story.write(
+            "",
+            f"  {name:<10}{value:>6.2f}  {'█' * (eighths // 8)}{' ▏▎▍▌▋▊▉'[eighths % 8].strip()}",
+        )
     return bits
 
 
@@ -506,12 +573,16 @@ def _next_steps(story: Story, folder: Path) -> None:
         'bloomery train demo data.path=~/my-code data.glob="*.go"': "your own code",
         'bloomery plan go-coder-125m --gpu "RX 6700 XT"': "before you buy a GPU",
     }
-    story.write("next", *(f"{command:<66}{purpose}".rstrip() for command, purpose in commands.items()))
+    story.write(
+        "next", *(f"{command:<66}{purpose}".rstrip() for command, purpose in commands.items())
+    )
 
 
 @click.command()
 @click.argument("what", required=False, type=click.Choice(["chat"]))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document; the rest goes to stderr.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document; the rest goes to stderr."
+)
 @click.option("--run-dir", type=NewPath(), help="Folder of the run [default: runs/demo].")
 def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     """Train, kill, resume, evaluate and export a small model: 2 minutes on 2 cores.
@@ -522,7 +593,9 @@ def command(what: str | None, as_json: bool, run_dir: Path | None) -> int:
     """
     from bloomery.cli import demo_chat
 
-    document = (demo_chat.demonstrate if what == "chat" else demonstrate)(run_dir=run_dir, as_json=as_json)
+    document = (demo_chat.demonstrate if what == "chat" else demonstrate)(
+        run_dir=run_dir, as_json=as_json
+    )
     if as_json:
         print_json(document)
     return 0

@@ -46,7 +46,11 @@ def demonstrate(*, run_dir: Path | None, as_json: bool) -> dict[str, Any]:
     base = find_base() or _train_base(story)
     size = format_count(parameter_count(read_config(base)))
     story.write("base", f"{_near(base)}: {size} parameters, pretrained on Python source code")
-    folders = [run_dir / kind for kind in RECIPES] if run_dir is not None else free_folders(*RECIPES.values())
+    folders = (
+        [run_dir / kind for kind in RECIPES]
+        if run_dir is not None
+        else free_folders(*RECIPES.values())
+    )
     runs = dict(zip(RECIPES, folders, strict=True))
     _train(story, RECIPES["lora"], runs["lora"], f"model.from={base}")
     plan = read_plan(runs["lora"] / "plan.json")
@@ -60,7 +64,9 @@ def find_base() -> Path | None:
     for folder in reversed(all_runs()):
         events = read_events(folder / "events.jsonl") if (folder / "events.jsonl").is_file() else []
         ended = [event for event in events if isinstance(event, RunEnded)]
-        name = folder.name == "demo" or (folder.name.startswith("demo-") and folder.name[5:].isdecimal())
+        name = folder.name == "demo" or (
+            folder.name.startswith("demo-") and folder.name[5:].isdecimal()
+        )
         if name and ended and ended[-1].status == "done":
             return _exported(folder)
     return None
@@ -94,7 +100,9 @@ def _train(story: Story, recipe: str, folder: Path, *overrides: str) -> None:
     story.show_status("starting")
     with closing(followed(folder, "train", recipe, *overrides, "--run-dir", str(folder))) as events:
         for event in events:
-            planned = isinstance(event, RunStarted) or (isinstance(event, Phase) and event.name == "length")
+            planned = isinstance(event, RunStarted) or (
+                isinstance(event, Phase) and event.name == "length"
+            )
             plan = read_plan(folder / "plan.json") if planned else None
             if plan is not None and plan.train.steps is not None and not shown:
                 shown = True
@@ -117,7 +125,11 @@ def _show_run(story: Story, plan: RunPlan) -> None:
     manifest = read_manifest(plan.data.prepared)
     train, validation = manifest.train.documents, manifest.validation.documents
     pairs = f"{train:,} prompts and responses from the docstrings of Python's standard library"
-    story.write("dataset", f"{pairs}; {validation} more are the validation set", "trains on the responses only")
+    story.write(
+        "dataset",
+        f"{pairs}; {validation} more are the validation set",
+        "trains on the responses only",
+    )
     story.write()
     rank = getattr(plan.adapter, "rank", None)
     story.write("lora", f"LoRA, rank {rank}, base weights frozen: {trainable}")
@@ -158,33 +170,52 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
             summary = summary_of(read_events(run / "events.jsonl"))
             result = _evaluate(name, run, prepared, prompts, example, tokenizer)
             trainable = _trainable(read_plan(run / "plan.json"))
-            results.append(replace(result, trainable=trainable, memory_gib=summary.peak_gib, seconds=summary.seconds))
+            results.append(
+                replace(
+                    result,
+                    trainable=trainable,
+                    memory_gib=summary.peak_gib,
+                    seconds=summary.seconds,
+                )
+            )
     _show_results(story, results, read_manifest(prepared).validation.documents, len(prompts))
     story.write("prompt", *shown(tokenizer, prompts[example].prompt).splitlines())
     for result in results:
         story.write(result.name, *_cut(result.response))
     story.write("reference", *_cut(shown(tokenizer, prompts[example].reference)))
     story.write()
-    losses, note = tuple((result.name, result.loss) for result in results), "Response tokens. Lower is better."
+    losses, note = (
+        tuple((result.name, result.loss) for result in results),
+        "Response tokens. Lower is better.",
+    )
     with story.busy("writing the reports"):
-        bars = [Bars("Validation loss", losses, unit="nats per token", note=note, own=name) for name in runs]
+        bars = [
+            Bars("Validation loss", losses, unit="nats per token", note=note, own=name)
+            for name in runs
+        ]
         asked, last = prompts[example].prompt, runs["full"]
         decoder, _ = load_to_evaluate(last)
         file = last / "export" / f"{last.name}.gguf"
         taken = take_away(last, file, decoder, tokenizer, asked, shown(tokenizer, asked))
         shares = [taken.answers if name == "full" else () for name in runs]
         reports = [
-            write_report(run, extras=(one, *more)) for run, one, more in zip(runs.values(), bars, shares, strict=True)
+            write_report(run, extras=(one, *more))
+            for run, one, more in zip(runs.values(), bars, shares, strict=True)
         ]
     for title, report in zip(("report", ""), reports, strict=True):
         story.write(title, str(_near(report)))
     story.write("gguf", *taken.lines)
     story.write()
-    lora, full = (shlex.quote(run.name if run.parent == Path("runs") else str(run)) for run in runs.values())
+    lora, full = (
+        shlex.quote(run.name if run.parent == Path("runs") else str(run)) for run in runs.values()
+    )
     export = f"bloomery export {full} --to hf --out my-model"
     story.write("next", f"bloomery chat {full}", f"bloomery chat {lora}", export)
     return {
-        "models": [{key: value for key, value in vars(result).items() if key != "response"} for result in results],
+        "models": [
+            {key: value for key, value in vars(result).items() if key != "response"}
+            for result in results
+        ],
         "prompts": len(prompts),
         "seconds": time.time() - began,
         "reports": [str(report) for report in reports],
@@ -198,7 +229,12 @@ def _near(path: Path) -> Path:
 
 
 def _evaluate(
-    name: str, model: Path, prepared: Path, prompts: "list[PromptAndResponse]", example: int, tokenizer: Tokenizer
+    name: str,
+    model: Path,
+    prepared: Path,
+    prompts: "list[PromptAndResponse]",
+    example: int,
+    tokenizer: Tokenizer,
 ) -> ChatResult:
     from bloomery.runs.evaluate import evaluate, load_to_evaluate
     from bloomery.train.evaluation.answers import answer, shown
@@ -207,9 +243,13 @@ def _evaluate(
     loss = evaluate(decoder, tokenizer, prepared)[0].loss
     responses = [answer(decoder, tokenizer, each, max_new_tokens=MAX_TOKENS) for each in prompts]
     texts, count = [shown(tokenizer, response.ids) for response in responses], len(responses)
-    functions = sum(is_function(text, each.ended) for text, each in zip(texts, responses, strict=True))
+    functions = sum(
+        is_function(text, each.ended) for text, each in zip(texts, responses, strict=True)
+    )
     whole = texts[example] + ("" if responses[example].ended else " …")
-    return ChatResult(name, loss, sum(each.ended for each in responses) / count, functions / count, whole)
+    return ChatResult(
+        name, loss, sum(each.ended for each in responses) / count, functions / count, whole
+    )
 
 
 def is_function(text: str, ended: bool) -> bool:
@@ -231,10 +271,22 @@ def _show_results(story: Story, results: list[ChatResult], documents: int, count
         row(f"validation set, {documents} prompts", [r.name for r in results]),
         row("  loss, nats per response token", [f"{r.loss:.3f}" for r in results]),
         row(f"  {count} responses: end with EOS", [f"{r.eos_share:.0%}" for r in results]),
-        row(f"  {count} responses: valid Python function", [f"{r.python_share:.0%}" for r in results]),
-        row("  trainable parameters", ["" if r.trainable is None else format_count(r.trainable) for r in results]),
-        row("  peak memory, GiB", ["" if r.memory_gib is None else f"{r.memory_gib:.2f}" for r in results]),
-        row("  training time", ["" if r.seconds is None else format_seconds(r.seconds) for r in results]),
+        row(
+            f"  {count} responses: valid Python function",
+            [f"{r.python_share:.0%}" for r in results],
+        ),
+        row(
+            "  trainable parameters",
+            ["" if r.trainable is None else format_count(r.trainable) for r in results],
+        ),
+        row(
+            "  peak memory, GiB",
+            ["" if r.memory_gib is None else f"{r.memory_gib:.2f}" for r in results],
+        ),
+        row(
+            "  training time",
+            ["" if r.seconds is None else format_seconds(r.seconds) for r in results],
+        ),
     )
     story.write()
 

@@ -46,14 +46,30 @@ LONGEST_NAME = 1_000  # of a file; a longer text after --explain is a message
 @click.option("--probe", is_flag=True, help="Test matmul, attention and torch.compile (1 minute).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 @click.option(
-    "--machine", type=click.Path(path_type=Path), metavar="FILE", help="Check a machine.json or bundle instead."
+    "--machine",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Check a machine.json or bundle instead.",
 )
-@click.option("--explain", metavar="TEXT", help="Explain an error message, a log file or stdin (-).")
-@click.option("--fix", "number", type=int, metavar="N", help="Apply the fix of finding N after asking, without sudo.")
 @click.option(
-    "--bundle", type=click.Path(path_type=Path), metavar="FILE", help="Write a report for a bug report, without names."
+    "--explain", metavar="TEXT", help="Explain an error message, a log file or stdin (-)."
 )
-@click.option("--docker", is_flag=True, help="Print the docker run command with this machine's GPUs.")
+@click.option(
+    "--fix",
+    "number",
+    type=int,
+    metavar="N",
+    help="Apply the fix of finding N after asking, without sudo.",
+)
+@click.option(
+    "--bundle",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write a report for a bug report, without names.",
+)
+@click.option(
+    "--docker", is_flag=True, help="Print the docker run command with this machine's GPUs."
+)
 def command(
     probe: bool,
     as_json: bool,
@@ -72,16 +88,30 @@ def command(
     began = time.monotonic()
     if machine is not None and (probe or number is not None):
         name = "--probe" if probe else "--fix"
-        problem, fix = f"{name} works only on this machine", f"omit --machine, or run {name} on that machine"
+        problem, fix = (
+            f"{name} works only on this machine",
+            f"omit --machine, or run {name} on that machine",
+        )
         raise UserError(problem, where=f"--machine {machine}", fix=fix, code=2)
-    asked = {"--explain": explain is not None, "--fix": number is not None, "--bundle": bundle is not None}
+    asked = {
+        "--explain": explain is not None,
+        "--fix": number is not None,
+        "--bundle": bundle is not None,
+    }
     given = [name for name, value in (asked | {"--docker": docker}).items() if value]
     if len(given) > 1:
         fix = f"omit {given[1]} and run `bloomery doctor {given[1]} ...` afterwards"
-        raise UserError(f"{given[0]} and {given[1]} cannot be combined", where="doctor", fix=fix, code=2)
+        raise UserError(
+            f"{given[0]} and {given[1]} cannot be combined", where="doctor", fix=fix, code=2
+        )
     if as_json and (number is not None or bundle is not None or docker):
         fix = "omit --json; it can be combined with --explain, --probe and --machine"
-        raise UserError("--json cannot be combined with --fix, --bundle or --docker", where="doctor", fix=fix, code=2)
+        raise UserError(
+            "--json cannot be combined with --fix, --bundle or --docker",
+            where="doctor",
+            fix=fix,
+            code=2,
+        )
     checked = load_machine(machine, probe=probe)
     if explain is not None:
         return _explain(explain, checked, as_json=as_json)
@@ -97,7 +127,9 @@ def command(
         click.echo(
             f"bundle     {bundle} ({size / 1000:.0f} kB): this machine, its findings, the end of the last run's log"
         )
-        click.echo("           Names of users, hosts and groups are removed. Read it before you attach it to a report.")
+        click.echo(
+            "           Names of users, hosts and groups are removed. Read it before you attach it to a report."
+        )
         return 0
     from bloomery.cli.doctor_page import page, preview, then_document, then_lines
 
@@ -106,7 +138,9 @@ def command(
         answer = {"ready": ready(findings), "findings": [document(finding) for finding in findings]}
         print_json(answer | {"machine": anonymous(checked), "then": then_document(result)})
     else:
-        echo_page(page(checked, findings, seconds=time.monotonic() - began, then=then_lines(result)))
+        echo_page(
+            page(checked, findings, seconds=time.monotonic() - began, then=then_lines(result))
+        )
     return 0 if ready(findings) else 1
 
 
@@ -136,7 +170,9 @@ def read_record(file: Path) -> "Machine":
 
     try:
         content = json.loads(read_input(expanded(file), pipes=True, code=2))
-        return Machine.model_validate(content.get("machine", content) if isinstance(content, dict) else content)
+        return Machine.model_validate(
+            content.get("machine", content) if isinstance(content, dict) else content
+        )
     except (UserError, ValueError, RecursionError) as error:
         reason = error.problem.lower() if isinstance(error, UserError) else "not JSON"
         if isinstance(error, ValidationError):  # the first error, with its key
@@ -172,10 +208,16 @@ def _explain(text: str, machine: "Machine", *, as_json: bool) -> int:
         raise UserError("the message to explain is empty", where="--explain", fix=fix, code=2)
     matches = match(message, machine=machine) or match(message)
     findings = [
-        Finding(id=one.id, level=one.level, what=f"{one.what}: {one.cause}", evidence=one.line[:300], fix=one.fix,
-                verify=one.verify)
+        Finding(
+            id=one.id,
+            level=one.level,
+            what=f"{one.what}: {one.cause}",
+            evidence=one.line[:300],
+            fix=one.fix,
+            verify=one.verify,
+        )
         for one in matches
-    ]  # fmt: skip
+    ]
     if as_json:
         print_json({"findings": [document(finding) for finding in findings]})
     else:
@@ -217,26 +259,43 @@ def _last_bytes(stream: BinaryIO) -> bytes:
 
 
 PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
-WRONG_TORCH = ("wrong-build", "wheel-unfit", "arch-not-in-wheel", "device-package-missing", "no-torch", "torch-too-old")
+WRONG_TORCH = (
+    "wrong-build",
+    "wheel-unfit",
+    "arch-not-in-wheel",
+    "device-package-missing",
+    "no-torch",
+    "torch-too-old",
+)
 
 
-def apply_fix(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]) -> None:
+def apply_fix(
+    number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]
+) -> None:
     """Apply the fix of finding `number` after asking. Raises UserError if only the user can."""
     if not 1 <= number <= len(findings):
-        problem = f"no finding has number {number}; findings: " + (f"1 to {len(findings)}" if findings else "none")
+        problem = f"no finding has number {number}; findings: " + (
+            f"1 to {len(findings)}" if findings else "none"
+        )
         raise UserError(problem, where="--fix", fix="bloomery doctor", code=2)
     finding = findings[number - 1]
     if not finding.run:
         manual = "\n       ".join(finding.fix)
-        raise UserError("no automatic fix for this finding", where=f"{number}: {finding.what}", fix=manual)
+        raise UserError(
+            "no automatic fix for this finding", where=f"{number}: {finding.what}", fix=manual
+        )
     if finding.run != PIN:
         _install(finding.run, ask)
         return
     wrong = next((other for other in findings if other.id in WRONG_TORCH), None)
     if wrong is not None:
         fix = "\n       ".join(wrong.fix)
-        raise UserError("the wrong PyTorch is installed: it is not pinned", where=wrong.what, fix=fix)
-    local = machine.software.torch if machine.software.torch and "+" in machine.software.torch else None
+        raise UserError(
+            "the wrong PyTorch is installed: it is not pinned", where=wrong.what, fix=fix
+        )
+    local = (
+        machine.software.torch if machine.software.torch and "+" in machine.software.torch else None
+    )
     if _pin(local, lambda commands: _agreed(commands, ask)):
         click.echo("done       pip can no longer replace this PyTorch")
 
@@ -249,7 +308,11 @@ def _install(command: str, ask: Callable[[str], bool]) -> None:
     settings, _, words = command.partition("pip install ")
     if _agreed([command], ask, f"in {sys.prefix}; downloads several GB"):
         environment = dict(setting.split("=", 1) for setting in shlex.split(settings))
-        _run([sys.executable, "-m", "pip", "install", *shlex.split(words)], shown=command, environment=environment)
+        _run(
+            [sys.executable, "-m", "pip", "install", *shlex.split(words)],
+            shown=command,
+            environment=environment,
+        )
         if settings:  # pip ignored the old pin
             _pin(None, lambda _: True)
         click.echo("done       verify with: bloomery doctor --probe")
@@ -257,7 +320,11 @@ def _install(command: str, ask: Callable[[str], bool]) -> None:
 
 def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "") -> bool:
     """Whether the user agrees to run these. Raises UserError if stdin is not a terminal."""
-    click.echo("\n           ".join(["run        " + commands[0], *commands[1:], *([remark] if remark else [])]))
+    click.echo(
+        "\n           ".join(
+            ["run        " + commands[0], *commands[1:], *([remark] if remark else [])]
+        )
+    )
     if not sys.stdin.isatty():
         problem = "cannot ask for confirmation: stdin is not a terminal"
         raise UserError(problem, where="--fix", fix="\n       ".join(commands))
@@ -266,7 +333,9 @@ def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "
     return agreed
 
 
-def _run(command: Sequence[str], *, shown: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+def _run(
+    command: Sequence[str], *, shown: str, environment: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """`environment`: variables added to those of this process. Raises UserError if the command fails."""
     if code := subprocess.run(command, env={**os.environ, **environment}, check=False).returncode:
         raise UserError(f"pip failed: exit code {code}", where="see the output above", fix=shown)
@@ -291,9 +360,13 @@ def _pin(torch: str | None, agreed: Callable[[Sequence[str]], bool]) -> bool:
     others = [one for one in current.split() if one not in (os.devnull, str(file), file.as_uri())]
     if others:
         fix = "\n       ".join(["add to this file:", *pins])
-        raise UserError("this environment already has a pip constraints file", where=others[0], fix=fix)
+        raise UserError(
+            "this environment already has a pip constraints file", where=others[0], fix=fix
+        )
     command = [*pip, "--site", "set", "install.constraint", file.as_uri()]
-    if not agreed([f"printf '%s\\n' {shlex.join(pins)} > {shlex.quote(str(file))}", shlex.join(command)]):
+    if not agreed(
+        [f"printf '%s\\n' {shlex.join(pins)} > {shlex.quote(str(file))}", shlex.join(command)]
+    ):
         return False
     write_durably(file, "".join(f"{line}\n" for line in pins))
     _run(command, shown=shlex.join(command))
@@ -301,13 +374,16 @@ def _pin(torch: str | None, agreed: Callable[[Sequence[str]], bool]) -> bool:
 
 
 LOG_LINES = 200
-COMMON_GROUPS = frozenset(("root", "video", "render", "sudo", "wheel", "docker", "users", "adm", "dialout", "nogroup"))
+COMMON_GROUPS = frozenset(
+    ("root", "video", "render", "sudo", "wheel", "docker", "users", "adm", "dialout", "nogroup")
+)
 COMMON_NAMES = frozenset(("root", "localhost", "user", "host", "127"))
 ADDRESS = re.compile(
     r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)\b"
     r"|\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b|\b(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}\b|\bfe80::[\w:%]+"
 )
-FIXED_KEYS = frozenset(("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin"))  # values: fixed words
+# values: fixed words
+FIXED_KEYS = frozenset(("vendor", "arch", "build", "level", "id", "outcome", "kind", "origin"))
 ALIASED_KEYS = frozenset(("groups", "listed_groups", "kfd_group", "unique_id", "hive_id"))
 USERS = ("USER", "LOGNAME", "SUDO_USER", "SLURM_JOB_USER", "SLURM_JOB_ACCOUNT")
 HOSTS = ("HOSTNAME", "SLURMD_NODENAME", "SLURM_SUBMIT_HOST", "SLURM_JOB_NODELIST", "MASTER_ADDR")
@@ -318,7 +394,11 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
     """The number of bytes written. Raises UserError if the file cannot be written."""
     runs = all_runs()
     log = runs[-1] / "log.txt" if runs else None
-    tail = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log is not None and log.is_file() else []
+    tail = (
+        log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        if log is not None and log.is_file()
+        else []
+    )
     content = {
         "bloomery": __version__,
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -330,12 +410,16 @@ def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]
     target = expanded(file)
     if target.is_file() and not _bundle(target):
         fix = "pass a new file: bloomery doctor --bundle report.json"
-        raise UserError("this file is not a bundle: not overwritten", where=str(file), fix=fix, code=2)
+        raise UserError(
+            "this file is not a bundle: not overwritten", where=str(file), fix=fix, code=2
+        )
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "pass a file in a writable folder: bloomery doctor --bundle ~/report.json"
-        raise UserError(f"cannot write the bundle: {error.strerror}", where=str(file), fix=fix) from error
+        raise UserError(
+            f"cannot write the bundle: {error.strerror}", where=str(file), fix=fix
+        ) from error
     return len(text.encode())
 
 
@@ -343,7 +427,9 @@ def _bundle(file: Path) -> bool:
     """Whether it is an earlier bundle, or empty."""
     try:
         with file.open("rb") as stream:
-            return stream.read(20).lstrip().startswith((b'{\n "bloomery"',)) or not file.stat().st_size
+            return (
+                stream.read(20).lstrip().startswith((b'{\n "bloomery"',)) or not file.stat().st_size
+            )
     except OSError:
         return True  # writing it raises the error
 
@@ -357,10 +443,14 @@ def anonymous(machine: Machine, *, exclude_defaults: bool = False) -> dict[str, 
     host = machine.host.model_copy(update={"around": around.model_copy(update={"slurm": slurm})})
     groups = dict.fromkeys((*access.groups, *access.listed_groups, access.kfd_group))
     named = (name for name in groups if name and name not in COMMON_GROUPS)
-    chips = dict.fromkeys(name for gpu in machine.accelerators for name in (gpu.unique_id, gpu.hive_id) if name)
+    chips = dict.fromkeys(
+        name for gpu in machine.accelerators for name in (gpu.unique_id, gpu.hive_id) if name
+    )
     aliases = {name: f"group{number}" for number, name in enumerate(named, 1)}
     aliases |= {name: f"chip-{number}" for number, name in enumerate(chips)}
-    shown = machine.model_copy(update={"host": host}).model_dump(mode="json", exclude_defaults=exclude_defaults)
+    shown = machine.model_copy(update={"host": host}).model_dump(
+        mode="json", exclude_defaults=exclude_defaults
+    )
     document: dict[str, Any] = _redacted(plain(shown), aliases)
     return document
 
@@ -368,7 +458,10 @@ def anonymous(machine: Machine, *, exclude_defaults: bool = False) -> dict[str, 
 def _redacted(value: Any, aliases: Mapping[str, str], key: str = "") -> Any:
     """A document with its texts redacted, except under FIXED_KEYS: a host can be named "amd", a user "torch"."""
     if isinstance(value, dict):
-        return {name: _redacted(one, aliases, key if key == "environment" else name) for name, one in value.items()}
+        return {
+            name: _redacted(one, aliases, key if key == "environment" else name)
+            for name, one in value.items()
+        }
     if isinstance(value, list):
         return [_redacted(one, aliases, key) for one in value]
     if not isinstance(value, str) or key in FIXED_KEYS:
@@ -387,11 +480,16 @@ def without_names(text: str) -> str:
     home = str(Path.home())
     text = text.replace(home, "~") if home != "/" else text
     text = re.sub(r"(/home/|/Users/)[\w.-]+", r"\1user", text)
-    users, hosts = ({os.environ.get(name, "") for name in variables} for variables in (USERS, HOSTS))
+    users, hosts = (
+        {os.environ.get(name, "") for name in variables} for variables in (USERS, HOSTS)
+    )
     with suppress(KeyError, OSError):  # a user ID without a name, as in containers
         users.add(getpass.getuser())
     hosts.add(platform.node())
-    for names, instead in ((users, "user"), (hosts | {name.partition(".")[0] for name in hosts}, "host")):
+    for names, instead in (
+        (users, "user"),
+        (hosts | {name.partition(".")[0] for name in hosts}, "host"),
+    ):
         for name in sorted(names, key=len, reverse=True):
             if len(name) > 2 and name not in COMMON_NAMES:
                 text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, text)

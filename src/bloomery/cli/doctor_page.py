@@ -42,7 +42,9 @@ def preview(machine: Machine, findings: tuple[Finding, ...]) -> RecipePreview:
     device, is_ready = best_device(machine), ready(findings)
     recipe, plan, problem = ON_A_CPU if device is None else ON_A_GPU, None, ""
     try:
-        plan = local_plan(load_recipe(recipe, ()), machine=machine if is_ready else fixed(machine))[0]
+        plan = local_plan(load_recipe(recipe, ()), machine=machine if is_ready else fixed(machine))[
+            0
+        ]
     except UserError as error:
         problem = error.problem
     waits = device is None and not is_ready and all(finding.id != "no-gpu" for finding in findings)
@@ -84,11 +86,17 @@ def fixed(machine: Machine) -> Machine:
     access = host.access.model_copy(update={"kfd": "open"})
     opened = machine.model_copy(update={"host": host.model_copy(update={"access": access})})
     planned = with_gpu(opened, device.model_copy(update={"access": "open"}))
-    environment = {name: value for name, value in planned.software.environment.items() if name != OVERRIDE}
-    return planned.model_copy(update={"software": planned.software.model_copy(update={"environment": environment})})
+    environment = {
+        name: value for name, value in planned.software.environment.items() if name != OVERRIDE
+    }
+    return planned.model_copy(
+        update={"software": planned.software.model_copy(update={"environment": environment})}
+    )
 
 
-def page(machine: Machine, findings: Sequence[Finding], *, seconds: float, then: Sequence[str]) -> list[str]:
+def page(
+    machine: Machine, findings: Sequence[Finding], *, seconds: float, then: Sequence[str]
+) -> list[str]:
     """All lines; the first ends with the time that the checks took."""
     time = f"{seconds:.1f} s"
     first, *rest = textwrap.wrap(headline(findings), WIDTH - len(time) - 2)
@@ -96,13 +104,21 @@ def page(machine: Machine, findings: Sequence[Finding], *, seconds: float, then:
     for number, finding in enumerate(findings, start=1):
         lines += finding_lines(number, finding)
     # The fixes that --fix applies, unless their own line already names it.
-    automatic = [str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.fix[0]]
+    automatic = [
+        str(n) for n, one in enumerate(findings, 1) if one.run and "doctor --fix" not in one.fix[0]
+    ]
     if automatic:
         which = f"fix {' or '.join(automatic)}"
-        lines += _labelled("fix", [f"bloomery doctor --fix {automatic[0]} applies {which} after asking"])
+        lines += _labelled(
+            "fix", [f"bloomery doctor --fix {automatic[0]} applies {which} after asking"]
+        )
     probes = [probe for probe in machine.probes if probe.outcome != "absent"]
     passed = sum(probe.outcome == "ok" for probe in probes)
-    probed = f"{passed} of {len(probes)} probes passed." if probes else "Estimated from specifications, not probed yet."
+    probed = (
+        f"{passed} of {len(probes)} probes passed."
+        if probes
+        else "Estimated from specifications, not probed yet."
+    )
     last = f"{probed}   Stuck? bloomery doctor --bundle FILE   exit {0 if ready(tuple(findings)) else 1}"
     return [*lines, *([""] if findings else []), *_labelled("then", [*then, last])]
 
@@ -113,13 +129,20 @@ def headline(findings: Sequence[Finding]) -> str:
     if blocking:
         reason = blocking[0].headline or blocking[0].what.partition(": ")[0]
         steps = [step for finding in blocking for step in finding.fix]
-        commands = sum(not step.startswith("#") and "  # or, " not in step and "  # or: " not in step for step in steps)
+        commands = sum(
+            not step.startswith("#") and "  # or, " not in step and "  # or: " not in step
+            for step in steps
+        )
         count = _counted(commands, "command").capitalize()
         return f"Not ready: {reason}. {count} {'fixes' if commands == 1 else 'fix'} it."
     if any(finding.id == "no-gpu" for finding in findings):
         return "Ready, without a GPU: small models train on the CPU of this machine."
     slow = sum(finding.level == "slows" for finding in findings)
-    return "Ready." if not slow else f"Ready, but {_counted(slow, 'problem')} slow{'s' * (slow == 1)} training."
+    return (
+        "Ready."
+        if not slow
+        else f"Ready, but {_counted(slow, 'problem')} slow{'s' * (slow == 1)} training."
+    )
 
 
 def _counted(count: int, noun: str) -> str:
@@ -132,7 +155,11 @@ def machine_lines(machine: Machine) -> Iterator[str]:
     host, software = machine.host, machine.software
     groups: dict[str, list[int]] = {}
     for device in machine.accelerators:
-        size = f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ") if device.usable_bytes else "memory unknown"
+        size = (
+            f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")
+            if device.usable_bytes
+            else "memory unknown"
+        )
         if device.integrated:
             size += " of system memory"
         elif device.memory_used_bytes >= 0.05 * GIB:
@@ -152,12 +179,19 @@ def machine_lines(machine: Machine) -> Iterator[str]:
     installed = software.torch or "not installed"
     if software.torch and "+" not in software.torch and software.build:
         installed += f" ({BUILDS[software.build]} build)"
-    yield from _labelled("torch", [f"{installed} · Python {software.python} · {software.prefix}".rstrip(" ·")])
+    yield from _labelled(
+        "torch", [f"{installed} · Python {software.python} · {software.prefix}".rstrip(" ·")]
+    )
     if not any(device.vendor == "amd" for device in machine.accelerators):
         return
     nodes = {device.node: device.access for device in machine.accelerators if device.node}
     places = {"/dev/kfd": host.access.kfd, **nodes}
-    states = {"open": "read-write", "denied": "permission denied", "absent": "missing", "hung": "no response"}
+    states = {
+        "open": "read-write",
+        "denied": "permission denied",
+        "absent": "missing",
+        "hung": "no response",
+    }
     parts = []
     for state, words in states.items():
         names = [name for name, one in places.items() if one == state]
@@ -165,7 +199,9 @@ def machine_lines(machine: Machine) -> Iterator[str]:
             names = [names[0], f"{names[1]} and {len(names) - 2} more"]
             parts.append(f"{', '.join(names)}: {words}")
         elif names:
-            parts.append(" and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) + f": {words}")
+            parts.append(
+                " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) + f": {words}"
+            )
     if parts:
         yield from _labelled("access", [" · ".join(parts)])
 
@@ -180,14 +216,17 @@ def finding_lines(number: int, finding: Finding) -> Iterator[str]:
         yield from _inner("found", textwrap.wrap(finding.evidence, ROOM))
     yield from _inner("fix", list(step_lines(finding.fix)))
     if finding.level == "blocks" and finding.verify:
-        yield from _inner("verify", list(step_lines([finding.verify + PROBING * (finding.verify == PROBE)])))
+        yield from _inner(
+            "verify", list(step_lines([finding.verify + PROBING * (finding.verify == PROBE)]))
+        )
 
 
 def step_lines(steps: Sequence[str]) -> Iterator[str]:
     """Commands with their remarks in a column; long commands continue after a backslash."""
     width, column = ROOM, REMARKS
     for command, _, remark in (step.partition("  # ") for step in steps):
-        length = len(command) + GAP  # the column starts after the longest command with room for its remark
+        # the column starts after the longest command with room for its remark
+        length = len(command) + GAP
         column = max(column, length) if remark and length + len(remark) <= width else column
     for step in steps:
         command, _, remark = step.partition("  # ")

@@ -39,9 +39,17 @@ SETTINGS: dict[str, tuple[click.ParamType[Any], Value, str | None]] = {
     "max_new_tokens": (click.IntRange(1), 200, "Generate at most N tokens."),
     "temperature": (click.FloatRange(0.0), 0.8, "Set the sampling temperature; 0 is greedy."),
     "top_k": (click.IntRange(1), None, "Sample from the K most likely tokens."),
-    "top_p": (click.FloatRange(0.0, 1.0, min_open=True), 0.95, "Sample from this probability mass."),
+    "top_p": (
+        click.FloatRange(0.0, 1.0, min_open=True),
+        0.95,
+        "Sample from this probability mass.",
+    ),
     "min_p": (click.FloatRange(0.0, 1.0), 0.0, "Drop tokens below P times the most likely."),
-    "repetition_penalty": (click.FloatRange(0.01, 100.0), 1.0, "Divide the logits of repeated tokens by P."),
+    "repetition_penalty": (
+        click.FloatRange(0.01, 100.0),
+        1.0,
+        "Divide the logits of repeated tokens by P.",
+    ),
     "seed": (click.IntRange(0, 2**63 - 1), 0, "Seed the random generator."),
 }
 
@@ -50,7 +58,9 @@ def sampling_options(function: F) -> F:
     """Click options for every setting, passed on by their names."""
     for name, (kind, default, line) in reversed(SETTINGS.items()):
         flag = f"--{name.replace('_', '-')}"
-        function = click.option(flag, type=kind, default=default, show_default=default is not None, help=line)(function)
+        function = click.option(
+            flag, type=kind, default=default, show_default=default is not None, help=line
+        )(function)
     return function
 
 
@@ -69,7 +79,9 @@ def speculation_options(function: F) -> F:
         "--draft", metavar="MODEL", help="Speculate with this smaller model of the same vocabulary."
     )(function)
     lookup = "Speculate with N tokens that followed the same words."
-    return click.option("--prompt-lookup", type=click.IntRange(1, 31), metavar="N", help=lookup)(function)
+    return click.option("--prompt-lookup", type=click.IntRange(1, 31), metavar="N", help=lookup)(
+        function
+    )
 
 
 def draft_folder(prompt_lookup: int | None, draft: str | None) -> Path | None:
@@ -85,7 +97,9 @@ def finite(settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
             where = f"--{name.replace('_', '-')}"
-            raise UserError(f"not a finite number: {value}", where=where, fix="use a finite number", code=2)
+            raise UserError(
+                f"not a finite number: {value}", where=where, fix="use a finite number", code=2
+            )
     return settings
 
 
@@ -102,8 +116,12 @@ def setting(words: str) -> tuple[str, Value]:
     try:
         value: Value = kind.convert(text, None, None)
     except click.BadParameter as error:
-        problem = f"invalid {name}: {error.message.rstrip('.')}" if text else f"missing value of {name}"
-        raise UserError(problem, where="/set", fix=f"for example: /set {name} {default or 40}", code=2) from error
+        problem = (
+            f"invalid {name}: {error.message.rstrip('.')}" if text else f"missing value of {name}"
+        )
+        raise UserError(
+            problem, where="/set", fix=f"for example: /set {name} {default or 40}", code=2
+        ) from error
     return name, finite({name: value})[name]
 
 
@@ -114,14 +132,23 @@ _LONGEST_PROMPT = 4 * MIB  # of standard input
 @click.command()
 @click.argument("model")
 @click.option("--prompt", metavar="TEXT", help="Complete this prompt.")
-@click.option("--prompts", metavar="FILE", type=click.Path(path_type=Path), help="Complete each line of FILE.")
+@click.option(
+    "--prompts", metavar="FILE", type=click.Path(path_type=Path), help="Complete each line of FILE."
+)
 @sampling_options
 @click.option("--chat", is_flag=True, help="Format each prompt with the chat template.")
 @speculation_options
-@click.option("--json-schema", "schema", metavar="FILE", type=click.Path(path_type=Path),
-              help="Generate JSON that follows this schema.")  # fmt: skip
+@click.option(
+    "--json-schema",
+    "schema",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Generate JSON that follows this schema.",
+)
 @click.option("--jsonl", is_flag=True, help="Print one JSON object per prompt and line.")
-@click.option("--stop", metavar="TEXT", multiple=True, help="Stop before this text; can be repeated.")
+@click.option(
+    "--stop", metavar="TEXT", multiple=True, help="Stop before this text; can be repeated."
+)
 @step_option
 @devices_option
 @quantize_option
@@ -158,8 +185,14 @@ def command(
 
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
     safe = harmless if sys.stdout.isatty() else str  # a file gets every character
-    speed = Speed(speculation_of(decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading))
-    with writer(decoder, tokenizer, Sampling(**settings), stop, chat=chat, speed=speed, schema=asked) as write:
+    speed = Speed(
+        speculation_of(
+            decoder, tokenizer, lookup=prompt_lookup, draft=drafts, use=use, on_load=loading
+        )
+    )
+    with writer(
+        decoder, tokenizer, Sampling(**settings), stop, chat=chat, speed=speed, schema=asked
+    ) as write:
         pairs = zip(texts, write.complete(texts), strict=True)
         if as_json:
             print_json({"results": [{"prompt": text, "text": said} for text, said in pairs]})
@@ -188,7 +221,12 @@ def _schema(path: Path) -> dict[str, Any]:
         fix = "write a JSON schema"
         raise UserError(f"not JSON: {error}", where=str(path), fix=fix, code=2) from error
     if not isinstance(schema, dict):
-        raise UserError("a JSON schema is an object", where=str(path), fix='for example {"type": "object"}', code=2)
+        raise UserError(
+            "a JSON schema is an object",
+            where=str(path),
+            fix='for example {"type": "object"}',
+            code=2,
+        )
     return schema
 
 
@@ -202,9 +240,14 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
             prompt = data.decode("utf-8").removesuffix("\n") or None
         except UnicodeDecodeError as error:
             fix = "convert it to UTF-8"
-            raise UserError("the prompt is not UTF-8", where="standard input", fix=fix, code=2) from error
+            raise UserError(
+                "the prompt is not UTF-8", where="standard input", fix=fix, code=2
+            ) from error
     if (prompt is None) == (prompts is None):
-        problem, fix = "expected either --prompt or --prompts", 'add --prompt "...", or pipe in text'
+        problem, fix = (
+            "expected either --prompt or --prompts",
+            'add --prompt "...", or pipe in text',
+        )
         raise UserError(problem, where="`bloomery generate`", fix=fix, code=2)
     if prompt is not None:
         refuse_undecoded(prompt)
@@ -214,42 +257,104 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
         text = read_input(prompts, MOST_PROMPTS, pipes=True, code=2).decode("utf-8")
     except UnicodeDecodeError as error:
         fix = "use a text file in UTF-8"
-        raise UserError(f"cannot read the prompts: {error}", where=str(prompts), fix=fix, code=2) from error
+        raise UserError(
+            f"cannot read the prompts: {error}", where=str(prompts), fix=fix, code=2
+        ) from error
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise UserError("the file has no prompts", where=str(prompts), fix="write one prompt per line", code=2)
+        raise UserError(
+            "the file has no prompts", where=str(prompts), fix="write one prompt per line", code=2
+        )
     return lines
 
 
 @click.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL ...")
-@click.option("--adapter", "adapters", multiple=True, metavar="NAME=PATH",
-              help="Serve this LoRA adapter, too; can be repeated.")  # fmt: skip
+@click.option(
+    "--adapter",
+    "adapters",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Serve this LoRA adapter, too; can be repeated.",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Listen on this port.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Listen on this port.",
+)
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
 @click.option("--template", help="Chat template: chatml, llama2, llama3, qwen, ... or a file.")
-@click.option("--max-requests", "slots", type=click.IntRange(1, 256), default=8, show_default=True,
-              help="Decode this many completions at once.")  # fmt: skip
-@click.option("--max-queue", "queue", type=click.IntRange(0, 100_000), default=64, show_default=True,
-              help="Let this many completions wait.")  # fmt: skip
-@click.option("--max-context", "context", type=click.IntRange(2),
-              help="Limit a request to N tokens (default: the model's).")  # fmt: skip
-@click.option("--max-new-tokens", "new_tokens", type=click.IntRange(1), default=2048, show_default=True,
-              help="Limit a completion to N tokens.")  # fmt: skip
-@click.option("--max-seconds", "seconds", type=click.FloatRange(0, min_open=True), default=600.0, show_default=True,
-              help="Limit a request's time, waiting included.")  # fmt: skip
-@click.option("--max-body", "body_bytes", type=click.IntRange(1), default=2**21, show_default=True,
-              help="Limit a request's size in bytes.")  # fmt: skip
+@click.option(
+    "--max-requests",
+    "slots",
+    type=click.IntRange(1, 256),
+    default=8,
+    show_default=True,
+    help="Decode this many completions at once.",
+)
+@click.option(
+    "--max-queue",
+    "queue",
+    type=click.IntRange(0, 100_000),
+    default=64,
+    show_default=True,
+    help="Let this many completions wait.",
+)
+@click.option(
+    "--max-context",
+    "context",
+    type=click.IntRange(2),
+    help="Limit a request to N tokens (default: the model's).",
+)
+@click.option(
+    "--max-new-tokens",
+    "new_tokens",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Limit a completion to N tokens.",
+)
+@click.option(
+    "--max-seconds",
+    "seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Limit a request's time, waiting included.",
+)
+@click.option(
+    "--max-body",
+    "body_bytes",
+    type=click.IntRange(1),
+    default=2**21,
+    show_default=True,
+    help="Limit a request's size in bytes.",
+)
 @step_option
 @devices_option
 @quantize_option
 @default_options
 def serve_command(
-    models: tuple[str, ...], adapters: tuple[str, ...], host: str, port: int, show: bool, template: str | None,
-    slots: int, queue: int, context: int | None, new_tokens: int, seconds: float, body_bytes: int, step: str,
-    devices: str, quantize: str | None, **defaults: Any,
-) -> None:  # fmt: skip
+    models: tuple[str, ...],
+    adapters: tuple[str, ...],
+    host: str,
+    port: int,
+    show: bool,
+    template: str | None,
+    slots: int,
+    queue: int,
+    context: int | None,
+    new_tokens: int,
+    seconds: float,
+    body_bytes: int,
+    step: str,
+    devices: str,
+    quantize: str | None,
+    **defaults: Any,
+) -> None:
     """Serve models with OpenAI's API, and a page to try them, until Ctrl+C.
 
     RUN@STEP serves that checkpoint. For other hosts than 127.0.0.1, set BLOOMERY_SERVE_TOKEN.
@@ -274,23 +379,50 @@ def serve_command(
         from bloomery.serve.listen import serve
         from bloomery.serve.served import load_served
 
-        limits = Limits(slots=slots, context=context, new_tokens=new_tokens, queue=queue, seconds=seconds,
-                        body_bytes=body_bytes)  # fmt: skip
+        limits = Limits(
+            slots=slots,
+            context=context,
+            new_tokens=new_tokens,
+            queue=queue,
+            seconds=seconds,
+            body_bytes=body_bytes,
+        )
         served = [
-            load_served(folder, name, limits, stack, step=at, use=use, template=template, adapters=folders,
-                        parts=len(places), on_load=loading)
+            load_served(
+                folder,
+                name,
+                limits,
+                stack,
+                step=at,
+                use=use,
+                template=template,
+                adapters=folders,
+                parts=len(places),
+                on_load=loading,
+            )
             for folder, name, at in places
-        ]  # fmt: skip
+        ]
         names = [model.name for model in served] + list(pairs)
         if len(set(names)) < len(names):
-            raise UserError("two models have one name", where=", ".join(names), fix="rename a folder", code=2)
+            raise UserError(
+                "two models have one name", where=", ".join(names), fix="rename a folder", code=2
+            )
         echo("models     " + ", ".join(names), err=True)
 
         def ready(url: str) -> None:
             echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
 
         given = {name: value for name, value in finite(defaults).items() if value is not None}
-        serve(served, limits, listener, host=host, token=token, on_ready=ready, show=show, defaults=given)
+        serve(
+            served,
+            limits,
+            listener,
+            host=host,
+            token=token,
+            on_ready=ready,
+            show=show,
+            defaults=given,
+        )
     echo("stopped", err=True)
 
 
@@ -307,5 +439,10 @@ def _placed(model: str, step: str) -> tuple[Path, str, str]:
 def _pair(word: str) -> tuple[str, str]:
     name, sign, path = word.partition("=")
     if not (name and sign and path):
-        raise UserError(f"expected NAME=PATH: {word!r}", where="--adapter", fix="--adapter poet=runs/poet", code=2)
+        raise UserError(
+            f"expected NAME=PATH: {word!r}",
+            where="--adapter",
+            fix="--adapter poet=runs/poet",
+            code=2,
+        )
     return name, path

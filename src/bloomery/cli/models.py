@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from bloomery.cli.common import NewPath, devices_option, echo, numbers, progress_line, show_export, step_option
+from bloomery.cli.common import (
+    NewPath,
+    devices_option,
+    echo,
+    numbers,
+    progress_line,
+    show_export,
+    step_option,
+)
 from bloomery.core.units import format_bytes
 from bloomery.export import DTYPES, GGUF_TYPES, INTEGERS, K_TYPES
 
@@ -17,25 +25,53 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model")
 @click.option(
-    "--to", "layout", required=True,
+    "--to",
+    "layout",
+    required=True,
     type=click.Choice(["hf", "adapter", "merged", "gguf", "gguf-adapter", "ollama", "vllm"]),
     help="Format of the export.",
-)  # fmt: skip
-@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder, or GGUF file.")
+)
 @click.option(
-    "--type", "--quantize", "--quant", "dtype", metavar="TYPE",
+    "--out",
+    metavar="PATH",
+    type=NewPath(),
+    required=True,
+    help="Write to this new folder, or GGUF file.",
+)
+@click.option(
+    "--type",
+    "--quantize",
+    "--quant",
+    "dtype",
+    metavar="TYPE",
     type=click.Choice([*DTYPES, *INTEGERS, *GGUF_TYPES, *K_TYPES], case_sensitive=False),
     help="Type of the weights [default: as in the model; GGUF: f16].",
-)  # fmt: skip
-@click.option("--weights", callback=numbers, metavar="LIST", help="Weights of the adapters of BASE+ADAPTER+ADAPTER.")
-@click.option("--vocabulary", metavar="DATA", help="Keep only the tokens of this text dataset (hf).")
+)
+@click.option(
+    "--weights",
+    callback=numbers,
+    metavar="LIST",
+    help="Weights of the adapters of BASE+ADAPTER+ADAPTER.",
+)
+@click.option(
+    "--vocabulary", metavar="DATA", help="Keep only the tokens of this text dataset (hf)."
+)
 @step_option
-@click.option("--verify/--no-verify", default=True, help="Read the export back, compare and run it.")
+@click.option(
+    "--verify/--no-verify", default=True, help="Read the export back, compare and run it."
+)
 @devices_option
 def command(
-    model: str, layout: "Layout", out: Path, dtype: str | None, weights: tuple[float, ...] | None,
-    vocabulary: str | None, step: str, verify: bool, devices: str,
-) -> None:  # fmt: skip
+    model: str,
+    layout: "Layout",
+    out: Path,
+    dtype: str | None,
+    weights: tuple[float, ...] | None,
+    vocabulary: str | None,
+    step: str,
+    verify: bool,
+    devices: str,
+) -> None:
     """Export MODEL in Hugging Face format or as GGUF.
 
     hf: a full model for transformers and vLLM. adapter: a LoRA adapter for PEFT. merged: adapters merged into their
@@ -56,32 +92,63 @@ def command(
 
     with progress_line("export"):
         done = export(
-            model, out, layout=layout, dtype=dtype, weights=weights, vocabulary=vocabulary, step=step, verify=verify,
+            model,
+            out,
+            layout=layout,
+            dtype=dtype,
+            weights=weights,
+            vocabulary=vocabulary,
+            step=step,
+            verify=verify,
             device=devices,
-        )  # fmt: skip
+        )
     show_export(done)
 
 
 @click.command()
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @click.option(
-    "--method", type=click.Choice(["linear", "slerp", "ties", "task-arithmetic"]), default="linear", show_default=True,
+    "--method",
+    type=click.Choice(["linear", "slerp", "ties", "task-arithmetic"]),
+    default="linear",
+    show_default=True,
     help="How the weights are combined.",
-)  # fmt: skip
-@click.option("--weights", callback=numbers, metavar="LIST", help="One weight per model [default: 1 each].")
-@click.option("--base", metavar="MODEL", help="Their common base model, for ties and task-arithmetic.")
-@click.option("--density", type=float, default=0.2, show_default=True, help="Share of changes that ties keeps.")
-@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder.")
+)
 @click.option(
-    "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+    "--weights", callback=numbers, metavar="LIST", help="One weight per model [default: 1 each]."
+)
+@click.option(
+    "--base", metavar="MODEL", help="Their common base model, for ties and task-arithmetic."
+)
+@click.option(
+    "--density",
+    type=float,
+    default=0.2,
+    show_default=True,
+    help="Share of changes that ties keeps.",
+)
+@click.option(
+    "--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder."
+)
+@click.option(
+    "--type",
+    "dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Type of the weights [default: as in the first model].",
-)  # fmt: skip
+)
 @click.option("--verify/--no-verify", default=True, help="Read the merged model back and run it.")
 @devices_option
 def merge_command(
-    models: tuple[str, ...], method: "Method", weights: tuple[float, ...] | None, base: str | None, density: float,
-    out: Path, dtype: str | None, verify: bool, devices: str,
-) -> None:  # fmt: skip
+    models: tuple[str, ...],
+    method: "Method",
+    weights: tuple[float, ...] | None,
+    base: str | None,
+    density: float,
+    out: Path,
+    dtype: str | None,
+    verify: bool,
+    devices: str,
+) -> None:
     """Merge models of one architecture and tokenizer into a new one.
 
     linear: the weighted mean. slerp: two models along the arc between them, the second one's share being its weight
@@ -96,19 +163,30 @@ def merge_command(
 
     with progress_line("merge"):
         done = merge(
-            models, out, method=method, weights=weights, base=base, density=density, dtype=dtype, verify=verify,
+            models,
+            out,
+            method=method,
+            weights=weights,
+            base=base,
+            density=density,
+            dtype=dtype,
+            verify=verify,
             device=devices,
-        )  # fmt: skip
+        )
     show_export(done)
 
 
 @click.command("import")
 @click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder.")
 @click.option(
-    "--type", "dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
+    "--out", metavar="PATH", type=NewPath(), required=True, help="Write to this new folder."
+)
+@click.option(
+    "--type",
+    "dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Store weights as [default: as in the file, quantized ones as bfloat16].",
-)  # fmt: skip
+)
 def import_command(file: Path, out: Path, dtype: str | None) -> None:
     """Convert a GGUF file to Hugging Face format.
 
@@ -129,23 +207,50 @@ def import_command(file: Path, out: Path, dtype: str | None) -> None:
 @click.command("convert")
 @click.argument("source", metavar="SRC")
 @click.argument("out", metavar="DST", type=NewPath())
-@click.option("--to", "layout", type=click.Choice(["hf", "gguf"]), help="Format [default: by the end of DST].")
 @click.option(
-    "--dtype", type=click.Choice([*DTYPES, *GGUF_TYPES, *K_TYPES]),
+    "--to", "layout", type=click.Choice(["hf", "gguf"]), help="Format [default: by the end of DST]."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice([*DTYPES, *GGUF_TYPES, *K_TYPES]),
     help="Type of the weights [default: as in SRC; GGUF: f16].",
-)  # fmt: skip
-@click.option("--max-length", metavar="N", type=click.IntRange(1), help="Context length in the config, in tokens.")
-@click.option("-t", "--template", metavar="TEMPLATE", help="Chat template to store: a file, chatml, llama3 and so on.")
-@click.option("--enable-checkpoint", is_flag=True, help="Turn on gradient checkpointing in config.json.")
-@click.option("--add-tokens", multiple=True, metavar="TOKEN", help="Add a special token; can be repeated.")
+)
+@click.option(
+    "--max-length",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Context length in the config, in tokens.",
+)
+@click.option(
+    "-t",
+    "--template",
+    metavar="TEMPLATE",
+    help="Chat template to store: a file, chatml, llama3 and so on.",
+)
+@click.option(
+    "--enable-checkpoint", is_flag=True, help="Turn on gradient checkpointing in config.json."
+)
+@click.option(
+    "--add-tokens", multiple=True, metavar="TOKEN", help="Add a special token; can be repeated."
+)
 @step_option
-@click.option("--verify/--no-verify", default=True, help="Read the result back, compare and run it.")
+@click.option(
+    "--verify/--no-verify", default=True, help="Read the result back, compare and run it."
+)
 @devices_option
 def convert_command(
-    source: str, out: Path, layout: Literal["hf", "gguf"] | None, dtype: str | None, max_length: int | None,
-    template: str | None, enable_checkpoint: bool, add_tokens: tuple[str, ...], step: str, verify: bool,
+    source: str,
+    out: Path,
+    layout: Literal["hf", "gguf"] | None,
+    dtype: str | None,
+    max_length: int | None,
+    template: str | None,
+    enable_checkpoint: bool,
+    add_tokens: tuple[str, ...],
+    step: str,
+    verify: bool,
     devices: str,
-) -> None:  # fmt: skip
+) -> None:
     """Convert a model between Hugging Face format and GGUF, and change it on the way.
 
     SRC is a MODEL or a GGUF file; DST is new: a folder to train (model.from), chat with and export, or a GGUF file.
@@ -163,16 +268,30 @@ def convert_command(
 
     with progress_line("convert"):
         done = convert(
-            source, out, layout=layout, dtype=dtype, max_length=max_length, template=template, add_tokens=add_tokens,
-            checkpointing=enable_checkpoint, step=step, verify=verify, device=devices,
-        )  # fmt: skip
+            source,
+            out,
+            layout=layout,
+            dtype=dtype,
+            max_length=max_length,
+            template=template,
+            add_tokens=add_tokens,
+            checkpointing=enable_checkpoint,
+            step=step,
+            verify=verify,
+            device=devices,
+        )
     show_export(done)
 
 
 @click.command()
 @click.argument("name", metavar="ID")
 @click.option("--dataset", is_flag=True, help="Download a dataset instead of a model.")
-@click.option("--to", metavar="DIR", type=NewPath(file_okay=False), help="Download to DIR [default: the Hub's cache].")
+@click.option(
+    "--to",
+    metavar="DIR",
+    type=NewPath(file_okay=False),
+    help="Download to DIR [default: the Hub's cache].",
+)
 def download_command(name: str, dataset: bool, to: Path | None) -> None:
     """Download a model or dataset from the Hugging Face Hub.
 
@@ -183,8 +302,11 @@ def download_command(name: str, dataset: bool, to: Path | None) -> None:
     """
     from bloomery.hub import download
 
-    if to is None and name and Path(name).is_dir():  # a local folder is never taken for an id, as in recipes
-        click.echo(f"{name} is a local folder: recipes can use this path; nothing was downloaded", err=True)
+    # a local folder is never taken for an id, as in recipes
+    if to is None and name and Path(name).is_dir():
+        click.echo(
+            f"{name} is a local folder: recipes can use this path; nothing was downloaded", err=True
+        )
         click.echo(name)
         return
     try:
@@ -212,7 +334,10 @@ def push_command(folder: Path, repo: str, public: bool, dry_run: bool) -> None:
 
     done = push(folder, repo, public=public, dry_run=dry_run)
     for name, size in done.files.items():
-        echo(f"{'would upload' if dry_run else 'upload':<12} {name} ({format_bytes(size)})", err=not dry_run)
+        echo(
+            f"{'would upload' if dry_run else 'upload':<12} {name} ({format_bytes(size)})",
+            err=not dry_run,
+        )
     for warning in done.warnings:
         echo(f"warning: {warning}", err=True)
     echo(f"{'repository' if dry_run else 'pushed':<12} {done.page}")

@@ -57,10 +57,19 @@ class PlanCommand(click.Command):
 
 @click.command(cls=PlanCommand)
 @recipe_or_model
-@click.option("--gpu", metavar="NAME", multiple=True, help="Plan for this GPU: 4090, 'RX 6700 XT', 8xMI300X, all.")
+@click.option(
+    "--gpu",
+    metavar="NAME",
+    multiple=True,
+    help="Plan for this GPU: 4090, 'RX 6700 XT', 8xMI300X, all.",
+)
 @click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), help="Plan for N GPUs per node.")
-@click.option("--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="Plan for N nodes.")
-@click.option("--simulate", is_flag=True, help="Simulate a step on meta tensors for its peak memory.")
+@click.option(
+    "--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="Plan for N nodes."
+)
+@click.option(
+    "--simulate", is_flag=True, help="Simulate a step on meta tensors for its peak memory."
+)
 @json_option
 def command(
     recipe: str | None,
@@ -96,11 +105,19 @@ def command(
         names = () if "all" in gpu else gpu
         return show_gpus(loaded, names, gpus=gpus, nodes=nodes, as_json=as_json, source=source)
     one = gpu[0] if gpu else None
-    return show_plan(loaded, gpu=one, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=source)
+    return show_plan(
+        loaded, gpu=one, gpus=gpus, nodes=nodes, simulate=simulate, as_json=as_json, source=source
+    )
 
 
 def show_gpus(
-    loaded: "LoadedRecipe", names: tuple[str, ...], *, gpus: int, nodes: int, as_json: bool, source: str
+    loaded: "LoadedRecipe",
+    names: tuple[str, ...],
+    *,
+    gpus: int,
+    nodes: int,
+    as_json: bool,
+    source: str,
 ) -> int:
     """Print one line per named GPU, or per GPU of the table where none is named; 0 when the run fits one of them."""
     from bloomery.hardware.specs import find_gpu
@@ -136,9 +153,13 @@ def show_plan(
     from bloomery.runs.devices import planned_devices
 
     if gpu is None and gpus * nodes > 1 and not detect().accelerators:
-        where = " ".join(f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1)
+        where = " ".join(
+            f"{flag} {count}" for flag, count in (("--gpus", gpus), ("--nodes", nodes)) if count > 1
+        )
         fix = f'name a GPU: --gpu "MI300X" {where}'
-        raise UserError("this machine has no GPU of which to plan several", where=where, fix=fix, code=2)
+        raise UserError(
+            "this machine has no GPU of which to plan several", where=where, fix=fix, code=2
+        )
     machine = detect()
     if gpu is None and gpus * nodes == 1:
         machine, gpus = planned_devices(loaded.recipe, machine, devices)
@@ -147,7 +168,9 @@ def show_plan(
     report, machine = advise(loaded, plan, facts), facts.machine
     simulation = simulated(plan, machine) if simulate else None
     if as_json:
-        print_json(document(report, machine) | ({"simulated": simulation.document()} if simulation else {}))
+        print_json(
+            document(report, machine) | ({"simulated": simulation.document()} if simulation else {})
+        )
         return 0 if plan.fits and (simulation is None or simulation.fits) else 1
     from bloomery.cli import COMMANDS
     from bloomery.hub import cached_model, is_hub_id, local_model
@@ -167,8 +190,20 @@ def show_plan(
         hidden |= {"train"}
     words = "" if gpu is None else f' --gpu "{gpu}"'
     words += (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
-    commands, lines = [name for name in COMMANDS if name not in hidden], simulation.lines() if simulation else []
-    echo_page(page(report, machine, source=source or loaded.name, commands=commands, devices=words, simulated=lines))
+    commands, lines = (
+        [name for name in COMMANDS if name not in hidden],
+        simulation.lines() if simulation else [],
+    )
+    echo_page(
+        page(
+            report,
+            machine,
+            source=source or loaded.name,
+            commands=commands,
+            devices=words,
+            simulated=lines,
+        )
+    )
     notes, models = [], models_of(loaded.recipe)
     for name in (name for name in models if cached_model(name) is None):
         then = "`train` refuses it" if untrained(plan.model.config) else "`train` downloads it"
@@ -182,7 +217,11 @@ def show_plan(
             f"no --data: conversations in packed sequences of {length:,} tokens are assumed; --data adds steps"
         )
     for place in missing if not assumed else ():
-        then = "`train` downloads it" if place.startswith("hub:") else "set data.path to your dataset before `train`"
+        then = (
+            "`train` downloads it"
+            if place.startswith("hub:")
+            else "set data.path to your dataset before `train`"
+        )
         notes.append(f"data.path does not exist: {place}; {then}")
     for note in notes:
         echo(f"note: {note}", err=True)
@@ -218,7 +257,11 @@ def progress() -> Iterator[Callable[[str], None]]:
 def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
     """The JSON of `plan --json`."""
     plan = report.plan
-    rate = plan.step_seconds.inverse(plan.train.tokens_per_step) if plan.step_seconds is not None else None
+    rate = (
+        plan.step_seconds.inverse(plan.train.tokens_per_step)
+        if plan.step_seconds is not None
+        else None
+    )
     return {
         "fits": plan.fits,
         "tokens": plan.total_tokens,
@@ -249,7 +292,12 @@ def brief_document(plan: "RunPlan") -> dict[str, Any]:
 
 def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
     """In GiB: the parts, the peak with the ends of its interval, and the limit."""
-    ends = {"value": memory.total / GIB, "low": memory.low / GIB, "high": memory.high / GIB, "from": memory.origin}
+    ends = {
+        "value": memory.total / GIB,
+        "low": memory.low / GIB,
+        "high": memory.high / GIB,
+        "from": memory.origin,
+    }
     return {
         "parts": {name: value / GIB for name, value in memory.parts.items()},
         "total": ends,
@@ -265,7 +313,11 @@ def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:
         return None
-    reached, peak, best = reached_flops(plan), gpu.peak_flops(dtype_of(plan)), gpu.achievable_flops(dtype_of(plan))
+    reached, peak, best = (
+        reached_flops(plan),
+        gpu.peak_flops(dtype_of(plan)),
+        gpu.achievable_flops(dtype_of(plan)),
+    )
     return {
         "peak": reached / peak if peak else None,
         "achievable": reached / best if best else None,
@@ -303,7 +355,11 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
 
 def estimate(value: "Estimate | None") -> dict[str, Any] | None:
     """The JSON of an estimate."""
-    return None if value is None else {"value": value.value, "low": value.low, "high": value.high, "from": value.origin}
+    return (
+        None
+        if value is None
+        else {"value": value.value, "low": value.low, "high": value.high, "from": value.origin}
+    )
 
 
 @click.group(invoke_without_command=True)
@@ -318,12 +374,25 @@ def recipes_command(context: click.Context) -> None:
 
 
 # Fine-tuning recipes by the release of their model, the newest first; then pretraining and the demos.
-NEWEST_FIRST = ("smollm3", "qwen3", "gemma3", "phi4", "llama3.2", "qwen2.5", "llama3.1", "llama2", "go-coder", "demo")
+NEWEST_FIRST = (
+    "smollm3",
+    "qwen3",
+    "gemma3",
+    "phi4",
+    "llama3.2",
+    "qwen2.5",
+    "llama3.1",
+    "llama2",
+    "go-coder",
+    "demo",
+)
 
 
 def by_release(name: str) -> int:
     """The place of a recipe in the list."""
-    return next((at for at, start in enumerate(NEWEST_FIRST) if name.startswith(start)), len(NEWEST_FIRST))
+    return next(
+        (at for at, start in enumerate(NEWEST_FIRST) if name.startswith(start)), len(NEWEST_FIRST)
+    )
 
 
 @recipes_command.command("list")
@@ -344,8 +413,11 @@ def list_() -> None:
         rows.append((name, method, model, smallest, dataset))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     room = shutil.get_terminal_size((1000, 24)).columns  # a pipe gets whole lines
-    for row in rows if room >= sum(widths[:-1]) + 20 else [row[:-1] for row in rows]:  # no room for a dataset
-        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)).rstrip()
+    # no room for a dataset
+    for row in rows if room >= sum(widths[:-1]) + 20 else [row[:-1] for row in rows]:
+        line = "  ".join(
+            f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)
+        ).rstrip()
         echo(line if len(line) <= room else line[: room - 1] + "…")
     twins = sum(name.endswith("-tiny") for name in others)
     echo("\nGPU         the smallest one that fits, estimated")
@@ -355,7 +427,9 @@ def list_() -> None:
 
 @recipes_command.command()
 @recipe_or_model
-def show(recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None) -> None:
+def show(
+    recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None
+) -> None:
     """Print a recipe: packaged, of a run, or generated.
 
     With --model and --data: the recipe that `train` generates for them and for the keys behind them, as a file.
@@ -375,7 +449,10 @@ def show(recipe: str | None, overrides: tuple[str, ...], model: str | None, data
     if recipe is None or overrides or model or data:
         fix = "bloomery recipes show NAME, or bloomery recipes show --model MODEL --data PATH [section.key=value ...]"
         raise UserError(
-            "missing argument: NAME, or --model and --data", where="`bloomery recipes show`", fix=fix, code=2
+            "missing argument: NAME, or --model and --data",
+            where="`bloomery recipes show`",
+            fix=fix,
+            code=2,
         )
     echo(_recipe_path(recipe).read_text(encoding="utf-8"), nl=False)
 
@@ -396,7 +473,9 @@ def copy(name: str, path: Path | None) -> None:
 
 @recipes_command.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--out", metavar="PATH", type=NewPath(), help="Write the recipe to PATH, not to stdout.")
+@click.option(
+    "--out", metavar="PATH", type=NewPath(), help="Write the recipe to PATH, not to stdout."
+)
 def import_(file: Path, out: Path | None) -> None:
     """Convert an Axolotl, LLaMA-Factory or TRL YAML to a recipe.
 
@@ -420,7 +499,9 @@ def _write_new(path: Path, text: str, fix: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError("the file exists; nothing was overwritten", where=str(path), fix=fix) from error
+        raise UserError(
+            "the file exists; nothing was overwritten", where=str(path), fix=fix
+        ) from error
     except OSError as error:
         problem = f"cannot write the recipe: {error.strerror}"
         raise UserError(problem, where=str(path), fix="choose another PATH") from error

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from bloomery.data.shards import Manifest, SplitPart
     from bloomery.recipe.load import LoadedRecipe
 
-_NAMES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "checksums": "computing checksums"}
+_NAMES = {
+    "tokenizer": "training the tokenizer",
+    "tokens": "tokenizing",
+    "checksums": "computing checksums",
+}
 _COLORS = ("cyan", "green", "yellow", "magenta")
 _TRAINED = ("bold green", "bold cyan")
 _MASKED = ("dim", "dim italic")
@@ -33,11 +37,20 @@ _WIDTH = 40  # characters of the longest bar
 @click.command()
 @recipe_or_model
 @click.option(
-    "--preview", "count", metavar="N", type=click.IntRange(1), help="Print N documents with their loss mask, then exit."
+    "--preview",
+    "count",
+    metavar="N",
+    type=click.IntRange(1),
+    help="Print N documents with their loss mask, then exit.",
 )
 @click.option("--check", is_flag=True, help="Report empty, repeated and truncated documents.")
 def command(
-    recipe: str | None, overrides: tuple[str, ...], model: str | None, data: str | None, count: int | None, check: bool
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    model: str | None,
+    data: str | None,
+    count: int | None,
+    check: bool,
 ) -> None:
     """Tokenize the dataset of RECIPE into shards, on all cores.
 
@@ -84,11 +97,25 @@ def reporting() -> Iterator["Report"]:
         yield report
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        tasks = {name: progress.add_task(shown, total=None, visible=False) for name, shown in _NAMES.items()}
+        tasks = {
+            name: progress.add_task(shown, total=None, visible=False)
+            for name, shown in _NAMES.items()
+        }
         yield lambda phase, done, total: progress.update(
             tasks[phase], completed=done, total=total or None, visible=True
         )
@@ -105,11 +132,19 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path, *, ch
         f"dataset    {_units(manifest, train.parts)} for training"
         + f", {validation.documents // each:,} for validation"
         + (f", {manifest.empty:,} empty" if manifest.empty else "")
-        + (f", {manifest.held_back:,} left out (also in the validation set)" if manifest.held_back else "")
+        + (
+            f", {manifest.held_back:,} left out (also in the validation set)"
+            if manifest.held_back
+            else ""
+        )
     )
     if manifest.formats:
         echo(f"format     {', '.join(manifest.formats)}")
-    data, required_format, title = loaded.recipe.data, loaded.recipe.objective.spec.data_kind, "sources"
+    data, required_format, title = (
+        loaded.recipe.data,
+        loaded.recipe.objective.spec.data_kind,
+        "sources",
+    )
     for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
         what = _units(manifest, [part]) + (" of text" if part.plain else "")
         often = f", {part.weight:g} times per epoch" if part.weight != 1 else ""
@@ -121,11 +156,15 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path, *, ch
         units = (train.documents + validation.documents) // each
         if roles.share and validation.documents // each > max(2 * roles.share * units, 1):
             share = f"{100 * roles.share:g}%"
-            echo(f"validation {share} are too few to measure: up to {MEASURABLE_ROWS} rows, or a fifth")
+            echo(
+                f"validation {share} are too few to measure: up to {MEASURABLE_ROWS} rows, or a fifth"
+            )
     for line in left_aside(loaded.recipe):
         echo(f"not read   {line}")
     if manifest.skipped:
-        echo(f"skipped    {counted(manifest.skipped, 'rows')}, the first: {one_line(manifest.first_skipped)}")
+        echo(
+            f"skipped    {counted(manifest.skipped, 'rows')}, the first: {one_line(manifest.first_skipped)}"
+        )
     if not check:  # which prints these among its own
         for warning in size_warnings(manifest, sequence_length=data.sequence_length):
             echo(f"warning    {warning}")
@@ -160,14 +199,21 @@ def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -
     share = (train.loss_tokens or 0) / max(1, train.tokens)
     echo(f"loss on    {share:.1%} of the training tokens; the others are masked")
     fill = packing_stats(
-        open_split(folder, "train", manifest), sequence_length=data.sequence_length, layout=data.layout
+        open_split(folder, "train", manifest),
+        sequence_length=data.sequence_length,
+        layout=data.layout,
     )
     if fill is None:
         return
-    full, units = fill.positions / max(1, fill.sequences * data.sequence_length), UNITS[manifest.kind]
+    full, units = (
+        fill.positions / max(1, fill.sequences * data.sequence_length),
+        UNITS[manifest.kind],
+    )
     parts = [f"{fill.sequences:,} of {data.sequence_length:,} tokens, {full:.1%} full"]
     if fill.truncated:
-        parts.append(f"truncated: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens")
+        parts.append(
+            f"truncated: {counted(fill.truncated, unit_name(manifest))} by {fill.cut:,} tokens"
+        )
     if fill.dropped:
         parts.append(f"left out: {counted(fill.dropped, units)}, no loss tokens after truncation")
     if fill.all_masked:
@@ -179,7 +225,9 @@ def print_tokenizer(loaded: "LoadedRecipe", vocab_size: int, fingerprint: str) -
     """Print size and hash, and whether the dataset was too small for the requested size."""
     settings = loaded.recipe.tokenizer.train
     small = settings is not None and vocab_size < settings.vocab_size
-    remark = f" · dataset too small for {settings.vocab_size:,} tokens" if settings and small else ""
+    remark = (
+        f" · dataset too small for {settings.vocab_size:,} tokens" if settings and small else ""
+    )
     echo(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
 
 
@@ -192,12 +240,16 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
 
     data, console = loaded.recipe.data, Console(highlight=False)
     with reporting() as report, preparation(loaded, folder, report=report) as work:
-        documents = list(preview(work, count, sequence_length=data.sequence_length, layout=data.layout))
+        documents = list(
+            preview(work, count, sequence_length=data.sequence_length, layout=data.layout)
+        )
     for document in documents:
         role = f" ({document.role})" if document.role else ""
         line = f"  {document.split} · " + (f"{document.kind} · " if document.kind else "")
         line += _counts(document, data.sequence_length)
-        console.print(Text.assemble((f"{document.source}{role}", "bold"), (line, "")), soft_wrap=True)
+        console.print(
+            Text.assemble((f"{document.source}{role}", "bold"), (line, "")), soft_wrap=True
+        )
         console.print(_colored(document), soft_wrap=True)
         console.print()
     if any(document.loss_mask is not None for document in documents):
@@ -231,16 +283,26 @@ def _colored(document: "Preview") -> "Text":
     from rich.text import Text
 
     plain, text = Console().color_system is None, Text()
-    flags = document.loss_mask and [False, *document.loss_mask[1:]]  # nothing predicts the first token
+    # nothing predicts the first token
+    flags = document.loss_mask and [False, *document.loss_mask[1:]]
     for index, piece in enumerate(document.pieces[:_SHOWN]):
         if flags is None:
-            text.append(("|" if plain and index else "") + _visible(piece), style=_COLORS[index % len(_COLORS)])
+            text.append(
+                ("|" if plain and index else "") + _visible(piece),
+                style=_COLORS[index % len(_COLORS)],
+            )
             continue
         starts = flags[index] and not flags[index - 1]
         ends = flags[index] and (index + 1 == min(len(flags), _SHOWN) or not flags[index + 1])
-        joined = index and flags[index] == flags[index - 1] and not document.pieces[index - 1].endswith("\n")
+        joined = (
+            index
+            and flags[index] == flags[index - 1]
+            and not document.pieces[index - 1].endswith("\n")
+        )
         between = "¦" if joined else ""
-        shown = f"{between}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}" if plain else _visible(piece)
+        shown = (
+            f"{between}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}" if plain else _visible(piece)
+        )
         text.append(shown, style=(_TRAINED if flags[index] else _MASKED)[index % 2])
     if len(document.pieces) > _SHOWN:
         text.append(f" ... and {len(document.pieces) - _SHOWN:,} more tokens", style="dim")
@@ -249,7 +311,9 @@ def _colored(document: "Preview") -> "Text":
 
 def _visible(piece: str) -> str:
     """Control characters as escapes: untrusted text must not control a terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in piece)
+    return "".join(
+        c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in piece
+    )
 
 
 def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
@@ -265,7 +329,11 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     tokenizer, data = load_tokenizer(folder), loaded.recipe.data
     missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
     length, layout = data.sequence_length, data.layout
-    _print_health(check_dataset(folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing))
+    _print_health(
+        check_dataset(
+            folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing
+        )
+    )
     corpus = gather.counted(manifest, data, folder)
     try:
         plan = resolve(loaded, gather.facts_of(loaded, detect(), prepared=folder, dataset=corpus))
@@ -273,7 +341,9 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
         echo(f"epochs     unknown: {error.problem}")
         return
     tokens = f"{plan.train.tokens_per_step:,} tokens per step"
-    echo(f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.sequences_per_epoch:,} sequences per epoch, {tokens}")
+    echo(
+        f"epochs     {in_epochs(plan) or 'unknown'}: {corpus.sequences_per_epoch:,} sequences per epoch, {tokens}"
+    )
     if (repeated := too_many_epochs(plan)) is not None:
         echo(f"warning    {repeated}")
 
@@ -286,7 +356,9 @@ def _print_health(check: "DatasetCheck") -> None:
     echo(f"unknown    {check.unknown:,} of {check.tokens:,} tokens")
     if check.kind != "text":
         echo(f"BOS        {counted(check.double_bos, 'texts')} with two BOS tokens")
-        echo(f"EOS        {counted(check.missing_eos, 'responses')} without an EOS token in the loss")
+        echo(
+            f"EOS        {counted(check.missing_eos, 'responses')} without an EOS token in the loss"
+        )
     most = max((count for _, count in check.lengths), default=1)
     for edge, count in check.lengths:
         echo(f"  to {edge:>11,} tokens {count:>11,}  {'█' * round(_WIDTH * count / most)}")
@@ -337,11 +409,20 @@ def inspect(folder: str, text: str) -> None:
     from bloomery.train.model_folder import model_folder
 
     path = expanded(folder)
-    tokenizer = load_tokenizer(path if path.exists() and not is_run(path) else model_folder(find_run(folder), "last"))
+    tokenizer = load_tokenizer(
+        path if path.exists() and not is_run(path) else model_folder(find_run(folder), "last")
+    )
     ids, sizes = tokenizer.encode(text), tokenizer.token_bytes()
-    names = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id, "unk": tokenizer.unk_id}
+    names = {
+        "bos": tokenizer.bos_id,
+        "eos": tokenizer.eos_id,
+        "pad": tokenizer.pad_id,
+        "unk": tokenizer.unk_id,
+    }
     special = " · ".join(f"{name} {index}" for name, index in names.items() if index is not None)
-    click.echo(f"tokenizer  {tokenizer.vocab_size:,} tokens · {special or 'no special tokens'} · {tokenizer.hash[:12]}")
+    click.echo(
+        f"tokenizer  {tokenizer.vocab_size:,} tokens · {special or 'no special tokens'} · {tokenizer.hash[:12]}"
+    )
     click.echo(f"text       {len(text.encode()):,} bytes in {len(ids):,} tokens")
     for index, piece in zip(ids, pieces(ids, tokenizer), strict=True):
         click.echo(f"{index:>8}  {sizes[index]:>3}  {piece!r}")

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import data_path, devices_option, progress_line, refuse_undecoded, text_flags
+from bloomery.cli.common import (
+    data_path,
+    devices_option,
+    progress_line,
+    refuse_undecoded,
+    text_flags,
+)
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.core.text import expanded
@@ -20,9 +26,15 @@ if TYPE_CHECKING:
 
 
 def _report_model(
-    name: str, place: Path, *, data: Path | None, prompts: tuple[str, ...], template: str | None, out: Path | None,
+    name: str,
+    place: Path,
+    *,
+    data: Path | None,
+    prompts: tuple[str, ...],
+    template: str | None,
+    out: Path | None,
     devices: str,
-) -> Path:  # fmt: skip
+) -> Path:
     """Writes the page about the model `name` to `place`. Raises UserError."""
     folder = model_path(name)
     use = chosen_use(devices)  # before torch is imported
@@ -36,11 +48,18 @@ def _report_model(
     if data is not None or prompts:
         refuse_values(facts.config, where=name)
         with text_flags():
-            results = _results(files, facts, where=name, use=use, data=data, prompts=prompts, template=template)
-    model = name if expanded(name).exists() or "+" in name or "/" in name else str(folder)  # "last" would change
+            results = _results(
+                files, facts, where=name, use=use, data=data, prompts=prompts, template=template
+            )
+    # "last" would change
+    model = name if expanded(name).exists() or "+" in name or "/" in name else str(folder)
     last = expanded(model if expanded(model).exists() else model.rpartition("+")[2])
     title = last.resolve().name if last.exists() else str(last)  # a Hub id unchanged
-    options = [("--data", data), *(("--prompt", prompt) for prompt in prompts), ("--template", template)]
+    options = [
+        ("--data", data),
+        *(("--prompt", prompt) for prompt in prompts),
+        ("--template", template),
+    ]
     options += [("--devices", None if devices == "auto" else devices), ("--out", out)]
     typed = [str(word) for flag, value in options if value is not None for word in (flag, value)]
     again = shlex.join(["bloomery", "report", model, *typed])
@@ -48,9 +67,15 @@ def _report_model(
 
 
 def _results(
-    files: "ModelFiles", facts: "ModelFacts", *, where: str, use: "Use", data: Path | None, prompts: tuple[str, ...],
+    files: "ModelFiles",
+    facts: "ModelFacts",
+    *,
+    where: str,
+    use: "Use",
+    data: Path | None,
+    prompts: tuple[str, ...],
     template: str | None,
-) -> "ModelResults":  # fmt: skip
+) -> "ModelResults":
     """Loads one model at a time."""
     from bloomery.data.chat.render import chat_format
     from bloomery.data.examples import Message
@@ -68,7 +93,10 @@ def _results(
     tokens: list[int] = []
     if place is not None:
         texts = texts_of(place, tokenizer, template=template)
-        flags = ((t.tokens, [True] * len(t.tokens) if t.loss_mask is None else t.loss_mask.tolist()) for t in texts)
+        flags = (
+            (t.tokens, [True] * len(t.tokens) if t.loss_mask is None else t.loss_mask.tolist())
+            for t in texts
+        )
         tokens, mask = excerpt(flags, tokenizer)
     questions, form = [], ""
     if prompts:
@@ -86,7 +114,9 @@ def _results(
     notes: list[str] = []
     for title, each in models:
         progress(f"loading the model ({title})")
-        decoder, tokenizer = load_found(each, where=where, vocab_size=facts.config.vocab_size, use=use)
+        decoder, tokenizer = load_found(
+            each, where=where, vocab_size=facts.config.vocab_size, use=use
+        )
         responses = []
         for number, ids in enumerate(questions, 1):
             progress(f"response {number} of {len(questions)} ({title})")
@@ -99,7 +129,9 @@ def _results(
             progress(f"loss on the text ({title})")
             result, notes = evaluate(decoder, tokenizer, place, template=template)
             if tokens:
-                spans = scored_spans(tokens, next(score_documents(decoder, [tokens])), tokenizer, mask)
+                spans = scored_spans(
+                    tokens, next(score_documents(decoder, [tokens])), tokenizer, mask
+                )
         figures = None if result is None else asdict(result)
         checked.append(CheckedModel(title, figures, spans, tuple(responses)))
     name = None if data is None else data.name or str(data)
@@ -109,9 +141,13 @@ def _results(
 @click.command()
 @click.argument("model")
 @click.option(
-    "--data", type=click.Path(path_type=Path), help="Show the loss on a text, data file, folder or hub:ORG/NAME."
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Show the loss on a text, data file, folder or hub:ORG/NAME.",
 )
-@click.option("--prompt", "prompts", multiple=True, help="Show a response to this prompt; may be repeated.")
+@click.option(
+    "--prompt", "prompts", multiple=True, help="Show a response to this prompt; may be repeated."
+)
 @click.option("--template", help="Chat template [default: the one of the tokenizer].")
 @click.option(
     "--out",
@@ -120,7 +156,12 @@ def _results(
 )
 @devices_option
 def command(
-    model: str, data: Path | None, prompts: tuple[str, ...], template: str | None, out: Path | None, devices: str
+    model: str,
+    data: Path | None,
+    prompts: tuple[str, ...],
+    template: str | None,
+    out: Path | None,
+    devices: str,
 ) -> None:
     """Write report.html about a run or a model: one page that works offline.
 
@@ -134,7 +175,9 @@ def command(
     for prompt in prompts:
         refuse_undecoded(prompt)
     if any(not prompt.strip() for prompt in prompts):
-        raise UserError("the prompt is empty", where="--prompt", fix="set a prompt, or remove --prompt", code=2)
+        raise UserError(
+            "the prompt is empty", where="--prompt", fix="set a prompt, or remove --prompt", code=2
+        )
     if template is not None and data is None and not prompts:
         fix = "add --data FILE or --prompt TEXT, or remove --template"
         raise UserError("--template needs --data or --prompt", where="--template", fix=fix, code=2)
@@ -145,7 +188,15 @@ def command(
     refuse_place(place)
     with progress_line("report"):
         if run is None:
-            page = _report_model(model, place, data=data, prompts=prompts, template=template, out=out, devices=devices)
+            page = _report_model(
+                model,
+                place,
+                data=data,
+                prompts=prompts,
+                template=template,
+                out=out,
+                devices=devices,
+            )
         else:
             page = write_report(run, out=None if out is None else place, use=chosen_use(devices))
     click.echo(page)
@@ -159,5 +210,6 @@ def _run_of(name: str) -> Path | None:
         return find_run(name)
     if is_run(made) or not made.is_dir():
         return made if is_run(made) else None
-    above = (folder for folder in made.resolve().parents if is_run(folder))  # not a folder with a recipe of yours
+    # not a folder with a recipe of yours
+    above = (folder for folder in made.resolve().parents if is_run(folder))
     return next((folder for folder in above if (folder / "events.jsonl").is_file()), None)

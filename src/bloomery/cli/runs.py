@@ -126,7 +126,11 @@ def runner_of(folder: RunFolder) -> Runner:
 
 
 def _idle(folder: RunFolder) -> UserError:
-    return UserError("no process is training this run", where=str(folder.path), fix=f"bloomery resume {folder.name}")
+    return UserError(
+        "no process is training this run",
+        where=str(folder.path),
+        fix=f"bloomery resume {folder.name}",
+    )
 
 
 def stop_run(runner: Runner, *, on_event: Callable[[Event], None]) -> RunEnded | None:
@@ -173,8 +177,15 @@ def profile_run(runner: Runner, steps: int, *, on_event: Callable[[Event], None]
     try:
         for event in _events_after(runner, lambda: write_durably(asked, str(steps))):
             on_event(event)
-            if isinstance(event, Phase) and event.name == PROFILE and event.total and event.done >= event.total:
-                return runner.folder.path / PROFILE / f"step-{event.step - int(event.total) + 1:08d}"
+            if (
+                isinstance(event, Phase)
+                and event.name == PROFILE
+                and event.total
+                and event.done >= event.total
+            ):
+                return (
+                    runner.folder.path / PROFILE / f"step-{event.step - int(event.total) + 1:08d}"
+                )
             if isinstance(event, Warned) and NOT_RECORDED in event.reason:
                 raise UserError(
                     event.reason,
@@ -246,11 +257,18 @@ def command(context: click.Context, as_json: bool) -> None:
     rows = [_HEAD, *(_cells(line) for line in lines)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     room = shutil.get_terminal_size((sum(widths) + 2 * len(widths), 24)).columns
-    while sum(widths) + 2 * (len(widths) - 1) > room and len(widths) > 3:  # a narrow terminal shows fewer columns
+    # a narrow terminal shows fewer columns
+    while sum(widths) + 2 * (len(widths) - 1) > room and len(widths) > 3:
         widths.pop()
     for row in rows:
-        name, state, *figures = (cell.rjust(width) for cell, width in zip(row, widths, strict=False))
-        echo("  ".join([name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]).rstrip())
+        name, state, *figures = (
+            cell.rjust(width) for cell, width in zip(row, widths, strict=False)
+        )
+        echo(
+            "  ".join(
+                [name.strip().ljust(widths[0]), state.strip().ljust(widths[1]), *figures]
+            ).rstrip()
+        )
     for number, resume in enumerate([line.command for line in lines if line.command][-3:]):
         echo(f"{'' if number else 'next':<11}{resume}")
 
@@ -269,7 +287,11 @@ def describe(folder: Path) -> RunLine:
     except UserError:
         summary, unknown = RunSummary(), "unreadable"
     state = "running" if worked_on(folder) else unknown
-    if state != "running" and summary.ended is not None and not contradicted(folder, summary.ended, summary.step):
+    if (
+        state != "running"
+        and summary.ended is not None
+        and not contradicted(folder, summary.ended, summary.step)
+    ):
         state = summary.ended.status
     return RunLine(
         name=folder.name,
@@ -279,7 +301,9 @@ def describe(folder: Path) -> RunLine:
         loss=summary.smoothed,
         bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
         bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
-        command=None if state in ("running", "done") else f"bloomery resume {name_of(folder.absolute())}",
+        command=None
+        if state in ("running", "done")
+        else f"bloomery resume {name_of(folder.absolute())}",
     )
 
 
@@ -312,9 +336,13 @@ def stop_command(run: str) -> int:
     if ended is None or ended.status == "failed":
         reason = "process killed without a final event" if ended is None else ended.error
         fix = f"bloomery resume {folder.name}"
-        raise UserError(f"the run failed before it stopped: {reason}", where=str(folder.log), fix=fix)
+        raise UserError(
+            f"the run failed before it stopped: {reason}", where=str(folder.log), fix=fix
+        )
     steps = saved_steps(folder.checkpoints)
-    saved = f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "no checkpoint yet"
+    saved = (
+        f"saved in {step_folder(folder.checkpoints, steps[-1])}" if steps else "no checkpoint yet"
+    )
     echo(f"{ended.status:<11}at step {ended.step:,}; {saved}")
     if ended.status == "stopped":
         echo(f"next       bloomery resume {folder.name}")
@@ -324,9 +352,12 @@ def stop_command(run: str) -> int:
 @click.command()
 @run_argument
 @click.option(
-    "--profile", "steps", type=click.IntRange(1, LONGEST_PROFILE), metavar="STEPS",
+    "--profile",
+    "steps",
+    type=click.IntRange(1, LONGEST_PROFILE),
+    metavar="STEPS",
     help="Instead profile the next STEPS steps.",
-)  # fmt: skip
+)
 def save_command(run: str, steps: int | None) -> int:
     """Save a checkpoint of a running run after its current step.
 
@@ -341,7 +372,9 @@ def save_command(run: str, steps: int | None) -> int:
         echo(f"requested  process {runner.pid} profiles its next {steps} steps")
         with waiting(folder.path) as on_event:
             files = profile_run(runner, steps, on_event=on_event)
-        echo(f"trace      {files}.trace.json.gz (open in https://ui.perfetto.dev or chrome://tracing)")
+        echo(
+            f"trace      {files}.trace.json.gz (open in https://ui.perfetto.dev or chrome://tracing)"
+        )
         echo(f"tables     {files}.operators.txt, {files.name}.memory.txt")
         return 0
     echo(f"requested  process {runner.pid} saves after its current step")
@@ -374,7 +407,9 @@ REDRAW_SECONDS = 0.5
 
 @click.command()
 @run_argument
-@click.option("--once", is_flag=True, help="Print one picture, then exit (default without a terminal).")
+@click.option(
+    "--once", is_flag=True, help="Print one picture, then exit (default without a terminal)."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def watch_command(run: str, once: bool, as_json: bool) -> None:
     """Show loss, evaluations, speed, GPUs, samples and warnings of a run.
@@ -431,7 +466,9 @@ class _Watch:
             while worked_on(self._folder):
                 status, facts = self._read()
                 screen = Screen(console.size.width, console.size.height, self._plain)
-                live.update(picture(self._run, facts, screen, state=status, now=time.time()), refresh=True)
+                live.update(
+                    picture(self._run, facts, screen, state=status, now=time.time()), refresh=True
+                )
                 time.sleep(REDRAW_SECONDS)
 
     def document(self) -> dict[str, Any]:
@@ -452,7 +489,10 @@ class _Watch:
             "memory_limit_gib": facts.memory_limit_gib,
             "checkpoint_step": run.saved.step if run.saved else None,
             "device_stats": [asdict(device.latest) for device in summary.devices.all],
-            "incidents": [{"step": event.step, "time": event.time, "text": text} for event, text in run.incidents],
+            "incidents": [
+                {"step": event.step, "time": event.time, "text": text}
+                for event, text in run.incidents
+            ],
             "unreadable_lines": self._tail.unknown_lines,
         }
 
@@ -468,10 +508,19 @@ class _Watch:
         if not working:
             status = "killed" if summary.ended is None else summary.ended.status
         else:
-            status = "stopping" if summary.stopping else "paused" if (folder / "pause").exists() else "running"
+            status = (
+                "stopping"
+                if summary.stopping
+                else "paused"
+                if (folder / "pause").exists()
+                else "running"
+            )
         if self._facts is None:
             try:
-                plan, machine = read_plan(folder / "plan.json"), read_machine(folder / "machine.json")
+                plan, machine = (
+                    read_plan(folder / "plan.json"),
+                    read_machine(folder / "machine.json"),
+                )
                 self._facts = replace(run_facts(plan, machine), name=folder.name)
             except (UserError, OSError):  # no plan yet, or one of another version
                 return status, RunFacts(name=folder.name)

@@ -60,8 +60,10 @@ class SmokeTest:
 
     plan: RunPlan  # of the real run
     events: list[Event] = field(default_factory=list)
-    before: dict[int, float | None] = field(default_factory=dict)  # losses after the checkpoint, until the kill
-    after: dict[int, float | None] = field(default_factory=dict)  # losses of the same steps after the resume
+    # losses after the checkpoint, until the kill
+    before: dict[int, float | None] = field(default_factory=dict)
+    # losses of the same steps after the resume
+    after: dict[int, float | None] = field(default_factory=dict)
     killed: float = 0.0
     began: float = field(default_factory=time.time)
 
@@ -88,8 +90,12 @@ class SmokeTest:
         samples = self.of(Sampled)[: len(self.plan.sample.prompts)]
         if not samples:
             return None
-        before = [e.time for e in (*self.of(StepDone), *self.of(EvalDone)) if e.step == samples[0].step]
-        return samples[-1].time - max((time for time in before if time <= samples[0].time), default=samples[0].time)
+        before = [
+            e.time for e in (*self.of(StepDone), *self.of(EvalDone)) if e.step == samples[0].step
+        ]
+        return samples[-1].time - max(
+            (time for time in before if time <= samples[0].time), default=samples[0].time
+        )
 
     @property
     def exact(self) -> bool:
@@ -101,16 +107,24 @@ class SmokeTest:
         """The steps whose repeated loss differs, by more than rounding where it need not be bitwise identical."""
         pairs = [(step, self.before[step], loss) for step, loss in self.after.items()]
         return [
-            step for step, one, two in pairs
+            step
+            for step, one, two in pairs
             if one != two
-            and (self.exact or one is None or two is None or not math.isclose(one, two, rel_tol=ROUNDING))
-        ]  # fmt: skip
+            and (
+                self.exact
+                or one is None
+                or two is None
+                or not math.isclose(one, two, rel_tol=ROUNDING)
+            )
+        ]
 
 
 OnEvent = Callable[[SmokeTest, Event], None]  # the events so far, and this one
 
 
-def smoke_test(loaded: LoadedRecipe, folder: Path, *, devices: str | None, on_event: OnEvent) -> SmokeTest:
+def smoke_test(
+    loaded: LoadedRecipe, folder: Path, *, devices: str | None, on_event: OnEvent
+) -> SmokeTest:
     """Trains, evaluates, samples, saves, kills, resumes and stops a run in `folder`, a run folder afterwards.
 
     Calls `on_event` for each event until the kill. Raises UserError where the real run would fail, and
@@ -143,7 +157,9 @@ def shortened(plan: RunPlan) -> RunPlan:
     limit = EVALUATED_BATCHES * evaluation.micro_batch_size
     return plan.model_copy(
         update={
-            "train": train.model_copy(update={"steps": None if train.steps is None else max(train.steps, LONG)}),
+            "train": train.model_copy(
+                update={"steps": None if train.steps is None else max(train.steps, LONG)}
+            ),
             "eval": evaluation.model_copy(
                 update={
                     "every_steps": STEPS - 1,
@@ -154,7 +170,10 @@ def shortened(plan: RunPlan) -> RunPlan:
             "checkpoint": plan.checkpoint.model_copy(update={"every_steps": LONG}),
             "lengths": plan.lengths
             and plan.lengths.model_copy(
-                update={"evaluation": Duration(STEPS - 1, "steps"), "checkpoint": Duration(LONG, "steps")}
+                update={
+                    "evaluation": Duration(STEPS - 1, "steps"),
+                    "checkpoint": Duration(LONG, "steps"),
+                }
             ),
             "logging": plan.logging.model_copy(update={"trackers": (), "commands": ()}),
         }
@@ -177,7 +196,9 @@ def _until_killed(result: SmokeTest, event: Event, requests: StopRequests) -> No
         )
     saves = result.saves
     if saves:
-        result.before = {step.step: step.loss for step in result.of(StepDone) if step.step > saves[0].step}
+        result.before = {
+            step.step: step.loss for step in result.of(StepDone) if step.step > saves[0].step
+        }
     if result.before and max(step.step for step in result.of(StepDone)) >= STEPS:
         raise KilledOnPurpose
 
@@ -210,7 +231,11 @@ def _repeated(result: SmokeTest, folder: Path) -> SmokeTest:
 
 def incidents(folder: Path) -> tuple[str, ...]:
     """The distinct reasons of warnings and recoveries."""
-    events = [event for event in read_events(folder / "events.jsonl") if isinstance(event, Warned | Recovered)]
+    events = [
+        event
+        for event in read_events(folder / "events.jsonl")
+        if isinstance(event, Warned | Recovered)
+    ]
     return tuple(dict.fromkeys(event.reason for event in events))
 
 
@@ -246,8 +271,16 @@ def requirements(result: SmokeTest, folder: Path, *, free: int) -> Requirements:
     sequences = validation_sequences(plan, folder)
     share = max(1.0, sequences / max(1, EVALUATED_BATCHES * plan.eval.micro_batch_size))
     evaluation = sum(event.seconds for event in result.of(EvalDone)[:1]) * share
-    waits = 0.0 if plan.checkpoint.async_save else result.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
-    seconds = steps * result.step_seconds + evaluations * (evaluation + (result.sample_seconds or 0.0)) + waits
+    waits = (
+        0.0
+        if plan.checkpoint.async_save
+        else result.saved.seconds * (steps // plan.checkpoint.every_steps + 1)
+    )
+    seconds = (
+        steps * result.step_seconds
+        + evaluations * (evaluation + (result.sample_seconds or 0.0))
+        + waits
+    )
     return Requirements(seconds, checkpoints, round(lines * steps), free)
 
 
@@ -263,7 +296,9 @@ def validation_sequences(plan: RunPlan, folder: Path) -> int:
 TITLE, TEXT = 11, 78  # columns
 
 
-def run_smoke_test(loaded: LoadedRecipe, *, words: str, run_dir: Path | None, devices: str | None) -> int:
+def run_smoke_test(
+    loaded: LoadedRecipe, *, words: str, run_dir: Path | None, devices: str | None
+) -> int:
     """Runs the smoke test in a separate folder, deleted on success unless --run-dir names it.
 
     `words`: arguments of the real run, after `bloomery train`. Exit code 0 when the run is ready, 1 when the disk is
@@ -275,7 +310,10 @@ def run_smoke_test(loaded: LoadedRecipe, *, words: str, run_dir: Path | None, de
     try:
         with Console(stderr=True).status("preparing") as status:
             result = smoke_test(
-                loaded, folder, devices=devices, on_event=lambda result, event: report_event(result, event, status)
+                loaded,
+                folder,
+                devices=devices,
+                on_event=lambda result, event: report_event(result, event, status),
             )
             _report_resume(result, folder)
         _export(folder)
@@ -297,7 +335,13 @@ def run_smoke_test(loaded: LoadedRecipe, *, words: str, run_dir: Path | None, de
 
 def report(title: str, text: str, seconds: float | None = None) -> None:
     """Print one line: title, result, and the time if known."""
-    took = "" if seconds is None else f"{seconds * 1000:.0f} ms" if seconds < 1 else format_seconds(seconds)
+    took = (
+        ""
+        if seconds is None
+        else f"{seconds * 1000:.0f} ms"
+        if seconds < 1
+        else format_seconds(seconds)
+    )
     click.echo(f"{title:<{TITLE}}{text:<{TEXT}}{took:>{10}}".rstrip())
 
 
@@ -308,7 +352,9 @@ def report_event(result: SmokeTest, event: Event, status: Status) -> None:
         case Phase():
             status.update(literal(progress_text(event)))
         case RunStarted():
-            report("ready", "dataset prepared; model and optimizer built", event.time - result.began)
+            report(
+                "ready", "dataset prepared; model and optimizer built", event.time - result.began
+            )
         case StepDone(step=1):
             tokens = f"{train.tokens_per_step:,} tokens: {train.accumulation} x {train.micro_batch_size} sequences"
             report("first step", f"{tokens}, with compilation and allocation", event.step_seconds)
@@ -317,22 +363,33 @@ def report_event(result: SmokeTest, event: Event, status: Status) -> None:
         case EvalDone() if len(result.of(EvalDone)) == 1:
             report("evaluation", f"on {event.tokens:,} tokens", event.seconds)
         case Sampled() if len(result.of(Sampled)) == prompts:
-            report("sampling", f"{prompts} {'replies' if event.chat else 'completions'}", result.sample_seconds)
+            report(
+                "sampling",
+                f"{prompts} {'replies' if event.chat else 'completions'}",
+                result.sample_seconds,
+            )
         case Saved(weights_only=False):
-            report("save", f"{format_bytes(event.bytes)}, hashed and flushed to disk", event.seconds)
+            report(
+                "save", f"{format_bytes(event.bytes)}, hashed and flushed to disk", event.seconds
+            )
 
 
 def _report_resume(result: SmokeTest, folder: Path) -> None:
     if not result.of(EvalDone):
         skipped = "skipped: see the warning below"
-        report("evaluation", skipped if validation_sequences(result.plan, folder) else "none: no validation set")
+        report(
+            "evaluation",
+            skipped if validation_sequences(result.plan, folder) else "none: no validation set",
+        )
     peak = max(step.memory_gib for step in result.of(StepDone))
     report("step", f"median, {peak:.1f} GiB peak memory", result.step_seconds)
     steps = sorted(result.before)
     report("kill", f"kill -9 of the training process after step {steps[-1]}")
     repeated = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     same = "bitwise identical" if result.exact else "equal up to rounding"
-    took = next(step.time for step in result.of(StepDone) if step.time > result.killed) - result.killed
+    took = (
+        next(step.time for step in result.of(StepDone) if step.time > result.killed) - result.killed
+    )
     report("resume", f"from step {result.saved.step}; losses of repeated {repeated} {same}", took)
 
 
@@ -343,10 +400,16 @@ def _export(folder: Path) -> None:
     begun, model, out = time.perf_counter(), find_model(folder, "last"), folder / "export"
     done = export(model.weights, out) if model.base is None else export_adapter(model, out)
     kind = "Hugging Face" if model.base is None else "PEFT"
-    report("export", f"{format_bytes(done.bytes)} in {kind} format, read back and run", time.perf_counter() - begun)
+    report(
+        "export",
+        f"{format_bytes(done.bytes)} in {kind} format, read back and run",
+        time.perf_counter() - begun,
+    )
     begun = time.perf_counter()
     page = write_report(folder)
-    report("report", f"{format_bytes(page.stat().st_size)}, one HTML page", time.perf_counter() - begun)
+    report(
+        "report", f"{format_bytes(page.stat().st_size)}, one HTML page", time.perf_counter() - begun
+    )
 
 
 def _report_requirements(needed: Requirements, words: str) -> int:
@@ -356,7 +419,9 @@ def _report_requirements(needed: Requirements, words: str) -> int:
     if not needed.fits:
         report("not ready", "every test passed, but the disk is too small; set checkpoint.keep=1")
         return 1
-    duration = "" if needed.seconds is None else f"; the run takes about {format_seconds(needed.seconds)}"
+    duration = (
+        "" if needed.seconds is None else f"; the run takes about {format_seconds(needed.seconds)}"
+    )
     report("ready", f"every test passed{duration}")
     report("next", f"bloomery train {words}")
     return 0

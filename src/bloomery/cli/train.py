@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from bloomery.cli.common import NewPath, chosen_recipe, echo, overrides_argument, recipe_or_model, run_argument
+from bloomery.cli.common import (
+    NewPath,
+    chosen_recipe,
+    echo,
+    overrides_argument,
+    recipe_or_model,
+    run_argument,
+)
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.runs.folder import find_run
@@ -36,12 +43,25 @@ class WithLauncher(click.Command):
 
 @click.command(cls=WithLauncher)
 @recipe_or_model
-@click.option("--run-dir", metavar="DIR", type=NewPath(), help="Use this run folder [default: runs/RECIPE-DATE-TIME].")
-@click.option("-d", "--devices", metavar="LIST", help="Train on these devices: 0,1 or cpu [default: all alike GPUs].")
+@click.option(
+    "--run-dir",
+    metavar="DIR",
+    type=NewPath(),
+    help="Use this run folder [default: runs/RECIPE-DATE-TIME].",
+)
+@click.option(
+    "-d",
+    "--devices",
+    metavar="LIST",
+    help="Train on these devices: 0,1 or cpu [default: all alike GPUs].",
+)
 @click.option("--dry-run", is_flag=True, help="Print the plan, then exit.")
 @click.option("--smoke-test", is_flag=True, help="Run 3 steps, then test save, resume and export.")
-@click.option("--recover", is_flag=True, help="After a crash, restart with safer settings (3 times).")
-@click.option("--max-steps", type=click.IntRange(min=1), hidden=True)  # from here on: options of `forgather train`
+@click.option(
+    "--recover", is_flag=True, help="After a crash, restart with safer settings (3 times)."
+)
+# from here on: options of `forgather train`
+@click.option("--max-steps", type=click.IntRange(min=1), hidden=True)
 @click.option("--train-epochs", type=click.FloatRange(min=0, min_open=True), hidden=True)
 @click.option("--models-dir", metavar="DIR", hidden=True)
 @click.option("--model-name", metavar="NAME", hidden=True)
@@ -84,7 +104,9 @@ def command(
     if under and not dry_run:
         sys.stdout.flush()
         os.execv(under[0], under)
-    loaded, words = chosen_recipe(recipe, (*overrides, *given.values()), model, data, fetch=not dry_run)
+    loaded, words = chosen_recipe(
+        recipe, (*overrides, *given.values()), model, data, fetch=not dry_run
+    )
     if dry_run:
         from bloomery.cli.plan import show_plan
 
@@ -95,7 +117,10 @@ def command(
             from bloomery.runs.devices import narrowed
 
             variables = wanted(local_plan(loaded, machine=narrowed(detect(), devices))[0])
-            echo("environment " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
+            echo(
+                "environment "
+                + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+            )
             echo(f"command    {shlex.join(under)}")
         return code
     if smoke_test:
@@ -113,7 +138,16 @@ def torchrun(arguments: Sequence[str], words: Sequence[str]) -> list[str]:
     if not arguments:
         return []
     own = [word for word in words if word != "--dry-run"]
-    return [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "bloomery", "train", *own]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *arguments,
+        "-m",
+        "bloomery",
+        "train",
+        *own,
+    ]
 
 
 def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
@@ -126,13 +160,21 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
     def begun(_phase: str) -> None:
         nonlocal printed
         if not printed:
-            echo("compile    measuring steps with and without torch.compile (once per model and machine)", err=True)
+            echo(
+                "compile    measuring steps with and without torch.compile (once per model and machine)",
+                err=True,
+            )
         printed = True
 
     rows = compile_trial(plan, machine, on_phase=begun)
-    figures = [f"{row.step_seconds:.2f} s" if row.step_seconds else f"failed ({row.message})" for row in rows]
+    figures = [
+        f"{row.step_seconds:.2f} s" if row.step_seconds else f"failed ({row.message})"
+        for row in rows
+    ]
     if rows:
-        echo(f"compile    step time with torch.compile {figures[0]}, without {figures[1]}", err=True)
+        echo(
+            f"compile    step time with torch.compile {figures[0]}, without {figures[1]}", err=True
+        )
     card = make_measurement_file(rows, machine)
     if card is not None and not any(row.disturbed for row in rows):
         store(card)
@@ -140,10 +182,19 @@ def time_compiling(plan: "RunPlan", machine: "Machine") -> None:
 
 def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
     """The options of `forgather train` as overrides, by option. Raises UserError."""
-    given = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if value not in (None, False)}
+    given = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in flags.items()
+        if value not in (None, False)
+    }
     folder, name = given.pop("--models-dir", None), given.get("--model-name")
     if folder is not None and name is None:
-        raise UserError("--models-dir requires --model-name", where="`bloomery train`", fix="add --model-name", code=2)
+        raise UserError(
+            "--models-dir requires --model-name",
+            where="`bloomery train`",
+            fix="add --model-name",
+            code=2,
+        )
     keys = {
         "--max-steps": "train.max_steps={}",
         "--train-epochs": "train.epochs={:g}",
@@ -177,7 +228,10 @@ def conclude(run: "EndedRun") -> int:
         return run.code
     from bloomery.plan.store import read_plan
 
-    commands, objective = [f"bloomery report {run.name}"], read_plan(run.folder / "plan.json").objective.spec
+    commands, objective = (
+        [f"bloomery report {run.name}"],
+        read_plan(run.folder / "plan.json").objective.spec,
+    )
     if not objective.values:  # a reward model generates no text
         use = f'generate {run.name} --prompt "..."' if objective.reads_text else f"chat {run.name}"
         commands.insert(0, f"bloomery {use}")
@@ -188,10 +242,25 @@ def conclude(run: "EndedRun") -> int:
 @click.command()
 @run_argument
 @overrides_argument
-@click.option("--from", "step", type=click.IntRange(min=1), metavar="STEP", help="Resume from this step's checkpoint.")
-@click.option("-d", "--devices", metavar="LIST", help="Train on these devices: 0,1 or cpu [default: the same].")
-@click.option("--recover", is_flag=True, help="After a crash, restart with safer settings (3 times).")
-def resume_command(run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool) -> int:
+@click.option(
+    "--from",
+    "step",
+    type=click.IntRange(min=1),
+    metavar="STEP",
+    help="Resume from this step's checkpoint.",
+)
+@click.option(
+    "-d",
+    "--devices",
+    metavar="LIST",
+    help="Train on these devices: 0,1 or cpu [default: the same].",
+)
+@click.option(
+    "--recover", is_flag=True, help="After a crash, restart with safer settings (3 times)."
+)
+def resume_command(
+    run: str, overrides: tuple[str, ...], step: int | None, devices: str | None, recover: bool
+) -> int:
     """Resume a run from its last checkpoint.
 
     Only the length, eval.*, sample.*, checkpoint.*, logging.*, parallel.replicate and parallel.shard can be changed.
@@ -205,6 +274,8 @@ def resume_command(run: str, overrides: tuple[str, ...], step: int | None, devic
     traceback_file.set(folder / "log.txt")
     outcome = resume(folder, step=step, overrides=overrides, devices=devices, recover=recover)
     if outcome.again:
-        echo(f"done       nothing left to train\nnext       bloomery resume {outcome.name} train.epochs=N")
+        echo(
+            f"done       nothing left to train\nnext       bloomery resume {outcome.name} train.epochs=N"
+        )
         return 0
     return conclude(outcome)

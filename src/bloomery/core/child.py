@@ -46,9 +46,11 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"  # no other host reaches it
 TAIL_LINES = 200
 LONGEST = 300  # characters of an error message from a child
-DYING_SECONDS = 30.0  # a killed process with much memory ends slowly; one that is stuck in a driver never does
+# a killed process with much memory ends slowly; one that is stuck in a driver never does
+DYING_SECONDS = 30.0
 
-RAISED = ("Error", "Exception", "Interrupt", "Exit", "Iteration")  # suffixes of the names of exceptions
+# suffixes of the names of exceptions
+RAISED = ("Error", "Exception", "Interrupt", "Exit", "Iteration")
 
 Message = dict[str, Any]
 Silence = Literal["ended", "silent"]
@@ -100,7 +102,8 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl+C does not reach it, and its process group can be killed
+                # Ctrl+C does not reach it, and its process group can be killed
+                start_new_session=True,
             )
         except BaseException:
             self._talk.close()
@@ -128,11 +131,16 @@ class Child:
         self._talk.close()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
-    def send(self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float) -> bool:
+    def send(
+        self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float
+    ) -> bool:
         """Sends a message without waiting for a reply; False if sending takes longer than `seconds`.
 
         True also if the child has ended, which `next` reports. Messages received meanwhile are kept for `next`.
@@ -145,7 +153,11 @@ class Child:
     ) -> Message | Silence:
         """Sends a message and returns the next one, like `next`; `seconds` include the sending."""
         until = time.monotonic() + seconds
-        return self.next(until - time.monotonic()) if self.send(message, content, seconds=seconds) else "silent"
+        return (
+            self.next(until - time.monotonic())
+            if self.send(message, content, seconds=seconds)
+            else "silent"
+        )
 
     def next(self, seconds: float) -> Message | Silence:
         """The next message; "ended" if the child ended without one, "silent" if none arrives within `seconds`."""
@@ -154,7 +166,9 @@ class Child:
             return silence
         text, content = _HEAD.unpack_from(self._unread)
         begin, end = _HEAD.size + text, _HEAD.size + text + content
-        message = _unpacked(self._unread[_HEAD.size : begin], bytes(memoryview(self._unread)[begin:end]))
+        message = _unpacked(
+            self._unread[_HEAD.size : begin], bytes(memoryview(self._unread)[begin:end])
+        )
         del self._unread[:end]
         return message
 
@@ -189,7 +203,10 @@ class Child:
             self._unsent = self._unsent[self._talk.send(self._unsent) :]
         except BlockingIOError:
             return
-        except (BrokenPipeError, ConnectionResetError):  # the child has ended; its messages can still be read
+        except (
+            BrokenPipeError,
+            ConnectionResetError,
+        ):  # the child has ended; its messages can still be read
             self._unsent = memoryview(b"")
 
     def ending(self) -> str:
@@ -276,7 +293,9 @@ def loading() -> Iterator[None]:
         gc.enable()
 
 
-def reply(job: Mapping[str, Any], message: Mapping[str, Any], content: bytes | memoryview = b"") -> None:
+def reply(
+    job: Mapping[str, Any], message: Mapping[str, Any], content: bytes | memoryview = b""
+) -> None:
     """Sends a message to the parent."""
     unsent = memoryview(_packed(message, content))
     while unsent:
@@ -303,7 +322,9 @@ def _exactly(socket: int, count: int) -> bytearray:
     """This many bytes, or fewer if the connection is closed."""
     received = bytearray()
     with suppress(ConnectionResetError):
-        while len(received) < count and (piece := os.read(socket, min(_PIECE, count - len(received)))):
+        while len(received) < count and (
+            piece := os.read(socket, min(_PIECE, count - len(received)))
+        ):
             received += piece
     return received
 
@@ -313,9 +334,13 @@ def output_of(command: Sequence[str], *, seconds: float) -> str | None:
     answer: list[str] = []
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, errors="replace",
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
     except OSError:
         return ""
     # A child in uninterruptible sleep survives SIGKILL, and waiting for it hangs: a daemon thread waits.

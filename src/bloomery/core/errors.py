@@ -33,31 +33,55 @@ _OWN = re.compile(r"(\n       )")  # starts another line of a message
 
 def _own_lines(text: str) -> str:
     """The lines of a message, each as `one_line`."""
-    return "".join(part if number % 2 else one_line(part) for number, part in enumerate(_OWN.split(text)))
+    return "".join(
+        part if number % 2 else one_line(part) for number, part in enumerate(_OWN.split(text))
+    )
 
 
 def _plain(letter: str) -> str:
     if letter.isprintable():
         return letter
     number = ord(letter)
-    return f"\\x{number - 0xDC00:02x}" if 0xDC80 <= number <= 0xDCFF else letter.encode("unicode_escape").decode()
+    return (
+        f"\\x{number - 0xDC00:02x}"
+        if 0xDC80 <= number <= 0xDCFF
+        else letter.encode("unicode_escape").decode()
+    )
 
 
 _FREE_SPACE = "free disk space, then run the same command again: complete files are kept"
 _SYSTEM_ERRORS = {
     errno.ENOSPC: ("the disk is full", _FREE_SPACE),
     errno.EDQUOT: ("the disk quota is used up", _FREE_SPACE),
-    errno.EROFS: ("the file system is read-only", "remount it read-write, or copy the folder to a writable disk"),
-    errno.EACCES: ("permission denied", "check the owner and the permissions, or choose another folder"),
-    errno.EPERM: ("permission denied", "check the owner and the permissions, or choose another folder"),
+    errno.EROFS: (
+        "the file system is read-only",
+        "remount it read-write, or copy the folder to a writable disk",
+    ),
+    errno.EACCES: (
+        "permission denied",
+        "check the owner and the permissions, or choose another folder",
+    ),
+    errno.EPERM: (
+        "permission denied",
+        "check the owner and the permissions, or choose another folder",
+    ),
     errno.EMFILE: ("too many open files", "raise the limit: ulimit -n 4096"),
     errno.EFBIG: ("file size limit exceeded", "raise the limit: ulimit -f unlimited"),
     errno.ENAMETOOLONG: ("file name too long", "choose a shorter name"),
     errno.ELOOP: ("symbolic links form a loop", "pass the path of the file itself"),
-    errno.EISDIR: ("a folder exists at the path of a file", "move it away, then run the same command again"),
-    errno.ENOTDIR: ("a file exists at the path of a folder", "move it away, then run the same command again"),
+    errno.EISDIR: (
+        "a folder exists at the path of a file",
+        "move it away, then run the same command again",
+    ),
+    errno.ENOTDIR: (
+        "a file exists at the path of a folder",
+        "move it away, then run the same command again",
+    ),
     errno.EIO: ("disk I/O error", "check the disk with `dmesg`, then run the same command again"),
-    errno.EPIPE: ("stdout was closed (broken pipe)", "keep the reading program open, or redirect to a file"),
+    errno.EPIPE: (
+        "stdout was closed (broken pipe)",
+        "keep the reading program open, or redirect to a file",
+    ),
 }
 
 
@@ -69,4 +93,6 @@ def shorten(text: str, width: int) -> str:
 def of_the_system(error: OSError) -> UserError | None:
     """The error for the user; None for an error that can only be a bug in Bloomery."""
     entry = _SYSTEM_ERRORS.get(error.errno or 0)
-    return entry and UserError(entry[0], where=shorten(str(error.filename or ""), 200), fix=entry[1])
+    return entry and UserError(
+        entry[0], where=shorten(str(error.filename or ""), 200), fix=entry[1]
+    )

@@ -22,10 +22,16 @@ from typing import Any, BinaryIO, final
 from bloomery.core.errors import UserError
 
 LARGEST = 64 * 2**20  # bytes of a file that is read into memory: manifests, plan.json, machine.json
-_IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV)  # a link, a pipe or socket without a reader, a device
+# a link, a pipe or socket without a reader, a device
+_IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
-_KINDS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
-          stat.S_IFIFO: "a pipe"}  # fmt: skip
+_KINDS = {
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+}
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -72,7 +78,9 @@ def read_whole(path: Path, most: int = LARGEST) -> bytes:
         content = file.read(most + 1)
     if len(content) > most:
         raise UserError(
-            f"{path.name} is larger than {most:,} bytes", where=str(path), fix="delete it, or restore the original file"
+            f"{path.name} is larger than {most:,} bytes",
+            where=str(path),
+            fix="delete it, or restore the original file",
         )
     return content
 
@@ -85,7 +93,9 @@ def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedRea
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
         fix = "check the path, the owner, the permissions and the disk"
-        raise UserError(f"file cannot be read: {error.strerror}", where=str(path), fix=fix, code=code) from error
+        raise UserError(
+            f"file cannot be read: {error.strerror}", where=str(path), fix=fix, code=code
+        ) from error
     except ValueError as error:  # a NUL, or a character that this locale cannot encode
         problem, fix = "invalid file name", "pass another file, or set LANG=C.UTF-8"
         raise UserError(problem, where=str(path), fix=fix, code=code) from error
@@ -95,7 +105,9 @@ def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedRea
         return os.fdopen(number, "rb")
     os.close(number)
     kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
-    raise UserError(f"the path is {kind}, not a file", where=str(path), fix="pass a regular file", code=code)
+    raise UserError(
+        f"the path is {kind}, not a file", where=str(path), fix="pass a regular file", code=code
+    )
 
 
 def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: int = 1) -> bytes:
@@ -106,7 +118,10 @@ def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: in
             while piece := file.read(min(2**22, most + 1 - len(content))):
                 content += piece
                 if len(content) > most:
-                    problem, fix = f"is larger than {most:,} bytes", "pass another file, or a part of it"
+                    problem, fix = (
+                        f"is larger than {most:,} bytes",
+                        "pass another file, or a part of it",
+                    )
                     raise UserError(problem, where=str(path), fix=fix, code=code)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
@@ -178,7 +193,9 @@ def abandoned(path: Path) -> bool:
 
 def state_folder() -> Path:
     """The state folder of this user: in $XDG_STATE_HOME, otherwise ~/.local/state."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "bloomery"
+    return (
+        Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "bloomery"
+    )
 
 
 def cache_folder() -> Path:
@@ -199,7 +216,8 @@ def write_json(path: Path, value: object) -> bool:
     return True
 
 
-BLOCK = 2**20  # bytes: a random sequence takes 1 ms more if its block is new; 35 bytes per block in the manifest
+# bytes: a random sequence takes 1 ms more if its block is new; 35 bytes per block in the manifest
+BLOCK = 2**20
 _TASK = 16 * BLOCK  # bytes that a thread hashes at once
 _THREADS = min(8, os.cpu_count() or 1)
 _STAMP = "sha256"
@@ -210,7 +228,9 @@ def digest_of(content: bytes | memoryview) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def digests_of_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> tuple[str, ...]:
+def digests_of_file(
+    path: Path, on_bytes: Callable[[int], None] = lambda _: None
+) -> tuple[str, ...]:
     """The digest of each BLOCK of a file, by several threads. `on_bytes` is called with the number of new bytes."""
     with path.open("rb", buffering=0) as file:
         size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
@@ -226,7 +246,9 @@ def digests_of_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None
         else:
             with ThreadPoolExecutor(_THREADS) as threads:
                 try:
-                    for start, part in zip(range(0, size, _TASK), _a_few_ahead(threads, hashed, size), strict=True):
+                    for start, part in zip(
+                        range(0, size, _TASK), _a_few_ahead(threads, hashed, size), strict=True
+                    ):
                         digests.append(part)
                         on_bytes(min(_TASK, size - start))
                 finally:
@@ -234,7 +256,9 @@ def digests_of_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None
     return tuple(digest for part in digests for digest in part)
 
 
-def _a_few_ahead(threads: ThreadPoolExecutor, hashed: Callable[[int], list[str]], size: int) -> Iterator[list[str]]:
+def _a_few_ahead(
+    threads: ThreadPoolExecutor, hashed: Callable[[int], list[str]], size: int
+) -> Iterator[list[str]]:
     """Results in order; few tasks run at a time, so that Ctrl+C works and memory stays small."""
     starts = iter(range(0, size, _TASK))
     waiting = [threads.submit(hashed, start) for start in islice(starts, 2 * _THREADS)]
@@ -258,7 +282,9 @@ def _read_at(descriptor: int, start: int, count: int) -> bytes:
 class Blocks:
     """The memory-mapped content of a file; each block is checked once."""
 
-    def __init__(self, content: memoryview, digests: tuple[str, ...], path: Path, *, fix: str) -> None:
+    def __init__(
+        self, content: memoryview, digests: tuple[str, ...], path: Path, *, fix: str
+    ) -> None:
         """Raises UserError if the number of blocks differs."""
         self._content, self._digests, self._path, self._fix = content.cast("B"), digests, path, fix
         if -(-len(self._content) // BLOCK) != len(digests):
@@ -275,7 +301,10 @@ class Blocks:
         """Raises UserError if one of these blocks has changed."""
         for number in numbers:
             if not self._checked[number]:
-                if digest_of(self._content[number * BLOCK : (number + 1) * BLOCK]) != self._digests[number]:
+                if (
+                    digest_of(self._content[number * BLOCK : (number + 1) * BLOCK])
+                    != self._digests[number]
+                ):
                     raise changed(self._path, fix=self._fix)
                 self._checked[number] = 1
 
@@ -287,7 +316,11 @@ def changed(path: Path, *, fix: str) -> UserError:
 def check_file(path: Path, size: int, digests: tuple[str, ...], *, fix: str) -> None:
     """Raises UserError if the file is missing, or its size or content has changed."""
     if not path.is_file() or (current := path.stat().st_size) != size:
-        problem = f"file has {current:,} bytes instead of {size:,}" if path.is_file() else "file is missing"
+        problem = (
+            f"file has {current:,} bytes instead of {size:,}"
+            if path.is_file()
+            else "file is missing"
+        )
         raise UserError(problem, where=str(path), fix=fix)
     if digests_of_file(path) != digests:
         raise changed(path, fix=fix)
@@ -297,7 +330,14 @@ def added_to(folder: Path, listed: Iterable[str]) -> Path | None:
     """The first entry of a folder that is not `listed`; None without any. Hidden files and Markdown do not count."""
     names = set(listed)
     entries = sorted(folder.iterdir())
-    return next((e for e in entries if e.name not in names and not e.name.startswith(".") and e.suffix != ".md"), None)
+    return next(
+        (
+            e
+            for e in entries
+            if e.name not in names and not e.name.startswith(".") and e.suffix != ".md"
+        ),
+        None,
+    )
 
 
 def stamped(body: Mapping[str, Any]) -> str:
@@ -319,6 +359,8 @@ def unstamped(path: Path) -> dict[str, Any]:
         raise ValueError(error.problem) from error
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    if not isinstance(body, dict) or body.get(_STAMP) != stamp_of({k: v for k, v in body.items() if k != _STAMP}):
+    if not isinstance(body, dict) or body.get(_STAMP) != stamp_of(
+        {k: v for k, v in body.items() if k != _STAMP}
+    ):
         raise ValueError("its content has changed")
     return body

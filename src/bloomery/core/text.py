@@ -23,7 +23,8 @@ _ASSIGNED = re.compile(
     r"(?i)\b([\w.-]*(?:api[_-]?key|access[_-]?key|secret|password|passwd|auth[_-]?token|access[_-]?token))"
     r"(\"?\s*[=:]\s*\"?)([^\s\"',;&]{6,})"
 )
-_WANDB_KEY = re.compile(r"(?i)(wandb\S*[\s=:\"']+)[0-9a-f]{40}\b")  # 40 digits alone may be a commit
+# 40 digits alone may be a commit
+_WANDB_KEY = re.compile(r"(?i)(wandb\S*[\s=:\"']+)[0-9a-f]{40}\b")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
 HIDDEN = "[hidden]"
 
@@ -41,9 +42,13 @@ def redact_secrets(text: str, environment: Mapping[str, str] = os.environ) -> st
     return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
 
 
-_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}  # they change the display order of characters
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160), *_BIDI) if chr(code) not in "\n\t"}
-_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")  # bytes of a name that are not UTF-8
+# they change the display order of characters
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_CONTROLS = {
+    code: None for code in (*range(32), *range(127, 160), *_BIDI) if chr(code) not in "\n\t"
+}
+# bytes of a name that are not UTF-8
+_SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")
 _UNPRINTED = _CONTROLS | _SURROGATES
 
 
@@ -72,7 +77,9 @@ def closest(word: str, names: Iterable[str], *, count: int = 1, cutoff: float = 
     return get_close_matches(word, list(names), n=count, cutoff=cutoff)
 
 
-def did_you_mean(word: str, names: Iterable[str], otherwise: str, *, shown: str = "{}", cutoff: float = 0.6) -> str:
+def did_you_mean(
+    word: str, names: Iterable[str], otherwise: str, *, shown: str = "{}", cutoff: float = 0.6
+) -> str:
     """ "did you mean NAME?", with the name formatted by `shown`; `otherwise` if no name is similar."""
     near = closest(word, names, cutoff=cutoff)
     return f"did you mean {shown.format(near[0])}?" if near else otherwise
@@ -97,7 +104,11 @@ def fitted(lines: Iterable[str], width: int, *, page: int = 100) -> list[str]:
     found: list[str] = []
     rest, column, before = "", 0, 0  # of the line before, with its length
     for line in lines:
-        word, indent, length = line.lstrip().partition(" ")[0], len(line) - len(line.lstrip()), len(line)
+        word, indent, length = (
+            line.lstrip().partition(" ")[0],
+            len(line) - len(line.lstrip()),
+            len(line),
+        )
         # The same paragraph: it starts below, or two columns further, because its first word found no room above.
         if rest and column and indent in (column, column + 2) and before + 1 + len(word) > page:
             line = " " * column + rest + " " + line.lstrip()
@@ -112,7 +123,9 @@ def fitted(lines: Iterable[str], width: int, *, page: int = 100) -> list[str]:
         if len(line) > width and line[column:].startswith("bloomery "):
             command, *remark = re.split(" {3,}", line[column:], maxsplit=1)
             first, *more = broken(command, width - column)
-            more += [f"    {part}" for text in remark for part in textwrap.wrap(text, width - column - 4)]
+            more += [
+                f"    {part}" for text in remark for part in textwrap.wrap(text, width - column - 4)
+            ]
             found += [line[:column] + first, *(" " * column + each for each in more)]
             continue
         while len(line) > width and (at := line.rfind(" ", column + 1, width + 1)) > column:

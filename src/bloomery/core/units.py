@@ -13,14 +13,34 @@ MIB = 2**20
 
 _COUNT_SUFFIX = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTE_SUFFIX = {
-    "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+    "b": 1,
+    "kb": 1e3,
+    "mb": 1e6,
+    "gb": 1e9,
+    "tb": 1e12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _SECONDS = {
-    "s": 1, "sec": 1, "second": 1, "seconds": 1, "m": 60, "min": 60, "minute": 60, "minutes": 60,
-    "h": 3600, "hour": 3600, "hours": 3600, "d": 86400, "day": 86400, "days": 86400,
-    "year": 31557600, "years": 31557600,
-}  # fmt: skip
+    "s": 1,
+    "sec": 1,
+    "second": 1,
+    "seconds": 1,
+    "m": 60,
+    "min": 60,
+    "minute": 60,
+    "minutes": 60,
+    "h": 3600,
+    "hour": 3600,
+    "hours": 3600,
+    "d": 86400,
+    "day": 86400,
+    "days": 86400,
+    "year": 31557600,
+    "years": 31557600,
+}
 _NUMBER = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|\.[0-9]+)"
 
 
@@ -36,7 +56,11 @@ class Duration:
             return f"{self.amount:g}%"
         if self.unit == "seconds":
             return format_seconds(self.amount)
-        return f"{self.amount:,.0f} {self.unit}" if self.amount >= 100 else f"{self.amount:g} {self.unit}"
+        return (
+            f"{self.amount:,.0f} {self.unit}"
+            if self.amount >= 100
+            else f"{self.amount:g} {self.unit}"
+        )
 
 
 _COUNTS = "write a number such as 195000, 1.5M or 10B"
@@ -96,7 +120,8 @@ def whole_steps(amount: float, text: str | float) -> Duration:
 
     Raises ValueError with the whole numbers next to a fraction of a step.
     """
-    if math.isfinite(amount) and abs(amount - round(amount)) > 1e-6:  # 0.0011M steps are 1100, despite rounding
+    # 0.0011M steps are 1100, despite rounding
+    if math.isfinite(amount) and abs(amount - round(amount)) > 1e-6:
         below = math.floor(amount)
         meant = f"{below} or {below + 1} steps" if below else "1 step"
         raise ValueError(f"{text} is not a whole number of steps; write {meant}")

@@ -10,9 +10,17 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import MIB, format_bytes
 
 MAX_BYTES = 64 * MIB  # of one document, line or field
-JSON_KINDS = {"NoneType": "null", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object",
-              "list": "a list", "str": "a text"}  # fmt: skip
-_PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ")  # first words of reasons whose subject is their place
+JSON_KINDS = {
+    "NoneType": "null",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "dict": "an object",
+    "list": "a list",
+    "str": "a text",
+}
+# first words of reasons whose subject is their place
+_PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ")
 _CALL_SIGNS = ("tool_call", "functioncall", "function_call")  # calls in the text itself
 Role = Literal["system", "user", "assistant", "tool"]
 Kind = Literal["chat", "completion", "pair", "kto"]
@@ -23,8 +31,12 @@ class BadRow(UserError):
     none ("is missing") is the innermost part of its place.
     """
 
-    def __init__(self, where: str, reason: str, fix: str = "correct it, or set data.on_error=skip") -> None:
-        subject = Path(where.rpartition(", ")[2]).name + " " if reason.startswith(_PREDICATES) else ""
+    def __init__(
+        self, where: str, reason: str, fix: str = "correct it, or set data.on_error=skip"
+    ) -> None:
+        subject = (
+            Path(where.rpartition(", ")[2]).name + " " if reason.startswith(_PREDICATES) else ""
+        )
         super().__init__(subject + reason, where=where, fix=fix)
         self.reason = reason
 
@@ -42,7 +54,9 @@ def text_of(value: object, where: str) -> str:
         size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:
         half = f"\\u{ord(value[error.start]):04x}"
-        raise BadRow(where, f"holds half of a surrogate pair, {half}, which is no character") from error
+        raise BadRow(
+            where, f"holds half of a surrogate pair, {half}, which is no character"
+        ) from error
     if size > MAX_BYTES:
         raise too_long(where, "the text")
     return value
@@ -91,7 +105,14 @@ def to_wire(example: Example) -> str:
     """JSON of all fields except the source. Equal examples have equal JSON."""
     responses = [_turns(response) for response in example.responses]
     implicit = [True] if example.implicit else []
-    parts = [example.kind, _turns(example.prompt), responses, example.desirable, example.tools, *implicit]
+    parts = [
+        example.kind,
+        _turns(example.prompt),
+        responses,
+        example.desirable,
+        example.tools,
+        *implicit,
+    ]
     return json.dumps(parts, separators=(",", ":"))
 
 
@@ -101,14 +122,18 @@ def from_wire(wire: str, source: str) -> Example:
     return Example(source, kind, _read(prompt), read, desirable, tuple(tools), bool(implicit))
 
 
-_KEYS = {field.name: field.name for field in fields(Message)} | {"trained_on": "learned"}  # hashed: never change one
+# hashed: never change one
+_KEYS = {field.name: field.name for field in fields(Message)} | {"trained_on": "learned"}
 
 
 def _turns(turns: Turns) -> str | list[dict[str, Any]]:
     if isinstance(turns, str):
         return turns
     named = fields(Message)
-    return [{_KEYS[f.name]: value for f in named if (value := getattr(turn, f.name)) != f.default} for turn in turns]
+    return [
+        {_KEYS[f.name]: value for f in named if (value := getattr(turn, f.name)) != f.default}
+        for turn in turns
+    ]
 
 
 def _read(turns: str | list[dict[str, Any]]) -> Turns:
@@ -121,39 +146,59 @@ def _read(turns: str | list[dict[str, Any]]) -> Turns:
 def texts_of(example: Example) -> list[str]:
     """The texts of all turns, without roles and template."""
     sides = (example.prompt, *example.responses)
-    return [text for side in sides for text in ([side] if isinstance(side, str) else [turn.content for turn in side])]
+    return [
+        text
+        for side in sides
+        for text in ([side] if isinstance(side, str) else [turn.content for turn in side])
+    ]
 
 
 def num_equal(one: Sequence[object], other: Sequence[object]) -> int:
     """The length of the common beginning."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return next(
+        (index for index, (left, right) in pairs if left != right), min(len(one), len(other))
+    )
 
 
-def check_turns(messages: Sequence[Message], where: str, *, start: int = 0, responses: bool = True) -> None:
+def check_turns(
+    messages: Sequence[Message], where: str, *, start: int = 0, responses: bool = True
+) -> None:
     """Raises BadRow for an invalid conversation. `start`: the place of these messages in their list; `responses`: the
     last turn must be the assistant's.
     """
     for index, message in enumerate(messages):
         place = f"{where}[{start + index}]"
-        if not message.content.strip() and not message.calls and not message.thinking and message.role != "tool":
+        if (
+            not message.content.strip()
+            and not message.calls
+            and not message.thinking
+            and message.role != "tool"
+        ):
             fix = "remove it or fill it, or set data.on_error=skip"
             raise BadRow(place, f"is an empty turn of the {message.role}", fix)
         if message.role == "system" and index:
             again = any(earlier.role == "system" for earlier in messages[:index])
-            problem = "is a second system message" if again else "is a system message after the first turn"
+            problem = (
+                "is a second system message"
+                if again
+                else "is a system message after the first turn"
+            )
             raise BadRow(place, problem, "join system messages into one, at the beginning")
         if message.role == "tool":  # it follows its call, or results of other calls of that turn
-            caller = next((turn for turn in reversed(messages[:index]) if turn.role != "tool"), None)
-            signs = caller is not None and any(sign in caller.content.lower() for sign in _CALL_SIGNS)
+            caller = next(
+                (turn for turn in reversed(messages[:index]) if turn.role != "tool"), None
+            )
+            signs = caller is not None and any(
+                sign in caller.content.lower() for sign in _CALL_SIGNS
+            )
             if caller is None or caller.role != "assistant" or not (caller.calls or signs):
                 fix = "put the assistant's tool_calls before it, or remove it"
                 raise BadRow(place, "is a tool result without a call before it", fix)
             ids = [call["id"] for call in caller.calls if "id" in call]
             if message.call_id is not None and ids and message.call_id not in ids:
-                problem = (
-                    f"is the result of an unknown call {message.call_id[:40]!r}; the calls are: {', '.join(ids)[:80]}"
-                )
+                calls = ", ".join(ids)[:80]
+                problem = f"is the result of an unknown call {message.call_id[:40]!r}; the calls are: {calls}"
                 raise BadRow(place, problem, "set tool_call_id to the id of a call")
     if not responses:
         return

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from bloomery.core import files
 from bloomery.core.errors import UserError
-from bloomery.core.files import Blocks, digests_of_file, flush_to_disk, stamped, unstamped, write_durably
+from bloomery.core.files import (
+    Blocks,
+    digests_of_file,
+    flush_to_disk,
+    stamped,
+    unstamped,
+    write_durably,
+)
 from bloomery.data.packing import Layout, PackedSequence, PackedSequences
 from bloomery.data.shards import SplitName, open_split, read_manifest
 
@@ -45,7 +52,9 @@ class ReferenceWriter:
     def __enter__(self) -> "ReferenceWriter":
         self._path.parent.mkdir(parents=True, exist_ok=True)
         begun = self._draft.is_file() and self._draft.stat().st_size == 4 * self._tokens
-        self._values = np.memmap(self._draft, np.float32, "r+" if begun else "w+", shape=(self._tokens,))
+        self._values = np.memmap(
+            self._draft, np.float32, "r+" if begun else "w+", shape=(self._tokens,)
+        )
         if not begun:
             self._values[:] = np.nan
             self._values.flush()  # after a power loss, values not computed must not read as 0
@@ -61,14 +70,19 @@ class ReferenceWriter:
         self._values[stored[known]] = values[known]
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._values.flush()
         del self._values
         if kind is not None:
             return
         flush_to_disk(self._draft)
-        write_durably(seal_of(self._path), stamped({"run": self._run, "blocks": digests_of_file(self._draft)}))
+        write_durably(
+            seal_of(self._path), stamped({"run": self._run, "blocks": digests_of_file(self._draft)})
+        )
         self._draft.replace(self._path)
 
 
@@ -82,11 +96,15 @@ class Reference:
         size = path.stat().st_size if path.is_file() else -1
         if size != 4 * tokens:
             problem = f"file has {size:,} bytes where the shards' {tokens:,} tokens take 4 each"
-            raise UserError(problem if size >= 0 else "file is missing", where=str(path), fix=self._fix)
+            raise UserError(
+                problem if size >= 0 else "file is missing", where=str(path), fix=self._fix
+            )
         try:
             seal = unstamped(seal_of(path))
         except (FileNotFoundError, ValueError) as error:
-            raise UserError("its digests are missing or damaged", where=str(seal_of(path)), fix=self._fix) from error
+            raise UserError(
+                "its digests are missing or damaged", where=str(seal_of(path)), fix=self._fix
+            ) from error
         if seal.get("run") != run:
             raise UserError("file belongs to another run", where=str(path), fix=self._fix)
         self._values = np.memmap(path, np.float32, "r")
@@ -161,7 +179,9 @@ class Batch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `change` applied to every tensor."""
-        tensors: dict[str, Tensor] = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        tensors: dict[str, Tensor] = {
+            name: tensor for name, tensor in vars(self).items() if tensor is not None
+        }
         return Batch(**{name: change(tensor) for name, tensor in tensors.items()})
 
 
@@ -183,8 +203,19 @@ class Loader:
     `reference`: the file for Batch.reference, which a ReferenceWriter filled from `stored_batches` for `run`.
     """
 
-    def __init__(self, prepared: Path, *, sequence_length: int, layout: Layout, seed: int, split: SplitName = "train",
-                 rank: int = 0, world: int = 1, reference: Path | None = None, run: str = "") -> None:  # fmt: skip
+    def __init__(
+        self,
+        prepared: Path,
+        *,
+        sequence_length: int,
+        layout: Layout,
+        seed: int,
+        split: SplitName = "train",
+        rank: int = 0,
+        world: int = 1,
+        reference: Path | None = None,
+        run: str = "",
+    ) -> None:
         manifest = read_manifest(prepared)
         opened = open_split(prepared, split, manifest)
         self.kind, self.tokens = manifest.kind, opened.record.tokens
@@ -194,7 +225,10 @@ class Loader:
         self._reference = None if reference is None else Reference(reference, self.tokens, run)
         self._seed, self._rank, self._world = seed, rank, world
         weights = [part.weight if split == "train" else 1.0 for part in opened.record.parts]
-        self._visits = [round(count * weight) for count, weight in zip(self._sequences.counts, weights, strict=True)]
+        self._visits = [
+            round(count * weight)
+            for count, weight in zip(self._sequences.counts, weights, strict=True)
+        ]
         self._ends = np.cumsum(self._visits)
         self.sequences = sum(self._visits)
         if self.sequences == 0:
@@ -215,9 +249,12 @@ class Loader:
         assert cursor.seed == self._seed, "the cursor belongs to another run"
         end = cursor.consumed + (size if filled is None else filled)
         indices = range(cursor.consumed + self._rank, cursor.consumed + size, self._world)
-        return self._stack([
-            self._sequences.read(*self.place(index)) if index < end else self._sequences.empty() for index in indices
-        ])  # fmt: skip
+        return self._stack(
+            [
+                self._sequences.read(*self.place(index)) if index < end else self._sequences.empty()
+                for index in indices
+            ]
+        )
 
     def place(self, index: int) -> tuple[int, int]:
         """(source, sequence in it) of the index-th sequence of the run."""
@@ -239,10 +276,14 @@ class Loader:
         count = min(self.sequences, limit or self.sequences)
         for start in range(0, count, sequences * self._world):
             places = (start + self._rank + self._world * offset for offset in range(sequences))
-            yield self._stack([
-                self._in_order(place * self.sequences // count) if place < count else self._sequences.empty()
-                for place in places
-            ])  # fmt: skip
+            yield self._stack(
+                [
+                    self._in_order(place * self.sequences // count)
+                    if place < count
+                    else self._sequences.empty()
+                    for place in places
+                ]
+            )
 
     @property
     def stored_sequences(self) -> int:
@@ -259,8 +300,15 @@ class Loader:
             for place in (start + self._rank + self._world * offset for offset in range(sequences)):
                 part = int(np.searchsorted(counts, place, side="right"))
                 index = place - int(counts[part - 1] if part else 0)
-                read.append(self._sequences.read(part, index) if part < len(counts) else self._sequences.empty())
-            yield self._stack(read), torch.from_numpy(np.stack([sequence.stored for sequence in read]))
+                read.append(
+                    self._sequences.read(part, index)
+                    if part < len(counts)
+                    else self._sequences.empty()
+                )
+            yield (
+                self._stack(read),
+                torch.from_numpy(np.stack([sequence.stored for sequence in read])),
+            )
 
     def _stack(self, sequences: list[PackedSequence]) -> Batch:
         def stacked(arrays: list[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
@@ -268,7 +316,9 @@ class Loader:
 
         reference = None
         if self._reference is not None:
-            reference = stacked([self._reference.of(row.stored, row.loss_mask) for row in sequences])
+            reference = stacked(
+                [self._reference.of(row.stored, row.loss_mask) for row in sequences]
+            )
         kto_labels = [row.kto_labels for row in sequences if row.kto_labels is not None]
         return Batch(
             tokens=stacked([row.tokens for row in sequences]),
@@ -284,7 +334,8 @@ class Loader:
     def _in_order(self, number: int) -> PackedSequence:
         part = int(np.searchsorted(self._ends, number, side="right"))
         return self._sequences.read(
-            part, (number - int(self._ends[part]) + self._visits[part]) % self._sequences.counts[part]
+            part,
+            (number - int(self._ends[part]) + self._visits[part]) % self._sequences.counts[part],
         )
 
 
@@ -292,7 +343,10 @@ def _numbered(sequences: list[PackedSequence]) -> list[np.ndarray[Any, np.dtype[
     """Documents numbered across all sequences of the batch; padding stays -1."""
     numbers = [sequence.documents for sequence in sequences]
     begins = np.cumsum([0, *(int(each.max()) + 1 for each in numbers[:-1])])
-    return [np.where(each < 0, -1, each + begin) for each, begin in zip(numbers, begins.tolist(), strict=True)]
+    return [
+        np.where(each < 0, -1, each + begin)
+        for each, begin in zip(numbers, begins.tolist(), strict=True)
+    ]
 
 
 @final
@@ -304,9 +358,15 @@ class Prefetcher:
     """
 
     def __init__(
-        self, loader: Loader, cursor: Cursor, *, sequences: int, per_step: int | None = None, depth: int = 2,
+        self,
+        loader: Loader,
+        cursor: Cursor,
+        *,
+        sequences: int,
+        per_step: int | None = None,
+        depth: int = 2,
         pin_memory: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loader, self._cursor, self._size, self._pin = loader, cursor, sequences, pin_memory
         self._per_step = sequences if per_step is None else per_step
         self._left_in_step = self._per_step
@@ -319,7 +379,10 @@ class Prefetcher:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._thread.shutdown(cancel_futures=True)
 

@@ -39,7 +39,8 @@ def best_fit(lengths: Ids, capacity: int) -> Ids:
     `lengths`: each from 1 to `capacity`.
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= capacity
-    rooms, count = list[int](), 0  # rooms: the free positions that a sequence has, each once, sorted
+    # rooms: the free positions that a sequence has, each once, sorted
+    rooms, count = list[int](), 0
     having: dict[int, list[int]] = defaultdict(list)  # the sequences of each room
     sequences = np.zeros(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
@@ -80,19 +81,29 @@ class PackedSource:
         return len(self.starts) - 1
 
 
-def pack_source(split: Split, part: int, *, sequence_length: int, layout: Literal["packed", "padded"]) -> PackedSource:
+def pack_source(
+    split: Split, part: int, *, sequence_length: int, layout: Literal["packed", "padded"]
+) -> PackedSource:
     """The sequences of one source of conversations or pairs. Deterministic; a million units in about a second."""
     (_, begin), (_, end) = split.part_starts[part], split.part_starts[part + 1]
     texts = DOCUMENTS_PER_UNIT[split.kind]  # of a unit
     bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
     whole = (bounds[1:] - bounds[:-1]).reshape(-1, texts)
-    first = np.zeros(end - begin, np.int64) if split.first is None else np.asarray(split.first[begin:end], np.int64)
+    first = (
+        np.zeros(end - begin, np.int64)
+        if split.first is None
+        else np.asarray(split.first[begin:end], np.int64)
+    )
     first = first.reshape(-1, texts)  # the place of its first loss token
     lengths = truncated_lengths(whole, sequence_length)
     trainable = (first < whole).all(1)
     kept = np.flatnonzero((first < lengths).all(1))
     shorter = lengths[kept] < whole[kept]
-    places = best_fit(lengths[kept].sum(1), sequence_length) if layout == "packed" else np.arange(len(kept))
+    places = (
+        best_fit(lengths[kept].sum(1), sequence_length)
+        if layout == "packed"
+        else np.arange(len(kept))
+    )
     order = np.argsort(places, kind="stable")
     count = int(places.max()) + 1 if len(places) else 0
     return PackedSource(
@@ -131,7 +142,9 @@ class PackedSequence:
     kto_labels: Ids | None = None
 
 
-def count_plain_sequences(tokens: int, documents: int, *, sequence_length: int, layout: Layout) -> int:
+def count_plain_sequences(
+    tokens: int, documents: int, *, sequence_length: int, layout: Layout
+) -> int:
     """Sequences of one source of plain text. The last token has no label, so that it takes no position of its own."""
     return documents if layout == "padded" else -(-max(tokens - 1, 0) // sequence_length)
 
@@ -150,15 +163,20 @@ class SequenceCounts:
 
 
 @functools.lru_cache(maxsize=4)  # a run asks several times before it begins
-def count_sequences(folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout) -> SequenceCounts:
+def count_sequences(
+    folder: Path, manifest: Manifest, *, sequence_length: int, layout: Layout
+) -> SequenceCounts:
     """Of the train split. Raises UserError as PackedSequences does."""
     if manifest.kind != "text":
         split = Split(folder, manifest, "train")
-        sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id)
+        sequences = PackedSequences(
+            split, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id
+        )
         return SequenceCounts(sequences.counts, sequences.packed)
     parts = manifest.train.parts
     counts = [
-        count_plain_sequences(p.tokens, p.documents, sequence_length=sequence_length, layout=layout) for p in parts
+        count_plain_sequences(p.tokens, p.documents, sequence_length=sequence_length, layout=layout)
+        for p in parts
     ]
     return SequenceCounts(counts, [])
 
@@ -170,7 +188,9 @@ class PackedSequences:
     `packed`: how each source of conversations or pairs is packed. Raises UserError for a layout that cuts pairs.
     """
 
-    def __init__(self, split: Split, *, sequence_length: int, layout: Layout, pad_id: int | None) -> None:
+    def __init__(
+        self, split: Split, *, sequence_length: int, layout: Layout, pad_id: int | None
+    ) -> None:
         self._split, self._length, self._layout = split, sequence_length, layout
         self._pad_id = pad_id or 0
         parts = split.record.parts
@@ -180,13 +200,17 @@ class PackedSequences:
         if layout != "fixed" and split.kind != "text":
             for number, part in enumerate(parts):
                 if not part.plain:
-                    packed = pack_source(split, number, sequence_length=sequence_length, layout=layout)
+                    packed = pack_source(
+                        split, number, sequence_length=sequence_length, layout=layout
+                    )
                     self._packed_sources[number] = packed
         self.packed = list(self._packed_sources.values())
         self.counts = [
             self._packed_sources[number].sequences
             if number in self._packed_sources
-            else count_plain_sequences(p.tokens, p.documents, sequence_length=sequence_length, layout=layout)
+            else count_plain_sequences(
+                p.tokens, p.documents, sequence_length=sequence_length, layout=layout
+            )
             for number, p in enumerate(parts)
         ]
 
@@ -198,23 +222,31 @@ class PackedSequences:
         (first, document), (end, _) = split.part_starts[part], split.part_starts[part + 1]
         start = first + index * self._length
         if self._layout == "padded":
-            start, end = (int(place) for place in split.bounds[document + index : document + index + 2])
+            start, end = (
+                int(place) for place in split.bounds[document + index : document + index + 2]
+            )
         stop = min(start + self._length + 1, end)
         documents = begins = np.zeros(stop - start, np.int64)
         if self._layout == "packed":
             documents, begins = self._documents(start, stop - start)
         loss_mask = None if split.loss_mask is None else split.loss_mask[start:stop] > 0
-        return self._padded(split.tokens[start:stop], documents, begins, np.arange(start, stop), loss_mask)
+        return self._padded(
+            split.tokens[start:stop], documents, begins, np.arange(start, stop), loss_mask
+        )
 
     def empty(self) -> PackedSequence:
         """A sequence of padding."""
         none = np.zeros(0, np.int64)
-        return self._padded(none, none, none, none, kto_labels=none if self._split.kind == "kto" else None)
+        return self._padded(
+            none, none, none, none, kto_labels=none if self._split.kind == "kto" else None
+        )
 
     def _packed(self, part: int, index: int) -> PackedSequence:
         packed, answers = self._packed_sources[part], DOCUMENTS_PER_UNIT[self._split.kind]
         units = packed.units[packed.starts[index] : packed.starts[index + 1]]
-        numbers = (units[:, None] * answers + np.arange(answers)).ravel() + self._split.part_starts[part][1]
+        numbers = (units[:, None] * answers + np.arange(answers)).ravel() + self._split.part_starts[
+            part
+        ][1]
         sizes = packed.lengths[units].ravel()
         starts = np.asarray(self._split.bounds[numbers]).astype(np.int64)
         ends = np.cumsum(sizes)
@@ -227,7 +259,9 @@ class PackedSequences:
         loss_mask = np.concatenate([self._split.loss_mask[start:end] for start, end in texts]) > 0
         kto_labels = None
         if self._split.kto_labels is not None:
-            kto_labels = np.repeat(np.asarray(self._split.kto_labels[numbers]).astype(np.int64), sizes)
+            kto_labels = np.repeat(
+                np.asarray(self._split.kto_labels[numbers]).astype(np.int64), sizes
+            )
         return self._padded(
             np.append(ids, self._pad_id),  # the last position also has a label, of another document
             np.append(documents, -1),

@@ -29,8 +29,10 @@ MANIFEST = "manifest.json"
 JOURNAL = "preparing.json"  # of an unfinished `prepare`; a kill may leave it next to the manifest
 SplitName = Literal["train", "validation"]
 ShardKind = Literal["text", "chat", "pairs", "kto"]
-Texts = Literal["none", "prompts", "whole"]  # the rows have texts: prompt and response, or whole texts of pairs
-DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}  # a pair is two
+# the rows have texts: prompt and response, or whole texts of pairs
+Texts = Literal["none", "prompts", "whole"]
+# a pair is two
+DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {"text": 1, "chat": 1, "pairs": 2, "kto": 2}
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -76,7 +78,12 @@ class SplitRecord(ManifestRecord):
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
-        return (*self.shards, self.bounds, *self.loss_mask, *(file for file in (self.first, self.kto_labels) if file))
+        return (
+            *self.shards,
+            self.bounds,
+            *self.loss_mask,
+            *(file for file in (self.first, self.kto_labels) if file),
+        )
 
 
 class SourceRecord(ManifestRecord):
@@ -113,14 +120,17 @@ class Manifest(ManifestRecord):
     first_skipped: str = ""
     empty: int = 0
     held_back: int = 0  # train documents left out, as they are also in the validation set
-    held_files: tuple[tuple[str, int], ...] = ()  # the files that these came from, each with its number
+    # the files that these came from, each with its number
+    held_files: tuple[tuple[str, int], ...] = ()
     kind: ShardKind = "text"
     formats: tuple[str, ...] = ()  # of the rows of conversations and pairs
-    padding: int | None = None  # padding left out of pre-tokenized documents; None: an older version kept it
+    # padding left out of pre-tokenized documents; None: an older version kept it
+    padding: int | None = None
     turns: bool = False  # formatted with a chat template
     template: str = ""  # the name of that template
     texts: Texts = "none"
-    snapshot: FileRecord | None = None  # sizes and checksums of the source files, for the next `prepare`
+    # sizes and checksums of the source files, for the next `prepare`
+    snapshot: FileRecord | None = None
     files: tuple[FileRecord, ...] = ()  # every other file: the tokenizer's
     sha256: str = ""  # of this manifest
 
@@ -133,7 +143,9 @@ class Manifest(ManifestRecord):
     @property
     def tokens_digest(self) -> str:
         """The digest of all that training reads. The date and the place of the source files do not change it."""
-        records = [record for split in (self.train, self.validation) for record in split.files] + [*self.files]
+        records = [record for split in (self.train, self.validation) for record in split.files] + [
+            *self.files
+        ]
         return digest_of("".join(record.model_dump_json() for record in records).encode())
 
     @property
@@ -144,7 +156,9 @@ class Manifest(ManifestRecord):
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     """List every file of the folder. `read_manifest` refuses a file that is added later."""
-    listed = {record.name for split in (manifest.train, manifest.validation) for record in split.files}
+    listed = {
+        record.name for split in (manifest.train, manifest.validation) for record in split.files
+    }
     listed |= {MANIFEST, JOURNAL, *([manifest.snapshot.name] if manifest.snapshot else [])}
     files = list[FileRecord]()
     while (path := added_to(folder, listed)) is not None:
@@ -162,7 +176,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise UserError("the folder has no prepared dataset", where=str(folder), fix="run: bloomery prepare RECIPE")
+        raise UserError(
+            "the folder has no prepared dataset",
+            where=str(folder),
+            fix="run: bloomery prepare RECIPE",
+        )
     try:
         manifest = Manifest.model_validate(unstamped(path))
     except (OSError, ValueError) as error:
@@ -172,10 +190,16 @@ def read_manifest(folder: Path) -> Manifest:
     listed = [*records, *manifest.files, *([manifest.snapshot] if manifest.snapshot else [])]
     for record in records:
         path = folder / record.name
-        size = path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
+        size = (
+            path.stat().st_size if path.is_file() and Path(record.name).name == record.name else -1
+        )
         if size != record.bytes:
             instead = f"file has {size:,} bytes instead of the {record.bytes:,} in the manifest"
-            raise UserError("file is missing" if size < 0 else instead, where=str(path), fix=prepare_again(folder))
+            raise UserError(
+                "file is missing" if size < 0 else instead,
+                where=str(path),
+                fix=prepare_again(folder),
+            )
     for record in manifest.files:
         check_file(folder / record.name, record.bytes, record.blocks, fix=prepare_again(folder))
     stray = added_to(folder, {MANIFEST, JOURNAL, *(record.name for record in listed)})
@@ -222,13 +246,24 @@ class Tokens:
     Raises UserError for a slice of a damaged block.
     """
 
-    def __init__(self, folder: Path, files: tuple[FileRecord, ...], dtype: str, shard_tokens: int, length: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: tuple[FileRecord, ...],
+        dtype: str,
+        shard_tokens: int,
+        length: int,
+    ) -> None:
         self._maps = [np.memmap(folder / file.name, dtype=dtype, mode="r") for file in files]
         self._blocks = [
             Blocks(content.data, file.blocks, folder / file.name, fix=prepare_again(folder))
             for content, file in zip(self._maps, files, strict=True)
         ]
-        self._shard_tokens, self._length, self._itemsize = shard_tokens, length, np.dtype(dtype).itemsize
+        self._shard_tokens, self._length, self._itemsize = (
+            shard_tokens,
+            length,
+            np.dtype(dtype).itemsize,
+        )
 
     def __len__(self) -> int:
         return self._length
@@ -274,7 +309,10 @@ class Split:
         self.tokens = shards(record.shards, manifest.dtype)
         self.bounds = _column(folder, record.bounds, "uint64")
         self.loss_mask = shards(record.loss_mask, "uint8") if record.loss_mask else None
-        self.first, self.kto_labels = column(record.first, "uint32"), column(record.kto_labels, "uint8")
+        self.first, self.kto_labels = (
+            column(record.first, "uint32"),
+            column(record.kto_labels, "uint8"),
+        )
 
     def __len__(self) -> int:
         return self.record.documents
@@ -386,7 +424,10 @@ class SplitWriter:
         per document): see SplitRecord.
         """
         starts = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
-        columns: dict[str, Array | None] = {"documents": starts + np.uint64(self._tokens), "kto-labels": kto_labels}
+        columns: dict[str, Array | None] = {
+            "documents": starts + np.uint64(self._tokens),
+            "kto-labels": kto_labels,
+        }
         if loss_mask is not None:
             columns["first"] = first_loss_tokens(loss_mask, starts, lengths)
             self.progress.loss_tokens += int(loss_mask.sum())
@@ -439,14 +480,18 @@ class SplitWriter:
         self._write(self._path("documents"), np.uint64(self._tokens).tobytes())
         self.sync()
         self.close()
-        paths = {name: self._path(name) for name in self._columns}  # a column of no document has no file
+        # a column of no document has no file
+        paths = {name: self._path(name) for name in self._columns}
         columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
         count, shards = -(-self._tokens // self._shard_tokens), dict[str, tuple[FileRecord, ...]]()
         for what in self._sharded:
             self._path(what, count).unlink(missing_ok=True)
             shards[what] = tuple(file_record(self._path(what, number)) for number in range(count))
         begun = enumerate(zip(self.progress.parts, weights, strict=True))
-        parts = [SplitPart(tokens=t, documents=d, weight=w, plain=number in plain) for number, ((t, d), w) in begun]
+        parts = [
+            SplitPart(tokens=t, documents=d, weight=w, plain=number in plain)
+            for number, ((t, d), w) in begun
+        ]
         return SplitRecord(
             tokens=self._tokens,
             documents=self._documents,

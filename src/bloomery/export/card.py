@@ -63,7 +63,11 @@ class Merge:
 def training_of(checkpoint: Path) -> Training | None:
     """None when the folder is no checkpoint of a run."""
     run, step = checkpoint.parent.parent, checkpoint.name.removeprefix("step-")
-    if checkpoint.parent.name != "checkpoints" or not step.isdecimal() or not (run / "recipe.yaml").is_file():
+    if (
+        checkpoint.parent.name != "checkpoints"
+        or not step.isdecimal()
+        or not (run / "recipe.yaml").is_file()
+    ):
         return None
     steps: dict[int, StepDone] = {}
     evaluation, device, per, devices = None, "", "token", Devices()
@@ -79,30 +83,52 @@ def training_of(checkpoint: Path) -> Training | None:
     last = steps[max(steps)] if steps else None
     plan = read_plan(run / "plan.json") if (run / "plan.json").is_file() else None
     return Training(
-        run=run, recipe=load_recipe(run / "recipe.yaml").recipe, plan=plan, step=int(step),
+        run=run,
+        recipe=load_recipe(run / "recipe.yaml").recipe,
+        plan=plan,
+        step=int(step),
         tokens=last.tokens if last else 0,
-        seconds=sum(event.step_seconds for event in steps.values()), loss=last.loss if last else None,
-        per=per, device=device, evaluation=evaluation, joules=devices.joules, measured_seconds=devices.covered_seconds,
-    )  # fmt: skip
+        seconds=sum(event.step_seconds for event in steps.values()),
+        loss=last.loss if last else None,
+        per=per,
+        device=device,
+        evaluation=evaluation,
+        joules=devices.joules,
+        measured_seconds=devices.covered_seconds,
+    )
 
 
 def write_card(
-    folder: Path, name: str, config: ModelConfig, sources: Sequence[Path], *, base: str | None = None,
+    folder: Path,
+    name: str,
+    config: ModelConfig,
+    sources: Sequence[Path],
+    *,
+    base: str | None = None,
     merge: Merge | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """README.md, and next to it the loss curve of the run. `sources`: the folder of the weights, then others whose card
     may state the license. `base`: the model that an adapter is for.
     """
     training = None if merge is not None else training_of(sources[0])
     known = [
         *sources,
-        *([training.plan.model.source] if training and training.plan and training.plan.model.source else []),
+        *(
+            [training.plan.model.source]
+            if training and training.plan and training.plan.model.source
+            else []
+        ),
     ]
     card = model_card(
-        name, config, training, base=base, merge=merge, license_=license_of(*map(Path, known)),
+        name,
+        config,
+        training,
+        base=base,
+        merge=merge,
+        license_=license_of(*map(Path, known)),
         chat=bool(own_templates(load_tokenizer(folder).config)),
         source=Base(str(sources[0].resolve()), "").name if _quantized(folder) else None,
-    )  # fmt: skip
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
     if training is not None and training.loss is not None:
         loss_plot(training.run).save(folder / PLOT)
@@ -122,68 +148,136 @@ def license_of(*folders: Path | None) -> str | None:
             continue
         head = card.open(encoding="utf-8", errors="replace").read(2**16)
         block = re.match(r"---\n(.*?)\n---", head, flags=re.DOTALL)
-        stated = re.search(r"^license: *['\"]?([\w.+-]+)", block[1], flags=re.MULTILINE) if block else None
+        stated = (
+            re.search(r"^license: *['\"]?([\w.+-]+)", block[1], flags=re.MULTILINE)
+            if block
+            else None
+        )
         if stated:
             return stated[1]
     return None
 
 
 def model_card(
-    name: str, config: ModelConfig, training: Training | None, *, base: str | None = None, merge: Merge | None = None,
-    license_: str | None = None, chat: bool = False, source: str | None = None,
-) -> str:  # fmt: skip
+    name: str,
+    config: ModelConfig,
+    training: Training | None,
+    *,
+    base: str | None = None,
+    merge: Merge | None = None,
+    license_: str | None = None,
+    chat: bool = False,
+    source: str | None = None,
+) -> str:
     """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for. `chat`: the
     tokenizer has a chat template. `source`: the model that was quantized.
     """
     task = "text-classification" if config.head == "values" else "text-generation"
     origin = base or source if training is None else base or training.recipe.model.from_
-    relation = "adapter" if base is not None else "merge" if merge else "finetune" if training else "quantized"
+    relation = (
+        "adapter"
+        if base is not None
+        else "merge"
+        if merge
+        else "finetune"
+        if training
+        else "quantized"
+    )
     done = None if training is None else training.plan or training.recipe
     objective = None if done is None else done.objective.kind
-    method = None if done is None or done.adapter.kind == "none" else getattr(done.adapter, "method", done.adapter.kind)
+    method = (
+        None
+        if done is None or done.adapter.kind == "none"
+        else getattr(done.adapter, "method", done.adapter.kind)
+    )
     origins = [model for model, _ in merge.models] if merge else [origin] if origin else []
     data = None if training is None else training.recipe.data
-    paths = [] if data is None else [data.path] if data.path is not None else [each.path for each in data.sources]
+    paths = (
+        []
+        if data is None
+        else [data.path]
+        if data.path is not None
+        else [each.path for each in data.sources]
+    )
     stated: dict[str, Any] = {
-        "license": license_, "base_model": [model for model in origins if is_hub_id(model)],
-        "datasets": [path.removeprefix(PREFIX) for path in paths if path.startswith(PREFIX) or is_hub_id(path)],
-    }  # fmt: skip
+        "license": license_,
+        "base_model": [model for model in origins if is_hub_id(model)],
+        "datasets": [
+            path.removeprefix(PREFIX)
+            for path in paths
+            if path.startswith(PREFIX) or is_hub_id(path)
+        ],
+    }
     stated |= {"base_model_relation": relation} if stated["base_model"] else {}
     stated |= {"library_name": "transformers" if base is None else "peft", "pipeline_tag": task}
     how = "merge" if merge else objective
-    tags = ["bloomery", how, method, "conversational" if chat and task == "text-generation" else None]
+    tags = [
+        "bloomery",
+        how,
+        method,
+        "conversational" if chat and task == "text-generation" else None,
+    ]
     stated |= {"tags": [str(tag).lower() for tag in dict.fromkeys(tags) if tag]}
     metadata = ModelCardData(**{key: value for key, value in stated.items() if value})
     fields: dict[str, Any] = {
-        "name": name, "config": config, "training": training, "merge": merge, "license": license_,
+        "name": name,
+        "config": config,
+        "training": training,
+        "merge": merge,
+        "license": license_,
         "base": None if base is None else public(base),
-        "size": format_count(parameter_count(config)), "architecture": architecture_of(config),
-        "what": _what(config, objective, method, adapts=base is not None, merge=merge is not None, chat=chat),
-        "origin": None if merge is not None or base is not None or not origin else public(origin), "chat": chat,
-    }  # fmt: skip
+        "size": format_count(parameter_count(config)),
+        "architecture": architecture_of(config),
+        "what": _what(
+            config, objective, method, adapts=base is not None, merge=merge is not None, chat=chat
+        ),
+        "origin": None if merge is not None or base is not None or not origin else public(origin),
+        "chat": chat,
+    }
     if training is not None:
         recipe, plan = training.recipe, training.plan
         names = ", ".join(Path(path).name for path in paths) or "prepared shards"
         fields |= {
-            "plan": plan, "objective": objective,
-            "data_names": names if recipe.data.builtin is None else f"builtin {recipe.data.builtin}",
-            "tokens": format_count(training.tokens), "seconds": format_seconds(training.seconds),
+            "plan": plan,
+            "objective": objective,
+            "data_names": names
+            if recipe.data.builtin is None
+            else f"builtin {recipe.data.builtin}",
+            "tokens": format_count(training.tokens),
+            "seconds": format_seconds(training.seconds),
             "unit": "nats per token" if training.per == "token" else f"per {training.per}",
             "started_from": None if recipe.model.from_ is None else public(recipe.model.from_),
-            "evaluation": training.evaluation if training.evaluation and training.evaluation.loss is not None else None,
-            "plot": PLOT, "recipe_text": _recipe_text(recipe),
-            "energy": None if training.joules is None else (
-                f"{format_joules(training.joules)}, measured over {format_seconds(training.measured_seconds)}"),
-        }  # fmt: skip
+            "evaluation": training.evaluation
+            if training.evaluation and training.evaluation.loss is not None
+            else None,
+            "plot": PLOT,
+            "recipe_text": _recipe_text(recipe),
+            "energy": None
+            if training.joules is None
+            else (
+                f"{format_joules(training.joules)}, measured over {format_seconds(training.measured_seconds)}"
+            ),
+        }
     template = str(Path(__file__).with_name("card.md.jinja"))
     return str(ModelCard.from_template(metadata, template_path=template, **fields))
 
 
-_TRAINED = {"pretrain": "pretrained", "sft": "fine-tuned", "distill": "distilled", "reward": "trained on preferences"}
+_TRAINED = {
+    "pretrain": "pretrained",
+    "sft": "fine-tuned",
+    "distill": "distilled",
+    "reward": "trained on preferences",
+}
 
 
 def _what(
-    config: ModelConfig, objective: str | None, method: str | None, *, adapts: bool, merge: bool, chat: bool
+    config: ModelConfig,
+    objective: str | None,
+    method: str | None,
+    *,
+    adapts: bool,
+    merge: bool,
+    chat: bool,
 ) -> str:
     """What the model is, as the first words of its card."""
     if config.head == "values":
@@ -194,7 +288,9 @@ def _what(
         kind = "language model"
     if adapts:
         return f"{ADAPTERS.get(method or '', f'{method} adapter' if method else 'Adapter')} that makes a {kind}"
-    trained = "" if objective is None else _TRAINED.get(objective, f"trained with {objective.upper()}")
+    trained = (
+        "" if objective is None else _TRAINED.get(objective, f"trained with {objective.upper()}")
+    )
     whole = f"{'merged ' if merge else ''}{kind}{f', {trained}' if trained else ''}"
     return whole[0].upper() + whole[1:]
 

@@ -59,9 +59,16 @@ class Changes:
 
 
 def convert(
-    source: Path, out: Path, *, gguf: bool, dtype: str | None = None, changes: Changes | None = None,
-    step: str = "best", verify: bool = True, use: Use | None = None,
-) -> Exported:  # fmt: skip
+    source: Path,
+    out: Path,
+    *,
+    gguf: bool,
+    dtype: str | None = None,
+    changes: Changes | None = None,
+    step: str = "best",
+    verify: bool = True,
+    use: Use | None = None,
+) -> Exported:
     """Writes `source` (a GGUF file, a model or a run) as the new folder or GGUF file `out`.
 
     `dtype`: a word of DTYPES, or of GGUF_TYPES and K_TYPES; None keeps the weights' own, of GGUF f16. An
@@ -102,16 +109,25 @@ def convert(
 def _between(out: Path) -> Iterator[Path]:
     """A new folder on the disk of `out` for an intermediate model; it is deleted at the end."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError("the output exists; nothing was overwritten", where=str(out), fix="choose another name")
+        raise UserError(
+            "the output exists; nothing was overwritten", where=str(out), fix="choose another name"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".tmp-convert-", suffix=f"-{os.getpid()}") as whole:
+    with tempfile.TemporaryDirectory(
+        dir=out.parent, prefix=".tmp-convert-", suffix=f"-{os.getpid()}"
+    ) as whole:
         yield Path(whole) / "model"
 
 
 def change(
-    files: ModelFiles, out: Path, changes: Changes, *, dtype: str | None = None, verify: bool = True,
+    files: ModelFiles,
+    out: Path,
+    changes: Changes,
+    *,
+    dtype: str | None = None,
+    verify: bool = True,
     use: Use | None = None,
-) -> Exported:  # fmt: skip
+) -> Exported:
     """Writes the model with its changes to the new folder `out`, completely or not at all, one parameter at a time.
 
     Rows of new tokens are the mean of the others, as in training. Verification compares the logits of old tokens with
@@ -119,7 +135,11 @@ def change(
     """
     before = load_tokenizer(files.tokenizer)
     after = _tokenizer(before, changes)
-    kept = DTYPES[dtype] if dtype is not None else next(iter(find_tensors(files.base or files.weights).values())).dtype
+    kept = (
+        DTYPES[dtype]
+        if dtype is not None
+        else next(iter(find_tensors(files.base or files.weights).values())).dtype
+    )
     proofs = []
     pieces = full_pieces(files.weights, kept) if files.base is None else pieces_of(files)
     with pieces as (piece, config), draft_of(out) as draft:
@@ -139,11 +159,15 @@ def change(
         write_rest(draft, out.name, changed, files, tokenizer=after)
         if changes.checkpointing:
             path = draft / "config.json"
-            write_json(path, read_object(path, fix="report this bug") | {"gradient_checkpointing": True})
+            write_json(
+                path, read_object(path, fix="report this bug") | {"gradient_checkpointing": True}
+            )
         if changes.context is not None:
             proofs.append(f"context {config.max_positions:,} -> {changed.max_positions:,} tokens")
         if new:
-            proofs.append(f"{len(new)} new tokens from id {new.start:,}: embeddings are the mean of the others")
+            proofs.append(
+                f"{len(new)} new tokens from id {new.start:,}: embeddings are the mean of the others"
+            )
         if changes.template is not None:
             with chat_format(after, None) as form:  # refuses one that does not render
                 size = len(form.encode([Message("user", "Hello!")]))
@@ -156,7 +180,9 @@ def change(
 def _tokenizer(before: Tokenizer, changes: Changes) -> Tokenizer:
     """As a tokenizer.json, which new tokens need."""
     if "" in changes.tokens:
-        raise UserError("a token without a text", where="--add-tokens", fix="write its text", code=2)
+        raise UserError(
+            "a token without a text", where="--add-tokens", fix="write its text", code=2
+        )
     settings = {key: each for key, each in before.config.items() if key != MADE_BY}
     if changes.context is not None:
         settings[LENGTH] = changes.context
@@ -167,7 +193,9 @@ def _tokenizer(before: Tokenizer, changes: Changes) -> Tokenizer:
             fix = f"name a file, or one of {', '.join(BUILTIN)}"
             raise UserError(error.problem, where="--template", fix=fix, code=2) from error
     control = {name for name in roles(before.description, settings).values() if name}
-    return Tokenizer(JsonBackend(before.description, "tokenizer.json", control), settings).with_tokens(changes.tokens)
+    return Tokenizer(
+        JsonBackend(before.description, "tokenizer.json", control), settings
+    ).with_tokens(changes.tokens)
 
 
 def _config(config: ModelConfig, changes: Changes, tokens: int) -> ModelConfig:
@@ -181,15 +209,22 @@ def _config(config: ModelConfig, changes: Changes, tokens: int) -> ModelConfig:
 
 
 @torch.no_grad()
-def _verified(files: ModelFiles, config: ModelConfig, draft: Path, kept: torch.dtype, use: Use) -> list[str]:
+def _verified(
+    files: ModelFiles, config: ModelConfig, draft: Path, kept: torch.dtype, use: Use
+) -> list[str]:
     """Old tokens have their old logits; then transformers opens the folder."""
     tokens = probe_tokens(config).to(use.device)
     expected = load_whole(files.weights, use, base=files.base)(tokens).cpu()
     found = load_whole(draft, use)(tokens).cpu()[..., : config.vocab_size]
-    old = load_tokenizer(files.tokenizer).vocab_size  # rows beyond are spare: new tokens may take them
+    # rows beyond are spare: new tokens may take them
+    old = load_tokenizer(files.tokenizer).vocab_size
     error = float((found - expected)[..., :old].abs().max())
     if not error <= TOLERANCES[kept] * max(1.0, float(expected.abs().max())):
         problem = f"the logits of the converted model differ by {error:.2g}"
-        raise UserError(problem, where=str(draft), fix="use --dtype float32, or --no-verify; report this bug")
-    return [compared(kept, error, max(1.0, float(expected.abs().max())), "the source"),
-            *opens_elsewhere(draft, *probed(draft, use, where=draft))]  # fmt: skip
+        raise UserError(
+            problem, where=str(draft), fix="use --dtype float32, or --no-verify; report this bug"
+        )
+    return [
+        compared(kept, error, max(1.0, float(expected.abs().max())), "the source"),
+        *opens_elsewhere(draft, *probed(draft, use, where=draft)),
+    ]

@@ -72,7 +72,9 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    (writer.add_layer_norm_eps if config.norm == "layer" else writer.add_layer_norm_rms_eps)(config.norm_eps)
+    (writer.add_layer_norm_eps if config.norm == "layer" else writer.add_layer_norm_rms_eps)(
+        config.norm_eps
+    )
     if config.attention_softcap is not None:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap is not None:
@@ -121,8 +123,12 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
     writer.add_token_types(known.types)
     if known.merges:
         writer.add_token_merges(known.merges)
-    ids = {"bos": (tokenizer.bos_id, config.bos_token_id), "eos": (tokenizer.eos_id, config.eos_token_id),
-           "unk": (tokenizer.unk_id, None), "pad": (tokenizer.pad_id, config.pad_token_id)}  # fmt: skip
+    ids = {
+        "bos": (tokenizer.bos_id, config.bos_token_id),
+        "eos": (tokenizer.eos_id, config.eos_token_id),
+        "unk": (tokenizer.unk_id, None),
+        "pad": (tokenizer.pad_id, config.pad_token_id),
+    }
     for role, (own, stated) in ids.items():
         if (index := stated if own is None else own) is not None:
             getattr(writer, f"add_{role}_token_id")(index)
@@ -132,9 +138,13 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
     if not templates:
         return
     default = templates.get("default", "")
-    writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()]
-                             if len(templates) > 1 else default)  # fmt: skip
-    with chat_format(tokenizer, None) as form:  # the end of a turn ends the answer, also where it is not EOS
+    writer.add_chat_template(
+        [{"name": name, "template": text} for name, text in templates.items()]
+        if len(templates) > 1
+        else default
+    )
+    # the end of a turn ends the answer, also where it is not EOS
+    with chat_format(tokenizer, None) as form:
         if ends := [token for token in form.stop_ids if token != tokenizer.eos_id]:
             writer.add_eot_token_id(ends[0])
 
@@ -142,9 +152,12 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
 def _model_name(name: str, description: Mapping[str, Any]) -> str:
     """llama.cpp strips white space after the special tokens of every model named Phi-3, and looks for its tokens."""
     phi, added = re.compile("phi(-?)3", re.IGNORECASE), description.get("added_tokens") or []
-    strips = any(entry.get("rstrip") for entry in added) and {"<|endoftext|>", "<unk>", "<s>", "</s>"} <= {
-        entry["content"] for entry in added
-    }
+    strips = any(entry.get("rstrip") for entry in added) and {
+        "<|endoftext|>",
+        "<unk>",
+        "<s>",
+        "</s>",
+    } <= {entry["content"] for entry in added}
     if not strips:
         return phi.sub("phi_3", name)
     return name if phi.search(name) else f"{name} (phi-3)"
@@ -152,7 +165,8 @@ def _model_name(name: str, description: Mapping[str, Any]) -> str:
 
 # Export
 
-Planned = tuple[str, tuple[int, ...], str, Callable[[], Iterator[memoryview | bytes]]]  # name, shape, type, its bytes
+# name, shape, type, its bytes
+Planned = tuple[str, tuple[int, ...], str, Callable[[], Iterator[memoryview | bytes]]]
 AT_ONCE = 2**26  # bytes of a file that wait for the disk while the next are computed
 
 
@@ -200,7 +214,9 @@ def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
     """A parameter, a few rows at a time as they are stored; of those that are stored transposed, all in float32."""
     place, shape = stored.places[name], parameter_shapes(stored.config)[name]
     if len(shape) > 1 and not place.transposed:
-        rows = stored.reader.pieces(stored.tensors[name], place.first, shape[0], device=torch.device("cpu"))
+        rows = stored.reader.pieces(
+            stored.tensors[name], place.first, shape[0], device=torch.device("cpu")
+        )
         for _, piece in rows:
             yield piece
         return
@@ -230,8 +246,15 @@ def export_gguf(
         tokenizer = load_tokenizer(files.tokenizer)
         with _to_write(draft, kind) as (path, written), open_source(files, use) as source:
             config = source.config
-            write_gguf(path, source, written, library, tokenizer, name=out.stem,
-                       license_=license_of(files.weights, files.base))  # fmt: skip
+            write_gguf(
+                path,
+                source,
+                written,
+                library,
+                tokenizer,
+                name=out.stem,
+                license_=license_of(files.weights, files.base),
+            )
         notes = [*differences(config, tokenizer.description), *fallbacks(config, kind)]
         proofs = tuple(f"differs    {note}" for note in notes)
         if verify:
@@ -243,7 +266,14 @@ def export_gguf(
 
 
 def write_gguf(
-    path: Path, source: Source, kind: str, library: Any, tokenizer: Tokenizer, *, name: str, license_: str | None
+    path: Path,
+    source: Source,
+    kind: str,
+    library: Any,
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    license_: str | None,
 ) -> None:
     """The file, tensor by tensor. Raises UserError for a model that llama.cpp cannot run, or that is not finite."""
     config = source.config
@@ -254,15 +284,24 @@ def write_gguf(
         writer.add_license(license_)
     writer.add_string("general.exported_by", f"bloomery {__version__}")
     _describe_model(writer, config, library)
-    file_types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0",
-                  "q4_0": "MOSTLY_Q4_0"}  # fmt: skip
+    file_types = {
+        "f32": "ALL_F32",
+        "f16": "MOSTLY_F16",
+        "bf16": "MOSTLY_BF16",
+        "q8_0": "MOSTLY_Q8_0",
+        "q4_0": "MOSTLY_Q4_0",
+    }
     writer.add_file_type(library.LlamaFileType[file_types[kind]])
     writer.add_quantization_version(library.GGML_QUANT_VERSION)
     _describe_vocabulary(writer, tokenizer, config)
     stated = ((piece, type_of(piece.name, piece.shape, kind)) for piece in layout(config))
-    tensors: list[Planned] = [(one.name, one.shape, own, partial(_read, one, source, own)) for one, own in stated]
-    tensors += [(tensor, values.shape, "f32", partial(iter, (values.tobytes(),)))
-                for tensor, values in computed_tensors(config).items()]  # fmt: skip
+    tensors: list[Planned] = [
+        (one.name, one.shape, own, partial(_read, one, source, own)) for one, own in stated
+    ]
+    tensors += [
+        (tensor, values.shape, "f32", partial(iter, (values.tobytes(),)))
+        for tensor, values in computed_tensors(config).items()
+    ]
     _write_file(writer, path, tensors, library)
 
 
@@ -307,15 +346,23 @@ def _to_write(draft: Path, kind: str) -> Iterator[tuple[Path, str]]:
     program = shutil.which("llama-quantize")
     if program is None:
         fix = "install llama.cpp (brew install llama.cpp, or https://github.com/ggml-org/llama.cpp), or use --type q8_0"
-        raise UserError(f"{kind} needs llama-quantize, which is not installed", where="--type", fix=fix)
+        raise UserError(
+            f"{kind} needs llama-quantize, which is not installed", where="--type", fix=fix
+        )
     plain = draft.with_name(draft.name.replace(".gguf-", ".gguf-plain-"))
     try:
         yield plain, "f32"
-        done = subprocess.run([program, str(plain), str(draft), kind.upper()], capture_output=True, text=True,
-                              check=False)  # fmt: skip
+        done = subprocess.run(
+            [program, str(plain), str(draft), kind.upper()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode != 0 or not draft.is_file():
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"llama-quantize failed: {last[:200]}", where=program, fix="use --type q8_0")
+            raise UserError(
+                f"llama-quantize failed: {last[:200]}", where=program, fix="use --type q8_0"
+            )
     finally:
         plain.unlink(missing_ok=True)
 
@@ -328,18 +375,30 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         problem, fix = "cannot export an adapter: this is a full model", "use --to gguf"
         raise UserError(problem, where=str(files.weights), fix=fix, code=2)
     if kind not in ("f32", "f16", "bf16"):
-        raise UserError(f"an adapter is not stored as {kind}", where="--type", fix="use --type f16 or f32", code=2)
+        raise UserError(
+            f"an adapter is not stored as {kind}",
+            where="--type",
+            fix="use --type f16 or f32",
+            code=2,
+        )
     base, settings = read_config(files.base), read_settings(files.weights)
     _refuse(base, files.base)
     merge = "use --to gguf, which merges it into its base"
     if settings["peft_type"] != "LORA":
-        raise UserError(f"llama.cpp has no {settings['peft_type']} adapters", where=str(files.weights), fix=merge)
+        raise UserError(
+            f"llama.cpp has no {settings['peft_type']} adapters",
+            where=str(files.weights),
+            fix=merge,
+        )
     adaptation, config = read_adaptation(files.weights, base)
     if adaptation.dora or adaptation.whole or config.vocab_size != base.vocab_size:
         problem = "llama.cpp's adapters hold LoRA matrices alone; this one has DoRA, whole modules or new tokens"
         raise UserError(problem, where=str(files.weights), fix=merge)
     library, stored, where = gguf_library(), adapter_tensors(files.weights), places(config)
-    scales = {where[f"{module}.weight"].name.removesuffix(".weight"): pair for module, pair in adaptation.pairs.items()}
+    scales = {
+        where[f"{module}.weight"].name.removesuffix(".weight"): pair
+        for module, pair in adaptation.pairs.items()
+    }
     with _draft_file(out) as draft, TensorReader() as reader:
         writer = library.GGUFWriter(draft, ARCHITECTURES[config.family].name)
         writer.add_type("adapter")
@@ -359,11 +418,15 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             B = piece.apply(B * (scales[target].scale * A.shape[0])).contiguous()
             for suffix, values in (("lora_a", A), ("lora_b", B)):
                 whole = encoded(values.contiguous(), kind, piece.name).data
-                tensors.append((f"{piece.name}.{suffix}", tuple(values.shape), kind, partial(iter, (whole,))))
+                tensors.append(
+                    (f"{piece.name}.{suffix}", tuple(values.shape), kind, partial(iter, (whole,)))
+                )
         assert tensors, "an adapter has matrices"
         _write_file(writer, draft, tensors, library)
         size = draft.stat().st_size
-    return Exported(out, size, (f"{len(tensors) // 2} pairs of LoRA matrices for {_base_name(files.base)}",))
+    return Exported(
+        out, size, (f"{len(tensors) // 2} pairs of LoRA matrices for {_base_name(files.base)}",)
+    )
 
 
 def _base_name(folder: Path) -> str:

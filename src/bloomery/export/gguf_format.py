@@ -22,7 +22,8 @@ from bloomery.model.rope import frequencies
 
 ALIGNMENT = 32
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
-K_BLOCK = 256  # that a K type stores together; llama-quantize takes q5_0, q5_1 or q8_0 for other rows
+# that a K type stores together; llama-quantize takes q5_0, q5_1 or q8_0 for other rows
+K_BLOCK = 256
 ELSEWHERE = "export it with --to hf, which transformers and vLLM run"
 Array = np.ndarray[Any, Any]
 
@@ -55,48 +56,108 @@ class Architecture:
     window_period: int = 0  # every layer but each n-th has a sliding window; 0: none has
 
 
-PLAIN: Mapping[str, Any] = MappingProxyType({
-    "norm": "rms", "norm_placement": "before", "qk_norm": "none", "activation": "silu", "gated_mlp": True,
-    "positions": "rotary", "rotary_share": 1.0, "local_rope_theta": None, "rotary_layers": (), "attention_scale": None,
-    "attention_softcap": None, "final_softcap": None, "scale_embeddings": False, "attention_bias": False,
-    "output_bias": False, "mlp_bias": False, "head": "tokens",
-})  # fmt: skip
+PLAIN: Mapping[str, Any] = MappingProxyType(
+    {
+        "norm": "rms",
+        "norm_placement": "before",
+        "qk_norm": "none",
+        "activation": "silu",
+        "gated_mlp": True,
+        "positions": "rotary",
+        "rotary_share": 1.0,
+        "local_rope_theta": None,
+        "rotary_layers": (),
+        "attention_scale": None,
+        "attention_softcap": None,
+        "final_softcap": None,
+        "scale_embeddings": False,
+        "attention_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "head": "tokens",
+    }
+)
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GEMMA = {"norm": "rms_unit_offset", "activation": "gelu_tanh", "scale_embeddings": True}
 _TIED = {"tie_embeddings": True}
 _LLAMA = Architecture("llama", free=("attention_bias", "output_bias", "mlp_bias"), interleaved=True)
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3", {"qk_norm": "head"}),
-    "gemma": Architecture("gemma", _GEMMA | _TIED),
-    "gemma2": Architecture("gemma2", _GEMMA | _TIED | {"norm_placement": "both"}, window_period=2,
-                           free=("attention_bias", "attention_scale", "attention_softcap", "final_softcap")),
-    "gemma3_text": Architecture("gemma3", _GEMMA | {"norm_placement": "both", "qk_norm": "head"}, window_period=6,
-                                free=("attention_bias", "attention_scale", "final_softcap", "local_rope_theta")),
-    "phi3": Architecture("phi3", free=("rotary_share",), full_width=True, fused={
-        _QKV: "attn_qkv", ("mlp.gate_proj", "mlp.up_proj"): "ffn_up"}),
-    "gpt2": Architecture("gpt2", {"norm": "layer", "activation": "gelu_tanh", "gated_mlp": False,
-                                  "positions": "learned", "attention_bias": True, "output_bias": True,
-                                  "mlp_bias": True}, free=(), full_width=True, fused={_QKV: "attn_qkv"}),
-    "olmo2": Architecture("olmo2", {"norm_placement": "after", "qk_norm": "full"}, full_width=True),
-    "smollm3": Architecture("smollm3", free=("attention_bias", "output_bias", "mlp_bias", "rotary_layers"),
-                            interleaved=True),
-})  # fmt: skip
-LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models, whose graphs scale by the width of all heads
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "llama": _LLAMA,
+        "mistral": _LLAMA,
+        "qwen2": Architecture("qwen2"),
+        "qwen3": Architecture("qwen3", {"qk_norm": "head"}),
+        "gemma": Architecture("gemma", _GEMMA | _TIED),
+        "gemma2": Architecture(
+            "gemma2",
+            _GEMMA | _TIED | {"norm_placement": "both"},
+            window_period=2,
+            free=("attention_bias", "attention_scale", "attention_softcap", "final_softcap"),
+        ),
+        "gemma3_text": Architecture(
+            "gemma3",
+            _GEMMA | {"norm_placement": "both", "qk_norm": "head"},
+            window_period=6,
+            free=("attention_bias", "attention_scale", "final_softcap", "local_rope_theta"),
+        ),
+        "phi3": Architecture(
+            "phi3",
+            free=("rotary_share",),
+            full_width=True,
+            fused={_QKV: "attn_qkv", ("mlp.gate_proj", "mlp.up_proj"): "ffn_up"},
+        ),
+        "gpt2": Architecture(
+            "gpt2",
+            {
+                "norm": "layer",
+                "activation": "gelu_tanh",
+                "gated_mlp": False,
+                "positions": "learned",
+                "attention_bias": True,
+                "output_bias": True,
+                "mlp_bias": True,
+            },
+            free=(),
+            full_width=True,
+            fused={_QKV: "attn_qkv"},
+        ),
+        "olmo2": Architecture(
+            "olmo2", {"norm_placement": "after", "qk_norm": "full"}, full_width=True
+        ),
+        "smollm3": Architecture(
+            "smollm3",
+            free=("attention_bias", "output_bias", "mlp_bias", "rotary_layers"),
+            interleaved=True,
+        ),
+    }
+)
+# layers of the 27B models, whose graphs scale by the width of all heads
+LARGEST = {"gemma2": 46, "gemma3": 62}
 NO_ROPE_EVERY = 4  # SmolLM3's graph
-MODULES = MappingProxyType({
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-})  # fmt: skip
-OUTER = MappingProxyType({
-    "model.embed_tokens": "token_embd", "model.embed_positions": "position_embd", "model.norm": "output_norm",
-    "lm_head": "output",
-})  # fmt: skip
+MODULES = MappingProxyType(
+    {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
+)
+OUTER = MappingProxyType(
+    {
+        "model.embed_tokens": "token_embd",
+        "model.embed_positions": "position_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+    }
+)
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -121,16 +182,23 @@ def unsupported(config: ModelConfig) -> str | None:
         layers, period = range(config.num_layers), architecture.window_period
         window = next((each for each in config.sliding_window if each is not None), None)
         pattern = tuple(window if n % period < period - 1 else None for n in layers)
-        if config.sliding_window != pattern and (architecture.name == "gemma2" or window is not None):
+        if config.sliding_window != pattern and (
+            architecture.name == "gemma2" or window is not None
+        ):
             return f"{graph} has a window in every layer but each {period}th, and the model has another pattern"
         width = config.hidden_size // config.num_heads
-        scale = (width if config.num_layers == LARGEST[architecture.name] else config.head_dim) ** -0.5
+        scale = (
+            width if config.num_layers == LARGEST[architecture.name] else config.head_dim
+        ) ** -0.5
         if not math.isclose(config.attention_scale or config.head_dim**-0.5, scale, rel_tol=1e-6):
             return f"{graph} scales attention by {scale:.4g}, and the model by {config.attention_scale:.4g}"
     if architecture.name == "gemma2" and None in (config.attention_softcap, config.final_softcap):
         return f"{graph} caps logits and attention, and the model does not"
     rotating = tuple((n + 1) % NO_ROPE_EVERY != 0 for n in range(config.num_layers))
-    if architecture.name == "smollm3" and (config.rotary_layers or (True,) * config.num_layers) != rotating:
+    if (
+        architecture.name == "smollm3"
+        and (config.rotary_layers or (True,) * config.num_layers) != rotating
+    ):
         return f"{graph} rotates in all layers but each fourth, and the model in others"
     return None
 
@@ -138,27 +206,40 @@ def unsupported(config: ModelConfig) -> str | None:
 def differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[str, ...]:
     """What llama.cpp computes differently, one sentence each. `description`: of the tokenizer."""
     found = []
-    windows = [each for each in config.sliding_window if each is not None and each < config.max_positions]
+    windows = [
+        each for each in config.sliding_window if each is not None and each < config.max_positions
+    ]
     if windows and not ARCHITECTURES[config.family].window_period:
-        found.append(f"llama.cpp ignores the sliding window: texts above {min(windows):,} tokens are read whole")
+        found.append(
+            f"llama.cpp ignores the sliding window: texts above {min(windows):,} tokens are read whole"
+        )
     if config.family == "gpt2" and config.activation == "gelu":
-        found.append("llama.cpp computes GPT-2's GELU by tanh, this model the exact form: activations differ by 5e-4")
+        found.append(
+            "llama.cpp computes GPT-2's GELU by tanh, this model the exact form: activations differ by 5e-4"
+        )
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
-        found.append(f"llama.cpp has no dynamic RoPE scaling: texts above {config.max_positions:,} tokens differ")
+        found.append(
+            f"llama.cpp has no dynamic RoPE scaling: texts above {config.max_positions:,} tokens differ"
+        )
     if scaling is not None and scaling.kind == "longrope":
         limit = scaling.original_max_positions or config.max_positions
         found.append(
             f"llama.cpp chooses LongRoPE's factors by its context size: run it with -c {limit} for short texts"
         )
     if composes(description):
-        found.append("llama.cpp does not normalize Unicode (NFC, NFKC): decomposed letters become other tokens")
+        found.append(
+            "llama.cpp does not normalize Unicode (NFC, NFKC): decomposed letters become other tokens"
+        )
     return tuple(found)
 
 
 def composes(description: Mapping[str, Any]) -> bool:
     """Whether the tokenizer normalizes Unicode, which llama.cpp's BPE does not."""
-    return re.search(r'"type": "(NFK?[CD]|Precompiled)"', json.dumps(description.get("normalizer"))) is not None
+    return (
+        re.search(r'"type": "(NFK?[CD]|Precompiled)"', json.dumps(description.get("normalizer")))
+        is not None
+    )
 
 
 # Tensors
@@ -191,7 +272,11 @@ class Piece:
 
 def layout(config: ModelConfig) -> tuple[Piece, ...]:
     """Every tensor of the file that holds parameters, in order."""
-    architecture, shapes, found = ARCHITECTURES[config.family], parameter_shapes(config), dict[str, Piece]()
+    architecture, shapes, found = (
+        ARCHITECTURES[config.family],
+        parameter_shapes(config),
+        dict[str, Piece](),
+    )
     before = config.norm_placement == "before"
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
@@ -201,7 +286,9 @@ def layout(config: ModelConfig) -> tuple[Piece, ...]:
         else:
             _, _, layer, inner = module.split(".", 3)
             prefix, outer = f"blk.{layer}.", f"model.layers.{layer}."
-            fused = ((parts, target) for parts, target in architecture.fused.items() if inner in parts)
+            fused = (
+                (parts, target) for parts, target in architecture.fused.items() if inner in parts
+            )
             alone: tuple[tuple[str, ...], str] = (inner,), ""
             inside, target = next(fused, alone)
             if not target:
@@ -217,7 +304,9 @@ def layout(config: ModelConfig) -> tuple[Piece, ...]:
         full = f"{prefix}{target}.{kind}"
         found.setdefault(full, Piece(full, named, (rows, *shape[1:]), heads, shift))
     if config.family == "olmo2" and config.tie_embeddings:  # its graph wants a head of its own
-        found["output.weight"] = Piece("output.weight", ("model.embed_tokens.weight",), shapes[VOCABULARY[0]])
+        found["output.weight"] = Piece(
+            "output.weight", ("model.embed_tokens.weight",), shapes[VOCABULARY[0]]
+        )
     return tuple(found.values())
 
 
@@ -227,8 +316,10 @@ def computed_tensors(config: ModelConfig) -> dict[str, Array]:
     if scaling is None or scaling.kind not in ("llama3", "longrope"):
         return {}
     if scaling.kind == "longrope":
-        return {f"rope_factors_{kind}.weight": np.array(factors, dtype=np.float32)
-                for kind, factors in (("long", scaling.long_factor), ("short", scaling.short_factor))}  # fmt: skip
+        return {
+            f"rope_factors_{kind}.weight": np.array(factors, dtype=np.float32)
+            for kind, factors in (("long", scaling.long_factor), ("short", scaling.short_factor))
+        }
     plain, stretched = (frequencies(config, config.rope_theta, each, 0) for each in (None, scaling))
     return {"rope_freqs.weight": (plain / stretched).numpy()}
 
@@ -250,14 +341,22 @@ def fallbacks(config: ModelConfig, asked: str) -> Iterator[str]:
         return
     block, other = (K_BLOCK, "a larger type") if asked in K_TYPES else (BLOCK, "f16")
     rows = [
-        piece.shape[-1] for piece in layout(config) if len(piece.shape) > 1 and piece.name != "position_embd.weight"
+        piece.shape[-1]
+        for piece in layout(config)
+        if len(piece.shape) > 1 and piece.name != "position_embd.weight"
     ]
     if count := sum(width % block != 0 for width in rows):
         yield f"{count} of {len(rows)} matrices are {other}: their rows are no multiple of {block}"
 
 
 def stored_bytes(shape: tuple[int, ...], kind: str) -> int:
-    per_block = {"f32": 4 * BLOCK, "f16": 2 * BLOCK, "bf16": 2 * BLOCK, "q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
+    per_block = {
+        "f32": 4 * BLOCK,
+        "f16": 2 * BLOCK,
+        "bf16": 2 * BLOCK,
+        "q8_0": 2 + BLOCK,
+        "q4_0": 2 + BLOCK // 2,
+    }
     return math.prod(shape) * per_block[kind] // BLOCK
 
 
@@ -267,12 +366,16 @@ def encoded(values: Tensor, kind: str, name: str) -> Array:
     # One pass, a tenth of isfinite's time; both ends are NaN where one number is.
     if not all(math.isfinite(end) for end in map(float, torch.aminmax(kept))):
         if kind == "f16" and bool(torch.isfinite(values).all()):
-            raise UserError(f"{name} has numbers above 65,504", where="--type f16", fix="use --type bf16 or f32")
+            raise UserError(
+                f"{name} has numbers above 65,504", where="--type f16", fix="use --type bf16 or f32"
+            )
         problem = f"{name} has numbers that are not finite"
         raise UserError(problem, where="the model's weights", fix="choose an earlier --step")
     if kind in ("q8_0", "q4_0"):
         library = gguf_library()
-        quantized: Array = library.quants.quantize(kept.numpy(), library.GGMLQuantizationType[kind.upper()])
+        quantized: Array = library.quants.quantize(
+            kept.numpy(), library.GGMLQuantizationType[kind.upper()]
+        )
         return quantized
     return kept.view(torch.uint8).numpy()
 
@@ -286,19 +389,37 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LATER = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER + "+%s|" + r"[^\r\n\p{L}\p{N}]?" + _UPPER + "+" + _LOWER + "*%s"
-_MARKED = (r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-           r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""")  # fmt: skip
-PRE_TOKENIZERS: Mapping[str, tuple[tuple[str, ...], bool]] = MappingProxyType({
-    "gpt-2": ((_GPT2,), False),
-    "smollm": ((r"\p{N}", _GPT2), False),
-    "llama-bpe": ((_CONTRACTIONS + _LATER % "{1,3}",), True),
-    "dbrx": ((_CONTRACTIONS + _LATER % "{1,3}",), False),
-    "qwen2": ((_CONTRACTIONS + _LATER % "",), False),
-    "tekken": ((_CASED % ("", "") + r"|\p{N}" + _TAIL,), True),
-    "gpt-4o": ((_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _TAIL,), False),
-    "deepseek-v3": ((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _MARKED), False),
-})  # fmt: skip
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?"
+    + _UPPER
+    + "*"
+    + _LOWER
+    + "+%s|"
+    + r"[^\r\n\p{L}\p{N}]?"
+    + _UPPER
+    + "+"
+    + _LOWER
+    + "*%s"
+)
+_MARKED = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+PRE_TOKENIZERS: Mapping[str, tuple[tuple[str, ...], bool]] = MappingProxyType(
+    {
+        "gpt-2": ((_GPT2,), False),
+        "smollm": ((r"\p{N}", _GPT2), False),
+        "llama-bpe": ((_CONTRACTIONS + _LATER % "{1,3}",), True),
+        "dbrx": ((_CONTRACTIONS + _LATER % "{1,3}",), False),
+        "qwen2": ((_CONTRACTIONS + _LATER % "",), False),
+        "tekken": ((_CASED % ("", "") + r"|\p{N}" + _TAIL,), True),
+        "gpt-4o": (
+            (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _TAIL,),
+            False,
+        ),
+        "deepseek-v3": ((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _MARKED), False),
+    }
+)
 
 _SPLIT_PROBE = (
     "Hello world, I'll see you're ADA'S \tand\r\n\r\n  it's 2026 1234567 3.14e-5\n\n\n    def f(x):\n\treturn x/2 "
@@ -332,7 +453,11 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
     model = description["model"]
     if model.get("type") != "BPE":
         raise refuse(f"its model is {model.get('type')}, and BPE can be exported")
-    if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+    if (
+        model.get("dropout")
+        or model.get("continuing_subword_prefix")
+        or model.get("end_of_word_suffix")
+    ):
         raise refuse("its BPE has dropout, a prefix or a suffix")
     pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
     tokens = [f"[PAD{number}]" for number in range(size)]
@@ -341,7 +466,9 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
     largest = max([*model["vocab"].values(), *(entry["id"] for entry in added)])
     if largest >= size:
         problem = f"the tokenizer has id {largest:,} and the model {size:,} tokens"
-        raise UserError(problem, where=where, fix="put the tokenizer there that the model was trained with")
+        raise UserError(
+            problem, where=where, fix="put the tokenizer there that the model was trained with"
+        )
     spaced = bool(model.get("byte_fallback"))
     for token, index in model["vocab"].items():
         raw = spaced and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
@@ -352,15 +479,22 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
         tokens[entry["id"]], types[entry["id"]] = entry["content"], kind
     if not spaced:
         merges = [" ".join(pair) for pair in pairs]
-        return Vocabulary("gpt2", _pre_tokenizer(description, refuse), tokens, types, scores, merges, False)
+        return Vocabulary(
+            "gpt2", _pre_tokenizer(description, refuse), tokens, types, scores, merges, False
+        )
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)
     for index, token in enumerate(tokens):
         if types[index] == NORMAL:  # the text that is merged first has the largest score
             scores[index] = -float(ranks.get(token, len(pairs)))
-    text = json.dumps([description.get("normalizer"), description.get("pre_tokenizer")], ensure_ascii=False)
-    prefixed = '"prepend": "▁"' in text or re.search('"prepend_scheme": "(always|first)"', text) is not None
+    text = json.dumps(
+        [description.get("normalizer"), description.get("pre_tokenizer")], ensure_ascii=False
+    )
+    prefixed = (
+        '"prepend": "▁"' in text
+        or re.search('"prepend_scheme": "(always|first)"', text) is not None
+    )
     return Vocabulary("llama", "default", tokens, types, scores, [], prefixed)
 
 
@@ -370,7 +504,9 @@ def _pre_tokenizer(description: Mapping[str, Any], refuse: Callable[[str], UserE
 
     def ends(steps: object) -> list[tuple[int, int]]:
         empty = {"type": "BPE", "vocab": {}, "merges": []}
-        library = Library.from_str(json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps}))
+        library = Library.from_str(
+            json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps})
+        )
         return [places for _, places in library.pre_tokenizer.pre_tokenize_str(_SPLIT_PROBE)]
 
     stated = description.get("pre_tokenizer")
@@ -378,7 +514,9 @@ def _pre_tokenizer(description: Mapping[str, Any], refuse: Callable[[str], UserE
     if '"ByteLevel"' not in text or '"add_prefix_space": true' in text:
         raise refuse("its pre-tokenizer is not byte-level, or adds a space before the text")
     wanted, whole = ends(stated), bool(description["model"].get("ignore_merges"))
-    fitting = [name for name, (patterns, _) in PRE_TOKENIZERS.items() if ends(splits(patterns)) == wanted]
+    fitting = [
+        name for name, (patterns, _) in PRE_TOKENIZERS.items() if ends(splits(patterns)) == wanted
+    ]
     if not fitting:
         raise refuse("its pre-tokenizer splits words in another way than those of llama.cpp")
     return min(fitting, key=lambda name: PRE_TOKENIZERS[name][1] != whole)
@@ -386,6 +524,8 @@ def _pre_tokenizer(description: Mapping[str, Any], refuse: Callable[[str], UserE
 
 def splits(patterns: tuple[str, ...]) -> dict[str, Any]:
     """The pre-tokenizer of the tokenizers library that splits with one expression after the other."""
-    steps = [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-             for each in patterns]  # fmt: skip
+    steps = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in patterns
+    ]
     return {"type": "Sequence", "pretokenizers": steps}

@@ -48,11 +48,13 @@ from bloomery.model.rope import frequencies
 Array = np.ndarray[Any, Any]
 Json = dict[str, Any]
 _AGAIN = "download the file again, from a source that you trust"
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value, by its type
+# bytes of a value, by its type
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 MOST_KEYS, MOST_TENSORS = 4096, 2**17
-MOST_ENTRIES = 2**22  # of all arrays together: a Python object each; Gemma's 262,144 tokens take 1.3 million
+# of all arrays together: a Python object each; Gemma's 262,144 tokens take 1.3 million
+MOST_ENTRIES = 2**22
 MOST_HEADER = 2**26  # bytes of strings and numbers that are kept
 LONGEST_NAME = 256
 # `general.file_type`, and the type of the same size that no tensor of such a file has: read as that one, its bytes are
@@ -168,15 +170,21 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
         if not shape or 0 in shape or shape[0] % block:
             raise header.refuse(f"{name} has the shape {list(shape)}")
         if offset != end:
-            raise header.refuse(f"{name} is stated at {offset:,}; the tensors before it end at {end:,}")
+            raise header.refuse(
+                f"{name} is stated at {offset:,}; the tensors before it end at {end:,}"
+            )
         length = numbers // block * bytes_
         if start + offset + length > size:
             raise header.refuse(f"{name} is outside the file")
         rows = (*reversed(shape[1:]), shape[0] // block * bytes_)
-        tensors[name] = Block(memory[start + offset :][:length].reshape(rows), known[number], shape, name)
+        tensors[name] = Block(
+            memory[start + offset :][:length].reshape(rows), known[number], shape, name
+        )
         end = offset + -(-length // alignment) * alignment
         if known[number].name == foreign:
-            raise header.refuse(f"{name} has the type {foreign}, which no tensor of such a file has")
+            raise header.refuse(
+                f"{name} has the type {foreign}, which no tensor of such a file has"
+            )
     if tensors and size > start + end:
         raise header.refuse(f"{size - start - end:,} bytes follow the last tensor")
     return facts, tensors
@@ -194,14 +202,20 @@ def _values(block: Any) -> Tensor:
     """Float32, of a Block or of the gguf package's own tensor. Raises UserError for numbers that are not finite."""
     library = gguf_library()
     data = np.ascontiguousarray(block.data)
-    if data.dtype == np.uint8 and int(block.tensor_type) in (0, 1):  # stored as bytes here, typed there
+    # stored as bytes here, typed there
+    if data.dtype == np.uint8 and int(block.tensor_type) in (0, 1):
         data = data.view(np.float32 if int(block.tensor_type) == 0 else np.float16)
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused below
             values = library.quants.dequantize(data, block.tensor_type)
-    except (NotImplementedError, ValueError) as error:  # a type it only names; rows that are no whole blocks
+    except (
+        NotImplementedError,
+        ValueError,
+    ) as error:  # a type it only names; rows that are no whole blocks
         problem = f"the gguf package cannot dequantize {block.tensor_type.name}"
-        raise UserError(problem, where="the file", fix="use a file of type f16, q8_0, q4_0 or a K type") from error
+        raise UserError(
+            problem, where="the file", fix="use a file of type f16, q8_0, q4_0 or a K type"
+        ) from error
     if not np.isfinite(values).all():
         name = getattr(block, "name", "a tensor")
         raise UserError(f"{name} holds numbers that are not finite", where="the file", fix=_AGAIN)
@@ -215,7 +229,9 @@ def fill_from_file(decoder: Decoder, tensors: Mapping[str, Any]) -> None:
     parameters = dict(decoder.named_parameters())
     for piece in layout(decoder.config):
         whole = piece.apply(_values(tensors[piece.name]), undo=True)
-        for part, rows in zip(piece.parts, whole.split([len(parameters[name]) for name in piece.parts]), strict=True):
+        for part, rows in zip(
+            piece.parts, whole.split([len(parameters[name]) for name in piece.parts]), strict=True
+        ):
             parameters[part].copy_(rows)
 
 
@@ -239,39 +255,59 @@ def config_of(facts: Json, tensors: Mapping[str, Block], path: Path) -> ModelCon
         raise UserError("token_embd.weight is missing", where=str(path), fix=_AGAIN)
     heads, width = fact("attention.head_count"), fact("embedding_length")
     if isinstance(heads, list) or isinstance(fact("feed_forward_length"), list):
-        raise UserError("its layers differ in their sizes", where=str(path), fix="choose another model")
+        raise UserError(
+            "its layers differ in their sizes", where=str(path), fix="choose another model"
+        )
     whole = type(heads) is int and type(width) is int and heads > 0
     head_dim = fact("attention.key_length", width // heads if whole else None)
     values = {
-        "vocab_size": embedding.shape[-1], "hidden_size": width, "num_layers": fact("block_count"),
-        "intermediate_size": fact("feed_forward_length"), "num_heads": heads, "head_dim": head_dim,
-        "num_kv_heads": fact("attention.head_count_kv", heads), "max_positions": fact("context_length"),
+        "vocab_size": embedding.shape[-1],
+        "hidden_size": width,
+        "num_layers": fact("block_count"),
+        "intermediate_size": fact("feed_forward_length"),
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "num_kv_heads": fact("attention.head_count_kv", heads),
+        "max_positions": fact("context_length"),
         "norm_eps": fact("attention.layer_norm_rms_epsilon", fact("attention.layer_norm_epsilon")),
-    }  # fmt: skip
+    }
     if isinstance(values["norm_eps"], float):
         values["norm_eps"] = float(f"{values['norm_eps']:.6g}")  # 1e-05 as float32 is 9.9999997e-06
     keys = FAMILIES[family].keys
-    raw: Json = {"model_type": family} | {theirs: values[own] for own, theirs in keys.items() if own in values}
-    raw |= {theirs: f"blk.0.{_FLAGS[own]}.bias" in tensors for own, theirs in FAMILIES[family].flags.items()}
+    raw: Json = {"model_type": family} | {
+        theirs: values[own] for own, theirs in keys.items() if own in values
+    }
+    raw |= {
+        theirs: f"blk.0.{_FLAGS[own]}.bias" in tensors
+        for own, theirs in FAMILIES[family].flags.items()
+    }
     if family in ("llama", "smollm3", "olmo2", "qwen3"):
         raw["attention_bias"] = "blk.0.attn_q.bias" in tensors
     raw["tie_word_embeddings"] = "output.weight" not in tensors
-    raw |= {f"{role}_token_id": facts.get(f"tokenizer.ggml.{key}_token_id")
-            for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}  # fmt: skip
+    raw |= {
+        f"{role}_token_id": facts.get(f"tokenizer.ggml.{key}_token_id")
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
+    }
     if family == "gemma2":
-        raw |= {"attn_logit_softcapping": fact("attn_logit_softcapping", 50.0),
-                "final_logit_softcapping": fact("final_logit_softcapping", 30.0)}  # fmt: skip
+        raw |= {
+            "attn_logit_softcapping": fact("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": fact("final_logit_softcapping", 30.0),
+        }
     elif family == "gemma3_text":
         raw["final_logit_softcapping"] = fact("final_logit_softcapping")
         raw["rope_local_base_freq"] = fact("rope.freq_base_swa", 10000.0)
     if ARCHITECTURES[family].window_period:
-        raw["sliding_window"] = fact("attention.sliding_window", 4096 if family == "gemma2" else None)
+        raw["sliding_window"] = fact(
+            "attention.sliding_window", 4096 if family == "gemma2" else None
+        )
         large = fact("block_count") == {"gemma2": 46}.get(family, 62)
         raw["query_pre_attn_scalar"] = width // heads if large and whole else head_dim
     elif family in ("mistral", "phi3"):
         raw["sliding_window"] = None
     if family == "smollm3" and type(fact("block_count")) is int:
-        raw["no_rope_layers"] = [int((n + 1) % NO_ROPE_EVERY != 0) for n in range(min(fact("block_count"), 2**12))]
+        raw["no_rope_layers"] = [
+            int((n + 1) % NO_ROPE_EVERY != 0) for n in range(min(fact("block_count"), 2**12))
+        ]
     if family != "gpt2":
         raw |= _rope(fact, tensors, head_dim, path)
     return config_from_hf(raw, where=str(path))
@@ -288,43 +324,85 @@ def _rope(fact: Any, tensors: Mapping[str, Block], head_dim: Any, path: Path) ->
     kind, factor = fact("rope.scaling.type", "none"), fact("rope.scaling.factor", 1.0)
     plain = {"rope_type": "default", "rope_theta": theta}
     found: Json = {"rope_theta": theta, "rope_parameters": plain, **share}
-    factors = {name: [float(x) for x in _values(tensors[key])] for name, key in
-               (("all", "rope_freqs.weight"), ("short", "rope_factors_short.weight"),
-                ("long", "rope_factors_long.weight")) if key in tensors}  # fmt: skip
+    factors = {
+        name: [float(x) for x in _values(tensors[key])]
+        for name, key in (
+            ("all", "rope_freqs.weight"),
+            ("short", "rope_factors_short.weight"),
+            ("long", "rope_factors_long.weight"),
+        )
+        if key in tensors
+    }
     if kind == "linear":
         found["rope_parameters"] = plain | {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
-        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
-                "beta_fast": fact("rope.scaling.yarn_beta_fast", 32.0),
-                "beta_slow": fact("rope.scaling.yarn_beta_slow", 1.0)}  # fmt: skip
-        if (scale := fact("rope.scaling.attn_factor")) is not None and isinstance(factor, float) and factor > 0:
+        yarn = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": fact("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": fact("rope.scaling.yarn_beta_slow", 1.0),
+        }
+        if (
+            (scale := fact("rope.scaling.attn_factor")) is not None
+            and isinstance(factor, float)
+            and factor > 0
+        ):
             yarn["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
         found["rope_parameters"] = plain | yarn
     elif "short" in factors and "long" in factors:
         found["original_max_position_embeddings"] = original
-        found["rope_parameters"] = plain | {"rope_type": "longrope", "short_factor": factors["short"],
-                                            "long_factor": factors["long"], "factor": context / original,
-                                            "attention_factor": fact("rope.scaling.attn_factor", 1.0)}  # fmt: skip
+        found["rope_parameters"] = plain | {
+            "rope_type": "longrope",
+            "short_factor": factors["short"],
+            "long_factor": factors["long"],
+            "factor": context / original,
+            "attention_factor": fact("rope.scaling.attn_factor", 1.0),
+        }
     elif "all" in factors and any(abs(each - 1) > 1e-6 for each in factors["all"]):
         found["rope_parameters"] = plain | _llama3(factors["all"], theta, context)
     elif kind not in ("none", "linear", "longrope"):
-        raise UserError(f"RoPE scaling {str(kind)[:40]!r} is not known", where=str(path), fix="choose another model")
+        raise UserError(
+            f"RoPE scaling {str(kind)[:40]!r} is not known",
+            where=str(path),
+            fix="choose another model",
+        )
     return found
 
 
 def _llama3(factors: list[float], theta: float, context: int) -> Json:
     """Llama 3's settings that give these factors; else LongRoPE's, which state any."""
     for factor in (8.0, 32.0):
-        stated = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                  "original_max_position_embeddings": 8192}  # fmt: skip
-        sizes = {"vocab_size": 8, "hidden_size": 2 * len(factors), "num_attention_heads": 1, "num_hidden_layers": 1,
-                 "intermediate_size": 8, "rope_theta": theta, "max_position_embeddings": context}  # fmt: skip
+        stated = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        sizes = {
+            "vocab_size": 8,
+            "hidden_size": 2 * len(factors),
+            "num_attention_heads": 1,
+            "num_hidden_layers": 1,
+            "intermediate_size": 8,
+            "rope_theta": theta,
+            "max_position_embeddings": context,
+        }
         config = config_from_hf({"model_type": "llama", **sizes, "rope_scaling": stated})
-        plain, stretched = (frequencies(config, theta, each, 0) for each in (None, config.rope_scaling))
+        plain, stretched = (
+            frequencies(config, theta, each, 0) for each in (None, config.rope_scaling)
+        )
         if np.allclose((plain / stretched).numpy(), factors, rtol=1e-4):
             return stated
-    return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
-            "original_max_position_embeddings": context, "attention_factor": 1.0}  # fmt: skip
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "original_max_position_embeddings": context,
+        "attention_factor": 1.0,
+    }
 
 
 # The tokenizer
@@ -334,7 +412,9 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
     """Raises UserError for a tokenizer that is not known."""
 
     def refuse(problem: str) -> UserError:
-        return UserError(problem, where=str(path), fix="choose a file with a BPE or SentencePiece tokenizer")
+        return UserError(
+            problem, where=str(path), fix="choose a file with a BPE or SentencePiece tokenizer"
+        )
 
     def key(name: str, default: Any = None) -> Any:
         return facts.get(f"tokenizer.ggml.{name}", default)
@@ -348,29 +428,58 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
     if not isinstance(types, list) or len(types) != len(tokens):
         raise refuse("the file has another number of tokens than of their types")
     pads = [
-        t == UNUSED and re.fullmatch(r"\[PAD\d+\]", token) is not None for token, t in zip(tokens, types, strict=True)
+        t == UNUSED and re.fullmatch(r"\[PAD\d+\]", token) is not None
+        for token, t in zip(tokens, types, strict=True)
     ]
     vocab = {token: index for index, token in enumerate(tokens) if not pads[index]}
     if len(vocab) != len(tokens) - sum(pads):
-        (twice, _), *_ = Counter(token for token, pad in zip(tokens, pads, strict=True) if not pad).most_common(1)
+        (twice, _), *_ = Counter(
+            token for token, pad in zip(tokens, pads, strict=True) if not pad
+        ).most_common(1)
         raise refuse(f"the token {twice[:40]!r} is stated twice")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    added = [{"id": index, "content": token, "special": types[index] != USER_DEFINED, **flags}
-             for token, index in vocab.items() if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)]  # fmt: skip
-    shared: Json = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-                    "post_processor": None, "normalizer": None, "pre_tokenizer": None}  # fmt: skip
+    added = [
+        {"id": index, "content": token, "special": types[index] != USER_DEFINED, **flags}
+        for token, index in vocab.items()
+        if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)
+    ]
+    shared: Json = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "post_processor": None,
+        "normalizer": None,
+        "pre_tokenizer": None,
+    }
     if kind == "gpt2":
         pre, merges = key("pre", "default"), key("merges")
         if pre not in PRE_TOKENIZERS:
-            raise refuse(f"pre-tokenizer {str(pre)[:40]!r} is not known; these are: {', '.join(PRE_TOKENIZERS)}")
+            raise refuse(
+                f"pre-tokenizer {str(pre)[:40]!r} is not known; these are: {', '.join(PRE_TOKENIZERS)}"
+            )
         if not _texts(merges) or any(merge.count(" ") != 1 for merge in merges):
             raise refuse("the file has no list of merges")
         patterns, whole = PRE_TOKENIZERS[pre]
         steps = splits(patterns)["pretokenizers"]
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        model: Json = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                       "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": whole,
-                       "vocab": vocab, "merges": [merge.split(" ") for merge in merges]}  # fmt: skip
+        level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+        model: Json = {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": whole,
+            "vocab": vocab,
+            "merges": [merge.split(" ") for merge in merges],
+        }
         shared |= {
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, level]},
             "decoder": level,
@@ -383,13 +492,25 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
         prefixed = bool(key("add_space_prefix", True))
         replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-        first, strip = {"type": "Prepend", "prepend": "▁"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-        decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *([strip] if prefixed else [])]
+        first, strip = (
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        )
+        decoders = [
+            back,
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            *([strip] if prefixed else []),
+        ]
         pieces = list(zip(tokens, scores, types, strict=True))
         shared |= {
-            "normalizer": {"type": "Sequence", "normalizers": [*([first] if prefixed else []), replaced]},
-            "decoder": {"type": "Sequence", "decoders": decoders}, "model": bpe_of_pieces(pieces, True),
-        }  # fmt: skip
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [*([first] if prefixed else []), replaced],
+            },
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": bpe_of_pieces(pieces, True),
+        }
     config: Json = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         index = key(f"{name}_token_id")
@@ -397,10 +518,17 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
             config[f"{role}_token"] = tokens[index]
     bos = config.get("bos_token")
     if bos is not None and key("add_bos_token", kind == "llama"):
-        template = [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        template = [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ]
         stated = {"id": bos, "ids": [vocab[bos]], "tokens": [bos]}
-        shared["post_processor"] = {"type": "TemplateProcessing", "single": template, "pair": [
-            *template, {"Sequence": {"id": "B", "type_id": 1}}], "special_tokens": {bos: stated}}  # fmt: skip
+        shared["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": template,
+            "pair": [*template, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {bos: stated},
+        }
     if isinstance(template_text := facts.get("tokenizer.chat_template"), str):
         config["chat_template"] = template_text
     control = {name for name in config.values() if name in vocab}
@@ -422,8 +550,14 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     refuse_pickles(path)
     if path.is_dir():
         inside = next((name.name for name in sorted(path.glob("*.gguf"))), None)
-        fix = f"name the file: {path / inside}" if inside else "use a folder in Hugging Face format as it is"
-        raise UserError("the path is a folder, and `import` takes a GGUF file", where=str(path), fix=fix, code=2)
+        fix = (
+            f"name the file: {path / inside}"
+            if inside
+            else "use a folder in Hugging Face format as it is"
+        )
+        raise UserError(
+            "the path is a folder, and `import` takes a GGUF file", where=str(path), fix=fix, code=2
+        )
     facts, tensors = read_gguf(path)
     if facts.get("general.type", "model") != "model":
         problem = f"the file holds a {str(facts['general.type'])[:40]}, not a model"
@@ -433,13 +567,25 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     for piece in owners.values():
         shape = tuple(reversed(tensors[piece.name].shape)) if piece.name in tensors else None
         if shape != piece.shape:
-            stated = "missing" if shape is None else f"{list(shape)}; its metadata makes it {list(piece.shape)}"
+            stated = (
+                "missing"
+                if shape is None
+                else f"{list(shape)}; its metadata makes it {list(piece.shape)}"
+            )
             raise UserError(f"{piece.name} is {stated}", where=str(path), fix=_AGAIN)
     expected = {piece.name for piece in layout(config)} | {"output.weight"}
-    if surplus := {name for name in tensors if name not in expected and not name.startswith("rope_")}:
-        raise UserError(f"{min(surplus)[:80]} has no place in the model", where=str(path), fix="choose another model")
+    if surplus := {
+        name for name in tensors if name not in expected and not name.startswith("rope_")
+    }:
+        raise UserError(
+            f"{min(surplus)[:80]} has no place in the model",
+            where=str(path),
+            fix="choose another model",
+        )
     if tokenizer.vocab_size > config.vocab_size:
-        problem = f"the file has {tokenizer.vocab_size:,} tokens and embeddings of {config.vocab_size:,}"
+        problem = (
+            f"the file has {tokenizer.vocab_size:,} tokens and embeddings of {config.vocab_size:,}"
+        )
         raise UserError(problem, where=str(path), fix=_AGAIN)
     kinds = {"F32": "float32", "F16": "float16"}
     kept = dtype or kinds.get(tensors["blk.0.ffn_down.weight"].tensor_type.name, "bfloat16")
@@ -463,8 +609,11 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
         tokenizer.save(draft)
         ends = [facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         ids = list(dict.fromkeys(each for each in ends if type(each) is int))
-        settings: Json = {"bos_token_id": config.bos_token_id, "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
-                          "pad_token_id": config.pad_token_id}  # fmt: skip
+        settings: Json = {
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
+            "pad_token_id": config.pad_token_id,
+        }
         settings = {key: value for key, value in settings.items() if value is not None}
         write_json(draft / "generation_config.json", settings)
     count = Counter(block.tensor_type.name for block in tensors.values())

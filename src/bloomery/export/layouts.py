@@ -40,7 +40,13 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf, text_part
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import find_tensors, read_object
-from bloomery.model.io.weights import StoredModel, load_decoder, write_json, write_model, write_model_piecewise
+from bloomery.model.io.weights import (
+    StoredModel,
+    load_decoder,
+    write_json,
+    write_model,
+    write_model_piecewise,
+)
 from bloomery.model.presets import read_config, stated_config
 from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
@@ -64,7 +70,12 @@ class Exported:
 
 
 def export(
-    source: Path, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
+    source: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    verify: bool = True,
+    use: Use | None = None,
 ) -> Exported:
     """Writes the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
 
@@ -74,9 +85,11 @@ def export(
     """
     if is_adapter_folder(source):
         raise UserError(
-            "cannot export an adapter as a full model", where=str(source), code=2,
+            "cannot export an adapter as a full model",
+            where=str(source),
+            code=2,
             fix="use --to merged for a full model, or --to adapter for the adapter",
-        )  # fmt: skip
+        )
     files, config, proofs = ModelFiles(source, None, source), read_config(source), list[str]()
     tensors, index = find_tensors(source), source / "model.safetensors.index.json"
     # Of a multimodal model the language model is written under the names that it has alone.
@@ -84,13 +97,19 @@ def export(
     text_alone = text_part(whole) is not whole
     first = next(iter(tensors.values())).dtype
     target = first if dtype is None else DTYPES[dtype]
-    copied = not text_alone and (dtype is None or all(stored.dtype == target for stored in tensors.values()))
+    copied = not text_alone and (
+        dtype is None or all(stored.dtype == target for stored in tensors.values())
+    )
     with draft_of(out) as draft:
         if copied:
-            for path in {stored.path for stored in tensors.values()} | ({index} if index.is_file() else set()):
+            for path in {stored.path for stored in tensors.values()} | (
+                {index} if index.is_file() else set()
+            ):
                 shutil.copyfile(path, draft / path.name)
             kept = str(first).removeprefix("torch.")
-            write_json(draft / "config.json", config_to_hf(config) | {"dtype": kept, "torch_dtype": kept})
+            write_json(
+                draft / "config.json", config_to_hf(config) | {"dtype": kept, "torch_dtype": kept}
+            )
         else:
             with full_pieces(source, target) as (piece, config):
                 write_model_piecewise(piece, config, target, draft)
@@ -100,7 +119,10 @@ def export(
             with TensorReader() as reader:
                 for name, stored in tensors.items():
                     rows = stored.shape[0] if stored.shape else 1
-                    one, other = (reader.read(each, 0, rows).view(torch.uint8) for each in (stored, copies[name]))
+                    one, other = (
+                        reader.read(each, 0, rows).view(torch.uint8)
+                        for each in (stored, copies[name])
+                    )
                     if not torch.equal(one, other):
                         problem = f"{name} changed during the copy"
                         raise UserError(problem, where=str(draft), fix="check the disk")
@@ -111,7 +133,9 @@ def export(
     return exported(out, proofs)
 
 
-def export_adapter(model_files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+def export_adapter(
+    model_files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None
+) -> Exported:
     """Copies the adapter to the new folder `out`, with tokenizer and card; the folder is written completely or not at
     all.
 
@@ -123,24 +147,36 @@ def export_adapter(model_files: ModelFiles, out: Path, *, verify: bool = True, u
         raise UserError(problem, where=str(model_files.weights), fix=fix, code=2)
     base, proofs = base_of(model_files.base).name, []
     with draft_of(out) as draft:
-        write_json(draft / CONFIG, read_settings(model_files.weights) | {"base_model_name_or_path": base})
+        write_json(
+            draft / CONFIG, read_settings(model_files.weights) | {"base_model_name_or_path": base}
+        )
         shutil.copyfile(model_files.weights / TENSORS, draft / TENSORS)
         load_tokenizer(model_files.tokenizer).save(draft)
         config = read_config(model_files.base)
-        if read_settings(draft)["peft_type"] == "LORA":  # with the adapter's own vocabulary and head
+        # with the adapter's own vocabulary and head
+        if read_settings(draft)["peft_type"] == "LORA":
             config = read_adaptation(draft, config)[1]
         write_card(draft, out.name, config, [model_files.weights, model_files.base], base=base)
         if verify:
             if (model_files.weights / TENSORS).read_bytes() != (draft / TENSORS).read_bytes():
-                raise UserError(f"{TENSORS} changed during the copy", where=str(draft), fix="check the disk")
-            results = probed(draft, use or Use("cpu"), base=model_files.base, where=model_files.weights)
+                raise UserError(
+                    f"{TENSORS} changed during the copy", where=str(draft), fix="check the disk"
+                )
+            results = probed(
+                draft, use or Use("cpu"), base=model_files.base, where=model_files.weights
+            )
             proofs.append("read back: the tensors are identical and load into the base model")
             proofs += opens_elsewhere(draft, *results, base=model_files.base)
     return exported(out, proofs)
 
 
 def export_merged(
-    model_files: ModelFiles, out: Path, *, dtype: str | None = None, verify: bool = True, use: Use | None = None
+    model_files: ModelFiles,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    verify: bool = True,
+    use: Use | None = None,
 ) -> Exported:
     """Writes the new folder `out`, completely or not at all. `dtype`: None keeps the base's.
 
@@ -153,7 +189,9 @@ def export_merged(
         raise UserError(problem, where=str(model_files.weights), fix="use --to hf", code=2)
     use, proofs = use or Use("cpu"), []
     if model_files.trained is not None and (bits := model_files.trained.quantize.kind) != "none":
-        proofs.append(f"merged into the unquantized base model; the run trained with {bits}, so logits differ slightly")
+        proofs.append(
+            f"merged into the unquantized base model; the run trained with {bits}, so logits differ slightly"
+        )
     with draft_of(out) as draft:
         config, kept = _write_merged(model_files, model_files.base, draft, dtype, use)
         write_rest(draft, out.name, config, model_files)
@@ -162,7 +200,9 @@ def export_merged(
     return exported(out, proofs)
 
 
-def export_vllm(files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+def export_vllm(
+    files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None
+) -> Exported:
     """Writes the new folder `out` for vLLM, completely or not at all: bfloat16, adapters merged, mode 0644.
 
     Verification as for `export` and `export_merged`. Raises UserError.
@@ -183,7 +223,9 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
     """
     if out.exists() and not (kind == "folder" and out.is_dir() and not any(out.iterdir())):
         raise UserError(
-            f"the output {kind} exists; nothing was overwritten", where=str(out), fix="choose another --out"
+            f"the output {kind} exists; nothing was overwritten",
+            where=str(out),
+            fix="choose another --out",
         )
     draft = out.with_name(f".tmp-{out.name}-{os.getpid()}")
     try:
@@ -198,22 +240,32 @@ def draft_of(out: Path, kind: Literal["folder", "file"] = "folder") -> Iterator[
         flush_to_disk(out.parent)
     except OSError as error:
         problem = f"cannot write the export: {error.strerror or error}"
-        raise UserError(problem, where=str(out), fix="choose another --out, or free disk space") from error
+        raise UserError(
+            problem, where=str(out), fix="choose another --out, or free disk space"
+        ) from error
     finally:
         if draft.exists():  # below a file it does not, and cannot be removed
             remove(draft)
 
 
 def write_rest(
-    draft: Path, name: str, config: ModelConfig, files: ModelFiles, merge: Merge | None = None,
+    draft: Path,
+    name: str,
+    config: ModelConfig,
+    files: ModelFiles,
+    merge: Merge | None = None,
     tokenizer: Tokenizer | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The other files of a full model: generation settings, tokenizer and card. `tokenizer`: None takes that of
     `files`.
     """
-    write_json(draft / "generation_config.json", _generation_settings(files.base or files.weights, config))
+    write_json(
+        draft / "generation_config.json", _generation_settings(files.base or files.weights, config)
+    )
     (tokenizer or load_tokenizer(files.tokenizer)).save(draft)
-    write_card(draft, name, config, [files.weights, *([files.base] if files.base else [])], merge=merge)
+    write_card(
+        draft, name, config, [files.weights, *([files.base] if files.base else [])], merge=merge
+    )
 
 
 def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> list[str]:
@@ -222,7 +274,9 @@ def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> li
     logits, config = probed(draft, use, where=draft)
     error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
     if not error <= TOLERANCES[kept] * scale:
-        problem = f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
+        problem = (
+            f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
+        )
         raise UserError(problem, where=str(draft), fix="use --type float32")
     source = "the source" if files.base is None else "base and adapter"
     return [compared(kept, error, scale, source), *opens_elsewhere(draft, logits, config)]
@@ -249,7 +303,9 @@ def _generation_settings(source: Path, config: ModelConfig) -> dict[str, object]
     if raw_config.is_file():
         return read_object(raw_config, fix="correct or delete that file")
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {"_from_model_config": True} | {key: value for key, value in ids.items() if value is not None}
+    return {"_from_model_config": True} | {
+        key: value for key, value in ids.items() if value is not None
+    }
 
 
 def probe_tokens(config: ModelConfig) -> Tensor:
@@ -266,10 +322,14 @@ def load_whole(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
             fix = "add --no-verify" + (" or --devices cpu" if use.device == "cuda" else "")
             raise UserError(problem, where=str(folder), fix=fix)
 
-    return load_decoder(folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full)
+    return load_decoder(
+        folder, dtype=torch.float32, device=use.device, base=base, arrange=refuse_full
+    )
 
 
-def probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> tuple[Tensor, ModelConfig]:
+def probed(
+    folder: Path, use: Use, *, where: Path, base: Path | None = None
+) -> tuple[Tensor, ModelConfig]:
     """Logits of a few tokens of `load_whole`. Raises UserError as it does, and when they are not finite; `where` is the
     model of that message.
     """
@@ -284,7 +344,9 @@ def probed(folder: Path, use: Use, *, where: Path, base: Path | None = None) -> 
     return logits, decoder.config
 
 
-def opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: Path | None = None) -> list[str]:
+def opens_elsewhere(
+    draft: Path, logits: Tensor, config: ModelConfig, *, base: Path | None = None
+) -> list[str]:
     """Loads a full model in transformers, or an adapter in PEFT on its `base`, and compares logits; returns the proof,
     or nothing where these packages are not installed.
     """
@@ -293,16 +355,23 @@ def opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: P
         return []
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    program, name = (transformers, "transformers") if base is None else (importlib.import_module("peft"), "PEFT")
+    program, name = (
+        (transformers, "transformers")
+        if base is None
+        else (importlib.import_module("peft"), "PEFT")
+    )
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
     tokens, kind = probe_tokens(config), transformers.AutoModelForCausalLM
-    if config.head == "values":  # transformers' classifiers return the value of the last token that is not padding
+    # transformers' classifiers return the value of the last token that is not padding
+    if config.head == "values":
         kind = transformers.AutoModelForSequenceClassification
         kept = (tokens[0] != (-1 if config.pad_token_id is None else config.pad_token_id)).nonzero()
         logits = logits[:, int(kept.max())]
-        settings |= {} if base is None else {"num_labels": 1}  # initialized at random, replaced by the adapter
+        # initialized at random, replaced by the adapter
+        settings |= {} if base is None else {"num_labels": 1}
     progress(f"opening the export in {name}")
-    with warnings.catch_warnings(action="ignore" if base is not None else None):  # the libraries warn of each other
+    # the libraries warn of each other
+    with warnings.catch_warnings(action="ignore" if base is not None else None):
         model = kind.from_pretrained(draft if base is None else base, **settings)
         if base is None:
             transformers.AutoTokenizer.from_pretrained(draft)
@@ -315,7 +384,11 @@ def opens_elsewhere(draft: Path, logits: Tensor, config: ModelConfig, *, base: P
     error = float((theirs - logits).abs().max())
     if not error <= TOLERANCE * max(1.0, float(logits.abs().max())):
         problem = f"the logits in {name} differ by {error:.2g}"
-        raise UserError(problem, where=str(draft), fix="add --no-verify to export without this check; report this bug")
+        raise UserError(
+            problem,
+            where=str(draft),
+            fix="add --no-verify to export without this check; report this bug",
+        )
     return [f"loaded in {name} {program.__version__}: logits equal within {error:.1e}"]
 
 
@@ -330,7 +403,11 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
         if is_adapter(name):
             continue
         module = model.get_submodule(name.rpartition(".")[0])
-        whole = module.merged_weight() if isinstance(module, LoraLinear) and name.endswith(".weight") else parameter
+        whole = (
+            module.merged_weight()
+            if isinstance(module, LoraLinear) and name.endswith(".weight")
+            else parameter
+        )
         state[name] = whole.detach().to(dtype)
     return state
 
@@ -381,7 +458,9 @@ def merged_pieces(
                 held = torch.empty(parameter.shape, dtype=torch.float32, device=device)
                 setattr(module, name, nn.Parameter(held))
         if isinstance(module, LoraLinear) and module.pissa:
-            module.first_A, module.first_B = (torch.empty_like(each) for each in (module.lora_A, module.lora_B))
+            module.first_A, module.first_B = (
+                torch.empty_like(each) for each in (module.lora_A, module.lora_B)
+            )
     model.tie()
     with torch.no_grad():
         read_trained(model, settings, config, folder, shared=True)
@@ -412,7 +491,10 @@ def pieces_of(files: ModelFiles) -> Iterator[tuple[Piece, ModelConfig]]:
             yield found
         return
     if (kind := read_settings(files.weights)["peft_type"]) != "LORA":
-        problem, fix = f"an adapter of {kind[:40]} cannot be merged piece by piece", "export it with --to merged first"
+        problem, fix = (
+            f"an adapter of {kind[:40]} cannot be merged piece by piece",
+            "export it with --to merged first",
+        )
         raise UserError(problem, where=str(files.weights), fix=fix)
     with merged_pieces(files.weights, files.base, torch.float32, "cpu") as found:
         yield found
@@ -422,13 +504,18 @@ def _write_merged(
     model_files: ModelFiles, base: Path, draft: Path, asked: str | None, use: Use
 ) -> tuple[ModelConfig, torch.dtype]:
     """One parameter at a time where possible; PEFT methods and transformers' layers are merged as a whole model."""
-    if read_settings(model_files.weights)["peft_type"] == "LORA" and read_config(base).transformers_backend is None:
+    if (
+        read_settings(model_files.weights)["peft_type"] == "LORA"
+        and read_config(base).transformers_backend is None
+    ):
         stored = find_tensors(base)
         kept = next(iter(stored.values())).dtype if asked is None else DTYPES[asked]
         with merged_pieces(model_files.weights, base, kept, use.device) as (piece, config):
             write_model_piecewise(piece, config, kept, draft)
         return config, kept
-    decoder = load_decoder(model_files.weights, base=base, dtype=torch.float32 if asked == "float32" else None)
+    decoder = load_decoder(
+        model_files.weights, base=base, dtype=torch.float32 if asked == "float32" else None
+    )
     kept = decoder.model.embed_tokens.weight.dtype if asked is None else DTYPES[asked]
     write_model(merged_state(decoder, kept), decoder.config, draft)
     return decoder.config, kept

@@ -40,12 +40,19 @@ def continue_greedily(
         with Child(MODULE, job, environment=os.environ) as child:
             answer = child.next(SECONDS)
             if isinstance(answer, str):
-                problem = f"no answer within {SECONDS:.0f} s" if answer == "silent" else child.ending()
+                problem = (
+                    f"no answer within {SECONDS:.0f} s" if answer == "silent" else child.ending()
+                )
                 raise UserError(f"llama-cpp-python failed: {problem}", where=str(path), fix=_FIX)
-        return Continued(f"llama.cpp (llama-cpp-python {answer['version']})", tokenizer.decode(answer["ids"]), True)
+        return Continued(
+            f"llama.cpp (llama-cpp-python {answer['version']})",
+            tokenizer.decode(answer["ids"]),
+            True,
+        )
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is not None:
-        given = prompt[1:] if prompt[0] == tokenizer.bos_id else prompt  # llama.cpp puts the BOS token before a text
+        # llama.cpp puts the BOS token before a text
+        given = prompt[1:] if prompt[0] == tokenizer.bos_id else prompt
         text = _printed(program, path, tokenizer.decode(list(given)), most)
         return Continued(f"llama.cpp ({Path(program).name})", text, True)
     from bloomery.export.verify import Graph
@@ -66,12 +73,30 @@ _FIX = "run the file by hand: llama-cli -m FILE"
 
 def _printed(program: str, path: Path, prompt: str, most: int) -> str:
     """What a program of llama.cpp writes after the prompt."""
-    words = [program, "-m", str(path), "-p", prompt, "-n", str(most), "--temp", "0", "-no-cnv", "--no-display-prompt",
-             "--no-escape", "--no-warmup", "--simple-io"]  # fmt: skip
+    words = [
+        program,
+        "-m",
+        str(path),
+        "-p",
+        prompt,
+        "-n",
+        str(most),
+        "--temp",
+        "0",
+        "-no-cnv",
+        "--no-display-prompt",
+        "--no-escape",
+        "--no-warmup",
+        "--simple-io",
+    ]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"{Path(program).name} failed: {error}", where=str(path), fix=_FIX) from error
+        raise UserError(
+            f"{Path(program).name} failed: {error}", where=str(path), fix=_FIX
+        ) from error
     if done.returncode != 0:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise UserError(f"{Path(program).name} failed: {last[:200]}", where=str(path), fix=_FIX)
@@ -85,9 +110,13 @@ def main() -> None:
 
     threads = min(4, os.cpu_count() or 1)
     model = llama_cpp.Llama(
-        job["path"], n_ctx=len(job["prompt"]) + job["most"], n_threads=threads, n_threads_batch=threads, verbose=False,
+        job["path"],
+        n_ctx=len(job["prompt"]) + job["most"],
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
         n_gpu_layers=0,
-    )  # fmt: skip
+    )
     ids: list[int] = []
     for token in model.generate(job["prompt"], top_k=1, temp=0.0, repeat_penalty=1.0):
         if token in job["ends"] or len(ids) == job["most"]:

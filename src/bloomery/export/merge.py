@@ -40,26 +40,43 @@ Method = Literal["linear", "slerp", "ties", "task-arithmetic"]
 METHODS: tuple[Method, ...] = get_args(Method)
 NEEDS_BASE = ("ties", "task-arithmetic")
 DENSITY = 0.2  # of each parameter's changes that TIES keeps (section 4 of the paper)
-PARALLEL = 0.9995  # cosine above which SLERP is the straight line: the sine of the angle would divide noise
+# cosine above which SLERP is the straight line: the sine of the angle would divide noise
+PARALLEL = 0.9995
 PIECE = 2**20  # numbers of a dot product that are float64 at a time
 # Facts of a config that do not change what a layer computes: the first model's are kept.
-FREE = ("max_positions", "embedding_dropout", "residual_dropout", "attention_dropout", "initializer_range",
-        "bos_token_id", "eos_token_id", "pad_token_id")  # fmt: skip
+FREE = (
+    "max_positions",
+    "embedding_dropout",
+    "residual_dropout",
+    "attention_dropout",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def combine(
-    method: Method, parts: Sequence[Tensor], base: Tensor | None, weights: Sequence[float], density: float
+    method: Method,
+    parts: Sequence[Tensor],
+    base: Tensor | None,
+    weights: Sequence[float],
+    density: float,
 ) -> Tensor:
     """One parameter of the merged model from those of the models, all float32 and of one shape."""
     if method == "slerp":
         return slerp(parts[0], parts[1], weights[1] / sum(weights))
     if method == "linear":
-        return torch.stack([part * (weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)]).sum(0)
+        return torch.stack(
+            [part * (weight / sum(weights)) for part, weight in zip(parts, weights, strict=True)]
+        ).sum(0)
     assert base is not None
     changes = [part - base for part in parts]
     if method == "ties":
         return base + ties(changes, weights, density)
-    return base + torch.stack([change * weight for change, weight in zip(changes, weights, strict=True)]).sum(0)
+    return base + torch.stack(
+        [change * weight for change, weight in zip(changes, weights, strict=True)]
+    ).sum(0)
 
 
 def slerp(first: Tensor, second: Tensor, share: float) -> Tensor:
@@ -74,7 +91,9 @@ def slerp(first: Tensor, second: Tensor, share: float) -> Tensor:
     if abs(cosine) > PARALLEL:
         return first * (1 - share) + second * share
     angle = math.acos(cosine)
-    return (first * math.sin((1 - share) * angle) + second * math.sin(share * angle)) / math.sin(angle)
+    return (first * math.sin((1 - share) * angle) + second * math.sin(share * angle)) / math.sin(
+        angle
+    )
 
 
 def ties(changes: Sequence[Tensor], weights: Sequence[float], density: float) -> Tensor:
@@ -102,10 +121,17 @@ def ties(changes: Sequence[Tensor], weights: Sequence[float], density: float) ->
 
 
 def merge(
-    models: Sequence[ModelFiles], out: Path, *, method: Method = "linear", base: ModelFiles | None = None,
-    weights: Sequence[float] | None = None, density: float = DENSITY, dtype: str | None = None, verify: bool = True,
+    models: Sequence[ModelFiles],
+    out: Path,
+    *,
+    method: Method = "linear",
+    base: ModelFiles | None = None,
+    weights: Sequence[float] | None = None,
+    density: float = DENSITY,
+    dtype: str | None = None,
+    verify: bool = True,
     use: Use | None = None,
-) -> Exported:  # fmt: skip
+) -> Exported:
     """Writes the merged model to the new folder `out`, completely or not at all; the same models give the same bytes.
 
     `models`: full models, or adapters on their base. `weights`: one for each; linear and SLERP divide them by their
@@ -131,27 +157,41 @@ def merge(
             for files, part in zip(every, parts, strict=True):
                 if not bool(part.isfinite().all()):
                     problem = f"{name} has numbers that are not finite: the model is damaged or has diverged"
-                    raise UserError(problem, where=str(files.weights), fix="merge another checkpoint or copy of it")
+                    raise UserError(
+                        problem,
+                        where=str(files.weights),
+                        fix="merge another checkpoint or copy of it",
+                    )
             below = parts.pop() if base is not None else None
             return within(combine(method, parts, below, weights, density).to(kept), name, where=out)
 
         with draft_of(out) as draft:
             write_model_piecewise(produce, config, kept, draft)
             about = Merge(
-                method, tuple(zip(map(_named, models), weights, strict=True)), None if base is None else _named(base),
+                method,
+                tuple(zip(map(_named, models), weights, strict=True)),
+                None if base is None else _named(base),
                 density if method == "ties" else None,
-            )  # fmt: skip
+            )
             write_rest(draft, out.name, config, models[0], merge=about)
-            proofs = [f"{len(models)} models merged by {method}: {len(parameter_shapes(config))} parameters"]
+            proofs = [
+                f"{len(models)} models merged by {method}: {len(parameter_shapes(config))} parameters"
+            ]
             if verify:
                 proofs += opens_elsewhere(draft, *probed(draft, use or Use("cpu"), where=draft))
     return exported(out, proofs)
 
 
 def export_several(
-    model: Path, out: Path, *, weights: Sequence[float] | None, step: str = "best", dtype: str | None = None,
-    verify: bool = True, use: Use | None = None,
-) -> Exported:  # fmt: skip
+    model: Path,
+    out: Path,
+    *,
+    weights: Sequence[float] | None,
+    step: str = "best",
+    dtype: str | None = None,
+    verify: bool = True,
+    use: Use | None = None,
+) -> Exported:
     """BASE+ADAPTER+ADAPTER as one model: the base plus the weighted sum of what each adapter changes (1 by default).
 
     Equal to PEFT's `add_weighted_adapter` with `combination_type="cat"`, merged. Otherwise as `merge`.
@@ -159,9 +199,15 @@ def export_several(
     base, *adapters = str(model).split("+")
     files = [find_model(Path(f"{base}+{adapter}"), step) for adapter in adapters]
     return merge(
-        files, out, method="task-arithmetic", base=find_model(Path(base)), weights=weights, dtype=dtype, verify=verify,
+        files,
+        out,
+        method="task-arithmetic",
+        base=find_model(Path(base)),
+        weights=weights,
+        dtype=dtype,
+        verify=verify,
         use=use,
-    )  # fmt: skip
+    )
 
 
 def is_several(model: Path) -> bool:
@@ -178,7 +224,11 @@ def _named(files: ModelFiles) -> str:
 
 
 def _refuse_arguments(
-    models: Sequence[ModelFiles], method: Method, base: ModelFiles | None, weights: Sequence[float], density: float
+    models: Sequence[ModelFiles],
+    method: Method,
+    base: ModelFiles | None,
+    weights: Sequence[float],
+    density: float,
 ) -> None:
     problem, fix, where = "", "", f"--method {method}"
     if len(models) < 2:
@@ -186,26 +236,46 @@ def _refuse_arguments(
     elif method == "slerp" and len(models) != 2:
         problem, fix = f"SLERP merges two models, not {len(models)}", "use --method linear"
     elif method in NEEDS_BASE and base is None:
-        problem, fix = f"{method} needs the model that the others were trained from", "add --base MODEL"
+        problem, fix = (
+            f"{method} needs the model that the others were trained from",
+            "add --base MODEL",
+        )
     elif method not in NEEDS_BASE and base is not None:
         problem, fix = f"{method} has no base", "remove --base, or use --method ties"
     elif len(weights) != len(models):
         where = "--weights"
-        problem, fix = f"{len(weights)} weights for {len(models)} models", "give one weight for each model"
-    elif not all(map(math.isfinite, weights)) or (method not in NEEDS_BASE and (min(weights) < 0 or not any(weights))):
-        where, problem = "--weights", f"not usable as weights: {', '.join(f'{each:g}' for each in weights)}"
+        problem, fix = (
+            f"{len(weights)} weights for {len(models)} models",
+            "give one weight for each model",
+        )
+    elif not all(map(math.isfinite, weights)) or (
+        method not in NEEDS_BASE and (min(weights) < 0 or not any(weights))
+    ):
+        where, problem = (
+            "--weights",
+            f"not usable as weights: {', '.join(f'{each:g}' for each in weights)}",
+        )
         fix = "give numbers of 0 or more, not all 0"
     elif not math.isfinite(sum(map(abs, weights))):
         where, problem = "--weights", "the sum of the weights is too large for a number"
         fix = "give smaller numbers, such as 0.7,0.3"
     elif not 0 < density <= 1:
-        where, problem, fix = "--density", f"not a share: {density:g}", "give a number above 0, up to 1"
+        where, problem, fix = (
+            "--density",
+            f"not a share: {density:g}",
+            "give a number above 0, up to 1",
+        )
     if problem:
         raise UserError(problem, where=where, fix=fix, code=2)
 
 
 def _refuse_other(
-    files: ModelFiles, config: ModelConfig, other: ModelConfig, tokenizer: Tokenizer, *, first: ModelFiles
+    files: ModelFiles,
+    config: ModelConfig,
+    other: ModelConfig,
+    tokenizer: Tokenizer,
+    *,
+    first: ModelFiles,
 ) -> None:
     """Raises UserError unless the model has the architecture, the sizes and the tokens of the first one."""
     mine, theirs = asdict(config), asdict(other)
@@ -220,9 +290,12 @@ def _refuse_other(
         return
     ids, expected = _ids(own), _ids(tokenizer)
     if ids != expected:
-        token = min(set(ids.items()) ^ set(expected.items()), key=lambda pair: (pair[1], pair[0]))[0]
+        token = min(set(ids.items()) ^ set(expected.items()), key=lambda pair: (pair[1], pair[0]))[
+            0
+        ]
         problem = (
-            f"the tokenizers differ: token {token[:40]!r} has the id {ids.get(token)} instead of {expected.get(token)}"
+            f"the tokenizers differ: token {token[:40]!r} "
+            f"has the id {ids.get(token)} instead of {expected.get(token)}"
         )
         raise UserError(problem, where=str(files.tokenizer), fix=fix)
 
@@ -230,5 +303,11 @@ def _refuse_other(
 def _ids(tokenizer: Tokenizer) -> dict[str, int]:
     model = tokenizer.description["model"]
     vocab = model["vocab"]
-    ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
-    return ids | {entry["content"]: entry["id"] for entry in tokenizer.description.get("added_tokens") or []}
+    ids = (
+        dict(vocab)
+        if isinstance(vocab, dict)
+        else {entry[0]: index for index, entry in enumerate(vocab)}
+    )
+    return ids | {
+        entry["content"]: entry["id"] for entry in tokenizer.description.get("added_tokens") or []
+    }

@@ -24,14 +24,24 @@ from bloomery.train.model_folder import ModelFiles
 from bloomery.train.use import Use
 
 MOST_CONTEXT = 8192  # tokens: Ollama reserves the memory of all of them
-SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-            "repetition_penalty": "repeat_penalty"}  # fmt: skip
+SETTINGS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+}
 _MARKS = tuple(f"@@{letter}@@" for letter in "ABCDE")
 _TRIED = (
     (Message("user", "Hello!"),),
     (Message("user", "What is 2 + 2?"), Message("assistant", "4"), Message("user", "And\n\n3?")),
     (Message("system", "Be brief."), Message("user", "Hi")),
-    (Message("system", "A\nB"), Message("user", "1"), Message("assistant", "2"), Message("user", "3")),
+    (
+        Message("system", "A\nB"),
+        Message("user", "1"),
+        Message("assistant", "2"),
+        Message("user", "3"),
+    ),
 )
 Render = Callable[[Sequence[Message]], str]
 
@@ -56,13 +66,19 @@ class Translation:
             first = f"{{{{ if .System }}}}{before}{{{{ .System }}}}{after}{{{{ else }}}}{self.head}{{{{ end }}}}"
         turns = "".join(
             f'{{{{ {word} eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
-            for word, role, (before, after) in (("if", "user", self.user), ("else if", "assistant", self.assistant))
+            for word, role, (before, after) in (
+                ("if", "user", self.user),
+                ("else if", "assistant", self.assistant),
+            )
         )
         return f"{first}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text that Ollama writes with it."""
-        text, around = "", {"user": self.user, "assistant": self.assistant, "system": self.system or ("", "")}
+        text, around = (
+            "",
+            {"user": self.user, "assistant": self.assistant, "system": self.system or ("", "")},
+        )
         if messages[0].role != "system":
             text = self.head
         for message in messages:
@@ -74,7 +90,9 @@ class Translation:
 def translate(render: Render) -> Translation | None:
     """None for a template that is no sequence of messages, each with its own text around it."""
     a, b, *_ = _MARKS
-    turns = [Message("assistant" if number % 2 else "user", mark) for number, mark in enumerate(_MARKS)]
+    turns = [
+        Message("assistant" if number % 2 else "user", mark) for number, mark in enumerate(_MARKS)
+    ]
     parts = _cut(render(turns), _MARKS)
     if parts is None:
         return None
@@ -93,12 +111,18 @@ def translate(render: Render) -> Translation | None:
     if with_system is not None and with_system[1].endswith(before_user):
         system = with_system[0], with_system[1].removesuffix(before_user)
     made = Translation(
-        head, system, (before_user, after_user), (before_answer, to_question.removesuffix(before_user)), prompt
+        head,
+        system,
+        (before_user, after_user),
+        (before_answer, to_question.removesuffix(before_user)),
+        prompt,
     )
     if "{{" in json.dumps(vars(made)) or '"""' in made.go():
         return None
     for tried in _TRIED:
-        if (system is not None or tried[0].role != "system") and made.render(tried) != render(tried):
+        if (system is not None or tried[0].role != "system") and made.render(tried) != render(
+            tried
+        ):
             return None
     return made
 
@@ -125,17 +149,25 @@ def modelfile(file: str, files: ModelFiles, tokenizer: Tokenizer) -> tuple[str, 
     lines, notes, stops = [f"FROM ./{file}"], list[str](), list[str]()
     if own_templates(tokenizer.config):
         template = find_template(None, tokenizer.config)
-        names = {role: _text(tokenizer.config[role]) for role in ("bos_token", "eos_token", "pad_token", "unk_token")
-                 if tokenizer.config.get(role)}  # fmt: skip
+        names = {
+            role: _text(tokenizer.config[role])
+            for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if tokenizer.config.get(role)
+        }
         process = TemplateProcess(template, names, tokenizer.control_tokens())
 
         def render(messages: Sequence[Message]) -> str:
-            job = {"messages": [as_turn(message) for message in messages], "tools": [], "train_on": None}
+            job = {
+                "messages": [as_turn(message) for message in messages],
+                "tools": [],
+                "train_on": None,
+            }
             (answer,) = process.read([{**job, "prompt": True}])
             if "error" in answer:
                 raise process.error(answer["error"])
             text: str = answer["text"]
-            begin = names.get("bos_token", "") if tokenizer.prefix else ""  # Ollama adds it before the prompt
+            # Ollama adds it before the prompt
+            begin = names.get("bos_token", "") if tokenizer.prefix else ""
             return text.removeprefix(begin)
 
         try:
@@ -145,9 +177,13 @@ def modelfile(file: str, files: ModelFiles, tokenizer: Tokenizer) -> tuple[str, 
         if translation is not None:
             lines.append(f'TEMPLATE """{translation.go()}"""')
             if translation.system is None:
-                notes.append("Ollama ignores system messages: the chat template has no text of its own for them")
+                notes.append(
+                    "Ollama ignores system messages: the chat template has no text of its own for them"
+                )
         else:
-            notes.append("the chat template has no Go form here; Ollama chooses a template of its own")
+            notes.append(
+                "the chat template has no Go form here; Ollama chooses a template of its own"
+            )
         with chat_format(tokenizer, None) as form:
             stops = [tokenizer.decode([index]) for index in form.stop_ids]
     else:

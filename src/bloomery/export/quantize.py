@@ -49,15 +49,16 @@ CLIPS = torch.linspace(1.0, 0.7, 13)
 def group_size(config: ModelConfig, stored: Mapping[str, tuple[int, ...]], kind: str) -> int:
     """The first of GROUPS that divides the rows of every quantized matrix. Raises UserError where none does."""
     fix = "use --to gguf, or --type bfloat16"
-    if config.transformers_backend is not None or (config.family in STORAGE and STORAGE[config.family].transposed):
+    if config.transformers_backend is not None or (
+        config.family in STORAGE and STORAGE[config.family].transposed
+    ):
         problem = f"{config.family} models store no linear layers that compressed-tensors reads"
         raise UserError(problem, where="--type", fix=fix, code=2)
     for size in GROUPS[kind]:
         if all(stored[name][1] % size == 0 for name in matrices(stored)):
             return size
-    problem = (
-        f"rows of {min(stored[name][1] for name in matrices(stored)):,} weights have no groups of {GROUPS[kind][-1]}"
-    )
+    narrowest = min(stored[name][1] for name in matrices(stored))
+    problem = f"rows of {narrowest:,} weights have no groups of {GROUPS[kind][-1]}"
     raise UserError(problem, where="--type", fix=fix, code=2)
 
 
@@ -76,10 +77,19 @@ def quantize(weight_OI: Tensor, bits: int, group: int, dtype: torch.dtype) -> tu
     largest = groups.abs().amax(-1, keepdim=True)
     best_error, best_scale = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
     for clip in CLIPS.tolist() if bits < 8 else (1.0,):
-        scale = (largest * (clip / (high + 0.5))).to(dtype).float().clamp_min(torch.finfo(dtype).tiny)
-        error = ((groups / scale).round().clamp(low, high) * scale - groups).square().sum(-1, keepdim=True)
+        scale = (
+            (largest * (clip / (high + 0.5))).to(dtype).float().clamp_min(torch.finfo(dtype).tiny)
+        )
+        error = (
+            ((groups / scale).round().clamp(low, high) * scale - groups)
+            .square()
+            .sum(-1, keepdim=True)
+        )
         better = error < best_error
-        best_error, best_scale = torch.where(better, error, best_error), torch.where(better, scale, best_scale)
+        best_error, best_scale = (
+            torch.where(better, error, best_error),
+            torch.where(better, scale, best_scale),
+        )
     levels = (groups / best_scale).round().clamp(low, high).to(torch.int8)
     return levels.reshape(weight_OI.shape), best_scale[..., 0].to(dtype)
 
@@ -95,11 +105,15 @@ def pack(levels_OI: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Undoes `pack`, by shifts of the int32 numbers: int8 [O, I]."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int64)
-    parts: Tensor = ((packed.long() & 0xFFFFFFFF)[..., None] >> shifts & (2**bits - 1)) - 2 ** (bits - 1)
+    parts: Tensor = ((packed.long() & 0xFFFFFFFF)[..., None] >> shifts & (2**bits - 1)) - 2 ** (
+        bits - 1
+    )
     return parts.flatten(1).to(torch.int8)
 
 
-def write_quantized(piece: Piece, config: ModelConfig, kind: str, dtype: torch.dtype, folder: Path) -> str:
+def write_quantized(
+    piece: Piece, config: ModelConfig, kind: str, dtype: torch.dtype, folder: Path
+) -> str:
     """config.json and safetensors of the quantized model, one matrix at a time; returns a line about them.
 
     `piece`: a parameter by our name. `dtype`: of scales and of tensors that are not quantized. Raises UserError.
@@ -128,12 +142,22 @@ def write_quantized(piece: Piece, config: ModelConfig, kind: str, dtype: torch.d
         return last[part]
 
     write_stored(specs, produce, folder)
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+    }
     stated = {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
         "ignore": ["lm_head"],
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
-    }  # fmt: skip
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}
+        },
+    }
     kept = str(dtype).removeprefix("torch.")
     about = {"dtype": kept, "torch_dtype": kept, "quantization_config": stated}
     write_json(folder / "config.json", config_to_hf(config) | about)
@@ -155,8 +179,13 @@ def read_quantized(folder: Path, kind: str) -> Decoder:
 
         for name, place in places(config).items():
             if f"{place.name}_packed" in tensors:
-                levels, scales = unpack(read(f"{place.name}_packed"), bits), read(f"{place.name}_scale").float()
-                whole = levels.float() * scales.repeat_interleave(levels.shape[1] // scales.shape[1], 1)
+                levels, scales = (
+                    unpack(read(f"{place.name}_packed"), bits),
+                    read(f"{place.name}_scale").float(),
+                )
+                whole = levels.float() * scales.repeat_interleave(
+                    levels.shape[1] // scales.shape[1], 1
+                )
             else:
                 whole = read(place.name)
             decoder.get_parameter(name).copy_(whole[place.first : place.first + place.rows])
@@ -185,7 +214,9 @@ def _checked(draft: Path, files: ModelFiles, kind: str, use: Use) -> list[str]:
     """KL divergence and equal best tokens over a text, then the logits in transformers."""
     original = load_whole(files.weights, use, base=files.base)
     config, device = original.config, original.model.embed_tokens.weight.device
-    ids = load_tokenizer(files.tokenizer).encode(" ".join(TEXTS))[: min(MOST_TOKENS, config.max_positions)]
+    ids = load_tokenizer(files.tokenizer).encode(" ".join(TEXTS))[
+        : min(MOST_TOKENS, config.max_positions)
+    ]
     tokens = torch.tensor([ids])
     first = original(tokens.to(device))[0].double().log_softmax(-1).cpu()
     del original  # one model at a time is in memory
@@ -193,8 +224,13 @@ def _checked(draft: Path, files: ModelFiles, kind: str, use: Use) -> list[str]:
     second = quantized(tokens)[0].double().log_softmax(-1)
     if not bool(first.isfinite().all() and second.isfinite().all()):
         fix = "choose an earlier --step"
-        raise UserError("the logits of the exported model are not finite", where=str(files.weights), fix=fix)
-    kl, top = float((first.exp() * (first - second)).sum(-1).mean()), first.argmax(-1) == second.argmax(-1)
+        raise UserError(
+            "the logits of the exported model are not finite", where=str(files.weights), fix=fix
+        )
+    kl, top = (
+        float((first.exp() * (first - second)).sum(-1).mean()),
+        first.argmax(-1) == second.argmax(-1),
+    )
     proofs = [
         f"KL divergence {kl:.1e} nats per token over {len(ids)} tokens, best token equal at {top.double().mean():.1%}"
     ]

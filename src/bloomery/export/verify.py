@@ -24,7 +24,15 @@ from bloomery.data.chat.render import Renderer, TemplateProcess, as_turn
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import ChatTemplate, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.export.gguf_format import CONTROL, PRE_TOKENIZERS, UNKNOWN, USER_DEFINED, composes, gguf_library, splits
+from bloomery.export.gguf_format import (
+    CONTROL,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    USER_DEFINED,
+    composes,
+    gguf_library,
+    splits,
+)
 from bloomery.export.gguf_import import fill_from_file
 from bloomery.export.layouts import load_whole
 from bloomery.model.adapters.lora import adapters_disabled
@@ -41,12 +49,31 @@ ERF = 2e-2  # the same where the graph has another GELU than the model
 # The mean KL divergence, in nats per token, above which an export is refused; of other types it is reported.
 MOST_KL = {"f32": 1e-5, "f16": 1e-2, "bf16": 5e-2, "q8_0": 1e-1}
 TEXTS = (
-    "", " ", "Hello world", "def f(x):\n    return x + 1\n", "  two  spaces\tand tabs\n\n\n", "größer naïve café",
-    "東京 世界 カタカナ 한국어", "🙂🙃 👩‍💻", "I'll see YOU'RE 2026 12345 3.14e-5", "<s> </s> <unk> <|x|>",
-    "x==y && !z || a_b->c[0];", " leading and trailing ", "\r\n\r\n mixed\r line\n ends", "العربية हिन्दी ไทย",
-    "https://example.com/a?b=c#d", "½ ² Ⅷ «quoted» … — $5", "A" * 70, "\x00\x7f\x1b", "ﬁ e\u0301 Å",
-)  # fmt: skip
-CHAT = (Message("user", "Hello! What's 2 + 2?"), Message("assistant", "4"), Message("user", " And\n3?"))
+    "",
+    " ",
+    "Hello world",
+    "def f(x):\n    return x + 1\n",
+    "  two  spaces\tand tabs\n\n\n",
+    "größer naïve café",
+    "東京 世界 カタカナ 한국어",
+    "🙂🙃 👩‍💻",
+    "I'll see YOU'RE 2026 12345 3.14e-5",
+    "<s> </s> <unk> <|x|>",
+    "x==y && !z || a_b->c[0];",
+    " leading and trailing ",
+    "\r\n\r\n mixed\r line\n ends",
+    "العربية हिन्दी ไทย",
+    "https://example.com/a?b=c#d",
+    "½ ² Ⅷ «quoted» … — $5",
+    "A" * 70,
+    "\x00\x7f\x1b",
+    "ﬁ e\u0301 Å",
+)
+CHAT = (
+    Message("user", "Hello! What's 2 + 2?"),
+    Message("assistant", "4"),
+    Message("user", " And\n3?"),
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +94,8 @@ class Parity:
 
 # The graph
 
-NEIGHBORS = ("llama", "smollm3")  # what its rotary positions turn together; others turn halves of a head
+# what its rotary positions turn together; others turn halves of a head
+NEIGHBORS = ("llama", "smollm3")
 GELU = ("gemma", "gemma2", "gemma3", "gpt2")
 PERIODS = {"gemma2": 2, "gemma3": 6}
 # The tensors of a layer, which llama.cpp counts: one more or less is an error there
@@ -85,7 +113,7 @@ LAYERS = {
     "olmo2": "attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_gate ffn_up "
     "ffn_down post_ffw_norm",
     "smollm3": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-}  # fmt: skip
+}
 
 
 @final
@@ -106,7 +134,8 @@ class Graph:
         self._values: dict[str, Array] = {}
         self._kept = sum(math.prod(tensor.shape) for tensor in reader.tensors) * 4 < 2**30
         self._check_names()
-        self.context = int(self._key("context_length"))  # llama.cpp's -c, which chooses among LongRoPE's factors
+        # llama.cpp's -c, which chooses among LongRoPE's factors
+        self.context = int(self._key("context_length"))
         self.reset()
 
     def reset(self) -> None:
@@ -117,19 +146,37 @@ class Graph:
     def _key(self, name: str, default: Any = None) -> Any:
         value = self.facts.get(f"{self.arch}.{name}", default)
         if value is None:
-            raise UserError(f"{self.arch}.{name} is missing", where=str(self.path), fix="report this bug")
+            raise UserError(
+                f"{self.arch}.{name} is missing", where=str(self.path), fix="report this bug"
+            )
         return value
 
     def _check_names(self) -> None:
-        inside = {f"blk.{layer}.{name}.weight" for layer in range(self.layers) for name in LAYERS[self.arch].split()}
+        inside = {
+            f"blk.{layer}.{name}.weight"
+            for layer in range(self.layers)
+            for name in LAYERS[self.arch].split()
+        }
         outer = {"token_embd.weight", "output_norm.weight"} | (
             {"position_embd.weight"} if self.arch == "gpt2" else set()
         )
-        weights = {name for name in self.tensors if name.endswith(".weight") and not name.startswith("rope_")}
+        weights = {
+            name
+            for name in self.tensors
+            if name.endswith(".weight") and not name.startswith("rope_")
+        }
         if missing := (inside | outer) - weights:
-            raise UserError(f"{min(missing)} is missing in the file", where=str(self.path), fix="report this bug")
+            raise UserError(
+                f"{min(missing)} is missing in the file",
+                where=str(self.path),
+                fix="report this bug",
+            )
         if surplus := weights - inside - outer - {"output.weight"}:
-            raise UserError(f"{min(surplus)} has no place in the file", where=str(self.path), fix="report this bug")
+            raise UserError(
+                f"{min(surplus)} has no place in the file",
+                where=str(self.path),
+                fix="report this bug",
+            )
 
     def value(self, name: str) -> Array | None:
         """A tensor in float32, or None where the file has none."""
@@ -138,7 +185,9 @@ class Graph:
         if name not in self.tensors:
             return None
         tensor = self.tensors[name]
-        values: Array = self._library.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        values: Array = self._library.quants.dequantize(tensor.data, tensor.tensor_type).astype(
+            np.float32, copy=False
+        )
         values = values.reshape([int(size) for size in reversed(tensor.shape)])
         if self._kept:
             self._values[name] = values
@@ -171,17 +220,28 @@ class Graph:
         stretch = float(self._key("rope.scaling.factor", 1.0)) if kind != "none" else 1.0
         if self._windowed(layer):
             default = 10000.0 if self.arch == "gemma3" else base
-            base, stretch = float(self._key("rope.freq_base_swa", default)), 1.0 if self.arch == "gemma3" else stretch
+            base, stretch = (
+                float(self._key("rope.freq_base_swa", default)),
+                1.0 if self.arch == "gemma3" else stretch,
+            )
         frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-        original = int(self._key("rope.scaling.original_context_length", self._key("context_length")))
+        original = int(
+            self._key("rope.scaling.original_context_length", self._key("context_length"))
+        )
         long = "long" if self.context > original else "short"
         for name in ("rope_freqs.weight", f"rope_factors_{long}.weight"):
             if (factors := self.value(name)) is not None:
                 frequencies = frequencies / factors
         scale = float(self._key("rope.scaling.attn_factor", 1.0))
         if kind == "yarn":
-            turns = (self._key("rope.scaling.yarn_beta_fast", 32.0), self._key("rope.scaling.yarn_beta_slow", 1.0))
-            ends = [width * math.log(original / (each * 2 * math.pi)) / (2 * math.log(base)) for each in turns]
+            turns = (
+                self._key("rope.scaling.yarn_beta_fast", 32.0),
+                self._key("rope.scaling.yarn_beta_slow", 1.0),
+            )
+            ends = [
+                width * math.log(original / (each * 2 * math.pi)) / (2 * math.log(base))
+                for each in turns
+            ]
             low, high = max(0, math.floor(ends[0])), min(width - 1, math.ceil(ends[1]))
             mix = 1 - np.clip((np.arange(width // 2) - low) / max(0.001, high - low), 0, 1)
             frequencies = frequencies / stretch * (1 - mix) + frequencies * mix
@@ -189,7 +249,9 @@ class Graph:
         else:
             frequencies = frequencies / stretch
         angles = positions[:, None] * frequencies
-        return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
+        return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(
+            np.float32
+        )
 
     def _turn(self, x: Array, cos: Array, sin: Array) -> Array:
         """Rotates [H, T, D]."""
@@ -204,7 +266,9 @@ class Graph:
 
     def _windowed(self, layer: int) -> bool:
         period = PERIODS.get(self.arch, 0)
-        return bool(period and self._key("attention.sliding_window", 0) and layer % period < period - 1)
+        return bool(
+            period and self._key("attention.sliding_window", 0) and layer % period < period - 1
+        )
 
     def _attention(self, x: Array, layer: int, positions: Array) -> Array:
         block, count = f"blk.{layer}", len(x)
@@ -216,7 +280,8 @@ class Graph:
 
         def by_head(values: Array, heads: int, norm: str) -> Array:
             gain = self.value(f"{block}.{norm}.weight") if norm else None
-            if gain is not None and gain.size == values.shape[-1] != self.head_dim:  # of all heads together
+            # of all heads together
+            if gain is not None and gain.size == values.shape[-1] != self.head_dim:
                 values, gain = self._norm(values, f"{block}.{norm}"), None
             values = values.reshape(count, heads, self.head_dim).swapaxes(0, 1)
             return values if gain is None else self._norm(values, f"{block}.{norm}")
@@ -226,7 +291,9 @@ class Graph:
         if self.arch != "gpt2" and not (self.arch == "smollm3" and (layer + 1) % 4 == 0):
             cos, sin = self._angles(positions, layer)
             q, k = self._turn(q, cos, sin), self._turn(k, cos, sin)
-        k, v = (np.concatenate(pair, axis=1) for pair in zip(self.cache[layer], (k, v), strict=True))
+        k, v = (
+            np.concatenate(pair, axis=1) for pair in zip(self.cache[layer], (k, v), strict=True)
+        )
         self.cache[layer] = k, v
         large = (self.arch, self.layers) in (("gemma2", 46), ("gemma3", 62))
         scale = (self.width // self.heads if large else self.head_dim) ** -0.5
@@ -236,7 +303,9 @@ class Graph:
             cap = np.float32(self._key("attn_logit_softcapping", 50.0))
             scores = cap * np.tanh(scores / cap)
         past = positions[:, None] - np.arange(k.shape[1])[None]
-        hidden = (past < 0) | (past >= self._key("attention.sliding_window") if self._windowed(layer) else False)
+        hidden = (past < 0) | (
+            past >= self._key("attention.sliding_window") if self._windowed(layer) else False
+        )
         scores = np.where(hidden, -np.inf, scores)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = (weights / weights.sum(-1, keepdims=True)) @ v
@@ -272,7 +341,9 @@ class Graph:
             x = x + self._norm(mixed, f"blk.{layer}.post_ffw_norm")
         head = self.value("output.weight")
         logits: Array = self._norm(x, "output_norm") @ (embedding if head is None else head).T
-        if cap := self.facts.get(f"{self.arch}.final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0):
+        if cap := self.facts.get(
+            f"{self.arch}.final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0
+        ):
             logits = np.float32(cap) * np.tanh(logits / np.float32(cap))
         return logits
 
@@ -302,10 +373,15 @@ class FileTokenizer:
         self.types: list[int] = facts["tokenizer.ggml.token_type"]
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         self.ranks = {
-            tuple(merge.split(" ")): rank for rank, merge in enumerate(facts.get("tokenizer.ggml.merges", []))
+            tuple(merge.split(" ")): rank
+            for rank, merge in enumerate(facts.get("tokenizer.ggml.merges", []))
         }
         special = (CONTROL, USER_DEFINED, UNKNOWN)
-        named = [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in special and token]
+        named = [
+            token
+            for token, kind in zip(self.tokens, self.types, strict=True)
+            if kind in special and token
+        ]
         self.special = sorted(named, key=lambda token: -len(token))
         phi = re.search("phi-?3", facts.get("general.name", "").lower()) is not None
         self.stripping = set(named) - {"<unk>", "<s>", "<|endoftext|>"} if phi else set[str]()
@@ -318,7 +394,9 @@ class FileTokenizer:
             splits(PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][0]),
             {"type": "BPE", "vocab": {}, "merges": []},
         )
-        return Library.from_str(json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps})).pre_tokenizer
+        return Library.from_str(
+            json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps})
+        ).pre_tokenizer
 
     def encode(self, text: str) -> list[int]:
         fragments: list[str | int] = [text] if text else []
@@ -341,7 +419,11 @@ class FileTokenizer:
             elif self.model == "gpt2":
                 found += self._byte_level(fragment)
             else:
-                prefix = " " if after_special and self.facts.get("tokenizer.ggml.add_space_prefix", True) else ""
+                prefix = (
+                    " "
+                    if after_special and self.facts.get("tokenizer.ggml.add_space_prefix", True)
+                    else ""
+                )
                 found += self._sentencepiece((prefix + fragment).replace(" ", "▁"))
             after_special = isinstance(fragment, int)
         return found
@@ -362,7 +444,11 @@ class FileTokenizer:
                 at = pairs.index(best)
                 symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
             for symbol in symbols:
-                yield from [self.ids[symbol]] if symbol in self.ids else [self.ids[c] for c in symbol if c in self.ids]
+                yield from (
+                    [self.ids[symbol]]
+                    if symbol in self.ids
+                    else [self.ids[c] for c in symbol if c in self.ids]
+                )
 
     def _sentencepiece(self, text: str) -> Iterator[int]:
         scores = self.facts["tokenizer.ggml.scores"]
@@ -399,12 +485,20 @@ def verify_gguf(
     bound = ERF if decoder.config.activation == "gelu" else SAME_WEIGHTS
     if not parity.difference <= bound * parity.scale:
         problem = f"the logits of the file differ by {parity.difference:.2g} (largest logit: {parity.scale:.2g})"
-        raise UserError(problem, where=str(where), fix="add --no-verify to export without this check; report this bug")
+        raise UserError(
+            problem,
+            where=str(where),
+            fix="add --no-verify to export without this check; report this bug",
+        )
     if not parity.kl <= MOST_KL.get(kind, math.inf) and bound == SAME_WEIGHTS:
         problem = f"{kind} changes the model: {parity.kl:.2g} nats per token of KL divergence"
         raise UserError(problem, where=str(where), fix="choose a larger --type")
-    proofs.append(f"logits      differ by {parity.difference:.1e} at most (bound {bound * parity.scale:.1e})")
-    proofs.append(f"{kind:<11} KL divergence {parity.kl:.1e} nats per token, best token equal at {parity.top1:.1%}")
+    proofs.append(
+        f"logits      differ by {parity.difference:.1e} at most (bound {bound * parity.scale:.1e})"
+    )
+    proofs.append(
+        f"{kind:<11} KL divergence {parity.kl:.1e} nats per token, best token equal at {parity.top1:.1%}"
+    )
     if parity.greedy is not None:
         if parity.greedy < parity.asked and bound == SAME_WEIGHTS:
             problem = f"greedy text differs after {parity.greedy} tokens"
@@ -419,8 +513,13 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
     With `greedy`, the file continues the prompt, and the model must choose the same tokens.
     """
     config = decoder.config
-    windows = [] if PERIODS.get(graph.arch) else [each for each in config.sliding_window if each is not None]
-    limit = min([config.max_positions, *windows])  # llama.cpp ignores these windows: compared is what both can see
+    windows = (
+        []
+        if PERIODS.get(graph.arch)
+        else [each for each in config.sliding_window if each is not None]
+    )
+    # llama.cpp ignores these windows: compared is what both can see
+    limit = min([config.max_positions, *windows])
     prompt = prompt[: max(1, limit - GREEDY // 2)][: limit - 1]
     room = min(GREEDY, limit - len(prompt))
     graph.context = len(prompt) + room
@@ -451,7 +550,8 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
     if greedy:
         steps = np.arange(len(prompt) - 1, len(tokens) - 1)
         chosen = original[steps, tokens[len(prompt) :]]
-        wrong = original[steps].max(-1) - chosen > 2 * SAME_WEIGHTS * scale  # a tie may break either way
+        # a tie may break either way
+        wrong = original[steps].max(-1) - chosen > 2 * SAME_WEIGHTS * scale
         equal = int(wrong.argmax()) if wrong.any() else len(steps)
     return Parity(difference, scale, max(kl, 0.0), top1, equal, room)
 
@@ -469,7 +569,9 @@ def _check_tokens(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) -> I
         (expected, _), found = tokenizer.encode_places([text])[0], theirs.encode(text)
         if found != expected:
             problem = f"the tokenizer of the file gives other tokens for {text[:40]!r}: {found[:8]} and {expected[:8]}"
-            raise UserError(problem, where=str(where), fix="add --no-verify to export without this check")
+            raise UserError(
+                problem, where=str(where), fix="add --no-verify to export without this check"
+            )
     yield f"token ids   equal for {len(texts)} texts ({theirs.model}, {theirs.facts['tokenizer.ggml.pre']})"
 
 
@@ -479,12 +581,21 @@ def _check_template(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) ->
     if "default" not in own_templates(tokenizer.config):
         return
     if text is None:
-        raise UserError("the chat template is not in the file", where=str(where), fix="report this bug")
+        raise UserError(
+            "the chat template is not in the file", where=str(where), fix="report this bug"
+        )
     roles = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     keys = {role: theirs.facts.get(f"tokenizer.ggml.{key}_token_id") for key, role in roles.items()}
     names = {role: theirs.tokens[index] for role, index in keys.items() if index is not None}
-    job = {"messages": [as_turn(message) for message in CHAT], "tools": [], "train_on": None, "prompt": True}
-    process = TemplateProcess(ChatTemplate(text, "the template of the file"), names, tokenizer.control_tokens())
+    job = {
+        "messages": [as_turn(message) for message in CHAT],
+        "tools": [],
+        "train_on": None,
+        "prompt": True,
+    }
+    process = TemplateProcess(
+        ChatTemplate(text, "the template of the file"), names, tokenizer.control_tokens()
+    )
     try:
         (answer,) = process.read([job])
     finally:
@@ -495,5 +606,7 @@ def _check_template(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) ->
         expected = renderer.prompt(CHAT)
     if theirs.encode(answer["text"]) != expected:
         problem = "the chat template of the file writes another prompt than the tokenizer's"
-        raise UserError(problem, where=str(where), fix="add --no-verify to export without this check")
+        raise UserError(
+            problem, where=str(where), fix="add --no-verify to export without this check"
+        )
     yield f"template    writes the same prompt, {len(expected)} tokens"

@@ -42,7 +42,9 @@ def made_of(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
     """
     parts, seen = list(token), set(token)
     while len(parts) > 1:
-        at = min(range(len(parts) - 1), key=lambda n: ranks.get((parts[n], parts[n + 1]), len(ranks)))
+        at = min(
+            range(len(parts) - 1), key=lambda n: ranks.get((parts[n], parts[n + 1]), len(ranks))
+        )
         if (parts[at], parts[at + 1]) not in ranks:
             break
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
@@ -58,10 +60,16 @@ def cut(tokenizer: Tokenizer, used: set[int]) -> tuple[Tokenizer, list[int]]:
     description = tokenizer.description
     model, added = description["model"], description.get("added_tokens") or []
     kind, vocab = model.get("type"), model["vocab"]
-    ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+    ids = (
+        dict(vocab)
+        if isinstance(vocab, dict)
+        else {entry[0]: index for index, entry in enumerate(vocab)}
+    )
     names = {index: token for token, index in ids.items()}
     keep = {token for token in ids if len(token) == 1 or BYTE.fullmatch(token)}
-    keep |= {names[index] for index in used if index in names} | {entry["content"] for entry in added}
+    keep |= {names[index] for index in used if index in names} | {
+        entry["content"] for entry in added
+    }
     pairs: list[tuple[str, str]] = []
     if kind == "BPE":
         keep |= {model["unk_token"]} if model.get("unk_token") else set()
@@ -74,7 +82,9 @@ def cut(tokenizer: Tokenizer, used: set[int]) -> tuple[Tokenizer, list[int]]:
         keep |= {names[model["unk_id"]]} if model.get("unk_id") is not None else set()
     else:
         problem = f"the vocabulary of a {str(kind)[:20]} tokenizer cannot be cut"
-        raise UserError(problem, where="tokenizer.json", fix="use a model with a BPE or Unigram tokenizer")
+        raise UserError(
+            problem, where="tokenizer.json", fix="use a model with a BPE or Unigram tokenizer"
+        )
     extra = {entry["content"]: entry["id"] for entry in added}
     old = sorted({index for token, index in ids.items() if token in keep} | set(extra.values()))
     new = {index: position for position, index in enumerate(old)}
@@ -86,14 +96,29 @@ def cut(tokenizer: Tokenizer, used: set[int]) -> tuple[Tokenizer, list[int]]:
         model["vocab"] = [entry for entry in vocab if entry[0] in keep]
         model["unk_id"] = new.get(model.get("unk_id", -1))
         if [new[ids[entry[0]]] for entry in model["vocab"]] != list(range(len(model["vocab"]))):
-            problem, fix = "added tokens have ids below those of the vocabulary", "use another tokenizer"
+            problem, fix = (
+                "added tokens have ids below those of the vocabulary",
+                "use another tokenizer",
+            )
             raise UserError(problem, where="tokenizer.json", fix=fix)
-    changed = {**description, "model": model, "added_tokens": [{**each, "id": new[each["id"]]} for each in added]}
-    changed |= {key: _renumbered(each, new) for key, each in description.items() if key.startswith("post_")}
+    changed = {
+        **description,
+        "model": model,
+        "added_tokens": [{**each, "id": new[each["id"]]} for each in added],
+    }
+    changed |= {
+        key: _renumbered(each, new) for key, each in description.items() if key.startswith("post_")
+    }
     config = dict(tokenizer.config)
     if isinstance(known := config.get("added_tokens_decoder"), dict):
-        config["added_tokens_decoder"] = {str(new[int(index)]): each for index, each in known.items()}
-    control = {str(config[role]) for role in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(role)}
+        config["added_tokens_decoder"] = {
+            str(new[int(index)]): each for index, each in known.items()
+        }
+    control = {
+        str(config[role])
+        for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if config.get(role)
+    }
     return Tokenizer(JsonBackend(changed, "tokenizer.json", control), config), old
 
 
@@ -106,7 +131,8 @@ def _renumbered(step: Any, new: Mapping[int, int]) -> Any:
     changed = {key: _renumbered(each, new) for key, each in step.items()}
     if isinstance(special := step.get("special_tokens"), dict):
         changed["special_tokens"] = {
-            name: {**each, "ids": [new[index] for index in each["ids"]]} for name, each in special.items()
+            name: {**each, "ids": [new[index] for index in each["ids"]]}
+            for name, each in special.items()
         }
     for role in ("sep", "cls"):
         if isinstance(pair := step.get(role), list):
@@ -114,14 +140,22 @@ def _renumbered(step: Any, new: Mapping[int, int]) -> Any:
     return changed
 
 
-def export_cut(source: Path, data: Path, out: Path, *, verify: bool = True, use: Use | None = None) -> Exported:
+def export_cut(
+    source: Path, data: Path, out: Path, *, verify: bool = True, use: Use | None = None
+) -> Exported:
     """Writes the model in `source` with the tokens of the texts in `data` to the new folder `out`, completely or not at
     all. Verification compares the logits of the kept tokens. Raises UserError.
     """
     if is_adapter_folder(source):
-        raise UserError("the vocabulary of an adapter cannot be cut", where=str(source), fix="use --to merged first")
+        raise UserError(
+            "the vocabulary of an adapter cannot be cut",
+            where=str(source),
+            fix="use --to merged first",
+        )
     tokenizer, used, first = load_tokenizer(source), set[int](), ""
-    documents = read_documents(open_dataset(Source(path=str(data))), on_error="stop", stats=ReadStats())
+    documents = read_documents(
+        open_dataset(Source(path=str(data))), on_error="stop", stats=ReadStats()
+    )
     for document in documents:
         first = first or document.text
         used.update(tokenizer.encode(document.text))
@@ -131,11 +165,15 @@ def export_cut(source: Path, data: Path, out: Path, *, verify: bool = True, use:
         rows = torch.tensor([index for index in old if index < config.vocab_size])
         if len(rows) < len(old):
             fix = "use the tokenizer that the model was trained with"
-            raise UserError("the tokenizer has more tokens than the model", where=str(source), fix=fix)
+            raise UserError(
+                "the tokenizer has more tokens than the model", where=str(source), fix=fix
+            )
         new = {index: position for position, index in enumerate(old)}
         special = (config.bos_token_id, config.eos_token_id, config.pad_token_id)
         bos, eos, pad = (None if index is None else new.get(index) for index in special)
-        small = replace(config, vocab_size=len(old), bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
+        small = replace(
+            config, vocab_size=len(old), bos_token_id=bos, eos_token_id=eos, pad_token_id=pad
+        )
 
         def produce(name: str) -> Tensor:
             whole = piece(name)
@@ -166,17 +204,33 @@ def _renumbered_settings(settings: Json, new: Mapping[int, int]) -> Json:
 
 @torch.no_grad()
 def _same(
-    source: Path, draft: Path, before: Tokenizer, after: Tokenizer, text: str, rows: Tensor, use: Use
+    source: Path,
+    draft: Path,
+    before: Tokenizer,
+    after: Tokenizer,
+    text: str,
+    rows: Tensor,
+    use: Use,
 ) -> Iterator[str]:
     """The first text has the same tokens, and these the same logits; then transformers opens the folder."""
     tokens, again = before.encode(text)[:CHECKED], after.encode(text)[:CHECKED]
     if [int(rows[index]) for index in again] != tokens:
         problem = "the smaller tokenizer splits the first text in another way"
-        raise UserError(problem, where=str(draft), fix="add --no-verify to export without this check; report this bug")
+        raise UserError(
+            problem,
+            where=str(draft),
+            fix="add --no-verify to export without this check; report this bug",
+        )
     expected = load_whole(source, use)(torch.tensor([tokens]))[..., rows]
-    difference = float((load_decoder(draft, dtype=torch.float32)(torch.tensor([again])) - expected).abs().max())
+    difference = float(
+        (load_decoder(draft, dtype=torch.float32)(torch.tensor([again])) - expected).abs().max()
+    )
     if not difference <= EXACT * max(1.0, float(expected.abs().max())):
         problem = f"the logits of kept tokens differ by {difference:.2g}"
-        raise UserError(problem, where=str(draft), fix="add --no-verify to export without this check; report this bug")
+        raise UserError(
+            problem,
+            where=str(draft),
+            fix="add --no-verify to export without this check; report this bug",
+        )
     yield f"logits of kept tokens equal within {difference:.1e}"
     yield from opens_elsewhere(draft, *probed(draft, use, where=draft))

@@ -33,7 +33,8 @@ class Point(Frozen):
     activation_checkpointing: str
     optimizer: str
     tokens_per_second: float  # of whole optimizer steps
-    setting: str = ""  # adapter, quantized base, optimizer states in low precision; empty: none of them
+    # adapter, quantized base, optimizer states in low precision; empty: none of them
+    setting: str = ""
     peak_gib: float  # a GPU: allocated by tensors; a CPU: resident memory of the process
 
 
@@ -43,7 +44,8 @@ class Calibration(Frozen):
     device: str  # the product name
     arch: str  # gfx1031, sm_90; of a CPU its fastest instruction set
     cores: int = 0  # in use; 0: a GPU
-    cpu_check: CpuCheck | None = None  # of the CPU that was measured: another machine of its name is compared by it
+    # of the CPU that was measured: another machine of its name is compared by it
+    cpu_check: CpuCheck | None = None
     memory_gib: float
     torch: str
     rocm: str = ""
@@ -89,9 +91,13 @@ def _on(machine: Machine, result: Calibration) -> Calibration | None:
         dtype = "bfloat16" if point.precision.startswith("bfloat16") else point.precision
         if dtype in there.gflops and dtype in here.gflops:
             # Part of a step is matmuls, part of it passes over memory: half of each, in logarithms.
-            ratio = math.sqrt(here.gflops[dtype] / there.gflops[dtype] * here.copy_gbs / there.copy_gbs)
+            ratio = math.sqrt(
+                here.gflops[dtype] / there.gflops[dtype] * here.copy_gbs / there.copy_gbs
+            )
             faster = ratio if abs(math.log(ratio)) > math.log(CHECK_NOISE) else 1.0
-            points.append(point.model_copy(update={"tokens_per_second": point.tokens_per_second * faster}))
+            points.append(
+                point.model_copy(update={"tokens_per_second": point.tokens_per_second * faster})
+            )
     return result.model_copy(update={"points": tuple(points)}) if points else None
 
 
@@ -119,13 +125,17 @@ def store(result: Calibration) -> bool:
 
     results = [one for one in _stored() if key(one) != key(result)]
     results.append(result.model_copy(update={"contributor": OWN}))
-    return write_json(cache_folder() / FILE, [one.model_dump(mode="json") for one in results[-STORED:]])
+    return write_json(
+        cache_folder() / FILE, [one.model_dump(mode="json") for one in results[-STORED:]]
+    )
 
 
 def write_calibration(result: Calibration, path: Path) -> None:
     """Raises UserError if the file cannot be written."""
     try:
-        path.write_text(json.dumps(result.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(result.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8"
+        )
     except OSError as error:
         problem = f"cannot write the calibration: {error.strerror}"
         raise UserError(problem, where=str(path), fix="pass a file in a writable folder") from error

@@ -19,7 +19,12 @@ FILE = "cpu-check.json"
 SPEC = ProbeSpec(name="cpu-check", seconds=30.0)
 KEPT = 20  # results, of other boots, instruction sets and versions of torch
 # Variables that take instructions away, or name the library of products.
-VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+VARIABLES = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 
 
 def with_known_check(machine: Machine) -> Machine:
@@ -38,7 +43,11 @@ def with_check(machine: Machine) -> Machine:
     """
     if os.environ.get("BLOOMERY_CPU_CHECK") == "off":
         return machine
-    if machine.software.torch is None or choose_device(machine)[0] is not None or machine.cpu_check is not None:
+    if (
+        machine.software.torch is None
+        or choose_device(machine)[0] is not None
+        or machine.cpu_check is not None
+    ):
         return machine
     key, results = _key(machine), _results()
     if key in results:
@@ -48,7 +57,9 @@ def with_check(machine: Machine) -> Machine:
     rates = {name: float(value) for name, value in result.facts.items()}
     if result.outcome == "ok":
         gflops = {dtype: rates[dtype] for dtype in ("float32", "bfloat16") if dtype in rates}
-        check = CpuCheck(gflops=gflops, copy_gbs=rates["copy_gbs"], python_seconds=rates["python_seconds"])
+        check = CpuCheck(
+            gflops=gflops, copy_gbs=rates["copy_gbs"], python_seconds=rates["python_seconds"]
+        )
         results[key] = check.model_dump(mode="json")
     else:
         results[key] = None

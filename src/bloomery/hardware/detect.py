@@ -40,7 +40,12 @@ from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.wheels import detect_site
 
 OPEN_SECONDS = 5
-OPENING: dict[int, Opening] = {0: "open", errno.ENOENT: "absent", errno.ENXIO: "absent", errno.ENODEV: "absent"}
+OPENING: dict[int, Opening] = {
+    0: "open",
+    errno.ENOENT: "absent",
+    errno.ENXIO: "absent",
+    errno.ENODEV: "absent",
+}
 # Opens the devices, because permission bits do not include SELinux and device control groups; in a child process,
 # because open() never returns if the driver hangs.
 OPENER = """
@@ -53,17 +58,31 @@ for path in sys.argv[1:]:
         print(error.errno)
 """
 MODPROBE_FOLDERS = ("etc/modprobe.d", "run/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
-BLACKLISTED = re.compile(r"^\s*(?:blacklist\s+amdgpu\s*$|install\s+amdgpu\s+\S*/(?:true|false))", re.MULTILINE)
+BLACKLISTED = re.compile(
+    r"^\s*(?:blacklist\s+amdgpu\s*$|install\s+amdgpu\s+\S*/(?:true|false))", re.MULTILINE
+)
 BOOT_WORDS = re.compile(
     r"(?:^|\s)((?:iommu|amd_iommu|intel_iommu|pcie_acs_override|modprobe\.blacklist|module_blacklist)=\S+|nomodeset"
     r"|amdgpu\.\S+)"
 )
-LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib")  # of the ROCm packages of distributions
+# of the ROCm packages of distributions
+LIBRARY_FOLDERS = ("usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/lib")
 SLURM = (
-    "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NUM_NODES", "SLURM_NTASKS",
-    "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_GPUS_ON_NODE",
-    "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_JOB_END_TIME",
-)  # fmt: skip
+    "SLURM_JOB_ID",
+    "SLURM_CLUSTER_NAME",
+    "SLURM_JOB_PARTITION",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_STEP_ID",
+    "SLURM_GPUS_ON_NODE",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_JOB_END_TIME",
+)
 
 
 def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
@@ -74,20 +93,25 @@ def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
     answers = openings([path for path in (kfd, *renders) if path.exists()])
     names = {int(number): name for name, _, number, _ in _group_rows(root)}
     gid, render_gid = (
-        path.stat().st_gid if path and path.exists() else None for path in (kfd, next(iter(renders), None))
+        path.stat().st_gid if path and path.exists() else None
+        for path in (kfd, next(iter(renders), None))
     )
     # The groups of the user after the next login.
     rows = [line.split(":") for line in text_of(root / "etc/passwd").splitlines()]
     entry = next((row for row in rows if len(row) == 7 and row[2] == str(os.getuid())), None)
     user = entry[0] if entry else os.environ.get("LOGNAME", os.environ.get("USER", ""))
     listed = [names.get(int(entry[3]), entry[3])] if entry and entry[3].isdecimal() else []
-    listed += [name for name, _, _, members in _group_rows(root) if user and user in members.split(",")]
+    listed += [
+        name for name, _, _, members in _group_rows(root) if user and user in members.split(",")
+    ]
     access = Access(
         kfd=answers.get(kfd, "absent"),
         kfd_group="" if gid is None else names.get(gid, str(gid)),
         kfd_gid=gid,
         render_gid=render_gid,
-        groups=tuple(names.get(group, str(group)) for group in sorted({os.getegid(), *os.getgroups()})),
+        groups=tuple(
+            names.get(group, str(group)) for group in sorted({os.getegid(), *os.getgroups()})
+        ),
         listed_groups=tuple(dict.fromkeys(listed)),
     )
     return access, {f"/dev/dri/{path.name}": answers[path] for path in renders}
@@ -97,29 +121,41 @@ def openings(paths: list[Path]) -> dict[Path, Opening]:
     """Whether each file can be opened read-write, tested in a child process that may hang."""
     if not paths:
         return {}
-    answer = output_of([sys.executable, "-I", "-S", "-c", OPENER, *map(str, paths)], seconds=OPEN_SECONDS)
+    answer = output_of(
+        [sys.executable, "-I", "-S", "-c", OPENER, *map(str, paths)], seconds=OPEN_SECONDS
+    )
     if answer is None:
         return dict.fromkeys(paths, "hung")
     numbers = answer.split()
     if len(numbers) != len(paths):  # the child could not be started: use the permission bits
         return {path: "open" if os.access(path, os.R_OK | os.W_OK) else "denied" for path in paths}
-    return {path: OPENING.get(int(number), "denied") for path, number in zip(paths, numbers, strict=True)}
+    return {
+        path: OPENING.get(int(number), "denied")
+        for path, number in zip(paths, numbers, strict=True)
+    }
 
 
 def _group_rows(root: Path) -> list[list[str]]:
     """Lines of /etc/group: name, password, number, members. The name service is not used, as it can hang."""
     lines = text_of(root / "etc/group").splitlines()
-    return [fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()]
+    return [
+        fields for line in lines if len(fields := line.split(":")) == 4 and fields[2].isdecimal()
+    ]
 
 
 def read_driver(root: Path) -> Driver:
     """Kernel drivers, and the file or boot parameter that blacklists amdgpu."""
     command_line = text_of(root / "proc/cmdline")
     files = [file for folder in MODPROBE_FOLDERS for file in sorted((root / folder).glob("*.conf"))]
-    blacklisted = next(("/" + str(file.relative_to(root)) for file in files if BLACKLISTED.search(text_of(file))), "")
+    blacklisted = next(
+        ("/" + str(file.relative_to(root)) for file in files if BLACKLISTED.search(text_of(file))),
+        "",
+    )
     boot = re.search(r"(?:modprobe\.blacklist|module_blacklist)=\S*\bamdgpu\b\S*", command_line)
     # A line such as "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release".
-    nvidia = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    nvidia = re.search(
+        r"Kernel Module(?: for \S+)?\s+([\d.]+)", text_of(root / "proc/driver/nvidia/version")
+    )
     balancing = text_of(root / "proc/sys/kernel/numa_balancing").strip()
     return Driver(
         kernel=text_of(root / "proc/sys/kernel/osrelease").strip() or platform.release(),
@@ -136,11 +172,17 @@ def read_driver(root: Path) -> Driver:
 def system_rocm(root: Path) -> str:
     """The newest installed ROCm; older ones often remain, and 10.1 is newer than 7.2."""
     folders = [root / "opt/rocm", *(root / "opt").glob("rocm-*")]
-    folders += [_below(root, os.environ[name]) for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)]
+    folders += [
+        _below(root, os.environ[name])
+        for name in ("ROCM_PATH", "ROCM_HOME")
+        if os.environ.get(name)
+    ]
     texts = [text_of(folder / ".info/version") for folder in folders]
     texts += [folder.name.removeprefix("rocm-") for folder in folders]
     texts += [name.removeprefix("rocm/") for name in _modules() if name.startswith("rocm/")]
-    libraries = (file for folder in LIBRARY_FOLDERS for file in (root / folder).glob("libamdhip64.so.*"))
+    libraries = (
+        file for folder in LIBRARY_FOLDERS for file in (root / folder).glob("libamdhip64.so.*")
+    )
     texts += [".".join(library.name.partition(".so.")[2].split(".")[:2]) for library in libraries]
     return newest(texts)
 
@@ -182,7 +224,11 @@ def _container(root: Path) -> str:
         return "apptainer"
     if os.environ.get("KUBERNETES_SERVICE_HOST"):
         return "kubernetes"
-    marks = ((".dockerenv", "docker"), ("run/.containerenv", "podman"), (".singularity.d", "apptainer"))
+    marks = (
+        (".dockerenv", "docker"),
+        ("run/.containerenv", "podman"),
+        (".singularity.d", "apptainer"),
+    )
     by_file = next((kind for mark, kind in marks if (root / mark).exists()), "")
     first = re.search(r"/(docker|lxc|libpod|kubepods)[/.-]", text_of(root / "proc/1/cgroup"))
     names = {"libpod": "podman", "kubepods": "kubernetes"}
@@ -207,9 +253,11 @@ class GpuProcess:
 def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tuple[GpuProcess, ...]:
     """Other processes with memory on a GPU, the largest first, without those hidden from this user."""
     used: dict[int, int] = {}
-    for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):  # kfd_process.c, `kfd_procfs_show`
+    # kfd_process.c, `kfd_procfs_show`
+    for path in (root / "class/kfd/kfd/proc").glob("[0-9]*/vram_*"):
         owner = number_of(path.parent.name)
-        used[owner] = used.get(owner, 0) + number_of(text_of(path))  # none: it has just ended, or is another user's
+        # none: it has just ended, or is another user's
+        used[owner] = used.get(owner, 0) + number_of(text_of(path))
     for line in (output_of(QUERY, seconds=SMI_SECONDS) or "").splitlines():
         pid, _, mebibytes = line.partition(",")
         if pid.strip().isdigit() and mebibytes.strip().isdigit():  # "[N/A]" under WSL
@@ -225,18 +273,51 @@ def gpu_processes(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> tupl
 Build = Literal["cpu", "cuda", "rocm"]
 
 ENVIRONMENT = (
-    "HSA_OVERRIDE_GFX_VERSION", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_HIP_MEMORY_CACHING", "PYTORCH_TUNABLEOP_ENABLED", "PYTORCH_TUNABLEOP_TUNING", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "TORCH_ROCM_FA_PREFER_CK",
-    "TORCH_BLAS_PREFER_HIPBLASLT", "HIPBLAS_WORKSPACE_CONFIG", "CUBLAS_WORKSPACE_CONFIG",
-    "ROCBLAS_INTERNAL_FP16_ALT_IMPL", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "CXX", "HSA_ENABLE_SDMA",
-    "HSA_FORCE_FINE_GRAIN_PCIE", "HSA_NO_SCRATCH_RECLAIM", "HSA_XNACK", "HSA_ENABLE_DXG_DETECTION",
-    "AMD_SERIALIZE_KERNEL", "AMD_SERIALIZE_COPY", "HIP_LAUNCH_BLOCKING", "CUDA_LAUNCH_BLOCKING", "AMD_LOG_LEVEL",
-    "GPU_MAX_HW_QUEUES", "HIP_FORCE_DEV_KERNARG", "BNB_ROCM_VERSION", "FLASH_ATTENTION_TRITON_AMD_ENABLE",
-    "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_INTERPRET", "LD_LIBRARY_PATH", "ROCM_PATH", "PIP_CONSTRAINT",
-)  # fmt: skip
+    "HSA_OVERRIDE_GFX_VERSION",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_HIP_MEMORY_CACHING",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "PYTORCH_TUNABLEOP_TUNING",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL",
+    "TORCH_ROCM_FA_PREFER_CK",
+    "TORCH_BLAS_PREFER_HIPBLASLT",
+    "HIPBLAS_WORKSPACE_CONFIG",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "ROCBLAS_INTERNAL_FP16_ALT_IMPL",
+    "TORCH_COMPILE_DISABLE",
+    "TORCHDYNAMO_DISABLE",
+    "CXX",
+    "HSA_ENABLE_SDMA",
+    "HSA_FORCE_FINE_GRAIN_PCIE",
+    "HSA_NO_SCRATCH_RECLAIM",
+    "HSA_XNACK",
+    "HSA_ENABLE_DXG_DETECTION",
+    "AMD_SERIALIZE_KERNEL",
+    "AMD_SERIALIZE_COPY",
+    "HIP_LAUNCH_BLOCKING",
+    "CUDA_LAUNCH_BLOCKING",
+    "AMD_LOG_LEVEL",
+    "GPU_MAX_HW_QUEUES",
+    "HIP_FORCE_DEV_KERNARG",
+    "BNB_ROCM_VERSION",
+    "FLASH_ATTENTION_TRITON_AMD_ENABLE",
+    "MIOPEN_USER_DB_PATH",
+    "MIOPEN_CUSTOM_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_INTERPRET",
+    "LD_LIBRARY_PATH",
+    "ROCM_PATH",
+    "PIP_CONSTRAINT",
+)
 ENVIRONMENT_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
 # Related distributions by name; others that require torch are found by their metadata.
 COMPANIONS = re.compile(
@@ -244,11 +325,21 @@ COMPANIONS = re.compile(
     r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
 )
 TRITONS = ("triton", "triton-rocm", "pytorch-triton-rocm")
-REQUIRES_TORCH = re.compile(r"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE)
+REQUIRES_TORCH = re.compile(
+    r"^Requires-Dist: *(torch(?![\w.-])[^;\r\n]*?) *(?:;([^\r\n]*))?\r?$", re.MULTILINE
+)
 SHELL_FILES = (
-    "~/.bashrc", "~/.bash_profile", "~/.profile", "~/.zshrc", "~/.zshenv", "~/.zprofile", "~/.config/fish/config.fish",
-    "/etc/environment", "/etc/bash.bashrc", "/etc/profile",
-)  # fmt: skip
+    "~/.bashrc",
+    "~/.bash_profile",
+    "~/.profile",
+    "~/.zshrc",
+    "~/.zshenv",
+    "~/.zprofile",
+    "~/.config/fish/config.fish",
+    "/etc/environment",
+    "/etc/bash.bashrc",
+    "/etc/profile",
+)
 SHELL_FOLDERS = (("/etc/profile.d", "*.sh"), ("~/.config/environment.d", "*.conf"))
 _NAME, _VALUE = r"([A-Z][A-Z0-9_]*)", r"""("[^"]*"|'[^']*'|[^\s;#&]*)"""
 SETS = (
@@ -273,7 +364,8 @@ def read_software(root: Path) -> Software:
     torch = values.get("__version__") or versions.get("torch") or ""
     return Software(
         python=platform.python_version(),
-        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,  # a folder named torch is not PyTorch
+        # a folder named torch is not PyTorch
+        torch=torch if re.match(r"\d{1,9}\.\d{1,9}", torch) else None,
         build=build_of(values) if values else None,
         triton=next((versions[name] for name in TRITONS if name in versions), None),
         environment=environment,
@@ -304,7 +396,11 @@ def build_of(values: dict[str, str]) -> Build:
 def _short(path: Path) -> str:
     """With the home folder as ~, so that a bug report does not contain the user name."""
     home = Path.home()
-    return "~/" + str(path.relative_to(home)) if home != Path("/") and path.is_relative_to(home) else str(path)
+    return (
+        "~/" + str(path.relative_to(home))
+        if home != Path("/") and path.is_relative_to(home)
+        else str(path)
+    )
 
 
 def _packages() -> Iterator[Package]:
@@ -320,20 +416,24 @@ def _packages() -> Iterator[Package]:
     yield from filter(None, found.values())
 
 
-@lru_cache(maxsize=64)  # a run detects its machine several times, and reading all metadata takes longest
+# a run detects its machine several times, and reading all metadata takes longest
+@lru_cache(maxsize=64)
 def _installed_in(path: Path, _state: tuple[int, int, int]) -> dict[str, Package | None]:
     """All distributions of a folder by name, None for those unrelated to torch. An installation changes its state."""
     packages: dict[str, Package | None] = {}
     for folder in sorted(path.glob("*.dist-info")):
-        stem, _, version = folder.name.removesuffix(".dist-info").partition("-")  # flash_attn-2.8.3.dist-info
+        # flash_attn-2.8.3.dist-info
+        stem, _, version = folder.name.removesuffix(".dist-info").partition("-")
         name = re.sub(r"[-_.]+", "-", stem).lower()
         if name in packages:
             continue
         metadata = text_of(folder / "METADATA")
-        found = REQUIRES_TORCH.findall(metadata) if "torch" in metadata else ()  # "torch>=2.8", and its extra
+        # "torch>=2.8", and its extra
+        found = REQUIRES_TORCH.findall(metadata) if "torch" in metadata else ()
         wanted = next((requirement for requirement, marker in found if "extra" not in marker), "")
         requirement = re.sub(r"[()\s]", "", wanted)
-        record = folder / "RECORD"  # written by the installer; other files can keep the time of a cache
+        # written by the installer; other files can keep the time of a cache
+        record = folder / "RECORD"
         packages[name] = None
         if requirement or COMPANIONS.fullmatch(name):
             packages[name] = Package(
@@ -350,7 +450,11 @@ def _settings(root: Path) -> Iterator[Setting]:
     """Lines of shell files and activation scripts that set a relevant variable."""
     for name, file in _shell_files(root):
         try:
-            text = file.read_text(errors="replace") if file.stat().st_size <= LARGEST_SHELL_FILE else ""
+            text = (
+                file.read_text(errors="replace")
+                if file.stat().st_size <= LARGEST_SHELL_FILE
+                else ""
+            )
         except OSError:
             continue
         for number, line in enumerate(text.splitlines(), start=1):
@@ -365,13 +469,18 @@ def _shell_files(root: Path) -> Iterator[tuple[str, Path]]:
     for name in SHELL_FILES:
         yield name, _below(root, name)
     for folder, pattern in SHELL_FOLDERS:
-        yield from ((f"{folder}/{file.name}", file) for file in sorted(_below(root, folder).glob(pattern)))
+        yield from (
+            (f"{folder}/{file.name}", file) for file in sorted(_below(root, folder).glob(pattern))
+        )
     activation = Path(sys.prefix) / "bin/activate"
     yield _short(activation), _below(root, str(activation))
     conda = Path(os.environ.get("CONDA_PREFIX") or sys.prefix)
     yield _short(conda / "conda-meta/state"), _below(root, str(conda / "conda-meta/state"))
     scripts = conda / "etc/conda/activate.d"
-    yield from ((_short(scripts / file.name), file) for file in sorted(_below(root, str(scripts)).glob("*.sh")))
+    yield from (
+        (_short(scripts / file.name), file)
+        for file in sorted(_below(root, str(scripts)).glob("*.sh"))
+    )
 
 
 def _below(root: Path, path: str | Path) -> Path:
@@ -401,13 +510,24 @@ def _constraint(file: Path) -> str:
         parser.read(file, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):  # pip reports this itself
         return ""
-    sections = (section for section in ("install", "global") if parser.has_option(section, "constraint"))
+    sections = (
+        section for section in ("install", "global") if parser.has_option(section, "constraint")
+    )
     return next((parser.get(section, "constraint") for section in sections), "")
 
 
-NVIDIA_FIELDS = ("index", "name", "memory.total", "memory.used", "compute_cap", "pci.bus_id", "pci.device_id")
+NVIDIA_FIELDS = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.used",
+    "compute_cap",
+    "pci.bus_id",
+    "pci.device_id",
+)
 NVIDIA_SECONDS = 5
-NVIDIA_TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvhost-gpu", "dev/dxg")  # of a loaded driver
+# of a loaded driver
+NVIDIA_TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/nvhost-gpu", "dev/dxg")
 NAME_TABLES = ("usr/share/libdrm/amdgpu.ids", "opt/amdgpu/share/libdrm/amdgpu.ids")
 LONGEST_NAME = 100
 DISPLAY_CLASSES = ("0x03", "0x1200")  # display controllers, processing accelerators
@@ -415,14 +535,18 @@ DISPLAY_CLASSES = ("0x03", "0x1200")  # display controllers, processing accelera
 
 def amd_accelerators(root: Path, access: dict[str, Opening]) -> tuple[Accelerator, ...]:
     """AMD GPUs in the order of the kernel's topology, which HIP uses too. `access`: of the render nodes."""
-    line = re.compile(r"^([0-9A-Fa-f]{4}),\s*([0-9A-Fa-f]{2}),\s*(.+?)\s*$", re.MULTILINE)  # of libdrm's amdgpu.ids
+    # of libdrm's amdgpu.ids
+    line = re.compile(r"^([0-9A-Fa-f]{4}),\s*([0-9A-Fa-f]{2}),\s*(.+?)\s*$", re.MULTILINE)
     rows = (row for table in NAME_TABLES for row in line.findall(text_of(root / table)))
     names = {(int(device, 16), int(revision, 16)): name for device, revision, name in rows}
     devices = []
     for index, node in enumerate(read_kfd(root / "sys")):
         render = f"/dev/dri/renderD{node.render_minor}"
-        product = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"  # Instinct and PRO
-        listed = names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME]
+        # Instinct and PRO
+        product = root / f"sys/class/drm/renderD{node.render_minor}/device/product_name"
+        listed = (
+            names.get((node.device_id, node.revision)) or text_of(product).strip()[:LONGEST_NAME]
+        )
         facts: dict[str, Any] = {**vars(node), "name": listed or node.arch, "node": render}
         devices.append(Accelerator(index=index, vendor="amd", access=access.get(render), **facts))
     return tuple(devices)
@@ -453,8 +577,10 @@ def parse_nvidia_smi(text: str, *, start: int = 0) -> Iterator[Accelerator]:
             memory_bytes=0 if integrated else int(total) * 2**20,
             memory_used_bytes=int(used) * 2**20 if used.isdigit() else 0,
             integrated=integrated,
-            pci_address=address.lower()[-12:],  # nvidia-smi prints a domain of eight digits, others four
-            device_id=int(device, 16) >> 16 if device.lower().startswith("0x") else 0,  # 0x233510DE: device, vendor
+            # nvidia-smi prints a domain of eight digits, others four
+            pci_address=address.lower()[-12:],
+            # 0x233510DE: device, vendor
+            device_id=int(device, 16) >> 16 if device.lower().startswith("0x") else 0,
         )
 
 
@@ -462,7 +588,9 @@ def display_devices(root: Path) -> tuple[Display, ...]:
     """Display and accelerator devices of the PCI bus, with or without a driver."""
     displays = []
     for folder in sorted((root / "sys/bus/pci/devices").glob("*")):
-        kind, vendor, device = (text_of(folder / name).strip() for name in ("class", "vendor", "device"))
+        kind, vendor, device = (
+            text_of(folder / name).strip() for name in ("class", "vendor", "device")
+        )
         if kind.startswith(DISPLAY_CLASSES) and number_of(vendor):
             driver = (folder / "driver").resolve().name if (folder / "driver").exists() else ""
             ids = {"vendor": number_of(vendor), "device_id": number_of(device)}
@@ -471,7 +599,10 @@ def display_devices(root: Path) -> tuple[Display, ...]:
 
 
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "neon", "asimd", "bf16", "sve")
-MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+MEMORY_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 UNLIMITED = 1 << 60  # cgroup v1 writes a number of this size for no limit
 
 
@@ -481,7 +612,11 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
     cpu = re.search(r"^(?:model name|Hardware|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
-    release = dict(re.findall(r'^(ID|VERSION_ID)="?([^"\n]*)"?$', text_of(root / "etc/os-release"), re.MULTILINE))
+    release = dict(
+        re.findall(
+            r'^(ID|VERSION_ID)="?([^"\n]*)"?$', text_of(root / "etc/os-release"), re.MULTILINE
+        )
+    )
     # torch.compile uses $CXX, else g++; another compiler works if CXX names it.
     compilers = (os.environ.get("CXX"), "g++", "c++", "clang++")
     runs = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -496,7 +631,8 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
         disk_free_bytes=shutil.disk_usage(runs).free,
         compiler=next((path for name in compilers if name and (path := shutil.which(name))), None),
         cpu_arch=platform.machine(),
-        distribution=" ".join(filter(None, (release.get("ID"), release.get("VERSION_ID")))),  # debian 12
+        # debian 12
+        distribution=" ".join(filter(None, (release.get("ID"), release.get("VERSION_ID")))),
         displays=display_devices(root),
         driver=read_driver(root),
         access=access,
@@ -506,9 +642,15 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
 
 def _cores(root: Path) -> int:
     """Cores available to this process: its affinity, and the quota of the cgroup rounded down; at least one."""
-    cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    cores = [
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ]
     for folder in _cgroups(root, "cpu"):
-        v2, quota, period = folder / "cpu.max", folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"
+        v2, quota, period = (
+            folder / "cpu.max",
+            folder / "cpu.cfs_quota_us",
+            folder / "cpu.cfs_period_us",
+        )
         words = text_of(v2).split() if v2.is_file() else [text_of(quota), text_of(period)]
         share, whole = (number_of(word) for word in (words if len(words) == 2 else ("", "")))
         if share > 0 and whole > 0:  # "max" and -1: no limit
@@ -526,7 +668,11 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
         mount = base / controller if controllers else base
         group = mount / path.lstrip("/")
         # A container without its own cgroup namespace sees the path of the host but mounts only its own group.
-        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(mount) and folder.is_dir())
+        yield from (
+            folder
+            for folder in (group, *group.parents)
+            if folder.is_relative_to(mount) and folder.is_dir()
+        )
 
 
 def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
@@ -536,9 +682,13 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     total, free = kib.get("MemTotal", 0), kib.get("MemAvailable", kib.get("MemFree", 0))
     for folder in _cgroups(root, "memory"):
         # Page cache that the kernel frees on demand counts as used in the cgroup.
-        stat = re.search(r"^(?:total_)?inactive_file (\d{1,20})$", text_of(folder / "memory.stat"), re.MULTILINE)
+        stat = re.search(
+            r"^(?:total_)?inactive_file (\d{1,20})$", text_of(folder / "memory.stat"), re.MULTILINE
+        )
         for limit_name, used_name in MEMORY_FILES:
-            limit, used = (number_of(text_of(folder / name), default=-1) for name in (limit_name, used_name))
+            limit, used = (
+                number_of(text_of(folder / name), default=-1) for name in (limit_name, used_name)
+            )
             if 0 <= limit < UNLIMITED:  # -1: missing, or "max"
                 used = max(0, max(0, used) - (int(stat[1]) if stat else 0))
                 total, free = min(total, limit), min(free, max(0, limit - used))
@@ -552,7 +702,9 @@ def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
     host = read_host(root, folder or Path.cwd(), access)
     # An integrated GPU whose driver reports no memory (GB10: "[N/A]") shares all memory of the machine.
     devices = tuple(
-        one.model_copy(update={"gtt_bytes": host.memory_bytes}) if one.integrated and not one.usable_bytes else one
+        one.model_copy(update={"gtt_bytes": host.memory_bytes})
+        if one.integrated and not one.usable_bytes
+        else one
         for one in (*amd, *nvidia_accelerators(root, start=len(amd)))
     )
     machine = Machine(accelerators=devices, host=host, software=read_software(root))

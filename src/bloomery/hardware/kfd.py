@@ -40,7 +40,9 @@ def read_kfd(root: Path = Path("/sys")) -> tuple[KfdNode, ...]:
     folder = root / TOPOLOGY
     if not folder.is_dir():
         return ()
-    folders = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    folders = sorted(
+        (path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
+    )
     return tuple(node for path in folders if (node := _read_node(root, path)) is not None)
 
 
@@ -78,7 +80,9 @@ def _read_node(root: Path, folder: Path) -> KfdNode | None:
     minor, bus = facts.get("drm_render_minor", 0), facts.get("location_id", 0)
     device = root / f"class/drm/renderD{minor}/device"
     # Memory banks that are not system memory (heap_type 0); `local_mem_size` is always 0.
-    banks = [_properties(bank / "properties") for bank in sorted((folder / "mem_banks").glob("[0-9]*"))]
+    banks = [
+        _properties(bank / "properties") for bank in sorted((folder / "mem_banks").glob("[0-9]*"))
+    ]
     local = sum(bank.get("size_in_bytes", 0) for bank in banks if bank.get("heap_type", 0) != 0)
     return KfdNode(
         arch=gfx_name(facts["gfx_target_version"]),
@@ -97,12 +101,17 @@ def _read_node(root: Path, folder: Path) -> KfdNode | None:
 
 
 # Integrated GPUs that Linux lists as nodes of their own.
-INTEGRATED = frozenset((90012, 100303, 100305, 100306, 100307, 110003, 110500, 110501, 110502, 110503))
+INTEGRATED = frozenset(
+    (90012, 100303, 100305, 100306, 100307, 110003, 110500, 110501, 110502, 110503)
+)
 
 
 def _properties(path: Path) -> dict[str, int]:
     """`key value` lines; empty for a device hidden by the control group (EPERM)."""
-    return {key: int(value) for key, value in re.findall(r"^(\w+) (\d{1,20})$", text_of(path), re.MULTILINE)}
+    return {
+        key: int(value)
+        for key, value in re.findall(r"^(\w+) (\d{1,20})$", text_of(path), re.MULTILINE)
+    }
 
 
 def _identity(number: int) -> str:

@@ -38,7 +38,8 @@ class Accelerator(Frozen):
     gtt_bytes: Whole = 0  # system memory available to the GPU: what an integrated GPU uses
     hive_id: str = ""  # devices with the same one are joined by xGMI
     number: Whole | None = (
-        None  # among GPUs of its vendor, kept when others are left out; None: its position among them
+        # among GPUs of its vendor, kept when others are left out; None: its position among them
+        None
     )
 
     @property
@@ -64,7 +65,8 @@ class Access(Frozen):
     kfd_gid: Whole | None = None
     render_gid: Whole | None = None
     groups: tuple[str, ...] = ()  # of this process
-    listed_groups: tuple[str, ...] = ()  # of the user in /etc/group: more than `groups` until the next login
+    # of the user in /etc/group: more than `groups` until the next login
+    listed_groups: tuple[str, ...] = ()
 
 
 class Driver(Frozen):
@@ -128,13 +130,15 @@ class CpuCheck(Frozen):
 
     gflops: dict[str, Annotated[float, Field(gt=0)]]  # of matrix products, by dtype
     copy_gbs: Annotated[float, Field(gt=0)]  # read and written
-    python_seconds: Annotated[float, Field(gt=0)]  # of a fixed loop: compiling is Python and C++ code
+    # of a fixed loop: compiling is Python and C++ code
+    python_seconds: Annotated[float, Field(gt=0)]
 
 
 class Host(Frozen):
     system: str  # Linux
     cpu_name: str
-    cpu_cores: Annotated[int, Field(ge=1, le=2**20)]  # available to this process: affinity and cgroup
+    # available to this process: affinity and cgroup
+    cpu_cores: Annotated[int, Field(ge=1, le=2**20)]
     cpu_flags: tuple[str, ...] = ()  # the relevant ones: avx2, avx512f, avx512_bf16, amx_bf16
     memory_bytes: Whole  # or the limit of the cgroup
     memory_free_bytes: Whole
@@ -157,7 +161,8 @@ class Software(Frozen):
     hip: str = ""  # the ROCm that torch was built for, 7.2.53211; empty: none
     cuda: str = ""  # the CUDA that torch was built for, 13.0
     prefix: str = ""  # of the Python environment, the home folder as ~
-    torch_folder: str = ""  # the folder of torch: outside `prefix`, the torch of a cluster or container
+    # the folder of torch: outside `prefix`, the torch of a cluster or container
+    torch_folder: str = ""
     packages: tuple[Package, ...] = ()
     settings: tuple[Setting, ...] = ()
     pinned: str = ""  # torch in the environment's pip constraints; empty: pip can replace it
@@ -184,7 +189,8 @@ def read_machine(path: Path) -> Machine:
 # In the order in which they apply. Not GPU_DEVICE_ORDINAL, which Slurm also sets: AMD's runtime uses it for OpenCL
 # only (CLR, rocdevice.cpp).
 MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-CUDA_ORDER = "CUDA_DEVICE_ORDER"  # PCI_BUS_ID: the order of nvidia-smi; unset: the fastest GPU first
+# PCI_BUS_ID: the order of nvidia-smi; unset: the fastest GPU first
+CUDA_ORDER = "CUDA_DEVICE_ORDER"
 
 
 def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:
@@ -194,12 +200,17 @@ def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:
     if "ROCR_VISIBLE_DEVICES" in variables:
         amd = dict(enumerate(_masked(amd, variables["ROCR_VISIBLE_DEVICES"])))
     hip = variables.get("HIP_VISIBLE_DEVICES", variables.get("CUDA_VISIBLE_DEVICES"))
-    return (*_masked(amd, hip), *_masked(_numbered(machine, "nvidia"), variables.get("CUDA_VISIBLE_DEVICES")))
+    return (
+        *_masked(amd, hip),
+        *_masked(_numbered(machine, "nvidia"), variables.get("CUDA_VISIBLE_DEVICES")),
+    )
 
 
 def number_of(machine: Machine, device: Accelerator) -> int:
     """The number of a device in the runtime of its vendor."""
-    return next(number for number, each in _numbered(machine, device.vendor).items() if each == device)
+    return next(
+        number for number, each in _numbered(machine, device.vendor).items() if each == device
+    )
 
 
 def only(machine: Machine, indices: Collection[int]) -> Machine:
@@ -225,7 +236,9 @@ def hidden(machine: Machine) -> str:
 
 def _numbered(machine: Machine, vendor: str) -> dict[int, Accelerator]:
     devices = [device for device in machine.accelerators if device.vendor == vendor]
-    return {place if each.number is None else each.number: each for place, each in enumerate(devices)}
+    return {
+        place if each.number is None else each.number: each for place, each in enumerate(devices)
+    }
 
 
 def _masked(devices: Mapping[int, Accelerator], mask: str | None) -> list[Accelerator]:
@@ -239,7 +252,10 @@ def _masked(devices: Mapping[int, Accelerator], mask: str | None) -> list[Accele
         else:
             unique_id = word.lower().removeprefix("gpu-")
             with_id = (each for each in devices.values() if unique_id and each.unique_id)
-            device = next((one for one in with_id if one.unique_id.lower().removeprefix("0x") == unique_id), None)
+            device = next(
+                (one for one in with_id if one.unique_id.lower().removeprefix("0x") == unique_id),
+                None,
+            )
         if device is None:
             break
         if device in chosen:  # listed twice: the runtime shows no device

@@ -27,7 +27,8 @@ Shapes = Sequence[tuple[int, ...]]
 # backward matmuls to bf16, and sums can be accumulated in half precision.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
 REPEATS, TIMING_SECONDS = 5, 1.0
-CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))  # rows, inputs, outputs: at most 5 ms
+# rows, inputs, outputs: at most 5 ms
+CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))
 
 
 def compared(error: float, dtype: str, **fields: Any) -> Result:
@@ -36,13 +37,19 @@ def compared(error: float, dtype: str, **fields: Any) -> Result:
     if error <= limit:
         return {"outcome": "ok", "error": error} | fields
     message = f"relative error {error:.2g} against float64; expected at most {limit:.2g}"
-    return {"outcome": "wrong", "error": error if error == error else None, "message": message} | fields
+    return {
+        "outcome": "wrong",
+        "error": error if error == error else None,
+        "message": message,
+    } | fields
 
 
 def worst_error(pairs: Iterable[tuple["Tensor", "Tensor"]]) -> float:
     """The largest difference of a result from its reference, relative to the largest value of that; NaN if one is."""
     errors = [
-        float((result.double().cpu() - reference).abs().max() / reference.abs().max().clamp(min=1e-30))
+        float(
+            (result.double().cpu() - reference).abs().max() / reference.abs().max().clamp(min=1e-30)
+        )
         for result, reference in pairs
     ]
     return next((error for error in errors if error != error), max(errors))
@@ -82,7 +89,11 @@ def check(run: Compute, reference: Compute, shapes: Shapes, where: str, dtype: s
     torch.autograd.backward(truth, gradient.double())
     torch.autograd.backward(result, gradient.to(where))
     pairs = [(result.detach(), truth.detach())]
-    pairs += [(x.grad, y.grad) for x, y in zip(inputs, exact, strict=True) if x.grad is not None and y.grad is not None]
+    pairs += [
+        (x.grad, y.grad)
+        for x, y in zip(inputs, exact, strict=True)
+        if x.grad is not None and y.grad is not None
+    ]
     assert len(pairs) == len(shapes)
     return compared(worst_error(pairs), dtype)
 
@@ -135,11 +146,20 @@ def all_reduce(name: str, job: Mapping[str, Any]) -> Result:
     if world < 2:
         return {"outcome": "absent", "message": f"torch sees {world} device"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        job_of_rank = {"names": ["rank"], "world": world, "device": job["device"], "meeting": f"{folder}/meet"}
-        environment = os.environ | dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK_INTERFACE)
+        job_of_rank = {
+            "names": ["rank"],
+            "world": world,
+            "device": job["device"],
+            "meeting": f"{folder}/meet",
+        }
+        environment = os.environ | dict.fromkeys(
+            ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK_INTERFACE
+        )
         module = "bloomery.hardware.probe_worker"
         ranks = [
-            stack.enter_context(Child(module, job_of_rank | {"rank": rank}, environment=environment))
+            stack.enter_context(
+                Child(module, job_of_rank | {"rank": rank}, environment=environment)
+            )
             for rank in range(world)
         ]
         answers: list[Result] = []
@@ -148,9 +168,14 @@ def all_reduce(name: str, job: Mapping[str, Any]) -> Result:
             while isinstance(answer, dict) and answer["outcome"] == "started":
                 answer = rank.next(LONGEST_SECONDS)
             if not isinstance(answer, dict):
-                return {"outcome": "failed", "message": rank.ending() if answer == "ended" else "a rank did not answer"}
+                return {
+                    "outcome": "failed",
+                    "message": rank.ending() if answer == "ended" else "a rank did not answer",
+                }
             answers.append(answer)
-    return next((answer for answer in answers if answer["outcome"] != "ok"), answers[0]) | {"name": name}
+    return next((answer for answer in answers if answer["outcome"] != "ok"), answers[0]) | {
+        "name": name
+    }
 
 
 def be_rank(_: str, job: Mapping[str, Any]) -> Result:
@@ -163,7 +188,9 @@ def be_rank(_: str, job: Mapping[str, Any]) -> Result:
     if device != "cpu":
         torch.cuda.set_device(rank)
     backend, size = ("gloo", 2**22) if device == "cpu" else ("nccl", 2**26)
-    distributed.init_process_group(backend, init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
+    distributed.init_process_group(
+        backend, init_method=f"file://{job['meeting']}", rank=rank, world_size=world
+    )
     numbers = torch.full((size // 4,), float(rank + 1), device=device)
     distributed.all_reduce(numbers)
     correct = bool((numbers == world * (world + 1) / 2).all())
@@ -176,7 +203,8 @@ def be_rank(_: str, job: Mapping[str, Any]) -> Result:
     return {"outcome": outcome, "seconds": seconds, "facts": facts, "message": message}
 
 
-FLASH_ATTN_ARCHS = ("gfx90a", "gfx942", "gfx950")  # of its composable-kernel build, forward and backward
+# of its composable-kernel build, forward and backward
+FLASH_ATTN_ARCHS = ("gfx90a", "gfx942", "gfx950")
 
 Run = Callable[[str, Mapping[str, Any]], Result]
 
@@ -217,13 +245,24 @@ def device(name: str, job: Mapping[str, Any]) -> Result:
     """Versions of torch and properties of a device, and a matmul on it. `device-1`: of another device."""
     import torch
 
-    facts = {"torch": torch.__version__, "hip": torch.version.hip or "", "cuda": torch.version.cuda or ""}
+    facts = {
+        "torch": torch.__version__,
+        "hip": torch.version.hip or "",
+        "cuda": torch.version.cuda or "",
+    }
     index = int(name.partition("-")[2] or 0)
     if job["device"] == "cpu":
-        facts |= {"capability": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
+        facts |= {
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+        }
         return {"outcome": "ok", "facts": facts}
     if not torch.cuda.is_available():
-        return {"outcome": "failed", "message": "torch.cuda.is_available() is False", "facts": facts}
+        return {
+            "outcome": "failed",
+            "message": "torch.cuda.is_available() is False",
+            "facts": facts,
+        }
     properties = torch.cuda.get_device_properties(index)
     facts |= {
         "gcnArchName": getattr(properties, "gcnArchName", ""),
@@ -235,7 +274,9 @@ def device(name: str, job: Mapping[str, Any]) -> Result:
         "warp_size": str(getattr(properties, "warp_size", "")),
     }
     where = f"cuda:{index}"
-    return check(torch.matmul, torch.matmul, ((64, 64),) * 3, where, job["dtype"]) | {"facts": facts}
+    return check(torch.matmul, torch.matmul, ((64, 64),) * 3, where, job["dtype"]) | {
+        "facts": facts
+    }
 
 
 def matmul(name: str, job: Mapping[str, Any]) -> Result:
@@ -315,9 +356,13 @@ def bitsandbytes(_: str, job: Mapping[str, Any]) -> Result:
     weights = torch.randn(256, 256).to(job["device"], getattr(torch, job["dtype"]))
     packed, state = functional.quantize_4bit(weights, quant_type="nf4", blocksize=64)
     back = functional.dequantize_4bit(packed, state)
-    error = float((back.double() - weights.double()).pow(2).mean().sqrt() / weights.double().pow(2).mean().sqrt())
+    error = float(
+        (back.double() - weights.double()).pow(2).mean().sqrt()
+        / weights.double().pow(2).mean().sqrt()
+    )
     facts = {"version": __version__, "relative_rms": f"{error:.4f}"}
-    if 0.02 < error < 0.15:  # nf4 with blocks of 64 has a relative error of about 9% for normal values
+    # nf4 with blocks of 64 has a relative error of about 9% for normal values
+    if 0.02 < error < 0.15:
         return {"outcome": "ok", "facts": facts}
     return {
         "outcome": "wrong",
@@ -331,7 +376,11 @@ def flash_attn(_: str, job: Mapping[str, Any]) -> Result:
     if importlib.util.find_spec("flash_attn") is None:
         built = f"GPU_ARCHS={job['arch']} pip install --no-build-isolation --no-deps flash-attn"
         facts = {"build": built} if job["arch"] in FLASH_ATTN_ARCHS else {}
-        return {"outcome": "absent", "message": "not installed; not required by PyTorch's own kernels", "facts": facts}
+        return {
+            "outcome": "absent",
+            "message": "not installed; not required by PyTorch's own kernels",
+            "facts": facts,
+        }
     from flash_attn import __version__, flash_attn_func  # type: ignore[import-not-found,unused-ignore]
 
     dtype = "float16" if job["dtype"] == "float32" else job["dtype"]
@@ -353,7 +402,11 @@ def bandwidth(_: str, job: Mapping[str, Any]) -> Result:
     source = torch.ones(size // 4, device=job["device"])
     target = torch.empty_like(source)
     seconds = best_seconds(lambda: target.copy_(source), job["device"])
-    return {"outcome": "ok", "seconds": seconds, "facts": {"gb_per_second": f"{2 * size / seconds / 1e9:.1f}"}}
+    return {
+        "outcome": "ok",
+        "seconds": seconds,
+        "facts": {"gb_per_second": f"{2 * size / seconds / 1e9:.1f}"},
+    }
 
 
 def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
@@ -403,12 +456,16 @@ def p2p(_: str, __: Mapping[str, Any]) -> Result:
     for a, b in ((a, b) for a in range(count) for b in range(count) if a != b):
         source = torch.arange(size // 4, dtype=torch.int32, device=f"cuda:{a}")
         target = torch.zeros(size // 4, dtype=torch.int32, device=f"cuda:{b}")
-        seconds = best_seconds(lambda target=target, source=source: target.copy_(source), f"cuda:{b}")  # type: ignore[misc]  # mypy infers no lambda with defaults
+        seconds = best_seconds(partial(target.copy_, source), f"cuda:{b}")
         torch.cuda.synchronize(a)
         direct = "direct" if torch.cuda.can_device_access_peer(a, b) else "through CPU memory"
         facts[f"{a}-{b}"] = f"{size / seconds / 1e9:.1f} GB/s, {direct}"
         if not torch.equal(source.cpu(), target.cpu()):
-            return {"outcome": "wrong", "message": f"a copy from GPU {a} to GPU {b} changed the data", "facts": facts}
+            return {
+                "outcome": "wrong",
+                "message": f"a copy from GPU {a} to GPU {b} changed the data",
+                "facts": facts,
+            }
     return {"outcome": "ok", "facts": facts}
 
 

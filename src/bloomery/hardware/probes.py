@@ -23,7 +23,8 @@ START_SECONDS = 90.0  # importing torch and starting a driver, on a slow disk
 CACHE = "probes.json"
 CACHED = 20  # machines, or states of one, in the cache
 
-Progress = Callable[[str, int, int], None]  # the name of the probe that starts, probes done, all probes
+# the name of the probe that starts, probes done, all probes
+Progress = Callable[[str, int, int], None]
 
 TORCH_PROBES = "bloomery.hardware.probe_worker"
 
@@ -65,7 +66,9 @@ def run_probes(
     arch = profile.accelerator.arch if profile.accelerator else ""
     job = {"device": profile.device.value, "dtype": profile.dtype.value, "arch": arch}
     defaults = local_caches(profile.environment.value)
-    results = probe(selected, job, environment=dict(os.environ), defaults=defaults, on_progress=on_progress)
+    results = probe(
+        selected, job, environment=dict(os.environ), defaults=defaults, on_progress=on_progress
+    )
     _store(machine, results)
     return results
 
@@ -78,8 +81,14 @@ def with_cached_probes(machine: Machine) -> Machine:
 def specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, ...]:
     """The probes of a machine, the fastest first."""
     chosen = profile.accelerator
-    peers = [device for device in visible_devices(machine) if chosen is not None and device.vendor == chosen.vendor]
-    others = [number for number, peer in enumerate(peers) if peer is not chosen and not peer.integrated]
+    peers = [
+        device
+        for device in visible_devices(machine)
+        if chosen is not None and device.vendor == chosen.vendor
+    ]
+    others = [
+        number for number, peer in enumerate(peers) if peer is not chosen and not peer.integrated
+    ]
     kernels = ["flash", "math"] if chosen is None else ["flash", "efficient", "math"]
     kernels += ["cudnn"] if chosen is not None and chosen.vendor == "nvidia" else []
     found = [
@@ -124,7 +133,10 @@ def probe(
             on_progress(name, len(results), len(selected))
 
     unmasked = {name: value for name, value in defaults.items() if name not in MASKS}
-    shared = groupby(selected, key=lambda spec: (spec.module, spec.every_device, sorted(spec.environment.items())))
+    shared = groupby(
+        selected,
+        key=lambda spec: (spec.module, spec.every_device, sorted(spec.environment.items())),
+    )
     for _, group in shared:
         left = list(group)
         while left:
@@ -176,10 +188,21 @@ def cache_key(machine: Machine) -> str:
     host, software = machine.host, machine.software
     devices = [(device.name, device.arch, device.memory_bytes) for device in machine.accelerators]
     facts = [
-        VERSION, devices, host.cpu_name, host.cpu_flags, host.cpu_cores, host.compiler, host.driver.model_dump(),
-        software.torch, software.build, software.hip, software.cuda, software.triton, software.python,
+        VERSION,
+        devices,
+        host.cpu_name,
+        host.cpu_flags,
+        host.cpu_cores,
+        host.compiler,
+        host.driver.model_dump(),
+        software.torch,
+        software.build,
+        software.hip,
+        software.cuda,
+        software.triton,
+        software.python,
         sorted(software.environment.items()),
-    ]  # fmt: skip
+    ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
 
 
@@ -203,7 +226,10 @@ def _store(machine: Machine, results: Sequence[Probe]) -> None:
     """Adds to the cached results of this machine."""
     key, cache = cache_key(machine), _cache()
     probes = {each.name: each for each in (*_probes_of(cache.get(key)), *results)}
-    cache[key] = {"at": time.time(), "probes": [each.model_dump(mode="json") for each in probes.values()]}
+    cache[key] = {
+        "at": time.time(),
+        "probes": [each.model_dump(mode="json") for each in probes.values()],
+    }
     entries = {name: entry for name, entry in cache.items() if isinstance(entry, dict)}
     newest = sorted(entries, key=lambda name: -float(entries[name].get("at", 0)))[:CACHED]
     write_json(cache_folder() / CACHE, {name: entries[name] for name in newest})

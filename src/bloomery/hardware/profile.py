@@ -27,11 +27,13 @@ from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_s
 from bloomery.hardware.wheels import TorchBuild, series, torch_builds
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
-SHARED_MEMORY_SHARE = 0.85  # of the memory of an integrated GPU: the rest of the machine uses the same memory
+# of the memory of an integrated GPU: the rest of the machine uses the same memory
+SHARED_MEMORY_SHARE = 0.85
 HIP_ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
 CUDA_ALLOCATOR = "expandable_segments:True"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")  # not MIOpen's: language models have no convolutions
+# not MIOpen's: language models have no convolutions
+NODE_LOCAL = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 class Override(NamedTuple):
@@ -54,13 +56,15 @@ class Profile:
     dtype: Choice[str]  # float32, bfloat16, float16
     attention: Choice[str]  # fused, plain: whether the device has fused attention kernels
     compile: Choice[bool]
-    native: Choice[bool]  # whether this package's C++ for training is compiled and quicker than PyTorch here
+    # whether this package's C++ for training is compiled and quicker than PyTorch here
+    native: Choice[bool]
     fused_optimizer: Choice[bool]
     memory_share: Choice[float]  # of the device, above which PyTorch's allocator raises
     workers: Choice[int]
     pin_memory: Choice[bool]
     prefetch: Choice[int]  # batches read ahead
-    environment: Choice[dict[str, str]]  # set before torch is imported; never replaces the user's variables
+    # set before torch is imported; never replaces the user's variables
+    environment: Choice[dict[str, str]]
     overridden: dict[str, Override]  # the user's variables that differ from `environment`
 
 
@@ -73,20 +77,27 @@ def build_profile(machine: Machine) -> Profile:
 
     def set_by_user(name: str) -> tuple[str, ...]:
         """The user's variables that have the same effect as `name`."""
-        masks = MASKS if name == "HIP_VISIBLE_DEVICES" else (name,)  # CUDA does not read AMD's masks
-        return tuple(other for other in (ALLOCATORS if name in ALLOCATORS else masks) if other in user)
+        # CUDA does not read AMD's masks
+        masks = MASKS if name == "HIP_VISIBLE_DEVICES" else (name,)
+        return tuple(
+            other for other in (ALLOCATORS if name in ALLOCATORS else masks) if other in user
+        )
 
     unset = [each for each in settings if not set_by_user(each.name)]
     pin_memory = Choice(True, "copies to the device overlap with computation")
     if accelerator is None:
-        memory_share, pin_memory = Choice(1.0, "of the free memory"), Choice(False, "no copies to a device")
+        memory_share, pin_memory = (
+            Choice(1.0, "of the free memory"),
+            Choice(False, "no copies to a device"),
+        )
     elif accelerator.integrated:
         memory_share = Choice(SHARED_MEMORY_SHARE, "the CPU needs the rest, or the machine swaps")
         pin_memory = Choice(False, "an integrated GPU uses the same memory")
     else:
         so_that = "so that PyTorch raises before the driver hangs"
         memory_share = Choice(
-            MEMORY_SHARE, so_that if accelerator.vendor == "amd" else "driver and libraries use the rest"
+            MEMORY_SHARE,
+            so_that if accelerator.vendor == "amd" else "driver and libraries use the rest",
         )
         if arch is not None and arch.cautious:
             pin_memory = Choice(False, f"safe choice for {accelerator.arch}; a batch has a few kB")
@@ -102,12 +113,15 @@ def build_profile(machine: Machine) -> Profile:
         native=_native(machine, accelerator),
         fused_optimizer=Choice(True, "one kernel for all parameters; same results"),
         memory_share=memory_share,
-        workers=Choice(1, "shards are memory-mapped: one thread reads much faster than any device trains"),
+        workers=Choice(
+            1, "shards are memory-mapped: one thread reads much faster than any device trains"
+        ),
         pin_memory=pin_memory,
         prefetch=Choice(4 if accelerator else 2, "batches kept ready, a few kB each"),
         environment=Choice(
             {each.name: each.value for each in unset},
-            "; ".join(dict.fromkeys(each.reason for each in unset)) or "no variables need to be set",
+            "; ".join(dict.fromkeys(each.reason for each in unset))
+            or "no variables need to be set",
         ),
         overridden={
             name: Override(user[name], each.value, each.reason)
@@ -130,16 +144,26 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
     if not visible:
         return None, Choice("cpu", f"{hidden(machine)} hides every GPU")
     usable = [device for device in visible if build in (None, _build_for(device))]
-    firsts = {device.vendor: device for device in reversed(usable) if mask_of(machine, device.vendor)}
-    best = _best([device for device in usable or visible if firsts.get(device.vendor, device) is device])
+    firsts = {
+        device.vendor: device for device in reversed(usable) if mask_of(machine, device.vendor)
+    }
+    best = _best(
+        [device for device in usable or visible if firsts.get(device.vendor, device) is device]
+    )
     if not usable:
-        return None, Choice("cpu", f"{best.name} requires a {_build_for(best)} build of PyTorch, installed: {build}")
+        return None, Choice(
+            "cpu", f"{best.name} requires a {_build_for(best)} build of PyTorch, installed: {build}"
+        )
     if problem := _inaccessible(machine, best):
         return None, Choice("cpu", f"{best.name} is not accessible: {problem}")
     reason = ""
     if len(usable) > 1 and (mask := mask_of(machine, best.vendor)):
         reason = f", the first GPU of {mask}={machine.software.environment[mask]}"
-        ordered = best.vendor == "amd" or CUDA_ORDER in machine.software.environment or _same_model(usable)
+        ordered = (
+            best.vendor == "amd"
+            or CUDA_ORDER in machine.software.environment
+            or _same_model(usable)
+        )
         reason += "" if ordered else f" with {CUDA_ORDER}=PCI_BUS_ID, which is not set"
     elif len(usable) > 1 and _same_model(usable):
         reason = f", the first of {len(usable)} GPUs of the same model"
@@ -151,7 +175,9 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
 
 
 def _best(devices: Sequence[Accelerator]) -> Accelerator:
-    return max(devices, key=lambda device: (not device.integrated, device.usable_bytes, -device.index))
+    return max(
+        devices, key=lambda device: (not device.integrated, device.usable_bytes, -device.index)
+    )
 
 
 def _same_model(devices: Sequence[Accelerator]) -> bool:
@@ -168,9 +194,12 @@ def _inaccessible(machine: Machine, device: Accelerator) -> str:
     problems = {
         "denied": "permission denied for",
         "hung": "the driver does not respond at",
-        "absent": f"this {around.container} container was started without" if around.container else "missing:",
+        "absent": f"this {around.container} container was started without"
+        if around.container
+        else "missing:",
     }
-    kfd = machine.host.access.kfd if device.vendor == "amd" and not around.wsl else None  # WSL has /dev/dxg instead
+    # WSL has /dev/dxg instead
+    kfd = machine.host.access.kfd if device.vendor == "amd" and not around.wsl else None
     nodes = (("/dev/kfd", kfd), (device.node, device.access))
     return next((f"{problems[access]} {node}" for node, access in nodes if access in problems), "")
 
@@ -179,27 +208,47 @@ def _failed(machine: Machine, *names: str) -> str:
     """The result of the first probe of `names` if all of them ran and failed; otherwise empty."""
     results = {probe.name: probe for probe in machine.probes}
     probes = [results[name] for name in names if name in results]
-    if len(probes) < len(names) or any(probe.outcome == "ok" or "experimental" in probe.message for probe in probes):
+    if len(probes) < len(names) or any(
+        probe.outcome == "ok" or "experimental" in probe.message for probe in probes
+    ):
         return ""  # "experimental": the probe ran without the variable that the environment sets
-    return f"probe {probes[0].name} {probes[0].outcome}" + (f" ({probes[0].message})" if probes[0].message else "")
+    return f"probe {probes[0].name} {probes[0].outcome}" + (
+        f" ({probes[0].message})" if probes[0].message else ""
+    )
 
 
-def _dtype(machine: Machine, device: Accelerator | None, arch: ArchSpec | None, cpu: CpuSpec | None) -> Choice[str]:
+def _dtype(
+    machine: Machine, device: Accelerator | None, arch: ArchSpec | None, cpu: CpuSpec | None
+) -> Choice[str]:
     """The dtype of the matmuls: by gpus.toml, unless its probe failed on this machine."""
     if device is None:
         if cpu is not None and cpu.bf16:
             return Choice("bfloat16", f"this CPU has bf16 instructions: {cpu.name}")
-        return Choice("float32", "this CPU has no bf16 instructions, and fp16 is 5 to 9 times slower on any CPU")
+        return Choice(
+            "float32",
+            "this CPU has no bf16 instructions, and fp16 is 5 to 9 times slower on any CPU",
+        )
     if arch is None:
-        listed = Choice("float32", f"{device.arch} is not in gpus.toml: its supported dtypes are unknown")
+        listed = Choice(
+            "float32", f"{device.arch} is not in gpus.toml: its supported dtypes are unknown"
+        )
     elif arch.bf16 == "full":
         listed = Choice("bfloat16", f"{device.arch} supports bf16 matmuls in hardware")
     elif arch.bf16 == "half":
-        listed = Choice("bfloat16", f"{device.arch} computes bf16 at half the rate of fp16, without loss scaling")
+        listed = Choice(
+            "bfloat16",
+            f"{device.arch} computes bf16 at half the rate of fp16, without loss scaling",
+        )
     elif arch.float16_rate:
-        listed = Choice("float32", f"{device.arch} computes float16 at {arch.float16_rate} of the rate of float32")
+        listed = Choice(
+            "float32",
+            f"{device.arch} computes float16 at {arch.float16_rate} of the rate of float32",
+        )
     elif arch.cautious:
-        listed = Choice("float32", f"safe choice for {device.arch}; float16 is nominally twice as fast, not tested")
+        listed = Choice(
+            "float32",
+            f"safe choice for {device.arch}; float16 is nominally twice as fast, not tested",
+        )
     else:
         listed = Choice("float16", f"{device.arch} has no bf16 matrix instructions")
     failed = _failed(machine, f"matmul-{listed.value}")
@@ -221,7 +270,10 @@ def _attention(machine: Machine, device: Accelerator | None, arch: ArchSpec | No
     if kernels == "none":
         return Choice("plain", f"no flash attention for {family_name(device.arch)}")
     if kernels == "wrong":
-        return Choice("plain", f"flash attention of PyTorch {machine.software.torch} returns NaN on {device.arch}")
+        return Choice(
+            "plain",
+            f"flash attention of PyTorch {machine.software.torch} returns NaN on {device.arch}",
+        )
     reason = f"PyTorch has fused kernels for {device.arch}"
     if kernels == "experimental":
         reason += ", enabled by TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
@@ -235,7 +287,14 @@ def family_name(arch: str) -> str:
 
 def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[bool]:
     user, compiler = machine.software.environment, machine.host.compiler
-    off = next((name for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE") if user.get(name) == "1"), None)
+    off = next(
+        (
+            name
+            for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+            if user.get(name) == "1"
+        ),
+        None,
+    )
     if off is not None:
         return Choice(False, f"{off}=1 is set")
     failed = _failed(machine, "compile")
@@ -273,7 +332,9 @@ class _Setting(NamedTuple):
     reason: str
 
 
-def _environment(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> list[_Setting]:
+def _environment(
+    machine: Machine, device: Accelerator | None, arch: ArchSpec | None
+) -> list[_Setting]:
     """Variables to set in the parent process, before torch is imported."""
     compiler, torch = machine.host.compiler, machine.software.torch
     if device is None:
@@ -281,10 +342,13 @@ def _environment(machine: Machine, device: Accelerator | None, arch: ArchSpec | 
             return []
         return [_Setting("CXX", compiler, "torch.compile uses g++ unless CXX is set")]
     settings = []
-    old = torch is not None and series(torch) < (2, 10)  # supports only the vendors' own names of the variable
+    # supports only the vendors' own names of the variable
+    old = torch is not None and series(torch) < (2, 10)
     if device.vendor == "amd":
         name = "PYTORCH_HIP_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
-        settings.append(_Setting(name, HIP_ALLOCATOR, "less fragmentation; no expandable segments on HIP"))
+        settings.append(
+            _Setting(name, HIP_ALLOCATOR, "less fragmentation; no expandable segments on HIP")
+        )
     elif not machine.host.around.wsl:
         name = "PYTORCH_CUDA_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
         settings.append(_Setting(name, CUDA_ALLOCATOR, "less fragmentation"))
@@ -293,7 +357,10 @@ def _environment(machine: Machine, device: Accelerator | None, arch: ArchSpec | 
         settings.append(_Setting("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL", "1", reason))
     if device.arch == "gfx942":
         reason = "AMD's guide to training on MI300X"
-        settings += [_Setting(name, "1", reason) for name in ("HIP_FORCE_DEV_KERNARG", "HSA_NO_SCRATCH_RECLAIM")]
+        settings += [
+            _Setting(name, "1", reason)
+            for name in ("HIP_FORCE_DEV_KERNARG", "HSA_NO_SCRATCH_RECLAIM")
+        ]
     settings += _mask(machine, device)
     if job := machine.host.around.slurm.get("SLURM_JOB_ID"):
         reason = "compiled kernels in a local folder of the node: many ranks corrupt caches on a network file system"
@@ -313,14 +380,19 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
         return []
     reason = f"PyTorch uses the first visible GPU, and the best one is {best.name}"
     name = "HIP_VISIBLE_DEVICES" if device.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
-    if several := _same_model(peers) and len(peers) > 1:  # GPUs of one model that were chosen among others
+    # GPUs of one model that were chosen among others
+    if several := _same_model(peers) and len(peers) > 1:
         reason = "the chosen GPUs, in their order"
     used = peers if several else [best]
     mask = _Setting(name, ",".join(str(number_of(machine, each)) for each in used), reason)
     if device.vendor == "amd" or user_mask:
         return [mask]
     order = _Setting(CUDA_ORDER, "PCI_BUS_ID", "numbers GPUs as nvidia-smi does")
-    return [order, mask] if machine.software.environment.get(CUDA_ORDER, order.value) == order.value else [order]
+    return (
+        [order, mask]
+        if machine.software.environment.get(CUDA_ORDER, order.value) == order.value
+        else [order]
+    )
 
 
 def best_device(machine: Machine) -> Accelerator | None:
@@ -354,7 +426,8 @@ def install(machine: Machine, *, reinstall: bool = True) -> str:
     command = fitting_builds(machine, best_device(machine))[0].command
     if reinstall:
         command = command.replace("pip install ", "pip install --force-reinstall ", 1)
-    return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command  # the pin names the old build
+    # the pin names the old build
+    return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command
 
 
 def with_gpu(machine: Machine, device: Accelerator) -> Machine:
@@ -368,8 +441,11 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
         build="rocm" if device.vendor == "amd" else "cuda",
         environment={name: value for name, value in variables if name not in (*MASKS, CUDA_ORDER)},
     )
-    host = machine.host.model_copy(update={"access": Access()})  # access to other GPUs does not apply to this one
-    return machine.model_copy(update={"accelerators": (device,), "host": host, "software": software, "probes": ()})
+    # access to other GPUs does not apply to this one
+    host = machine.host.model_copy(update={"access": Access()})
+    return machine.model_copy(
+        update={"accelerators": (device,), "host": host, "software": software, "probes": ()}
+    )
 
 
 def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
@@ -387,7 +463,11 @@ def local_caches(environment: Mapping[str, str]) -> dict[str, str]:
             with suppress(FileExistsError):
                 root.mkdir(mode=0o700)
             status = root.lstat()  # does not follow links of other users
-            private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+            private = (
+                stat.S_ISDIR(status.st_mode)
+                and status.st_uid == os.getuid()
+                and not status.st_mode & 0o077
+            )
             usable[root] = root if private else Path(tempfile.mkdtemp(prefix="bloomery-"))
     except OSError:
         return others

@@ -62,12 +62,24 @@ class ArchSpec(TableEntry):
             return "wrong"
         if release < series(self.fused_attention_from):
             return "none"
-        return "experimental" if release < series(self.fused_attention_stable_from) else self.fused_attention
+        return (
+            "experimental"
+            if release < series(self.fused_attention_stable_from)
+            else self.fused_attention
+        )
 
     def absent_attention(self) -> dict[str, str]:
         """Backends of `train.attention` that have no kernel for this GPU, with the reason."""
-        absent = {} if self.varlen_attention else {"varlen": f"varlen_attn has no kernel for {self.names[0]}"}
-        return absent if self.compile else absent | {"flex": f"FlexAttention needs Triton: {self.compile_reason}"}
+        absent = (
+            {}
+            if self.varlen_attention
+            else {"varlen": f"varlen_attn has no kernel for {self.names[0]}"}
+        )
+        return (
+            absent
+            if self.compile
+            else absent | {"flex": f"FlexAttention needs Triton: {self.compile_reason}"}
+        )
 
 
 class GpuSpec(TableEntry):
@@ -92,7 +104,11 @@ class GpuSpec(TableEntry):
         """The name without vendor and family; `find_gpu` accepts it."""
         text = re.sub(r"^(?:GeForce|Radeon(?= RX| PRO| Pro| AI)|Instinct|Tesla) ", "", self.name)
         text = re.sub(r" \(Ryzen [^)]*\)", "", text)
-        return text.replace("with Max-Q Design", "Max-Q").replace("Laptop GPU", "laptop").replace(" Generation", "")
+        return (
+            text.replace("with Max-Q Design", "Max-Q")
+            .replace("Laptop GPU", "laptop")
+            .replace(" Generation", "")
+        )
 
     def memory_bytes(self) -> int:
         """Memory of the smallest variant, as the driver shows it; 0 if it is shared with the CPU."""
@@ -124,10 +140,18 @@ class Line(TableEntry):
 
     def specs(self) -> Iterator[GpuSpec]:
         for gpu in self.gpus:
-            facts = {"arch": self.arch, "link": self.link, **gpu, "peaks_estimated": "peak_tflops" not in gpu}
+            facts = {
+                "arch": self.arch,
+                "link": self.link,
+                **gpu,
+                "peaks_estimated": "peak_tflops" not in gpu,
+            }
             rate = facts.pop("units", 0) * facts.pop("mhz", 0) / 1e6
             peaks = {name: flops * rate for name, flops in self.flops_per_clock.items()}
-            facts.setdefault("peak_tflops", {name: round(tera, 1 if tera > 100 else 2) for name, tera in peaks.items()})
+            facts.setdefault(
+                "peak_tflops",
+                {name: round(tera, 1 if tera > 100 else 2) for name, tera in peaks.items()},
+            )
             sources = self.sources | gpu.get("sources", {})
             shared = dict.fromkeys(("memory", "bandwidth", "power"), sources.pop("gpus", ""))
             if "achievable_tflops" not in gpu:
@@ -204,18 +228,25 @@ def find_gpu(text: str) -> Accelerator:
     """
     name = text.strip().lower()
     apple = re.fullmatch(
-        r"(?:apple\s*)?m[1-9](?:\s*(?:pro|max|ultra))?(?:\s+\d+\s*gb)?|.*\b(?:apple|macbook|mps)\b.*", name
+        r"(?:apple\s*)?m[1-9](?:\s*(?:pro|max|ultra))?(?:\s+\d+\s*gb)?|.*\b(?:apple|macbook|mps)\b.*",
+        name,
     )
     intel = re.fullmatch(r"(?:intel\s+)?(?:arc\b.*|iris\b.*|data cent.*max.*)|.*\bintel\b.*", name)
     if vendor := "Apple" if apple else "Intel" if intel else "":
         fix = "pass a GPU of AMD or NVIDIA, or omit --gpu: Bloomery trains on the CPU"
-        raise UserError(f"GPUs of {vendor} are not supported: {text!r}", where="--gpu", fix=fix, code=2)
+        raise UserError(
+            f"GPUs of {vendor} are not supported: {text!r}", where="--gpu", fix=fix, code=2
+        )
     match = re.fullmatch(r"\s*(.*?)[\s,]+(\d+)\s*(?:gib|gb|g)\s*", text, re.IGNORECASE)
     product, size = (match[1], int(match[2])) if match else (text, None)
     specs = _matching(text)  # a memory size can be part of a product's name, A100 80GB
     if specs and size not in specs[0].memory_gib:
         size = None
-    specs = specs or _matching(product) or [one for one in table().gpu if one.arch == product.strip().lower()]
+    specs = (
+        specs
+        or _matching(product)
+        or [one for one in table().gpu if one.arch == product.strip().lower()]
+    )
     if not specs:
         keys = {_key(spec.name): spec.name for spec in table().gpu}
         near = closest(_key(text), keys, count=3, cutoff=0.5)
@@ -241,7 +272,9 @@ def named_gpus(texts: Sequence[str], gpus: int | None) -> tuple[tuple[str, ...],
         counts[f"--gpus {gpus}"] = gpus
     if len(set(counts.values())) > 1:
         fix = f'give the number once: --gpu "{names[0]}" --gpus {next(iter(counts.values()))}'
-        raise UserError("different numbers of GPUs per node", where=" and ".join(counts), fix=fix, code=2)
+        raise UserError(
+            "different numbers of GPUs per node", where=" and ".join(counts), fix=fix, code=2
+        )
     return names, next(iter(counts.values()), 1)
 
 
@@ -267,7 +300,9 @@ def counted_gpu(text: str) -> tuple[str, int | None]:
         return text, None
     if not 1 <= count <= LARGEST_NODE:
         fix = f"give a number from 1 to {LARGEST_NODE:,}: --gpu {shlex.quote(f'8x{name}')}"
-        raise UserError(f"not a number of GPUs per node: {count:,}", where=f"--gpu {text!r}", fix=fix, code=2)
+        raise UserError(
+            f"not a number of GPUs per node: {count:,}", where=f"--gpu {text!r}", fix=fix, code=2
+        )
     return name, count
 
 
@@ -313,20 +348,31 @@ def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
             raise UserError(problem, where="--gpu", fix=f'--gpu "{text} 32GB"', code=2)
         shared = int(size * GIB * SHARED_PART)
         return Accelerator(
-            index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=0, integrated=True,
+            index=0,
+            vendor=facts.vendor,
+            name=spec.name,
+            arch=spec.arch,
+            memory_bytes=0,
+            integrated=True,
             gtt_bytes=shared,
-        )  # fmt: skip
+        )
     if size not in sizes and (size is not None or len(sizes) > 1):
         fix = " or ".join(f'--gpu "{spec.name} {gib}GB"' for gib in sizes)
-        raise UserError(f"{text!r} exists with several memory sizes", where="--gpu", fix=fix, code=2)
+        raise UserError(
+            f"{text!r} exists with several memory sizes", where="--gpu", fix=fix, code=2
+        )
     memory = size * GIB if size is not None and len(sizes) > 1 else spec.memory_bytes()
-    return Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
+    return Accelerator(
+        index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory
+    )
 
 
 @cache
 def _key(name: str) -> str:
     """A product's name without vendor, family and punctuation: "AMD Radeon RX 6700 XT" -> rx6700xt."""
-    words = re.sub(r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics)\b", " ", name.lower())
+    words = re.sub(
+        r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics)\b", " ", name.lower()
+    )
     return re.sub("[^a-z0-9]", "", words)
 
 

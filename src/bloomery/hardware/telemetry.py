@@ -62,7 +62,9 @@ class SensorReading:
     @property
     def has_sensors(self) -> bool:
         """Whether a source returned more than the memory."""
-        return any(figure is not None for figure in (self.utilization, self.temperature, self.power))
+        return any(
+            figure is not None for figure in (self.utilization, self.temperature, self.power)
+        )
 
 
 class SensorSource(Protocol):
@@ -74,7 +76,10 @@ class SensorSource(Protocol):
 
 
 def sample(
-    devices: Sequence[SensorDevice], sources: Sequence[SensorSource], *, trying: Callable[[str], None] | None = None
+    devices: Sequence[SensorDevice],
+    sources: Sequence[SensorSource],
+    *,
+    trying: Callable[[str], None] | None = None,
 ) -> list[SensorReading]:
     """The sensors of each device, from the first source that has them; later sources fill in missing values.
 
@@ -83,7 +88,9 @@ def sample(
     """
     results: dict[int, SensorReading] = {}
     for source in sources:
-        missing = [device for device in devices if not ((r := results.get(device.index)) and r.has_sensors)]
+        missing = [
+            device for device in devices if not ((r := results.get(device.index)) and r.has_sensors)
+        ]
         if not missing:
             break
         if trying is not None:
@@ -94,18 +101,26 @@ def sample(
             continue
         for reading in readings:
             results[reading.device] = merged(results.get(reading.device), reading)
-    return shared_power([results[device.index] for device in devices if device.index in results], devices)
+    return shared_power(
+        [results[device.index] for device in devices if device.index in results], devices
+    )
 
 
 def merged(first: SensorReading | None, second: SensorReading) -> SensorReading:
     """The values of `first`; those of `second` where they are missing."""
     if first is None:
         return second
-    missing = {f.name: getattr(second, f.name) for f in fields(SensorReading) if getattr(first, f.name) in (None, "")}
+    missing = {
+        f.name: getattr(second, f.name)
+        for f in fields(SensorReading)
+        if getattr(first, f.name) in (None, "")
+    }
     return replace(first, **missing)
 
 
-def shared_power(readings: Sequence[SensorReading], devices: Sequence[SensorDevice]) -> list[SensorReading]:
+def shared_power(
+    readings: Sequence[SensorReading], devices: Sequence[SensorDevice]
+) -> list[SensorReading]:
     """Sets `shared_with` for the second die of a board, which has no power sensor."""
     dies = [device for device in devices if device.device_id in DUAL_DIE]
     dies.sort(key=lambda device: (device.pci_address, device.index))
@@ -144,7 +159,10 @@ class Sysfs:
 def read_amdgpu(folder: Path, device: SensorDevice) -> SensorReading:
     """The sensors in the folder of a PCI device."""
     sensors = next(iter(sorted((folder / "hwmon").glob("hwmon*"))), folder / "hwmon")
-    labels = {text_of(path).strip(): path.name.removesuffix("_label") for path in sorted(sensors.glob("temp*_label"))}
+    labels = {
+        text_of(path).strip(): path.name.removesuffix("_label")
+        for path in sorted(sensors.glob("temp*_label"))
+    }
     sensor = labels.get("junction") or labels.get("edge") or next(iter(labels.values()), "temp1")
     watts = _number(sensors / "power1_average", 1e6)
     power = watts if watts else _number(sensors / "power1_input", 1e6)
@@ -240,7 +258,12 @@ class CpuSensors:
     def _temperature(self) -> float | None:
         """Degrees Celsius: the hottest sensor of the first known CPU driver; None without one."""
         for sensors in sorted((self._root / "sys/class/hwmon").glob("hwmon*")):
-            if text_of(sensors / "name").strip() in ("k10temp", "zenpower", "coretemp", "cpu_thermal"):
+            if text_of(sensors / "name").strip() in (
+                "k10temp",
+                "zenpower",
+                "coretemp",
+                "cpu_thermal",
+            ):
                 values = [_number(path, 1e3) for path in sorted(sensors.glob("temp*_input"))]
                 if degrees := [value for value in values if value is not None]:
                     return max(degrees)
@@ -249,7 +272,10 @@ class CpuSensors:
     def _memory(self) -> tuple[float | None, float | None]:
         """GiB in use, without caches that the kernel can drop, and in total."""
         text = text_of(self._root / "proc/meminfo")
-        kib = {key: float(value) for key, value in re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.M)}
+        kib = {
+            key: float(value)
+            for key, value in re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", text, re.M)
+        }
         if len(kib) < 2:
             return None, None
         total, free = kib["MemTotal"] * 1024 / GIB, kib["MemAvailable"] * 1024 / GIB
@@ -297,14 +323,26 @@ class AmdSmi:
         if self._handles is None:
             library.amdsmi_init()
             handles = library.amdsmi_get_processor_handles()
-            self._handles = [(str(library.amdsmi_get_gpu_device_bdf(handle)), handle) for handle in handles]
+            self._handles = [
+                (str(library.amdsmi_get_gpu_device_bdf(handle)), handle) for handle in handles
+            ]
         for device in devices:
-            for handle in (handle for address, handle in self._handles if _same_gpu(device, address)):
-                memory, power = library.amdsmi_get_gpu_vram_usage(handle), library.amdsmi_get_power_info(handle)
+            for handle in (
+                handle for address, handle in self._handles if _same_gpu(device, address)
+            ):
+                memory, power = (
+                    library.amdsmi_get_gpu_vram_usage(handle),
+                    library.amdsmi_get_power_info(handle),
+                )
                 used, total = figure(memory.get("vram_used")), figure(memory.get("vram_total"))
-                watts = (figure(power.get(f"{kind}socket_power")) for kind in ("current_", "average_", ""))
+                watts = (
+                    figure(power.get(f"{kind}socket_power"))
+                    for kind in ("current_", "average_", "")
+                )
                 heat = library.amdsmi_get_temp_metric(
-                    handle, library.AmdSmiTemperatureType.JUNCTION, library.AmdSmiTemperatureMetric.CURRENT
+                    handle,
+                    library.AmdSmiTemperatureType.JUNCTION,
+                    library.AmdSmiTemperatureMetric.CURRENT,
                 )
                 yield SensorReading(
                     device=device.index,
@@ -361,7 +399,8 @@ def _through_nvml(library: Any, device: SensorDevice) -> SensorReading:
     load, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
     milliwatts = ask("nvmlDeviceGetPowerUsage")
     bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits  # the name in older releases
+    # the name in older releases
+    bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons") if bits is None else bits
     return SensorReading(
         device=device.index,
         name=device.name,
@@ -370,7 +409,8 @@ def _through_nvml(library: Any, device: SensorDevice) -> SensorReading:
         memory_gib=None if memory is None else memory.used / 2**30,
         memory_total_gib=None if memory is None else memory.total / 2**30,
         temperature=figure(ask("nvmlDeviceGetTemperature", 0)),  # 0: NVML_TEMPERATURE_GPU
-        critical=figure(ask("nvmlDeviceGetTemperatureThreshold", 1)),  # 1: NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        # 1: NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        critical=figure(ask("nvmlDeviceGetTemperatureThreshold", 1)),
         power=None if milliwatts is None else milliwatts / 1000,
         clock_mhz=figure(ask("nvmlDeviceGetClockInfo", 1)),  # 1: NVML_CLOCK_SM
         throttled=None if bits is None else nvidia_reasons(bits),
@@ -412,7 +452,9 @@ class SensorReader:
         try:
             if self._child is None:
                 job = self._job | {"without": self._without}
-                self._child = Child(MODULE, job, environment=os.environ, dying_seconds=DYING_SECONDS).start()
+                self._child = Child(
+                    MODULE, job, environment=os.environ, dying_seconds=DYING_SECONDS
+                ).start()
             answer = self._child.ask({}, seconds=self._deadline)
             while isinstance(answer, dict) and "readings" not in answer:
                 self._trying = answer["trying"]
@@ -420,7 +462,9 @@ class SensorReader:
             if isinstance(answer, dict):
                 return [SensorReading(**values) for values in answer["readings"]]
             timeout = f"timed out after {self._deadline:.0f} s"
-            self._disable("the process that reads sensors crashed" if answer == "ended" else timeout)
+            self._disable(
+                "the process that reads sensors crashed" if answer == "ended" else timeout
+            )
         except (OSError, ValueError, TypeError, KeyError) as error:
             self._disable(f"failed ({error})")
         return []
@@ -434,7 +478,9 @@ class SensorReader:
             self._on_problem(f"cannot read sensors: {problem}; training continues without")
             return
         self._without.append(name)
-        self._on_problem(f"sensors ({name}) are no longer read: {problem}; training continues without these readings")
+        self._on_problem(
+            f"sensors ({name}) are no longer read: {problem}; training continues without these readings"
+        )
 
     def close(self) -> None:
         """Ends the process. One that is stuck in a driver is left running and ends later."""
@@ -448,7 +494,8 @@ def main() -> None:
     job = accept()
     devices = [SensorDevice(**values) for values in job["devices"]]
     root = Path(job["root"])
-    vendors = {device.vendor for device in devices}  # for each vendor the fastest and safest source first
+    # for each vendor the fastest and safest source first
+    vendors = {device.vendor for device in devices}
     amd: list[SensorSource] = [Sysfs(root), AmdSmi()] if "amd" in vendors else []
     nvidia: list[SensorSource] = [Nvml()] if "nvidia" in vendors else []
     sources = [source for source in (*amd, *nvidia) if source.name not in job["without"]]

@@ -38,7 +38,9 @@ class WheelTable:
 
 @cache
 def wheel_table() -> WheelTable:
-    return WheelTable(**tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")))
+    return WheelTable(
+        **tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    )
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,17 @@ def torch_builds(
     >>> torch_builds("gfx1031", python=(3, 12))[0].requirement
     'torch[device-gfx1031]==2.13.0+rocm10.0.0'
     """
-    if (documented := wheel_table().sites.get(site)) and arch in (None, "gfx90a") and torch == DEFAULT_TORCH:
+    if (
+        (documented := wheel_table().sites.get(site))
+        and arch in (None, "gfx90a")
+        and torch == DEFAULT_TORCH
+    ):
         lists = {key: tuple(documented[key]) for key in ("never", "before")}
         return [TorchBuild(**documented | lists)]
     if arch is None or system == "Darwin":
-        return [_cpu(torch, system, "no GPU found" if arch is None else "no macOS wheels for this GPU")]
+        return [
+            _cpu(torch, system, "no GPU found" if arch is None else "no macOS wheels for this GPU")
+        ]
     if arch.startswith("sm_"):
         return [_cuda(arch, torch, driver)]
     if not (3, 10) <= python <= (3, 14):
@@ -108,9 +116,15 @@ def torch_builds(
     pytorch = _from_pytorch(arch, torch) if linux else []
     amd = _from_amd(arch, torch) if cpu_arch in ("x86_64", "AMD64") else []
     builds = (
-        [*amd, *pytorch] if arch in _AMD_FIRST else [*pytorch, *amd, *(_with_override(arch, torch) if linux else [])]
+        [*amd, *pytorch]
+        if arch in _AMD_FIRST
+        else [*pytorch, *amd, *(_with_override(arch, torch) if linux else [])]
     )
-    return builds or [_cpu(torch, system, f"no PyTorch {torch} wheel has kernels for {arch} on {system} {cpu_arch}")]
+    return builds or [
+        _cpu(
+            torch, system, f"no PyTorch {torch} wheel has kernels for {arch} on {system} {cpu_arch}"
+        )
+    ]
 
 
 def _index_of(torch: str) -> str:
@@ -121,7 +135,9 @@ def _index_of(torch: str) -> str:
 def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
     unusable = wheel_table().not_from_pytorch
     if arch == "gfx906":
-        reason = "the last index with kernels and rocBLAS for gfx906; its last version is torch 2.9.1"
+        reason = (
+            "the last index with kernels and rocBLAS for gfx906; its last version is torch 2.9.1"
+        )
         newer = "install torch from rocm6.4 or newer: " + unusable[arch]
         pinned = torch if series(torch) == (2, 9) else "2.9.1"
         return [TorchBuild(f"torch=={pinned}+rocm6.3", PYTORCH_INDEX + "rocm6.3", reason, (newer,))]
@@ -130,7 +146,11 @@ def _from_pytorch(arch: str, torch: str) -> list[TorchBuild]:
     if crashes or arch not in wheel_table().pytorch_kernels.get(index, "").split():
         return []
     never = (f"{_OVERRIDE}: this wheel has kernels for {arch}", *_triton(arch, torch))
-    return [TorchBuild(f"torch=={torch}+{index}", PYTORCH_INDEX + index, f"it has kernels for {arch}", never)]
+    return [
+        TorchBuild(
+            f"torch=={torch}+{index}", PYTORCH_INDEX + index, f"it has kernels for {arch}", never
+        )
+    ]
 
 
 def _from_amd(arch: str, torch: str) -> list[TorchBuild]:
@@ -148,7 +168,11 @@ def _from_amd(arch: str, torch: str) -> list[TorchBuild]:
 
 
 def _triton(arch: str, torch: str) -> tuple[str, ...]:
-    return (_NO_RDNA2.format(arch=arch),) if arch.startswith("gfx10") and series(torch) <= (2, 14) else ()
+    return (
+        (_NO_RDNA2.format(arch=arch),)
+        if arch.startswith("gfx10") and series(torch) <= (2, 14)
+        else ()
+    )
 
 
 def _with_override(arch: str, torch: str) -> list[TorchBuild]:
@@ -176,12 +200,16 @@ def _cuda(arch: str, torch: str, driver: int | None) -> TorchBuild:
         reason = f"driver {driver} is older than 580"
     if reason and series(torch) <= (2, 14):
         return TorchBuild(f"torch=={torch}+cu126", PYTORCH_INDEX + "cu126", reason)
-    return TorchBuild(f"torch=={torch}", None, f"the wheel on PyPI is a CUDA build that supports {arch}")
+    return TorchBuild(
+        f"torch=={torch}", None, f"the wheel on PyPI is a CUDA build that supports {arch}"
+    )
 
 
 def _cpu(torch: str, system: str, reason: str) -> TorchBuild:
     """On Linux the wheel on PyPI includes gigabytes of CUDA; PyTorch's own index has a small one."""
-    return TorchBuild(f"torch=={torch}", PYTORCH_INDEX + "cpu" if system != "Darwin" else None, reason)
+    return TorchBuild(
+        f"torch=={torch}", PYTORCH_INDEX + "cpu" if system != "Darwin" else None, reason
+    )
 
 
 def series(version: str) -> tuple[int, int]:
@@ -190,7 +218,9 @@ def series(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def fits(arch: str | None, *, torch: str, hip: str | None, cuda: str | None, kernels: list[str]) -> str | None:
+def fits(
+    arch: str | None, *, torch: str, hip: str | None, cuda: str | None, kernels: list[str]
+) -> str | None:
     """None if an installed PyTorch supports this GPU (`kernels`: its `get_arch_list`), otherwise the reason."""
     if series(torch) < OLDEST_TORCH:
         return f"PyTorch {torch} is older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"

@@ -66,14 +66,20 @@ class LayerCache:
         if begin + count <= self.kept:
             keys[:, :, begin : begin + count], values[:, :, begin : begin + count] = k_BKTE, v_BKTE
             return Seen(keys[:, :, : begin + count], values[:, :, : begin + count], None)
-        last = torch.arange(max(begin, begin + count - self.kept), begin + count, device=k_BKTE.device) % self.kept
+        last = (
+            torch.arange(max(begin, begin + count - self.kept), begin + count, device=k_BKTE.device)
+            % self.kept
+        )
         if count == 1:
             keys[:, :, last], values[:, :, last] = k_BKTE, v_BKTE
             return Seen(keys, values, None)  # their order does not matter to one query
         old = torch.arange(max(0, begin - self.kept + 1), begin, device=k_BKTE.device) % self.kept
         seen_keys = torch.cat((keys[:, :, old], k_BKTE), dim=2)
         seen_values = torch.cat((values[:, :, old], v_BKTE), dim=2)
-        keys[:, :, last], values[:, :, last] = k_BKTE[:, :, -len(last) :], v_BKTE[:, :, -len(last) :]
+        keys[:, :, last], values[:, :, last] = (
+            k_BKTE[:, :, -len(last) :],
+            v_BKTE[:, :, -len(last) :],
+        )
         return Seen(seen_keys, seen_values, None)
 
 
@@ -117,7 +123,9 @@ class Cache:
         """The slots from `first` on have so many more tokens."""
         for row, count in enumerate(counts, first):
             self.lengths[row] += count
-            assert self.lengths[row] <= self.capacity, f"{self.lengths[row]} tokens do not fit into {self.capacity}"
+            assert self.lengths[row] <= self.capacity, (
+                f"{self.lengths[row]} tokens do not fit into {self.capacity}"
+            )
         self._shared.clear()
 
     def cut(self, length: int, row: int = 0) -> bool:

@@ -23,10 +23,29 @@ def _code() -> Any:
     """The functions of `scores.cpp`. Raises Uncompiled."""
     code: Any = library(Library("bloomery.model", "scores.cpp", "vectors.h"))
     pointer, number = c_void_p, c_int64
-    code.scores_add.argtypes = (pointer, c_int, number, number, pointer, number, pointer, pointer, c_int)
+    code.scores_add.argtypes = (
+        pointer,
+        c_int,
+        number,
+        number,
+        pointer,
+        number,
+        pointer,
+        pointer,
+        c_int,
+    )
     code.scores_differentiate.argtypes = (
-        pointer, c_int, number, number, pointer, number, pointer, pointer, pointer, c_int,
-    )  # fmt: skip
+        pointer,
+        c_int,
+        number,
+        number,
+        pointer,
+        number,
+        pointer,
+        pointer,
+        pointer,
+        c_int,
+    )
     code.rows_add.argtypes = (pointer, pointer, pointer, number, number, c_int)
     for function in (code.scores_add, code.scores_differentiate, code.rows_add):
         function.restype = None
@@ -38,7 +57,9 @@ def build() -> None:
     _code()
 
 
-def add_log_sums(logits_CU: Tensor, labels_C: Tensor, first: int, sums_C: Tensor, labelled_C: Tensor) -> None:
+def add_log_sums(
+    logits_CU: Tensor, labels_C: Tensor, first: int, sums_C: Tensor, labelled_C: Tensor
+) -> None:
     """Adds a tile of logits to the log-sum-exps so far, and notes the logits of labels in it. Float32, in place.
 
     `first`: the entry of the vocabulary in the tile's first column.
@@ -48,21 +69,38 @@ def add_log_sums(logits_CU: Tensor, labels_C: Tensor, first: int, sums_C: Tensor
     _checked(logits_CU, labels_C, sums_C, labelled_C)
     rows, columns = logits_CU.shape
     _code().scores_add(
-        logits_CU.data_ptr(), logits_CU.dtype == torch.bfloat16, rows, columns, labels_C.data_ptr(), first,
-        sums_C.data_ptr(), labelled_C.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        logits_CU.data_ptr(),
+        logits_CU.dtype == torch.bfloat16,
+        rows,
+        columns,
+        labels_C.data_ptr(),
+        first,
+        sums_C.data_ptr(),
+        labelled_C.data_ptr(),
+        torch.get_num_threads(),
+    )
 
 
-def to_gradient(logits_CU: Tensor, labels_C: Tensor, first: int, sums_C: Tensor, grad_C: Tensor, own_C: Tensor) -> None:
+def to_gradient(
+    logits_CU: Tensor, labels_C: Tensor, first: int, sums_C: Tensor, grad_C: Tensor, own_C: Tensor
+) -> None:
     """Turns a tile of logits into their gradient: -grad times the softmax, and `own` at the label."""
     if simulated():
         return
     _checked(logits_CU, labels_C, sums_C, grad_C, own_C)
     rows, columns = logits_CU.shape
     _code().scores_differentiate(
-        logits_CU.data_ptr(), logits_CU.dtype == torch.bfloat16, rows, columns, labels_C.data_ptr(), first,
-        sums_C.data_ptr(), grad_C.data_ptr(), own_C.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        logits_CU.data_ptr(),
+        logits_CU.dtype == torch.bfloat16,
+        rows,
+        columns,
+        labels_C.data_ptr(),
+        first,
+        sums_C.data_ptr(),
+        grad_C.data_ptr(),
+        own_C.data_ptr(),
+        torch.get_num_threads(),
+    )
 
 
 class RowsOf(torch.autograd.Function):
@@ -86,7 +124,12 @@ class RowsOf(torch.autograd.Function):
         rows, places, into = grad_BTD.contiguous(), tokens_BT.contiguous(), weight_VD.grad
         assert rows.dtype == into.dtype == torch.float32 and into.is_contiguous()
         _code().rows_add(
-            into.data_ptr(), rows.data_ptr(), places.data_ptr(), places.numel(), into.shape[1], torch.get_num_threads()
+            into.data_ptr(),
+            rows.data_ptr(),
+            places.data_ptr(),
+            places.numel(),
+            into.shape[1],
+            torch.get_num_threads(),
         )
         return None, None
 

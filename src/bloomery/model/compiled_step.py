@@ -35,8 +35,10 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 class _Matrix(Structure):
-    _fields_ = (*((name, c_void_p) for name in ("weight", "scales", "bias", "A", "B")),
-                *((name, c_int64) for name in ("outputs", "inputs", "kind", "rank")))  # fmt: skip
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "scales", "bias", "A", "B")),
+        *((name, c_int64) for name in ("outputs", "inputs", "kind", "rank")),
+    )
 
 
 class _Norm(Structure):
@@ -46,19 +48,39 @@ class _Norm(Structure):
 class _Layer(Structure):
     _fields_ = (
         *((name, _Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, _Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *(
+            (name, _Norm)
+            for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        ),
         *((name, _Norm) for name in ("q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")), ("kept", c_int64),
-    )  # fmt: skip
+        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
+        ("kept", c_int64),
+    )
 
 
 class _Model(Structure):
     _fields_ = (
-        ("layers", POINTER(_Layer)), ("norm", _Norm), ("head", _Matrix),
-        *((name, c_int64) for name in ("num_layers", "hidden", "inner", "heads", "kv_heads", "width", "half",
-                                       "activation", "cache_kind", "norm_whole")),
-        ("scale", c_float), ("softcap", c_float),
-    )  # fmt: skip
+        ("layers", POINTER(_Layer)),
+        ("norm", _Norm),
+        ("head", _Matrix),
+        *(
+            (name, c_int64)
+            for name in (
+                "num_layers",
+                "hidden",
+                "inner",
+                "heads",
+                "kv_heads",
+                "width",
+                "half",
+                "activation",
+                "cache_kind",
+                "norm_whole",
+            )
+        ),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
 
 
 def compile_step(decoder: Decoder, on_load: Callable[[str], None]) -> None:
@@ -95,14 +117,26 @@ class CompiledStep:
         self._tables: tuple[int, list[Rotary | None]] = 0, []
         layers: Any = body.layers
         quantized = any(isinstance(module, QuantizedWeight) for module in decoder.modules())
-        self._most = 8 * FEW if quantized else FEW  # PyTorch turns all int8 weights into floats at each forward
+        # PyTorch turns all int8 weights into floats at each forward
+        self._most = 8 * FEW if quantized else FEW
         self._layers = (_Layer * config.num_layers)(*(self._layer(block) for block in layers))
         self._model = _Model(
-            self._layers, self._norm(body.norm), self._matrix(decoder.lm_head, int8=quantized), config.num_layers,
-            config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
-            config.rotary_width // 2, ACTIVATIONS.index(config.activation), 0, config.qk_norm == "full",
-            layers[0].self_attn.scale, config.attention_softcap or 0.0,
-        )  # fmt: skip
+            self._layers,
+            self._norm(body.norm),
+            self._matrix(decoder.lm_head, int8=quantized),
+            config.num_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rotary_width // 2,
+            ACTIVATIONS.index(config.activation),
+            0,
+            config.qk_norm == "full",
+            layers[0].self_attn.scale,
+            config.attention_softcap or 0.0,
+        )
 
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
         """Whether it may append these tokens: not many, and none pushes another of them out of a window."""
@@ -110,15 +144,27 @@ class CompiledStep:
         longest = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
         return one or (count <= self._most and all(longest <= layer.kept for layer in cache.layers))
 
-    def __call__(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False) -> Tensor:
+    def __call__(
+        self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False
+    ) -> Tensor:
         """Appends tokens to the slots from `first` on.
 
         Returns logits, float32 [N, V], after the last token of each slot or, with `every`, after each token.
         """
         slots = [first + row for row, ids in enumerate(tokens) for _ in ids]
-        places = [cache.lengths[first + row] + at for row, ids in enumerate(tokens) for at in range(len(ids))]
-        assert max(places) < cache.capacity, f"{max(places) + 1} tokens do not fit into {cache.capacity}"
-        ends = [at for at in range(len(slots)) if every or at + 1 == len(slots) or slots[at] != slots[at + 1]]
+        places = [
+            cache.lengths[first + row] + at
+            for row, ids in enumerate(tokens)
+            for at in range(len(ids))
+        ]
+        assert max(places) < cache.capacity, (
+            f"{max(places) + 1} tokens do not fit into {cache.capacity}"
+        )
+        ends = [
+            at
+            for at in range(len(slots))
+            if every or at + 1 == len(slots) or slots[at] != slots[at + 1]
+        ]
         self._point_to(cache)
         numbers = c_int64 * len(slots)
         with torch.no_grad():
@@ -126,9 +172,16 @@ class CompiledStep:
             embedded = self._body.embed(ids, torch.tensor(places)).float().contiguous()
             logits = torch.empty(len(ends), self._model.head.outputs)
             self._run(
-                ctypes.byref(self._model), len(slots), numbers(*slots), numbers(*places), embedded.data_ptr(),
-                len(ends), (c_int64 * len(ends))(*ends), logits.data_ptr(), torch.get_num_threads(),
-            )  # fmt: skip
+                ctypes.byref(self._model),
+                len(slots),
+                numbers(*slots),
+                numbers(*places),
+                embedded.data_ptr(),
+                len(ends),
+                (c_int64 * len(ends))(*ends),
+                logits.data_ptr(),
+                torch.get_num_threads(),
+            )
             cache.append(first, [len(ids) for ids in tokens])
             return capped(logits, self.config.final_softcap)
 
@@ -149,9 +202,14 @@ class CompiledStep:
     def _layer(self, block: Any) -> _Layer:
         config, attention, mlp = self.config, block.self_attn, block.mlp
         before, after = config.norm_placement != "after", config.norm_placement != "before"
-        names = ("input_layernorm" if before else None, "post_attention_layernorm" if after else None,
-                 ("pre_feedforward_layernorm" if after else "post_attention_layernorm") if before else None,
-                 "post_feedforward_layernorm" if after else None)  # fmt: skip
+        names = (
+            "input_layernorm" if before else None,
+            "post_attention_layernorm" if after else None,
+            ("pre_feedforward_layernorm" if after else "post_attention_layernorm")
+            if before
+            else None,
+            "post_feedforward_layernorm" if after else None,
+        )
         norms = [None if name is None else getattr(block, name) for name in names]
         norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         maps = [getattr(attention, f"{name}_proj") for name in "qkvo"]
@@ -177,11 +235,19 @@ class CompiledStep:
         if isinstance(linear, LoraLinear):
             A, B = (each.detach() for each in linear.pair(torch.float32))
             spare = -len(A) % LANES
-            rank, A, B = len(A) + spare, F.pad(A, (0, 0, 0, spare)), F.pad(B * linear.scale, (0, spare))
+            rank, A, B = (
+                len(A) + spare,
+                F.pad(A, (0, 0, 0, spare)),
+                F.pad(B * linear.scale, (0, spare)),
+            )
         scales = None
         stored = None if type(linear) is nn.Linear else linear.stored
         if isinstance(stored, QuantizedWeight):
-            weight, scales, shape = stored.codes, stored.scales.view(torch.float32), (stored.outputs, stored.inputs)
+            weight, scales, shape = (
+                stored.codes,
+                stored.scales.view(torch.float32),
+                (stored.outputs, stored.inputs),
+            )
         else:
             assert isinstance(linear, nn.Linear)
             weight, shape = linear.weight.detach(), (linear.out_features, linear.in_features)
@@ -189,7 +255,11 @@ class CompiledStep:
                 weight, scales = quantize_int8(weight.flatten())
         pointers = [self._hold(each, whole=False) for each in (weight, scales)]
         return _Matrix(
-            *pointers, *(self._hold(each) for each in (linear.bias, A, B)), *shape, KINDS[weight.dtype], rank
+            *pointers,
+            *(self._hold(each) for each in (linear.bias, A, B)),
+            *shape,
+            KINDS[weight.dtype],
+            rank,
         )
 
     def _hold(self, tensor: Tensor | None, *, whole: bool = True) -> int | None:
@@ -212,7 +282,9 @@ def _move_together(tensors: Sequence[Tensor]) -> None:
     start = -block.data_ptr() % HUGE
     whole = (len(block) - start) // HUGE * HUGE
     with contextlib.suppress(OSError, AttributeError):  # another system: pages stay as they are
-        ctypes.CDLL(None).madvise(c_void_p(block.data_ptr() + start), ctypes.c_size_t(whole), MADV_HUGEPAGE)
+        ctypes.CDLL(None).madvise(
+            c_void_p(block.data_ptr() + start), ctypes.c_size_t(whole), MADV_HUGEPAGE
+        )
     for tensor, size in zip(tensors, sizes, strict=True):
         place = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor)

@@ -93,8 +93,10 @@ class ModelConfig:
     final_softcap: float | None = None
     scale_embeddings: bool = False
     tie_embeddings: bool = False
-    experts: Experts | None = None  # then intermediate_size is the width of those that a token meets
-    head: Literal["tokens", "values"] = "tokens"  # what is made of the last hidden states: logits, or one number each
+    # then intermediate_size is the width of those that a token meets
+    experts: Experts | None = None
+    # what is made of the last hidden states: logits, or one number each
+    head: Literal["tokens", "values"] = "tokens"
     embedding_dropout: float = 0.0
     residual_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -141,7 +143,9 @@ class ModelConfig:
 def refuse_values(config: ModelConfig, *, where: str) -> None:
     """Raises UserError for a reward model where text is generated."""
     if config.head == "values":
-        raise UserError("a reward model gives values and no text", where=where, fix="name a language model")
+        raise UserError(
+            "a reward model gives values and no text", where=where, fix="name a language model"
+        )
 
 
 def checked(config: ModelConfig, *, where: str) -> ModelConfig:
@@ -154,7 +158,9 @@ def checked(config: ModelConfig, *, where: str) -> ModelConfig:
     elif config.sliding_window and len(config.sliding_window) != config.num_layers:
         problem = f"sliding_window has {len(config.sliding_window)} entries for {config.num_layers} layers"
     elif config.rotary_layers and len(config.rotary_layers) != config.num_layers:
-        problem = f"rotary_layers has {len(config.rotary_layers)} entries for {config.num_layers} layers"
+        problem = (
+            f"rotary_layers has {len(config.rotary_layers)} entries for {config.num_layers} layers"
+        )
     if problem:
         raise UserError(problem, where=where, fix="change one of the two values")
     return config

@@ -63,10 +63,14 @@ def layers(config: ModelConfig) -> tuple[Layer, ...]:
             shapes = tuple(_block(config, matrices))
             if (experts := config.experts) is not None:
                 idle, products = _unused(config, experts)
-                found.append(Layer(name, matrices, (*shapes, *_experts(config, experts)), idle, products))
+                found.append(
+                    Layer(name, matrices, (*shapes, *_experts(config, experts)), idle, products)
+                )
                 continue
         else:
-            matrices = tuple(Matrix(*raw_config) for raw_config in config.transformers_backend.matrices)
+            matrices = tuple(
+                Matrix(*raw_config) for raw_config in config.transformers_backend.matrices
+            )
             inside = (
                 (ours.removeprefix(f"{name}."), ours, shape)
                 for ours, _, shape in config.transformers_backend.parameters
@@ -108,8 +112,12 @@ def _block(config: ModelConfig, matrices: tuple[Matrix, ...]) -> Iterator[tuple[
             yield f"{matrix.name}.bias", (matrix.outputs,)
         if matrix.name == "self_attn.o_proj" and config.qk_norm != "none":
             whole = config.qk_norm == "full"
-            yield from _norm(config, "self_attn.q_norm", config.query_width if whole else config.head_dim)
-            yield from _norm(config, "self_attn.k_norm", config.key_width if whole else config.head_dim)
+            yield from _norm(
+                config, "self_attn.q_norm", config.query_width if whole else config.head_dim
+            )
+            yield from _norm(
+                config, "self_attn.k_norm", config.key_width if whole else config.head_dim
+            )
 
 
 def _experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:

@@ -28,8 +28,11 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu,
-}  # fmt: skip
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
 
 
 def plain_backend(config: ModelConfig) -> str:
@@ -42,17 +45,23 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.window = config, config.window(layer)
         self.backend: str | Backend = backend
-        self.scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.scale = (
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        )
         width, queries, keys = config.hidden_size, config.query_width, config.key_width
         self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, width, bias=config.output_bias)
         if config.qk_norm != "none":
-            self.q_norm = build_norm(config, config.head_dim if config.qk_norm == "head" else queries)
+            self.q_norm = build_norm(
+                config, config.head_dim if config.qk_norm == "head" else queries
+            )
             self.k_norm = build_norm(config, config.head_dim if config.qk_norm == "head" else keys)
 
-    def forward(self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None
+    ) -> Tensor:
         config = self.config
         q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
         # Norm and rotation both compute in float32: nothing is rounded between them.
@@ -72,9 +81,16 @@ class Attention(nn.Module):
             if mask is not None:
                 layout, window = DocumentLayout(mask_B1TS=mask), None
         y_BHTE = attend(
-            q_BHTE, k_BKTE, v_BKTE, layout, backend=backend, window=window, softcap=config.attention_softcap,
-            scale=self.scale, dropout=config.attention_dropout if self.training else 0.0,
-        )  # fmt: skip
+            q_BHTE,
+            k_BKTE,
+            v_BKTE,
+            layout,
+            backend=backend,
+            window=window,
+            softcap=config.attention_softcap,
+            scale=self.scale,
+            dropout=config.attention_dropout if self.training else 0.0,
+        )
         projected: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
         return projected
 
@@ -84,10 +100,14 @@ class MLP(nn.Module):
         super().__init__()
         self.activate = ACTIVATIONS[config.activation]
         self.gate_proj = (
-            nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias) if config.gated_mlp else None
+            nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+            if config.gated_mlp
+            else None
         )
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
+        )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D]: with a gate as in arXiv:2002.05202, without one a plain two-layer MLP."""
@@ -116,7 +136,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None = None
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        layout: DocumentLayout,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """Two additions to the residual stream, with norms before, after or on both sides."""
         before, after = self.placement != "after", self.placement != "before"
@@ -125,7 +149,9 @@ class Block(nn.Module):
         x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if after else y_BTD)
         y_BTD = x_BTD
         if before:  # Llama calls the norm before its MLP post_attention_layernorm
-            y_BTD = (self.pre_feedforward_layernorm if after else self.post_attention_layernorm)(x_BTD)
+            y_BTD = (self.pre_feedforward_layernorm if after else self.post_attention_layernorm)(
+                x_BTD
+            )
         y_BTD = self.drop(self.mlp(y_BTD))
         return x_BTD + (self.post_feedforward_layernorm(y_BTD) if after else y_BTD)
 
@@ -146,39 +172,58 @@ class Backbone(nn.Module):
         super().__init__()
         self.config, self.backend = config, backend
         self.embedding_noise = 0.0  # of NEFTune, in training
-        self.adds_rows = False  # whether backward adds to the embedding's `.grad` by itself: `compiled_scores.RowsOf`
+        # whether backward adds to the embedding's `.grad` by itself: `compiled_scores.RowsOf`
+        self.adds_rows = False
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer, backend) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, layer, backend) for layer in range(config.num_layers)
+        )
         self.norm = build_norm(config, config.hidden_size)
 
     def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None, cache: Cache | None
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None,
+        documents_BT: Tensor | None,
+        cache: Cache | None,
     ) -> Tensor:
         positions = self.positions(tokens_BT, positions_BT, cache)
         x_BTD = self.embed(tokens_BT, positions)
         layout = layout_of(documents_BT, backend=self.backend)
         rotary = self.rotary(positions)
         for layer, block in enumerate(self.layers):
-            x_BTD = block(x_BTD, rotary[layer], layout, None if cache is None else cache.layers[layer])
+            x_BTD = block(
+                x_BTD, rotary[layer], layout, None if cache is None else cache.layers[layer]
+            )
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
         normed: Tensor = self.norm(x_BTD)
         return normed
 
-    def positions(self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None) -> Tensor:
+    def positions(
+        self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None
+    ) -> Tensor:
         """[B, T] when given, else [T] from where the cache ends, [B, 1] for several of its slots."""
         count = tokens_BT.shape[1]
         end = count if cache is None else cache.length + count
-        if self.config.positions == "learned" and end > self.config.max_positions and positions_BT is None:
+        if (
+            self.config.positions == "learned"
+            and end > self.config.max_positions
+            and positions_BT is None
+        ):
             raise UserError(
                 f"{end:,} tokens exceed the model's {self.config.max_positions:,} learned positions",
                 fix="shorten the text",
             )
         if positions_BT is not None:
             return positions_BT
-        return torch.arange(end, device=tokens_BT.device) if cache is None else cache.positions(count, tokens_BT.device)
+        return (
+            torch.arange(end, device=tokens_BT.device)
+            if cache is None
+            else cache.positions(count, tokens_BT.device)
+        )
 
     def embed(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         x_BTD: Tensor
@@ -208,7 +253,9 @@ class Backbone(nn.Module):
         if config.local_rope_theta is not None:
             local = rotary_tables(positions, config, config.local_rope_theta, None)
         rotating = config.rotary_layers or (True,) * config.num_layers
-        tables = [shared if config.window(layer) is None else local for layer in range(config.num_layers)]
+        tables = [
+            shared if config.window(layer) is None else local for layer in range(config.num_layers)
+        ]
         return [table if turns else None for table, turns in zip(tables, rotating, strict=True)]
 
 
@@ -218,7 +265,9 @@ class Step(Protocol):
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
         """Whether it appends these tokens to the slots from `first` on."""
 
-    def __call__(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False) -> Tensor:
+    def __call__(
+        self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False
+    ) -> Tensor:
         """Does so; logits after the last token of each slot, or after `every` token: float32 [N, V]."""
 
 

@@ -22,7 +22,8 @@ from bloomery.model.decoder import ALL_LOGITS, Decoder
 from bloomery.model.heads import LastLogits
 
 COLDEST = 1e-4  # below it float32 logits overflow, and the likeliest token is certain anyway
-HEAD = 1024  # the likeliest tokens, which nearly always reach top_p: sorting a whole vocabulary takes milliseconds
+# the likeliest tokens, which nearly always reach top_p: sorting a whole vocabulary takes milliseconds
+HEAD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,12 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.temperature >= 0 and self.repetition_penalty > 0 and 0 < self.top_p <= 1 and 0 <= self.min_p <= 1
+        assert (
+            self.temperature >= 0
+            and self.repetition_penalty > 0
+            and 0 < self.top_p <= 1
+            and 0 <= self.min_p <= 1
+        )
 
 
 def known_ids(*ids: int | None) -> tuple[int, ...]:
@@ -64,11 +70,18 @@ class NotFinite(UserError):
     def __init__(self) -> None:
         super().__init__(
             "the model answers with numbers that are not finite: its weights are damaged or have diverged",
-            where="the model", fix="try an earlier checkpoint with --step, or another copy of the model",
-        )  # fmt: skip
+            where="the model",
+            fix="try an earlier checkpoint with --step, or another copy of the model",
+        )
 
 
-def draw(logits: Tensor, prompt: Sequence[int], new: Sequence[int], sampling: Sampling, random: torch.Generator) -> int:
+def draw(
+    logits: Tensor,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    sampling: Sampling,
+    random: torch.Generator,
+) -> int:
     """A token from float32 logits [V] on the CPU, after the prompt and the tokens that are new since."""
     logits = penalized(logits, prompt, new, sampling)
     if sampling.temperature < COLDEST:
@@ -76,7 +89,9 @@ def draw(logits: Tensor, prompt: Sequence[int], new: Sequence[int], sampling: Sa
     return int(torch.multinomial(next_distribution(logits, sampling), 1, generator=random))
 
 
-def penalized(logits: Tensor, prompt: Sequence[int], new: Sequence[int], sampling: Sampling) -> Tensor:
+def penalized(
+    logits: Tensor, prompt: Sequence[int], new: Sequence[int], sampling: Sampling
+) -> Tensor:
     """Logits [V] after the penalties of what occurred; the same tensor where there are none."""
     if sampling.repetition_penalty != 1.0:
         ids = torch.tensor(sorted({*prompt, *new}))
@@ -84,7 +99,9 @@ def penalized(logits: Tensor, prompt: Sequence[int], new: Sequence[int], samplin
         logits = logits.index_copy(0, ids, torch.where(old > 0, old / penalty, old * penalty))
     if new and (sampling.frequency_penalty or sampling.presence_penalty):
         ids, counts = torch.tensor(new).unique(return_counts=True)
-        logits = logits.index_add(0, ids, -(sampling.frequency_penalty * counts + sampling.presence_penalty))
+        logits = logits.index_add(
+            0, ids, -(sampling.frequency_penalty * counts + sampling.presence_penalty)
+        )
     banned = list(sampling.stop_ids) if len(new) < sampling.min_new_tokens else []
     if size := sampling.no_repeat_ngram_size:
         whole = [*prompt, *new]
@@ -92,7 +109,8 @@ def penalized(logits: Tensor, prompt: Sequence[int], new: Sequence[int], samplin
         starts = range(len(whole) - size + 1)
         banned += [whole[at + size - 1] for at in starts if whole[at : at + size - 1] == begun]
     left = logits.index_fill(0, torch.tensor(banned), float("-inf")) if banned else logits
-    return left if not banned or left.max() > float("-inf") else logits  # a grammar may allow banned tokens alone
+    # a grammar may allow banned tokens alone
+    return left if not banned or left.max() > float("-inf") else logits
 
 
 def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -106,7 +124,8 @@ def next_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         head, order = shares.topk(min(HEAD, len(shares)))
         if len(head) < len(shares) and head.sum() < most:
             head, order = shares.sort(descending=True)
-        before = head.cumsum(-1) - head  # a token stays when those likelier than it do not reach p yet
+        # a token stays when those likelier than it do not reach p yet
+        before = head.cumsum(-1) - head
         kept = order[before < most]
         logits = torch.full_like(logits, float("-inf")).index_copy(0, kept, logits[kept])
     shares = logits.softmax(-1)
@@ -122,7 +141,10 @@ Choose = Callable[[Sequence[Adapter]], None]
 
 def in_one_forward(config: ModelConfig) -> bool:
     """Whether texts of several lengths can share a forward; some rotations depend on the longest of them."""
-    stretched = config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope")
+    stretched = config.rope_scaling is not None and config.rope_scaling.kind in (
+        "dynamic",
+        "longrope",
+    )
     return config.transformers_backend is None and not stretched
 
 
@@ -133,7 +155,9 @@ class Past:
     `capacity`: tokens in a slot; a single slot grows. `choose` gets the adapter of each row before a forward.
     """
 
-    def __init__(self, decoder: Decoder, slots: int = 1, capacity: int = 0, choose: Choose | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, slots: int = 1, capacity: int = 0, choose: Choose | None = None
+    ) -> None:
         self.decoder, self.slots, self.choose = decoder, slots, choose
         self.ids: list[list[int]] = [[] for _ in range(slots)]
         self.adapters: list[Adapter] = [None] * slots
@@ -145,13 +169,20 @@ class Past:
             return 0
         old = self.ids[slot]
         pairs = zip(old, ids[:-1], strict=False)
-        return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(old), len(ids) - 1))
+        return next(
+            (at for at, (one, other) in enumerate(pairs) if one != other),
+            min(len(old), len(ids) - 1),
+        )
 
-    def rest(self, ids: Sequence[int], capacity: int, slot: int = 0, adapter: Adapter = None) -> list[int]:
+    def rest(
+        self, ids: Sequence[int], capacity: int, slot: int = 0, adapter: Adapter = None
+    ) -> list[int]:
         """Keeps what is common with `ids` and returns what is left to read; there is room for `capacity` tokens."""
         common = self.common(slot, ids, adapter)
         if capacity > self.cache.capacity:
-            assert self.slots == 1, f"{capacity} tokens do not fit into a slot of {self.cache.capacity}"
+            assert self.slots == 1, (
+                f"{capacity} tokens do not fit into a slot of {self.cache.capacity}"
+            )
             room = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
             common, self.cache = 0, Cache(self.decoder.config, room)
         elif not self.cache.cut(common, slot):
@@ -160,7 +191,9 @@ class Past:
         self.ids[slot], self.adapters[slot] = list(ids[:common]), adapter
         return list(ids[common:])
 
-    def read(self, tokens: Sequence[Sequence[int]], first: int = 0, *, every: bool = False) -> Tensor:
+    def read(
+        self, tokens: Sequence[Sequence[int]], first: int = 0, *, every: bool = False
+    ) -> Tensor:
         """Logits after the tokens of the slots from `first` on, float32 [slots, V] on the CPU; with `every`, [N, V]
         after each token, of as many as `ahead` allows. What interrupts it leaves nothing of their past.
         """
@@ -180,7 +213,9 @@ class Past:
         device, head = self.decoder.model.embed_tokens.weight.device, ALL_LOGITS if every else LAST
         try:
             with torch.no_grad():
-                read: Tensor = self.decoder(torch.tensor(tokens, device=device), head=head, cache=self.cache)
+                read: Tensor = self.decoder(
+                    torch.tensor(tokens, device=device), head=head, cache=self.cache
+                )
         except BaseException:  # Ctrl+C too: half a forward would stay in the cache
             for row in rows:
                 self.cache.clear(row)
@@ -283,9 +318,13 @@ class Batch:
     """
 
     def __init__(
-        self, past: Past, *, piece: int | None = None, agree: Callable[[float], float] | None = None,
+        self,
+        past: Past,
+        *,
+        piece: int | None = None,
+        agree: Callable[[float], float] | None = None,
         speculation: Speculation | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.past, self.agree, self.speculation = past, agree, speculation
         # What rotations that depend on the length make of a token depends on the piece in which it is read.
         self.exact = in_one_forward(past.decoder.config)
@@ -297,9 +336,14 @@ class Batch:
         return len(self.texts) == self.past.slots
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling, *, adapter: Adapter = None, logprobs: int | None = None,
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        adapter: Adapter = None,
+        logprobs: int | None = None,
         constraint: Constraint | None = None,
-    ) -> Text:  # fmt: skip
+    ) -> Text:
         """Begins a text in the free slot that holds most of its prompt. `logprobs`: how many of the likeliest, too."""
         assert prompt, "a decoder needs at least one token to start from"
         assert not self.full
@@ -308,7 +352,10 @@ class Batch:
         most = most if past.slots == 1 else min(most, past.cache.capacity)
         room = max(0, min(sampling.max_new_tokens, most - len(prompt)))
         if self.exact:
-            past.swap(slot, max(range(slot, past.slots), key=lambda free: past.common(free, prompt, adapter)))
+            past.swap(
+                slot,
+                max(range(slot, past.slots), key=lambda free: past.common(free, prompt, adapter)),
+            )
         elif past.slots > 1:
             past.ids[slot] = []
         unread = past.rest(prompt, len(prompt) + room, slot, adapter)
@@ -363,7 +410,9 @@ class Batch:
             fits = bool(text.new) or len(text.unread) <= left
             left -= 0 if text.new or not fits else len(text.unread)
             tokens.append(text.unread if fits else [])
-        prompts = sum(bool(ids) for ids, text in zip(tokens, self.texts, strict=True) if not text.new)
+        prompts = sum(
+            bool(ids) for ids, text in zip(tokens, self.texts, strict=True) if not text.new
+        )
         able = step is not None and prompts > 0 and step.takes(tokens, 0, self.past.cache)
         return tokens if able else []
 
@@ -373,7 +422,9 @@ class Batch:
         most = min(self.past.ahead(texts), text.room - len(text.new) - 1)
         return self.speculation.guess(text, most) if most > 0 else []
 
-    def _draw(self, texts: Sequence[Text], guesses: Sequence[Sequence[int]], logits: Tensor) -> list[Drawn]:
+    def _draw(
+        self, texts: Sequence[Text], guesses: Sequence[Sequence[int]], logits: Tensor
+    ) -> list[Drawn]:
         """One token of each text, and one more after each guess that is right. `logits`: after each token in turn."""
         found, first = list[Drawn](), 0
         for text, guess in zip(texts, guesses, strict=True):
@@ -481,8 +532,10 @@ class DraftModel:
         if ours != theirs:
             raise UserError(
                 f"the draft model has {theirs:,} tokens in its vocabulary, the model {ours:,}",
-                where="--draft", fix="take a smaller model of the same family", code=2,
-            )  # fmt: skip
+                where="--draft",
+                fix="take a smaller model of the same family",
+                code=2,
+            )
         self.decoder, self.tokens = decoder, tokens
         self._pasts = WeakKeyDictionary[Text, Past]()
 
@@ -492,7 +545,11 @@ class DraftModel:
         if past is None:
             past = self._pasts[text] = Past(self.decoder)
         capacity = len(text.prompt) + text.room + 1
-        most = min(most, self.tokens, self.decoder.config.max_positions - len(text.prompt) - len(text.new) - 1)
+        most = min(
+            most,
+            self.tokens,
+            self.decoder.config.max_positions - len(text.prompt) - len(text.new) - 1,
+        )
         if most < 1 or capacity > self.decoder.config.max_positions:
             return []
         unread = past.rest([*text.prompt, *text.new], capacity)

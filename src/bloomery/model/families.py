@@ -15,8 +15,16 @@ from bloomery.core.errors import UserError
 from bloomery.model.config import Activation, ModelConfig, RopeKind, RopeScaling, checked
 
 FIX = "fix that value; download a published model again"
-LARGEST = {"vocab_size": 2**24, "max_positions": 2**31, "num_layers": 2**12, "num_heads": 2**12, "num_kv_heads": 2**12,
-           "hidden_size": 2**18, "intermediate_size": 2**21, "head_dim": 2**14}  # fmt: skip
+LARGEST = {
+    "vocab_size": 2**24,
+    "max_positions": 2**31,
+    "num_layers": 2**12,
+    "num_heads": 2**12,
+    "num_kv_heads": 2**12,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**21,
+    "head_dim": 2**14,
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class Fields:
             raise self.refuse(key, f"a whole number from 1 to {largest:,}")
         return value
 
-    def number(self, key: str, *, low: float = 0.0, high: float = 1e12, default: float | None = None) -> float:
+    def number(
+        self, key: str, *, low: float = 0.0, high: float = 1e12, default: float | None = None
+    ) -> float:
         value = self.get(key)
         value = default if value is None else value
         if value is None:
@@ -120,18 +130,28 @@ def rope_facts(fields: Fields, *, max_positions: int, head_dim: int) -> ConfigFi
         problem = f"{share:g} (partial_rotary_factor) of head_dim {head_dim} is not even"
         raise UserError(problem, where=fields.where, fix="choose an even head_dim")
     return {
-        "rope_theta": raw_config.number("rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)),
+        "rope_theta": raw_config.number(
+            "rope_theta", low=1e-6, default=fields.number("rope_theta", low=1e-6)
+        ),
         "rope_scaling": _scaling(scaling, fields, max_positions=max_positions, width=width),
         "rotary_share": share,
-        "local_rope_theta": local.number("rope_theta", low=1e-6, default=local_theta) if local else local_theta,
+        "local_rope_theta": local.number("rope_theta", low=1e-6, default=local_theta)
+        if local
+        else local_theta,
     }
 
 
-def _scaling(raw_config: Fields, outer: Fields, *, max_positions: int, width: int) -> RopeScaling | None:
+def _scaling(
+    raw_config: Fields, outer: Fields, *, max_positions: int, width: int
+) -> RopeScaling | None:
     kind: Any = raw_config.get("rope_type") or raw_config.get("type") or "default"
     if kind == "default":
         return None
-    kind = "longrope" if kind == "su" or (kind == "yarn" and "short_factor" in raw_config.values) else kind
+    kind = (
+        "longrope"
+        if kind == "su" or (kind == "yarn" and "short_factor" in raw_config.values)
+        else kind
+    )
     if kind not in get_args(RopeKind):
         raise UserError(
             f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
@@ -140,34 +160,57 @@ def _scaling(raw_config: Fields, outer: Fields, *, max_positions: int, width: in
         )
     if kind == "linear" or kind == "dynamic":
         return RopeScaling(kind=kind, factor=raw_config.number("factor", low=1e-6))
-    nearest = raw_config if raw_config.get("original_max_position_embeddings") is not None else outer
+    nearest = (
+        raw_config if raw_config.get("original_max_position_embeddings") is not None else outer
+    )
     outermost = outer if outer.get("original_max_position_embeddings") is not None else nearest
     original = outermost.size("original_max_position_embeddings", 2**31, default=max_positions)
     factor = raw_config.number("factor", low=1e-6, default=max_positions / original)
     shared: ConfigFields = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "llama3":
-        low, high = raw_config.number("low_freq_factor", low=1e-6), raw_config.number("high_freq_factor", low=1e-6)
+        low, high = (
+            raw_config.number("low_freq_factor", low=1e-6),
+            raw_config.number("high_freq_factor", low=1e-6),
+        )
         return RopeScaling(**shared, low_freq_factor=low, high_freq_factor=high)
     shared["attention_factor"] = raw_config.optional_number("attention_factor")
     if kind == "longrope":
-        short, long = raw_config.numbers("short_factor", width // 2), raw_config.numbers("long_factor", width // 2)
+        short, long = (
+            raw_config.numbers("short_factor", width // 2),
+            raw_config.numbers("long_factor", width // 2),
+        )
         return RopeScaling(**shared, short_factor=short, long_factor=long)
-    if shared["attention_factor"] is None:  # DeepSeek states a ratio of two `mscale`; None: YaRN's own formula
-        above, below = raw_config.optional_number("mscale"), raw_config.optional_number("mscale_all_dim")
+    # DeepSeek states a ratio of two `mscale`; None: YaRN's own formula
+    if shared["attention_factor"] is None:
+        above, below = (
+            raw_config.optional_number("mscale"),
+            raw_config.optional_number("mscale_all_dim"),
+        )
         if above and below and factor > 1:
             log = math.log(factor)  # in this order of products: they round
             shared["attention_factor"] = (0.1 * above * log + 1.0) / (0.1 * below * log + 1.0)
-    fast, slow = raw_config.optional_number("beta_fast") or 32.0, raw_config.optional_number("beta_slow") or 1.0
-    return RopeScaling(**shared, beta_fast=fast, beta_slow=slow, truncate=raw_config.get("truncate") is not False)
+    fast, slow = (
+        raw_config.optional_number("beta_fast") or 32.0,
+        raw_config.optional_number("beta_slow") or 1.0,
+    )
+    return RopeScaling(
+        **shared, beta_fast=fast, beta_slow=slow, truncate=raw_config.get("truncate") is not False
+    )
 
 
 def rope_keys(config: ModelConfig) -> ConfigFields:
     """The settings under their new and their old names, so that old and new versions of transformers agree."""
     scaling, keys = config.rope_scaling, {"rope_theta": config.rope_theta}
     share = {} if config.rotary_share == 1.0 else {"partial_rotary_factor": config.rotary_share}
-    stretched: ConfigFields = {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
+    stretched: ConfigFields = (
+        {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
+    )
     flat = {"rope_theta": config.rope_theta, **share, **stretched}
-    facts: ConfigFields = {**keys, **share, "rope_scaling": None if scaling is None else {**flat, **stretched}}
+    facts: ConfigFields = {
+        **keys,
+        **share,
+        "rope_scaling": None if scaling is None else {**flat, **stretched},
+    }
     if config.local_rope_theta is None:
         return facts | {"rope_parameters": flat}
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
@@ -182,31 +225,63 @@ def _scaling_keys(scaling: RopeScaling) -> ConfigFields:
     if scaling.attention_factor is not None:
         facts["attention_factor"] = scaling.attention_factor
     if scaling.kind == "llama3":
-        facts |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        facts |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
     elif scaling.kind == "yarn":
-        facts |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        facts |= {
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+        }
     elif scaling.kind == "longrope":
-        facts |= {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
+        facts |= {
+            "short_factor": list(scaling.short_factor),
+            "long_factor": list(scaling.long_factor),
+        }
     return facts
 
 
-LLAMA_KEYS = MappingProxyType({
-    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim", "max_positions": "max_position_embeddings", "norm_eps": "rms_norm_eps",
-    "activation": "hidden_act", "attention_dropout": "attention_dropout",
-})  # fmt: skip
-GPT2_KEYS = MappingProxyType({
-    "vocab_size": "vocab_size", "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_layers": "n_layer",
-    "num_heads": "n_head", "max_positions": "n_positions", "norm_eps": "layer_norm_epsilon",
-    "activation": "activation_function", "attention_dropout": "attn_pdrop",
-})  # fmt: skip
+LLAMA_KEYS = MappingProxyType(
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "max_positions": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "activation": "hidden_act",
+        "attention_dropout": "attention_dropout",
+    }
+)
+GPT2_KEYS = MappingProxyType(
+    {
+        "vocab_size": "vocab_size",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_layers": "n_layer",
+        "num_heads": "n_head",
+        "max_positions": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "activation": "activation_function",
+        "attention_dropout": "attn_pdrop",
+    }
+)
 GEMMA_FACTS: ConfigFields = {"norm": "rms_unit_offset", "scale_embeddings": True}
 BIASES = {"attention_bias": "attention_bias", "output_bias": "attention_bias"}
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_pytorch": "gelu", "relu": "relu",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_pytorch": "gelu",
+    "relu": "relu",
+}
 
 
 @dataclass(frozen=True)
@@ -235,7 +310,10 @@ class Family:
 
 
 def _layer_types(config: ModelConfig) -> ConfigFields:
-    kinds = ["full_attention" if config.window(n) is None else "sliding_attention" for n in range(config.num_layers)]
+    kinds = [
+        "full_attention" if config.window(n) is None else "sliding_attention"
+        for n in range(config.num_layers)
+    ]
     return {"sliding_window": _window(config), "layer_types": kinds}
 
 
@@ -243,7 +321,9 @@ def _window(config: ModelConfig) -> int | None:
     return next((window for window in config.sliding_window if window is not None), None)
 
 
-def _windows_by_type(fields: Fields, layers: int, sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+def _windows_by_type(
+    fields: Fields, layers: int, sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
     """From `layer_types`, or by the family's own rule in files that are older than that key."""
     if fields.get("sliding_window") is None:
         return ()
@@ -252,7 +332,9 @@ def _windows_by_type(fields: Fields, layers: int, sliding: Callable[[int], bool]
     unknown = set(types or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise fields.refuse("layer_types", "made of full_attention and sliding_attention")
-    slides = [sliding(n) if types is None else types[n] == "sliding_attention" for n in range(layers)]
+    slides = [
+        sliding(n) if types is None else types[n] == "sliding_attention" for n in range(layers)
+    ]
     return tuple(window if slide else None for slide in slides) if any(slides) else ()
 
 
@@ -283,8 +365,12 @@ def _windows_smollm3(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _rotating(fields: Fields, layers: int) -> tuple[bool, ...]:
     interval = fields.size("no_rope_layer_interval", 2**12, default=4)
-    raw_config = fields.entries("no_rope_layers", layers)  # the name misleads: 1 means that the layer rotates
-    return tuple(bool(raw_config[n]) if raw_config is not None else (n + 1) % interval != 0 for n in range(layers))
+    # the name misleads: 1 means that the layer rotates
+    raw_config = fields.entries("no_rope_layers", layers)
+    return tuple(
+        bool(raw_config[n]) if raw_config is not None else (n + 1) % interval != 0
+        for n in range(layers)
+    )
 
 
 def _gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
@@ -299,98 +385,222 @@ def _gemma_scale(fields: Fields, facts: ConfigFields) -> ConfigFields:
 
 def _write_gemma(config: ModelConfig) -> ConfigFields:
     scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
-    caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.final_softcap}
+    caps = {
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
     return _layer_types(config) | caps | {"query_pre_attn_scalar": round(scalar)}
 
 
 def _write_qwen(config: ModelConfig) -> ConfigFields:
     kinds = _layer_types(config)
     slides = config.sliding_window != ()
-    return kinds | {"use_sliding_window": slides, "max_window_layers": kinds["layer_types"].count("full_attention")}
+    return kinds | {
+        "use_sliding_window": slides,
+        "max_window_layers": kinds["layer_types"].count("full_attention"),
+    }
 
 
 def _write_smollm3(config: ModelConfig) -> ConfigFields:
     rotating = config.rotary_layers or (True,) * config.num_layers
-    slides = {"use_sliding_window": config.sliding_window != (), "no_rope_layers": [int(turns) for turns in rotating]}
+    slides = {
+        "use_sliding_window": config.sliding_window != (),
+        "no_rope_layers": [int(turns) for turns in rotating],
+    }
     return _layer_types(config) | slides
 
 
 def _write_phi3(config: ModelConfig) -> ConfigFields:
     scaling = config.rope_scaling
     original = None if scaling is None else scaling.original_max_positions
-    return {"sliding_window": _window(config), "original_max_position_embeddings": original or config.max_positions}
+    return {
+        "sliding_window": _window(config),
+        "original_max_position_embeddings": original or config.max_positions,
+    }
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType({
-    "llama": Family(
-        "LlamaForCausalLM", flags=BIASES | {"mlp_bias": "mlp_bias"},
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e4},
-    ),
-    "mistral": Family(
-        "MistralForCausalLM", windows=_windows_everywhere, write=lambda config: {"sliding_window": _window(config)},
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-                  "hidden_act": "silu", "rope_theta": 1e4, "sliding_window": 4096},
-    ),
-    "qwen2": Family(
-        "Qwen2ForCausalLM", {"attention_bias": True}, windows=_windows_qwen, write=_write_qwen,
-        defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e4,
-                  "max_window_layers": 28},
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", {"qk_norm": "head"}, flags=BIASES, windows=_windows_qwen, write=_write_qwen,
-        defaults={"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-                  "rope_theta": 1e4, "max_window_layers": 28},
-    ),
-    "gemma": Family(
-        "GemmaForCausalLM", GEMMA_FACTS, flags=BIASES, activations=ACTIVATIONS | {"gelu": "gelu_tanh"},
-        defaults={"head_dim": 256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-                  "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "num_key_value_heads": 16},
-    ),
-    "gemma2": Family(
-        "Gemma2ForCausalLM", {**GEMMA_FACTS, "norm_placement": "both"}, flags=BIASES,
-        keys=LLAMA_KEYS | {"activation": "hidden_activation"},
-        windows=lambda fields, layers: _windows_by_type(fields, layers, lambda n: n % 2 == 0),
-        extra=_gemma_scale, write=_write_gemma,
-        defaults={"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
-                  "rope_theta": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-                  "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
-                  "final_logit_softcapping": 30.0},
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", {**GEMMA_FACTS, "norm_placement": "both", "qk_norm": "head"}, flags=BIASES,
-        keys=LLAMA_KEYS | {"activation": "hidden_activation"},
-        windows=_windows_gemma3, extra=_gemma_scale, write=_write_gemma, classifier="Gemma3Text",
-        defaults={"vocab_size": 262208, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
-                  "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-                  "rope_local_base_freq": 1e4, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-                  "query_pre_attn_scalar": 256, "sliding_window": 4096},
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM", flags=BIASES | {"mlp_bias": "mlp_bias"}, windows=_windows_smollm3, write=_write_smollm3,
-        extra=lambda fields, facts: {"rotary_layers": _rotating(fields, facts["num_layers"])},
-        defaults={"num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
-                  "hidden_act": "silu", "rope_theta": 2e6, "tie_word_embeddings": True},
-    ),
-    "olmo2": Family(
-        "Olmo2ForCausalLM", {"norm_placement": "after", "qk_norm": "full"}, flags=BIASES,
-        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4},
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM", windows=_windows_everywhere, write=_write_phi3, states_dropout=True,
-        defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 1e4},
-    ),
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        {"norm": "layer", "gated_mlp": False, "attention_bias": True, "output_bias": True, "mlp_bias": True,
-         "positions": "learned"},
-        keys=GPT2_KEYS, gelu_tanh="gelu_new", states_dropout=True,
-        extra=lambda fields, _: {"attention_scale": 1.0 if fields.get("scale_attn_weights") is False else None},
-        write=lambda config: {"scale_attn_weights": config.attention_scale is None},
-        defaults={"n_positions": 1024, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
-                  "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True},
-        refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
-    ),
-})  # fmt: skip
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(
+            "LlamaForCausalLM",
+            flags=BIASES | {"mlp_bias": "mlp_bias"},
+            defaults={
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+            },
+        ),
+        "mistral": Family(
+            "MistralForCausalLM",
+            windows=_windows_everywhere,
+            write=lambda config: {"sliding_window": _window(config)},
+            defaults={
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "sliding_window": 4096,
+            },
+        ),
+        "qwen2": Family(
+            "Qwen2ForCausalLM",
+            {"attention_bias": True},
+            windows=_windows_qwen,
+            write=_write_qwen,
+            defaults={
+                "max_position_embeddings": 32768,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "max_window_layers": 28,
+            },
+        ),
+        "qwen3": Family(
+            "Qwen3ForCausalLM",
+            {"qk_norm": "head"},
+            flags=BIASES,
+            windows=_windows_qwen,
+            write=_write_qwen,
+            defaults={
+                "head_dim": 128,
+                "max_position_embeddings": 32768,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "max_window_layers": 28,
+            },
+        ),
+        "gemma": Family(
+            "GemmaForCausalLM",
+            GEMMA_FACTS,
+            flags=BIASES,
+            activations=ACTIVATIONS | {"gelu": "gelu_tanh"},
+            defaults={
+                "head_dim": 256,
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1e4,
+                "hidden_act": "gelu_pytorch_tanh",
+                "tie_word_embeddings": True,
+                "num_key_value_heads": 16,
+            },
+        ),
+        "gemma2": Family(
+            "Gemma2ForCausalLM",
+            {**GEMMA_FACTS, "norm_placement": "both"},
+            flags=BIASES,
+            keys=LLAMA_KEYS | {"activation": "hidden_activation"},
+            windows=lambda fields, layers: _windows_by_type(fields, layers, lambda n: n % 2 == 0),
+            extra=_gemma_scale,
+            write=_write_gemma,
+            defaults={
+                "head_dim": 256,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1e4,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "tie_word_embeddings": True,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+        ),
+        "gemma3_text": Family(
+            "Gemma3ForCausalLM",
+            {**GEMMA_FACTS, "norm_placement": "both", "qk_norm": "head"},
+            flags=BIASES,
+            keys=LLAMA_KEYS | {"activation": "hidden_activation"},
+            windows=_windows_gemma3,
+            extra=_gemma_scale,
+            write=_write_gemma,
+            classifier="Gemma3Text",
+            defaults={
+                "vocab_size": 262208,
+                "head_dim": 256,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "tie_word_embeddings": True,
+                "query_pre_attn_scalar": 256,
+                "sliding_window": 4096,
+            },
+        ),
+        "smollm3": Family(
+            "SmolLM3ForCausalLM",
+            flags=BIASES | {"mlp_bias": "mlp_bias"},
+            windows=_windows_smollm3,
+            write=_write_smollm3,
+            extra=lambda fields, facts: {"rotary_layers": _rotating(fields, facts["num_layers"])},
+            defaults={
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 32768,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 2e6,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "olmo2": Family(
+            "Olmo2ForCausalLM",
+            {"norm_placement": "after", "qk_norm": "full"},
+            flags=BIASES,
+            defaults={
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+            },
+        ),
+        "phi3": Family(
+            "Phi3ForCausalLM",
+            windows=_windows_everywhere,
+            write=_write_phi3,
+            states_dropout=True,
+            defaults={
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+            },
+        ),
+        "gpt2": Family(
+            "GPT2LMHeadModel",
+            {
+                "norm": "layer",
+                "gated_mlp": False,
+                "attention_bias": True,
+                "output_bias": True,
+                "mlp_bias": True,
+                "positions": "learned",
+            },
+            keys=GPT2_KEYS,
+            gelu_tanh="gelu_new",
+            states_dropout=True,
+            extra=lambda fields, _: {
+                "attention_scale": 1.0 if fields.get("scale_attn_weights") is False else None
+            },
+            write=lambda config: {"scale_attn_weights": config.attention_scale is None},
+            defaults={
+                "n_positions": 1024,
+                "layer_norm_epsilon": 1e-5,
+                "activation_function": "gelu_new",
+                "resid_pdrop": 0.1,
+                "embd_pdrop": 0.1,
+                "attn_pdrop": 0.1,
+                "tie_word_embeddings": True,
+            },
+            refused=("scale_attn_by_inverse_layer_idx", "add_cross_attention"),
+        ),
+    }
+)
 
 
 # The model_type of a multimodal model, and of its language model.
@@ -419,9 +629,10 @@ def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
         if raw_config == family.architecture:
             return name
     raise UserError(
-        f"{str(raw_config)[:60]!r} is not a supported architecture", where=where,
+        f"{str(raw_config)[:60]!r} is not a supported architecture",
+        where=where,
         fix=f"supported: {', '.join(FAMILIES)}",
-    )  # fmt: skip
+    )
 
 
 def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
@@ -440,15 +651,22 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     facts |= {native_name: fields.flag(theirs) for native_name, theirs in family.flags.items()}
     facts["norm_eps"] = fields.number(family.keys["norm_eps"], high=1.0)
     facts["activation"] = fields.choice(family.keys["activation"], family.activations)
-    facts["attention_dropout"] = fields.number(family.keys["attention_dropout"], high=0.999, default=0.0)
+    facts["attention_dropout"] = fields.number(
+        family.keys["attention_dropout"], high=0.999, default=0.0
+    )
     facts["tie_embeddings"] = fields.flag("tie_word_embeddings")
     facts["sliding_window"] = family.windows(fields, facts["num_layers"])
     if facts.get("positions") != "learned":
-        facts |= rope_facts(fields, max_positions=facts["max_positions"], head_dim=facts["head_dim"])
+        facts |= rope_facts(
+            fields, max_positions=facts["max_positions"], head_dim=facts["head_dim"]
+        )
     facts |= family.extra(fields, facts)
     if _gives_values(hf, where):
         facts["head"] = "values"
-    facts |= {key: fields.token(key, facts["vocab_size"]) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    facts |= {
+        key: fields.token(key, facts["vocab_size"])
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     return checked(ModelConfig(**facts), where=where)
 
 
@@ -458,10 +676,13 @@ def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
     raw_config = architectures[0] if isinstance(architectures, list) and architectures else ""
     if not str(raw_config).endswith("ForSequenceClassification"):
         return False
-    count = len(labels) if isinstance(labels, dict) else hf.get("num_labels", 2)  # transformers' default is 2
+    # transformers' default is 2
+    count = len(labels) if isinstance(labels, dict) else hf.get("num_labels", 2)
     if count != 1:
         problem = f"a classifier of {str(count)[:20]} labels gives no single value"
-        raise UserError(problem, where=where, fix="choose a reward model, or the model that it was made from")
+        raise UserError(
+            problem, where=where, fix="choose a reward model, or the model that it was made from"
+        )
     return True
 
 
@@ -480,11 +701,17 @@ def _sizes(fields: Fields, family: Family) -> dict[str, int]:
     if not whole:
         raise fields.refuse(family.keys["hidden_size"], f"a multiple of the {heads} heads")
     return {
-        "vocab_size": size("vocab_size"), "hidden_size": width, "num_layers": size("num_layers"), "num_heads": heads,
-        "intermediate_size": size("intermediate_size", None if family.facts.get("gated_mlp", True) else 4 * width),
-        "num_kv_heads": size("num_kv_heads", heads), "head_dim": size("head_dim", per_head or None),
+        "vocab_size": size("vocab_size"),
+        "hidden_size": width,
+        "num_layers": size("num_layers"),
+        "num_heads": heads,
+        "intermediate_size": size(
+            "intermediate_size", None if family.facts.get("gated_mlp", True) else 4 * width
+        ),
+        "num_kv_heads": size("num_kv_heads", heads),
+        "head_dim": size("head_dim", per_head or None),
         "max_positions": size("max_positions"),
-    }  # fmt: skip
+    }
 
 
 def config_to_hf(config: ModelConfig) -> ConfigFields:
@@ -498,17 +725,29 @@ def config_to_hf(config: ModelConfig) -> ConfigFields:
         for native_name, theirs in family.keys.items()
         if native_name != "activation"
     }
-    raw_config |= {theirs: getattr(config, native_name) for native_name, theirs in family.flags.items()}
-    raw_config[family.keys["activation"]] = family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
-    raw_config |= {"tie_word_embeddings": config.tie_embeddings, "initializer_range": config.initializer_range}
+    raw_config |= {
+        theirs: getattr(config, native_name) for native_name, theirs in family.flags.items()
+    }
+    raw_config[family.keys["activation"]] = (
+        family.gelu_tanh if config.activation == "gelu_tanh" else config.activation
+    )
+    raw_config |= {
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initializer_range,
+    }
     raw_config |= {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     raw_config |= {"pad_token_id": config.pad_token_id, "use_cache": True}
     if family.states_dropout or config.residual_dropout or config.embedding_dropout:
-        raw_config |= {"resid_pdrop": config.residual_dropout, "embd_pdrop": config.embedding_dropout}
+        raw_config |= {
+            "resid_pdrop": config.residual_dropout,
+            "embd_pdrop": config.embedding_dropout,
+        }
     if config.positions == "rotary":
         raw_config |= rope_keys(config)
     if config.head == "values":  # transformers' names for a model with one value per text
-        stem = family.classifier or family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        stem = family.classifier or family.architecture.removesuffix("ForCausalLM").removesuffix(
+            "LMHeadModel"
+        )
         raw_config |= {"architectures": [f"{stem}ForSequenceClassification"]}
         raw_config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     raw_config |= family.write(config)
@@ -518,8 +757,9 @@ def config_to_hf(config: ModelConfig) -> ConfigFields:
         listed = ", ".join(f"{name} {getattr(config, name)!r}" for name in lost)
         raise UserError(
             f"a {config.family} model cannot have {listed}",
-            where="model.family", fix=f"choose another family ({', '.join(FAMILIES)}) or leave these settings out",
-        )  # fmt: skip
+            where="model.family",
+            fix=f"choose another family ({', '.join(FAMILIES)}) or leave these settings out",
+        )
     return raw_config
 
 
@@ -534,7 +774,9 @@ def known_family(name: str) -> Family:
     """Raises UserError for a name that is none."""
     if name not in FAMILIES:
         raise UserError(
-            f"{name!r} is not a supported family", where="model.family", fix=f"known: {', '.join(FAMILIES)}"
+            f"{name!r} is not a supported family",
+            where="model.family",
+            fix=f"known: {', '.join(FAMILIES)}",
         )
     return FAMILIES[name]
 
@@ -542,11 +784,15 @@ def known_family(name: str) -> Family:
 def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
     """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
     keys = known_family(name).keys
-    raw_config: ConfigFields = {keys[native_name]: size for native_name, size in sizes.items() if native_name in keys}
+    raw_config: ConfigFields = {
+        keys[native_name]: size for native_name, size in sizes.items() if native_name in keys
+    }
     if window is not None:
         raw_config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     config = config_from_hf({"model_type": name, **raw_config}, where="model")
     if window is not None and not config.sliding_window:
         fix = "leave it out, or choose mistral"
-        raise UserError(f"a {name} model has no sliding window", where="model.sliding_window", fix=fix)
+        raise UserError(
+            f"a {name} model has no sliding window", where="model.sliding_window", fix=fix
+        )
     return replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)

@@ -58,7 +58,8 @@ class Values:
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         assert output.out_features == 1 and softcap is None, "this model gives logits"
-        with torch.autocast(hidden_BTD.device.type, enabled=False):  # bfloat16 would give values three digits
+        # bfloat16 would give values three digits
+        with torch.autocast(hidden_BTD.device.type, enabled=False):
             return F.linear(widened(hidden_BTD), widened(output.weight)).squeeze(-1)
 
 
@@ -82,13 +83,22 @@ class LabelScores:
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         known = {"weight"} if output.bias is None else {"weight", "bias"}
-        assert set(dict(output.named_parameters())) == known, "only weight and bias of the output layer are read"
-        flat_ND, labels_N, loss_mask_N = hidden_BTD.flatten(0, 1), self.labels_BT.flatten(), self.loss_mask_BT.flatten()
+        assert set(dict(output.named_parameters())) == known, (
+            "only weight and bias of the output layer are read"
+        )
+        flat_ND, labels_N, loss_mask_N = (
+            hidden_BTD.flatten(0, 1),
+            self.labels_BT.flatten(),
+            self.loss_mask_BT.flatten(),
+        )
         weight_VD, into_grad = output.weight, self.into_grad
-        if output.bias is not None:  # one more input, which is always 1; the joined matrix is no parameter
+        # one more input, which is always 1; the joined matrix is no parameter
+        if output.bias is not None:
             flat_ND, into_grad = F.pad(flat_ND, (0, 1), value=1.0), False
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
-        settings = Settings(softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad, self.native)
+        settings = Settings(
+            softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad, self.native
+        )
         if torch.compiler.is_compiling():  # shapes stay as they are
             scores_N = label_scores(flat_ND, weight_VD, labels_N, settings) * (loss_mask_N != 0)
         else:
@@ -112,7 +122,9 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def label_scores(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings) -> Tensor:
+def label_scores(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
+) -> Tensor:
     """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in."""
     kind, num_rows = hidden_ND.device.type, len(labels_N)
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
@@ -120,7 +132,11 @@ def label_scores(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, setting
         settings = replace(settings, compiled=False)
     elif settings.native:
         settings = replace(settings, native=False)
-    spare = -num_rows % settings.chunk if settings.compiled else _spare(num_rows, settings, compute, kind)
+    spare = (
+        -num_rows % settings.chunk
+        if settings.compiled
+        else _spare(num_rows, settings, compute, kind)
+    )
     if spare:
         hidden_ND, labels_N = F.pad(hidden_ND, (0, 0, 0, spare)), F.pad(labels_N, (0, spare))
     inputs = hidden_ND.to(compute), weight_VD, labels_N, settings
@@ -147,7 +163,9 @@ def _log_sums(logits_CV: Tensor, softcap: float | None) -> Tensor:
     return torch.logsumexp(capped(widened(logits_CV), softcap), 1)
 
 
-def _to_other_gradient(logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None) -> None:
+def _to_other_gradient(
+    logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None
+) -> None:
     """Turns logits into -grad times the softmax, through the soft-cap: right everywhere but at the label."""
     exact_CV, slope_CV = widened(logits_CV), None
     if softcap is not None:
@@ -179,8 +197,13 @@ class _LabelScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings) -> Tensor:
-        log_sums, exact = _chosen(_log_sums, settings), torch.promote_types(hidden_ND.dtype, torch.float32)
+    def forward(
+        ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
+    ) -> Tensor:
+        log_sums, exact = (
+            _chosen(_log_sums, settings),
+            torch.promote_types(hidden_ND.dtype, torch.float32),
+        )
         sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=exact)
         labelled_N = torch.zeros_like(sums_N)
         for entries in _slices(len(weight_VD), _tile(weight_VD)):
@@ -216,7 +239,8 @@ class _LabelScores(torch.autograd.Function):
         elif ctx.needs_input_grad[1]:
             d_weight = torch.zeros_like(weight_VD, dtype=sums_N.dtype)
         grad_N = grad_N.contiguous()  # that of a sum is one number, expanded
-        label_N = -torch.expm1(scores_N) * grad_N  # grad (1 - share of the label), through the soft-cap
+        # grad (1 - share of the label), through the soft-cap
+        label_N = -torch.expm1(scores_N) * grad_N
         if settings.softcap is not None:
             label_N = label_N * (1 - ((scores_N + sums_N) / settings.softcap).square())
         for entries in _slices(len(weight_VD), _tile(weight_VD)):
@@ -225,14 +249,22 @@ class _LabelScores(torch.autograd.Function):
                 gradient_CU = kept[0] if kept else hidden_ND[rows] @ weight_UD.T  # logits, so far
                 if settings.native:
                     compiled_scores.to_gradient(
-                        gradient_CU, labels_N[rows], entries.start, sums_N[rows], grad_N[rows], label_N[rows]
+                        gradient_CU,
+                        labels_N[rows],
+                        entries.start,
+                        sums_N[rows],
+                        grad_N[rows],
+                        label_N[rows],
                     )
                 else:
                     to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
                     place_C, inside_C = _places(labels_N[rows], entries)
                     every_C = torch.arange(len(place_C), device=place_C.device)
                     # equals scatter_, which passes over the whole vocabulary on a CPU
-                    others_C, own_C = gradient_CU[every_C, place_C], label_N[rows].to(gradient_CU.dtype)
+                    others_C, own_C = (
+                        gradient_CU[every_C, place_C],
+                        label_N[rows].to(gradient_CU.dtype),
+                    )
                     gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
                 d_hidden[rows] += gradient_CU @ weight_UD
                 if d_weight is None:
@@ -251,13 +283,17 @@ def _tile(weight_VD: Tensor) -> int:
 
 def _slices(size: int, step: int) -> list[slice]:
     """All of `size`, at least one slice: for a stable shape without loss tokens."""
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)] or [slice(0, 0)]
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)] or [
+        slice(0, 0)
+    ]
 
 
 def _places(labels_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
     """Where in a tile each label stands, and whether it does; elsewhere the place is a valid one that means nothing."""
     place_C = labels_C - entries.start
-    return place_C.clamp(0, entries.stop - entries.start - 1), (place_C >= 0) & (labels_C < entries.stop)
+    return place_C.clamp(0, entries.stop - entries.start - 1), (place_C >= 0) & (
+        labels_C < entries.stop
+    )
 
 
 @dataclass(frozen=True)
@@ -293,7 +329,9 @@ class Divergence:
         piece = partial(_scored, caps=(softcap, self.teacher.softcap), temperature=self.temperature)
         hidden_ND, labels_N = hidden_BTD.flatten(0, 1)[learned], self.labels_BT.flatten()[learned]
         pieces = [
-            checkpoint(piece, h_CD, t_CS, *heads, labels_C, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(
+                piece, h_CD, t_CS, *heads, labels_C, use_reentrant=False, preserve_rng_state=False
+            )
             for h_CD, t_CS, labels_C in zip(
                 *(torch.split(x, self.chunk) for x in (hidden_ND, taught_NS, labels_N)), strict=True
             )
@@ -323,7 +361,9 @@ def _scored(
     """[2, C]."""
     logits_CV = capped(widened(F.linear(h_CD.to(weight_VD.dtype), weight_VD, bias_V)), caps[0])
     with torch.no_grad():
-        taught_CV = capped(widened(F.linear(t_CS.to(weight_VS.dtype), weight_VS, taught_bias_V)), caps[1])
+        taught_CV = capped(
+            widened(F.linear(t_CS.to(weight_VS.dtype), weight_VS, taught_bias_V)), caps[1]
+        )
         taught_CV = torch.log_softmax(taught_CV / temperature, 1)
     scores_C = torch.log_softmax(logits_CV, 1).gather(1, labels_C[:, None]).squeeze(1)
     learned_CV = torch.log_softmax(logits_CV / temperature, 1)[:, : len(weight_VS)]

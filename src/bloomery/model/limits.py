@@ -16,18 +16,24 @@ from bloomery.hardware.machine import Machine
 # passes between the matmuls cost little, and computing them twice is quicker than reading all 50,000 from memory.
 CPU_TILE = 4096
 ATTENTION_BLOCK = 256  # queries and keys of a tile of blockwise attention
-CPU_SCORES, GPU_SCORES = 2**20, 2**23  # of such tiles that exist at once: a cache's worth, or enough to fill a GPU
+# of such tiles that exist at once: a cache's worth, or enough to fill a GPU
+CPU_SCORES, GPU_SCORES = 2**20, 2**23
 # Numbers that an optimizer of our own works on at once: 16 million (64 MiB of float32) keep a device busy, 128 thousand
 # stay in a core's cache.
 GPU_PIECE, CPU_PIECE = 2**24, 2**17
-INT8_BLOCK = 256  # numbers of a state that share a scale: arXiv:2110.02861 takes 2048, bitsandbytes 256 today
-INT8_SMALLEST = 4096  # tensors of fewer numbers keep float32 moments, as in bitsandbytes: they decide much
-MUON_STACK = 2**24  # numbers of matrices orthogonalized at once: enough to fill a device, 100 MiB of scratch at most
+# numbers of a state that share a scale: arXiv:2110.02861 takes 2048, bitsandbytes 256 today
+INT8_BLOCK = 256
+# tensors of fewer numbers keep float32 moments, as in bitsandbytes: they decide much
+INT8_SMALLEST = 4096
+# numbers of matrices orthogonalized at once: enough to fill a device, 100 MiB of scratch at most
+MUON_STACK = 2**24
 
 
 BLOCK = 64  # weights that share a scale (arXiv:2305.14314, section 3; bitsandbytes' default)
-SCALES_BLOCK = 256  # scales that share a scale of their own under double quantization (the same section)
-Dequantizer = Literal["torch", "compiled", "bitsandbytes"]  # of quantized weights; the first two are our own
+# scales that share a scale of their own under double quantization (the same section)
+SCALES_BLOCK = 256
+# of quantized weights; the first two are our own
+Dequantizer = Literal["torch", "compiled", "bitsandbytes"]
 SCALE_BYTES = 4  # float32
 # Weights dequantized at once, and the scratch bytes of each in addition to its float. On a CPU they stay in its caches.
 DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES = 2**17, 2**23, 6
@@ -48,7 +54,8 @@ def buffer_bytes(count: int, base: str, double: bool) -> tuple[int, int, int]:
     codes = -(-count // 2)
     if not double:
         return codes, blocks * SCALE_BYTES, 0
-    return codes, blocks, (-(-blocks // SCALES_BLOCK) + 1) * SCALE_BYTES  # one more: what is subtracted from them all
+    # one more: what is subtracted from them all
+    return codes, blocks, (-(-blocks // SCALES_BLOCK) + 1) * SCALE_BYTES
 
 
 def dequantizer(machine: Machine, base: str, *, device: str, compiled: bool) -> Choice[Dequantizer]:
@@ -59,15 +66,25 @@ def dequantizer(machine: Machine, base: str, *, device: str, compiled: bool) -> 
     if device == "cpu":
         return Choice("torch", "native dequantization on a CPU")
     ours: Dequantizer = "compiled" if compiled else "torch"
-    missing = "no other has a scale for each 64 of 8 bits" if base == "int8" else _without_bitsandbytes(machine)
+    missing = (
+        "no other has a scale for each 64 of 8 bits"
+        if base == "int8"
+        else _without_bitsandbytes(machine)
+    )
     if missing is None:
-        return Choice("bitsandbytes", "bitsandbytes reads them: its probe came out right on this GPU")
-    return Choice(ours, f"Bloomery's own code{', compiled,' if compiled else ''} reads them: {missing}")
+        return Choice(
+            "bitsandbytes", "bitsandbytes reads them: its probe came out right on this GPU"
+        )
+    return Choice(
+        ours, f"Bloomery's own code{', compiled,' if compiled else ''} reads them: {missing}"
+    )
 
 
 def _without_bitsandbytes(machine: Machine) -> str | None:
     """Why its kernels are not taken; None: they are there and were right."""
-    installed = next((package for package in machine.software.packages if package.name == "bitsandbytes"), None)
+    installed = next(
+        (package for package in machine.software.packages if package.name == "bitsandbytes"), None
+    )
     if installed is None:
         return "bitsandbytes is not installed"
     numbers = [int(number) for number in re.findall(r"\d+", installed.version)[:2]]

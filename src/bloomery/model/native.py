@@ -39,10 +39,14 @@ def library(source: Library) -> ctypes.CDLL:
     if compiler is None:
         raise Uncompiled("no C++ compiler is installed: apt install g++")
     # The machine and its CPU are part of the name: a home folder may be shared by several.
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, check=False
+    ).stdout
     facts = [code.decode(), compiler, version, " ".join(FLAGS), _cpu()]
     stem = source.file.partition(".")[0]
-    built = cache_folder() / f"{stem}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}.so"
+    built = (
+        cache_folder() / f"{stem}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:16]}.so"
+    )
     if not built.exists():
         _compile(compiler, code, built)
     return ctypes.CDLL(str(built))
@@ -60,11 +64,16 @@ def _compile(compiler: str, code: bytes, into: Path) -> None:
         with tempfile.TemporaryDirectory(dir=into.parent) as folder:
             made = Path(folder) / into.name
             done = subprocess.run(
-                [compiler, *FLAGS, "-x", "c++", "-", "-o", str(made)], input=code, capture_output=True, check=False,
-            )  # fmt: skip
+                [compiler, *FLAGS, "-x", "c++", "-", "-o", str(made)],
+                input=code,
+                capture_output=True,
+                check=False,
+            )
             if done.returncode:
                 lines = done.stderr.decode(errors="replace").splitlines() or [""]
-                raise Uncompiled(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}")
+                raise Uncompiled(
+                    f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}"
+                )
             made.chmod(0o700)
             made.replace(into)
     except OSError as error:
@@ -77,4 +86,7 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "") + platform.machine()
+    return (
+        next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        + platform.machine()
+    )

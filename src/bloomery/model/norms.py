@@ -17,7 +17,8 @@ from bloomery.model.config import ModelConfig
 def working_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a matmul of `x` under autocast; that of `x` where no autocast is on."""
     device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # `is_autocast_available` breaks torch 2.9's compile
+    # `is_autocast_available` breaks torch 2.9's compile
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
@@ -48,21 +49,29 @@ class RMSNormFunction(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             overlap = (product @ gain).unsqueeze(-1).div_(-x.shape[-1])
         grad_x = (grad * gain).addcmul_(normed, overlap).mul_(scale)
-        grad_gain = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None  # frozen under an adapter
+        # frozen under an adapter
+        grad_gain = product.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         return grad_x.to(x.dtype), grad_gain, None, None
 
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm in float32 at least, and what each row was multiplied by."""
     wide = widened(x)
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    scale = (
+        torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
     return (wide * scale).mul_(gain), scale
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * gain over the last axis, as `dtype`."""
     if not torch.compiler.is_compiling() and kind_of(x.device) == "cpu":
-        if not torch.is_grad_enabled():  # one token is normed as fast as an autograd function is called
+        # one token is normed as fast as an autograd function is called
+        if not torch.is_grad_enabled():
             return _normed(x, widened(gain), eps)[0].to(dtype)
         normed: Tensor = RMSNormFunction.apply(x, widened(gain), eps, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
         return normed

@@ -49,7 +49,11 @@ def chosen(config_json: Mapping[str, Any], implementation: str) -> str:
     architecture = named[0] if isinstance(named, list) and named else None
     native = any(architecture == family.architecture for family in FAMILIES.values())
     known = native or text_part(config_json).get("model_type") in FAMILIES
-    return "native" if known or find_spec("transformers") is None or "model_type" not in config_json else "transformers"
+    return (
+        "native"
+        if known or find_spec("transformers") is None or "model_type" not in config_json
+        else "transformers"
+    )
 
 
 def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelConfig:
@@ -61,8 +65,11 @@ def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelC
         problem = "not supported: training transformers' layers from quantized weights"
         raise UserError(problem, where=where, fix="use the unquantized model")
     if any(key in config_json for key in ("vision_config", "audio_config", "text_config")):
-        raise UserError("it is a multimodal model, and only text is trained here", where=where, fix=OTHER)
-    kept = {key: value for key, value in config_json.items() if key != "auto_map"}  # no code comes with a model
+        raise UserError(
+            "it is a multimodal model, and only text is trained here", where=where, fix=OTHER
+        )
+    # no code comes with a model
+    kept = {key: value for key, value in config_json.items() if key != "auto_map"}
     return _asked(json.dumps(kept, sort_keys=True), where)
 
 
@@ -79,7 +86,12 @@ def _asked(raw_config: str, where: str) -> ModelConfig:
 
 
 def _probed(raw_config: str, where: str) -> ModelConfig:
-    from bloomery.model.transformers_backend import Unlike, blank_model, computed_buffers, transformers_facts
+    from bloomery.model.transformers_backend import (
+        Unlike,
+        blank_model,
+        computed_buffers,
+        transformers_facts,
+    )
 
     fields = _fields(json.loads(raw_config), where)
     sizes = _sizes(fields)
@@ -87,10 +99,21 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         whole, attention = blank_model(raw_config)
         facts = transformers_facts(whole, sizes["num_layers"])
     except Unlike as error:
-        raise UserError(f"transformers' layers do not fit here: {error}", where=where, fix=OTHER) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise UserError(
+            f"transformers' layers do not fit here: {error}", where=where, fix=OTHER
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        ZeroDivisionError,
+    ) as error:
         problem = f"transformers cannot build this model: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise UserError(problem[:300], where=where, fix="fix config.json, or download the model again") from error
+        raise UserError(
+            problem[:300], where=where, fix="fix config.json, or download the model again"
+        ) from error
     try:
         computed_buffers(raw_config, attention)
         reason = ""
@@ -98,21 +121,34 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         reason = str(error)
     tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     rate = fields.number("attention_dropout", high=0.999, default=0.0)
-    factor = fields.number("logit_scale", default=1.0) / fields.number("logits_scaling", low=1e-6, default=1.0)
+    factor = fields.number("logit_scale", default=1.0) / fields.number(
+        "logits_scaling", low=1e-6, default=1.0
+    )
     activation = fields.get("hidden_act") or fields.get("activation_function") or "gelu"
-    ids = {key: fields.token(key, sizes["vocab_size"]) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {
+        key: fields.token(key, sizes["vocab_size"])
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     facts_of_all: dict[str, Any] = {**sizes, **ids}
     config = ModelConfig(
-        family=fields.get("model_type"), **facts_of_all, norm="layer",
+        family=fields.get("model_type"),
+        **facts_of_all,
+        norm="layer",
         gated_mlp=any("gate" in name for name, *_ in facts["matrices"]),
         activation=ACTIVATIONS.get(str(activation), "gelu"),
-        tie_embeddings=tied, final_softcap=fields.optional_number("final_logit_softcapping"), attention_dropout=rate,
+        tie_embeddings=tied,
+        final_softcap=fields.optional_number("final_logit_softcapping"),
+        attention_dropout=rate,
         sliding_window=_windows(fields, sizes["num_layers"]),
         transformers_backend=TransformersBackend(
-            raw_config=raw_config, architecture=type(whole).__name__, attention=attention, factor=factor,
-            safe_reason=reason, **facts,
+            raw_config=raw_config,
+            architecture=type(whole).__name__,
+            attention=attention,
+            factor=factor,
+            safe_reason=reason,
+            **facts,
         ),
-    )  # fmt: skip
+    )
     return checked(config, where=where)
 
 
@@ -122,34 +158,54 @@ def _fields(config_json: dict[str, Any], where: str) -> Fields:
 
     kind = str(config_json.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        problem = f"{kind[:60]!r} is an architecture that neither Bloomery nor transformers supports"
+        problem = (
+            f"{kind[:60]!r} is an architecture that neither Bloomery nor transformers supports"
+        )
         raise UserError(problem, where=where, fix="choose another model; remote code is never run")
     try:
         config = CONFIG_MAPPING[kind].from_dict(config_json)
         whole = config.to_dict()
     except Exception as error:  # transformers' validators raise errors of their own kinds
         problem = f"transformers refuses it: {str(error).strip().partition(chr(10))[0]}"
-        raise UserError(problem[:300], where=where, fix="fix config.json, or download the model again") from error
-    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        what = "has an encoder" if getattr(config, "is_encoder_decoder", False) else "writes no text"
-        raise UserError(f"a model of the kind {kind} {what}, and is not trained here", where=where, fix=OTHER)
+        raise UserError(
+            problem[:300], where=where, fix="fix config.json, or download the model again"
+        ) from error
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        what = (
+            "has an encoder" if getattr(config, "is_encoder_decoder", False) else "writes no text"
+        )
+        raise UserError(
+            f"a model of the kind {kind} {what}, and is not trained here", where=where, fix=OTHER
+        )
     common = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return Fields(whole | {key: getattr(config, key, None) for key in common}, {}, where=where)
 
 
 def _sizes(fields: Fields) -> dict[str, int]:
     def first(native_name: str, default: int) -> int:
-        key = next((key for key in SIZES[native_name] if isinstance(fields.get(key), int)), SIZES[native_name][0])
+        key = next(
+            (key for key in SIZES[native_name] if isinstance(fields.get(key), int)),
+            SIZES[native_name][0],
+        )
         return fields.size(key, LARGEST[native_name], default=default)
 
-    width, heads = fields.size("hidden_size", LARGEST["hidden_size"]), fields.size("num_attention_heads", 2**16)
+    width, heads = (
+        fields.size("hidden_size", LARGEST["hidden_size"]),
+        fields.size("num_attention_heads", 2**16),
+    )
     return {
-        "vocab_size": fields.size("vocab_size", LARGEST["vocab_size"]), "hidden_size": width, "num_heads": heads,
+        "vocab_size": fields.size("vocab_size", LARGEST["vocab_size"]),
+        "hidden_size": width,
+        "num_heads": heads,
         "num_layers": fields.size("num_hidden_layers", LARGEST["num_layers"]),
-        "intermediate_size": first("intermediate_size", 4 * width), "num_kv_heads": first("num_kv_heads", heads),
+        "intermediate_size": first("intermediate_size", 4 * width),
+        "num_kv_heads": first("num_kv_heads", heads),
         "head_dim": fields.size("head_dim", LARGEST["head_dim"], default=max(2, width // heads)),
         "max_positions": first("max_positions", 2048),
-    }  # fmt: skip
+    }
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
@@ -173,21 +229,43 @@ class Preset:
 
 def _go_coder(width: int, layers: int, heads: int) -> ModelConfig:
     return ModelConfig(
-        family="gpt2", vocab_size=50_000, hidden_size=width, intermediate_size=4 * width, num_layers=layers,
-        num_heads=heads, num_kv_heads=heads, head_dim=width // heads, max_positions=1024, norm="layer", norm_eps=1e-5,
-        activation="gelu", gated_mlp=False, attention_bias=True, output_bias=True, mlp_bias=True, positions="learned",
-        tie_embeddings=True, embedding_dropout=0.1, residual_dropout=0.1, attention_dropout=0.1,
-        bos_token_id=1, eos_token_id=2, pad_token_id=3,
-    )  # fmt: skip
+        family="gpt2",
+        vocab_size=50_000,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        max_positions=1024,
+        norm="layer",
+        norm_eps=1e-5,
+        activation="gelu",
+        gated_mlp=False,
+        attention_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        positions="learned",
+        tie_embeddings=True,
+        embedding_dropout=0.1,
+        residual_dropout=0.1,
+        attention_dropout=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=3,
+    )
 
 
-PRESETS: Mapping[str, Preset] = MappingProxyType({
-    "go-coder-tiny": Preset(_go_coder(512, 8, 8), "GPT-2 shape, 51M parameters"),
-    "go-coder-small": Preset(_go_coder(768, 12, 12), "GPT-2 shape, 124M parameters"),
-    "go-coder-medium": Preset(
-        _go_coder(1024, 16, 16), "GPT-2 shape, 254M parameters (the Go coder guide calls it 350M)"
-    ),
-})  # fmt: skip
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "go-coder-tiny": Preset(_go_coder(512, 8, 8), "GPT-2 shape, 51M parameters"),
+        "go-coder-small": Preset(_go_coder(768, 12, 12), "GPT-2 shape, 124M parameters"),
+        "go-coder-medium": Preset(
+            _go_coder(1024, 16, 16),
+            "GPT-2 shape, 254M parameters (the Go coder guide calls it 350M)",
+        ),
+    }
+)
 
 
 def preset(name: str) -> ModelConfig:
@@ -210,12 +288,20 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     return config_from_hf(said, where=where)
 
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
+# keys of their number
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def refuse_experts(config_json: Mapping[str, Any], *, where: str) -> None:
     """Raises UserError for a mixture of experts, by the keys of transformers' configs."""
-    count = next((number for key in EXPERTS if isinstance(number := config_json.get(key), int) and number > 1), None)
+    count = next(
+        (
+            number
+            for key in EXPERTS
+            if isinstance(number := config_json.get(key), int) and number > 1
+        ),
+        None,
+    )
     if count is not None:
         kind = str(config_json.get("model_type"))[:60]
         problem = f"{kind} is a mixture of {count:,} experts, which is not trained here"
@@ -230,7 +316,9 @@ def stated_config(folder: Path) -> dict[str, Any]:
         fix = "`bloomery export MODEL --to merged --out DIR` makes a whole model of it and its base"
         raise UserError("this is an adapter, not a whole model", where=str(folder), fix=fix)
     if not path.is_file():
-        raise UserError("no config.json is here", where=str(folder), fix="give the folder of a saved model")
+        raise UserError(
+            "no config.json is here", where=str(folder), fix="give the folder of a saved model"
+        )
     return read_object(path, fix=AGAIN)
 
 
@@ -267,27 +355,51 @@ def build_config(
     sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
     if "vocab_size" not in sizes and vocab_size is not None:
         sizes["vocab_size"] = vocab_size
-    config = _resized(preset(model.preset), sizes) if model.preset is not None else _new(model, sizes)
+    config = (
+        _resized(preset(model.preset), sizes) if model.preset is not None else _new(model, sizes)
+    )
     facts = {key: getattr(model, key) for key in _COPIED if getattr(model, key) is not None}
     if model.rope_scaling is not None:
         facts["rope_scaling"] = RopeScaling(**model.rope_scaling.model_dump())
-    ids: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    ids: dict[str, Any] = {
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+    }
     config = replace(config, **facts, **_dropout(model), **ids)
     if vocab_size is not None and vocab_size > config.vocab_size:
         raise UserError(
             f"the tokenizer has {vocab_size:,} tokens, the model {config.vocab_size:,}",
-            where="model.vocab_size", fix=f"set model.vocab_size to at least {vocab_size}, or leave it out",
-        )  # fmt: skip
+            where="model.vocab_size",
+            fix=f"set model.vocab_size to at least {vocab_size}, or leave it out",
+        )
     config_to_hf(checked(config, where="model"))
     return config
 
 
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-          "max_positions")  # fmt: skip
-_COPIED = ("norm", "norm_eps", "activation", "qk_norm", "rope_theta", "tie_embeddings", "initializer_range")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_positions",
+)
+_COPIED = (
+    "norm",
+    "norm_eps",
+    "activation",
+    "qk_norm",
+    "rope_theta",
+    "tie_embeddings",
+    "initializer_range",
+)
 
 
-CONTEXT_KEYS = ("rope_scaling", "rope_theta", "max_positions")  # the context extension of a pretrained model
+# the context extension of a pretrained model
+CONTEXT_KEYS = ("rope_scaling", "rope_theta", "max_positions")
 
 
 def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
@@ -295,8 +407,16 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
     longer = {key: getattr(model, key) for key in CONTEXT_KEYS if getattr(model, key) is not None}
     free = {"from_", "implementation", "load_with", "dropout", *longer}
     config = grown(known_config(model.from_, model.implementation), vocab_size or 0)
-    rotary = config.positions == "rotary" and config.transformers_backend is None and config.experts is None
-    fixed = [key for key in type(model).model_fields if key not in free and getattr(model, key) is not None]
+    rotary = (
+        config.positions == "rotary"
+        and config.transformers_backend is None
+        and config.experts is None
+    )
+    fixed = [
+        key
+        for key in type(model).model_fields
+        if key not in free and getattr(model, key) is not None
+    ]
     if fixed or (longer and not rotary):
         raise UserError(
             f"{', '.join(fixed or longer)} cannot be changed with model.from: {model.from_} defines them",
@@ -310,7 +430,9 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
         config = replace(config, **longer)
         config_to_hf(checked(config, where="model"))
     if config.transformers_backend is not None and model.load_with == "transformers":
-        config = replace(config, transformers_backend=replace(config.transformers_backend, safe_reason=SAFE))
+        config = replace(
+            config, transformers_backend=replace(config.transformers_backend, safe_reason=SAFE)
+        )
     return replace(config, **_dropout(model))
 
 
@@ -325,20 +447,31 @@ def grown(config: ModelConfig, vocab_size: int) -> ModelConfig:
     assert larger.transformers_backend is not None
     return replace(
         larger,
-        transformers_backend=replace(larger.transformers_backend, safe_reason=config.transformers_backend.safe_reason),
+        transformers_backend=replace(
+            larger.transformers_backend, safe_reason=config.transformers_backend.safe_reason
+        ),
     )
 
 
 def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
     assert model.family is not None
-    missing = [key for key in ("vocab_size", "hidden_size", "num_layers", "num_heads") if key not in sizes]
+    missing = [
+        key for key in ("vocab_size", "hidden_size", "num_layers", "num_heads") if key not in sizes
+    ]
     if missing:
         fix = f"set {', '.join(f'model.{key}' for key in missing)}"
-        raise UserError(f"a {model.family} model needs {', '.join(missing)}", where="model", fix=fix, code=2)
+        raise UserError(
+            f"a {model.family} model needs {', '.join(missing)}", where="model", fix=fix, code=2
+        )
     width, heads = sizes["hidden_size"], sizes["num_heads"]
     if "head_dim" not in sizes and width % heads:
         problem = f"hidden_size {width} is not a multiple of num_heads {heads}"
-        raise UserError(problem, where="model.num_heads", fix="change one of them, or set model.head_dim", code=2)
+        raise UserError(
+            problem,
+            where="model.num_heads",
+            fix="change one of them, or set model.head_dim",
+            code=2,
+        )
     # 4 times the width; two thirds of that where a gate adds a third matrix (Shazeer 2020), in steps of 64.
     gated = known_family(model.family).facts.get("gated_mlp", True)
     inner = -(-8 * width // 3 // 64) * 64 if gated else 4 * width
@@ -349,11 +482,15 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
 def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
     derived: dict[str, int] = {}
     if "hidden_size" in sizes and "intermediate_size" not in sizes:
-        derived["intermediate_size"] = round(config.intermediate_size / config.hidden_size * sizes["hidden_size"])
+        derived["intermediate_size"] = round(
+            config.intermediate_size / config.hidden_size * sizes["hidden_size"]
+        )
     if "num_heads" in sizes and config.num_kv_heads == config.num_heads:
         derived["num_kv_heads"] = sizes["num_heads"]
     if {"hidden_size", "num_heads"} & sizes.keys():
-        derived["head_dim"] = sizes.get("hidden_size", config.hidden_size) // sizes.get("num_heads", config.num_heads)
+        derived["head_dim"] = sizes.get("hidden_size", config.hidden_size) // sizes.get(
+            "num_heads", config.num_heads
+        )
     return replace(config, **{**derived, **sizes})  # type: ignore[arg-type]  # the fields of that name are ints
 
 

@@ -38,7 +38,13 @@ def _table() -> dict[str, Any]:
 def published_models() -> tuple[Published, ...]:
     """Every entry of the table."""
     return tuple(
-        Published(tuple(entry["names"]), entry["kind"], entry["parameters"], entry.get("active"), entry["config"])
+        Published(
+            tuple(entry["names"]),
+            entry["kind"],
+            entry["parameters"],
+            entry.get("active"),
+            entry["config"],
+        )
         for entry in _table()["model"]
     )
 
@@ -97,6 +103,10 @@ def entry_config(entry: Published, *, where: str) -> ModelConfig:
 def similar_names(name: str) -> list[str]:
     """Up to three names of the table that resemble this one."""
     names = {
-        published.rpartition("/")[2].lower(): published for entry in published_models() for published in entry.names
+        published.rpartition("/")[2].lower(): published
+        for entry in published_models()
+        for published in entry.names
     }
-    return [names[near] for near in closest(name.rpartition("/")[2].lower(), names, count=3, cutoff=0.6)]
+    return [
+        names[near] for near in closest(name.rpartition("/")[2].lower(), names, count=3, cutoff=0.6)
+    ]

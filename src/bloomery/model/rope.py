@@ -20,7 +20,9 @@ class Rotary(NamedTuple):
     sin: Tensor
 
 
-def frequencies(config: ModelConfig, theta: float, scaling: RopeScaling | None, length: Tensor | int) -> Tensor:
+def frequencies(
+    config: ModelConfig, theta: float, scaling: RopeScaling | None, length: Tensor | int
+) -> Tensor:
     """Radians per position, float32 [R], for a sequence of `length` positions (`dynamic` and `longrope` depend on it).
 
     Formulas: su et al. 2021 (RoPE); linear and NTK-aware (dynamic) interpolation; Peng et al. 2023 (YaRN);
@@ -35,8 +37,13 @@ def frequencies(config: ModelConfig, theta: float, scaling: RopeScaling | None, 
         case "linear":
             return 1.0 / theta**powers / scaling.factor
         case "dynamic":
-            stretch = torch.clamp(torch.as_tensor(length).float(), min=config.max_positions) / config.max_positions
-            longer = theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (width / (width - 2))
+            stretch = (
+                torch.clamp(torch.as_tensor(length).float(), min=config.max_positions)
+                / config.max_positions
+            )
+            longer = theta * (scaling.factor * stretch - (scaling.factor - 1)) ** (
+                width / (width - 2)
+            )
             return 1.0 / longer**powers
         case "llama3":
             return _llama3(1.0 / theta**powers, scaling, _original(config, scaling))
@@ -54,7 +61,8 @@ def _original(config: ModelConfig, scaling: RopeScaling) -> int:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling, original: int) -> Tensor:
-    turns = original * plain / (2 * math.pi)  # how often a frequency turns within the original context
+    # how often a frequency turns within the original context
+    turns = original * plain / (2 * math.pi)
     share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     share = share.clamp(0.0, 1.0)
     return (1 - share) * plain / scaling.factor + share * plain
@@ -71,7 +79,9 @@ def _yarn(periods: Tensor, theta: float, scaling: RopeScaling, original: int, wi
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(width // 2, device=periods.device).float() - low) / (high - low)).clamp(0.0, 1.0)
+    ramp = ((torch.arange(width // 2, device=periods.device).float() - low) / (high - low)).clamp(
+        0.0, 1.0
+    )
     return 1.0 / (scaling.factor * periods) * ramp + 1.0 / periods * (1 - ramp)
 
 
@@ -88,7 +98,9 @@ def table_scale(config: ModelConfig, scaling: RopeScaling | None) -> float:
     return math.sqrt(1 + math.log(scaling.factor) / math.log(_original(config, scaling)))
 
 
-def rotary_tables(positions: Tensor, config: ModelConfig, theta: float, scaling: RopeScaling | None) -> Rotary:
+def rotary_tables(
+    positions: Tensor, config: ModelConfig, theta: float, scaling: RopeScaling | None
+) -> Rotary:
     """Tables for positions [B, T] or [T]; float32 also under autocast, since angles do not survive bfloat16."""
     length: Tensor | int = 0
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
@@ -127,7 +139,8 @@ def _turned(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x_BTHE: Tensor, rotary: Rotary, dtype: torch.dtype) -> Tensor:
     """Turns the first 2R numbers of every head, in float32 at least, and answers as `dtype`; the rest stays."""
-    if not torch.is_grad_enabled():  # an autograd function costs as much as the rotation of one token
+    # an autograd function costs as much as the rotation of one token
+    if not torch.is_grad_enabled():
         return _turned(x_BTHE, rotary.cos, rotary.sin).to(dtype)
     turned: Tensor = _Rotate.apply(x_BTHE, rotary.cos, rotary.sin, dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
     return turned

@@ -59,14 +59,31 @@ def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str
 def parts(whole: Any, num_layers: int) -> dict[str, nn.Module]:
     """The modules from tokens to the last hidden states by native names. Raises Unlike for an unsupported structure."""
     base, embedding = whole.base_model, whole.get_input_embeddings()
-    lists = (module for module in base.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers)
+    lists = (
+        module
+        for module in base.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    )
     blocks = next(lists, None)
-    if blocks is None or embedding is None or whole.get_output_embeddings() is None or base is whole:
-        raise Unlike(f"it has no list of {num_layers} layers between an embedding and an output matrix")
+    if (
+        blocks is None
+        or embedding is None
+        or whole.get_output_embeddings() is None
+        or base is whole
+    ):
+        raise Unlike(
+            f"it has no list of {num_layers} layers between an embedding and an output matrix"
+        )
     actual = dict(_flat(base, {id(embedding): "embed_tokens", id(blocks): "layers"}))
     actual = {"embed_tokens": embedding, "layers": blocks} | actual
-    held = {id(p) for module in (*actual.values(), whole.get_output_embeddings()) for p in module.parameters()}
-    loose = next((name for name, parameter in whole.named_parameters() if id(parameter) not in held), None)
+    held = {
+        id(p)
+        for module in (*actual.values(), whole.get_output_embeddings())
+        for p in module.parameters()
+    }
+    loose = next(
+        (name for name, parameter in whole.named_parameters() if id(parameter) not in held), None
+    )
     if loose is not None:
         raise Unlike(f"{loose} is in none of its modules")
     return actual
@@ -111,8 +128,14 @@ class TransformersBackbone(nn.Module):
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
         assert config.transformers_backend is not None
-        self.config, self.backend, self.transformers_backend = config, backend, config.transformers_backend
-        whole, _ = blank_model(self.transformers_backend.raw_config, self.transformers_backend.attention)
+        self.config, self.backend, self.transformers_backend = (
+            config,
+            backend,
+            config.transformers_backend,
+        )
+        whole, _ = blank_model(
+            self.transformers_backend.raw_config, self.transformers_backend.attention
+        )
         self._whole = (whole.to("meta"),)  # in a tuple, as only its parts are ours
         for name, module in parts(whole, config.num_layers).items():
             self.add_module(name, module)
@@ -134,23 +157,34 @@ class TransformersBackbone(nn.Module):
         if device.type == "meta" or self.transformers_backend.safe_reason:
             return
         self.set_buffers(
-            computed_buffers(self.transformers_backend.raw_config, self.transformers_backend.attention), device
+            computed_buffers(
+                self.transformers_backend.raw_config, self.transformers_backend.attention
+            ),
+            device,
         )
 
     def set_buffers(self, values: dict[str, Tensor], device: torch.device) -> None:
         for name, value in values.items():
             owner, _, leaf = name.rpartition(".")
-            self.whole.get_submodule(owner).register_buffer(leaf, value.to(device, copy=True), persistent=False)
+            self.whole.get_submodule(owner).register_buffer(
+                leaf, value.to(device, copy=True), persistent=False
+            )
 
     def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor | None, documents_BT: Tensor | None, cache: Cache | None
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None,
+        documents_BT: Tensor | None,
+        cache: Cache | None,
     ) -> Tensor:
         embedded_BTD = self.embed_tokens(tokens_BT)
         said: dict[str, Any] = {"inputs_embeds": embedded_BTD, "use_cache": cache is not None}
         if self._positions:
             first = 0 if cache is None else cache.length
             places = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
-            said["position_ids"] = places.expand(tokens_BT.shape) if positions_BT is None else positions_BT
+            said["position_ids"] = (
+                places.expand(tokens_BT.shape) if positions_BT is None else positions_BT
+            )
         if documents_BT is not None and (
             self.transformers_backend.attention == "sdpa" or bool(documents_BT.amax() > 0)
         ):
@@ -168,7 +202,11 @@ class TransformersBackbone(nn.Module):
         hidden_BTD: Tensor = self.whole.base_model(**said).last_hidden_state
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
-        return hidden_BTD if self.transformers_backend.factor == 1.0 else hidden_BTD * self.transformers_backend.factor
+        return (
+            hidden_BTD
+            if self.transformers_backend.factor == 1.0
+            else hidden_BTD * self.transformers_backend.factor
+        )
 
 
 @torch.no_grad()
@@ -179,14 +217,22 @@ def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Ten
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         theirs = load(
-            str(folder), use_safetensors=True, trust_remote_code=False, local_files_only=True,
+            str(folder),
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
             attn_implementation=backbone.transformers_backend.attention,
-        )  # fmt: skip
+        )
     except (OSError, ValueError, RuntimeError) as error:
         problem = f"transformers cannot load it: {str(error).splitlines()[0][:200]}"
-        raise UserError(problem, where=str(folder), fix="save or download the model again") from error
+        raise UserError(
+            problem, where=str(folder), fix="save or download the model again"
+        ) from error
     backbone.set_buffers(dict(theirs.named_buffers()), backbone.embed_tokens.weight.device)
-    actual = {f"model.{name}": module for name, module in parts(theirs, backbone.config.num_layers).items()}
+    actual = {
+        f"model.{name}": module
+        for name, module in parts(theirs, backbone.config.num_layers).items()
+    }
     return {
         f"{part}.{name}": parameter.data
         for part, module in {**actual, "lm_head": theirs.get_output_embeddings()}.items()
@@ -198,13 +244,18 @@ def transformers_facts(whole: Any, num_layers: int) -> dict[str, Any]:
     """`parameters` and `matrices` of `config.Foreign`. Raises Unlike."""
     actual = parts(whole, num_layers)
     saved, seen, parameters = _saved_names(whole), set[int](), []
-    for part, module in {**{f"model.{name}": m for name, m in actual.items()}, "lm_head": output_of(whole)}.items():
+    for part, module in {
+        **{f"model.{name}": m for name, m in actual.items()},
+        "lm_head": output_of(whole),
+    }.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             if id(parameter) not in saved:
-                raise Unlike(f"files keep {part}.{name} in another shape than transformers computes with")
+                raise Unlike(
+                    f"files keep {part}.{name} in another shape than transformers computes with"
+                )
             parameters.append((f"{part}.{name}", saved[id(parameter)], tuple(parameter.shape)))
     kinds = {
         tuple(
@@ -216,7 +267,9 @@ def transformers_facts(whole: Any, num_layers: int) -> dict[str, Any]:
     }
     if len(kinds) > 1:
         raise Unlike("its layers differ from each other")
-    if deep := next((name for name, _, shape in parameters if ".layers." in name and len(shape) > 2), None):
+    if deep := next(
+        (name for name, _, shape in parameters if ".layers." in name and len(shape) > 2), None
+    ):
         raise Unlike(f"{deep} has three dimensions: experts and convolutions are not counted here")
     return {"parameters": tuple(parameters), "matrices": kinds.pop()}
 
@@ -240,7 +293,9 @@ def _saved_names(whole: Any) -> dict[int, str]:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 a model computes with the names of its files
         return {id(parameter): name for name, parameter in kept.items()}
-    return {id(parameter): name for name, parameter in revert_weight_conversion(whole, kept).items()}
+    return {
+        id(parameter): name for name, parameter in revert_weight_conversion(whole, kept).items()
+    }
 
 
 TOKENS = 24
@@ -258,7 +313,9 @@ def check_head(model: "Decoder", limit: float) -> None:
     error = _difference(model(tokens_BT), theirs)
     if not error <= limit:
         problem = f"its logits are more than a matrix of its last hidden states (they differ by {error:.2g})"
-        raise UserError(problem, where=f"a {model.config.family} model through transformers", fix=OTHER)
+        raise UserError(
+            problem, where=f"a {model.config.family} model through transformers", fix=OTHER
+        )
 
 
 @torch.no_grad()
@@ -269,24 +326,36 @@ def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
     first, second = tokens_BT[:, : TOKENS // 3], tokens_BT[:, TOKENS // 3 :]
     error = _difference(model(tokens_BT)[:, : first.shape[1]], model(first))
     if not error <= limit:
-        problem = f"its tokens see later ones, so that it cannot be trained to predict them ({error:.2g})"
+        problem = (
+            f"its tokens see later ones, so that it cannot be trained to predict them ({error:.2g})"
+        )
         raise UserError(problem, where=where, fix=OTHER)
     if not packed:
         return
     numbers, device = torch.arange(TOKENS), tokens_BT.device
     documents = numbers.ge(first.shape[1]).long()
     positions = numbers - documents * first.shape[1]
-    rows = documents.to(device).expand(tokens_BT.shape), positions.to(device).expand(tokens_BT.shape)
+    rows = (
+        documents.to(device).expand(tokens_BT.shape),
+        positions.to(device).expand(tokens_BT.shape),
+    )
     apart = "set data.packing=false: then each row is one document"
     try:
         together = model(tokens_BT, documents_BT=rows[0], positions_BT=rows[1])
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         problem = f"this architecture takes no mask of documents ({str(error).partition(chr(10))[0][:120]})"
         raise UserError(problem, where="data.packing=true", fix=apart) from error
-    errors = [_difference(a, model(b)) for a, b in ((together[:, : first.shape[1]], first),
-                                                    (together[:, first.shape[1] :], second))]  # fmt: skip
+    errors = [
+        _difference(a, model(b))
+        for a, b in (
+            (together[:, : first.shape[1]], first),
+            (together[:, first.shape[1] :], second),
+        )
+    ]
     if not max(errors) <= limit:
-        problem = f"no document masking in this architecture ({max(errors):.2g} of the largest logit)"
+        problem = (
+            f"no document masking in this architecture ({max(errors):.2g} of the largest logit)"
+        )
         raise UserError(problem, where="data.packing=true", fix=apart)
 
 
@@ -298,5 +367,7 @@ def _trial_tokens(model: "Decoder") -> Tensor:
 
 def _difference(actual: Tensor, exact: Tensor) -> float:
     """NaN when a value is none."""
-    share = (actual.float() - exact.float()).abs().max() / exact.float().abs().max().clamp_min(1e-30)
+    share = (actual.float() - exact.float()).abs().max() / exact.float().abs().max().clamp_min(
+        1e-30
+    )
     return float(share)

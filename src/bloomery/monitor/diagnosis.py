@@ -38,19 +38,23 @@ FAR = 3.0
 # Random weights are noise, and training shows in their change: the sum of all update-to-weight ratios bounds how far
 # they can have moved, in units of their own size. Below a half the weights are still mostly noise.
 MOVED = 0.5
-FALLEN = 0.1  # of the distance from the first loss to the token entropy: even a poor run has it after 50 steps
+# of the distance from the first loss to the token entropy: even a poor run has it after 50 steps
+FALLEN = 0.1
 
 # The logits of a random model have a standard deviation of 0.02 sqrt(width) and less: ln V + 0.0002 width nats at most,
 # which is below 1.2 ln V up to a width of 8,192. A first loss far below ln V means that labels leak.
 FIRST_HIGH, FIRST_LOW = 1.5, 0.7
-TINY_TOKENS = 1.5  # bytes per token: on its training dataset a byte-level vocabulary of 300 has 1.6, 2,048 has 3
+# bytes per token: on its training dataset a byte-level vocabulary of 300 has 1.6, 2,048 has 3
+TINY_TOKENS = 1.5
 REPEATS = 0.3
-EPOCHS = 4  # repeated tokens help as much as new ones up to there (Muennighoff et al., arXiv:2305.16264)
+# repeated tokens help as much as new ones up to there (Muennighoff et al., arXiv:2305.16264)
+EPOCHS = 4
 
 SECONDS = 30.0  # of steps before a speed is checked: less is noise
 
 # Each threshold is a share of the time that is worth an edit of the recipe.
-DATA = 0.1  # the loader reads memory-mapped shards ahead of the step; in healthy runs it is below 1%
+# the loader reads memory-mapped shards ahead of the step; in healthy runs it is below 1%
+DATA = 0.1
 RETRIES = 0.1  # of the steps: each stops the device and frees all cached memory
 CORES = 0.15  # of the wall clock; the training thread feeds a GPU, too
 BETWEEN = 0.2  # of the run, in evaluations or in checkpoints
@@ -68,7 +72,10 @@ def _masked(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if len(steps) < 5 or not facts.tokens_per_step:
         return
     loss_tokens = sum(step.loss_tokens or 0 for step in steps) / len(steps)
-    share, fix = loss_tokens / facts.tokens_per_step, "check the loss mask: `bloomery prepare RECIPE --preview 3`"
+    share, fix = (
+        loss_tokens / facts.tokens_per_step,
+        "check the loss mask: `bloomery prepare RECIPE --preview 3`",
+    )
     if share == 0:
         evidence = f"0 loss tokens of {facts.tokens_per_step:,} tokens per step in the last {len(steps)} steps"
         yield Diagnosis("masked", "all labels are masked: no token is trained on", evidence, fix)
@@ -76,7 +83,12 @@ def _masked(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         padded = facts.layout == "padded"
         evidence = f"{loss_tokens:,.0f} loss tokens of {facts.tokens_per_step:,} tokens per step ({share:.1%})"
         fix = "set data.packing=true" if padded else fix
-        yield Diagnosis("masked", "few loss tokens" + (": most positions are padding" if padded else ""), evidence, fix)
+        yield Diagnosis(
+            "masked",
+            "few loss tokens" + (": most positions are padding" if padded else ""),
+            evidence,
+            fix,
+        )
 
 
 def _labels(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
@@ -95,13 +107,23 @@ def _labels(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
         where = "not the next tokens: the tokens or the labels were shuffled"
         evidence = f"{following:.0%} of the labels are the next token"
     fix = "labels[t] must be tokens[t + 1] of the same document: compare them with"
-    yield Diagnosis("labels", f"the labels are {where}", evidence, f"{fix} `bloomery prepare RECIPE --preview 3`")
+    yield Diagnosis(
+        "labels",
+        f"the labels are {where}",
+        evidence,
+        f"{fix} `bloomery prepare RECIPE --preview 3`",
+    )
 
 
 def _shuffled(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     samples = [health.pair_excess for health in history.health if health.pair_excess is not None]
     loss, floor = history.loss, facts.unigram_nats
-    if len(samples) < ORDER_SAMPLES or median(samples) >= ORDER or history.step < ENOUGH or loss is None:
+    if (
+        len(samples) < ORDER_SAMPLES
+        or median(samples) >= ORDER
+        or history.step < ENOUGH
+        or loss is None
+    ):
         return
     if floor is not None and loss < 0.95 * floor:
         return
@@ -124,11 +146,17 @@ def _frozen(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         return
     name = f", for example {samples[-1].unchanged}" if samples[-1].unchanged else ""
     if without >= 0.9 * share:
-        why, fix = "no gradient reaches them", "check for requires_grad=False, detach() and no_grad()"
+        why, fix = (
+            "no gradient reaches them",
+            "check for requires_grad=False, detach() and no_grad()",
+        )
     elif facts.precision == "bfloat16-pure":
         why, fix = "their updates are lost in rounding to bfloat16", "set train.precision=bfloat16"
     else:
-        why, fix = "they have gradients but no update", "check that the optimizer has these parameters"
+        why, fix = (
+            "they have gradients but no update",
+            "check that the optimizer has these parameters",
+        )
     evidence = f"unchanged in {len(samples)} sampled steps{name}"
     yield Diagnosis("frozen", f"{share:.0%} of the parameters do not change: {why}", evidence, fix)
 
@@ -141,16 +169,28 @@ def _first_loss(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     evidence = f"first loss {begin:.2f}, uniform over {size:,} tokens: ln {size:,} = {chance:.2f}"
     if facts.fresh and begin < FIRST_LOW * chance:
         fix = "check the attention mask and the shift of the labels"
-        yield Diagnosis("first-loss", "initial loss is too low for random weights: labels are leaking", evidence, fix)
+        yield Diagnosis(
+            "first-loss",
+            "initial loss is too low for random weights: labels are leaking",
+            evidence,
+            fix,
+        )
     elif begin > FIRST_HIGH * chance:
         other = "use the tokenizer of these weights: set tokenizer.from=same"
         fix = "lower model.initializer_range" if facts.fresh else other
-        yield Diagnosis("first-loss", "initial loss is above that of a uniform guess", evidence, fix)
+        yield Diagnosis(
+            "first-loss", "initial loss is above that of a uniform guess", evidence, fix
+        )
 
 
 def _fell_little(history: RunHistory, facts: PlanFacts) -> bool:
     """Less than FALLEN of the way from the first loss to the entropy of tokens, or to 2/3 of it."""
-    if not facts.falls or history.begin is None or history.loss is None or len(history.losses) < ENOUGH:
+    if (
+        not facts.falls
+        or history.begin is None
+        or history.loss is None
+        or len(history.losses) < ENOUGH
+    ):
         return False
     # the loss of token frequencies alone
     floor = facts.unigram_nats if facts.unigram_nats is not None else history.begin * 2 / 3
@@ -161,11 +201,24 @@ def _fell_little(history: RunHistory, facts: PlanFacts) -> bool:
 def _stuck(history: RunHistory, facts: PlanFacts) -> bool:
     """Hardly below the first loss, well above the lowest loss, or long at the token entropy."""
     begin, loss, lowest = history.begin, history.loss, history.lowest
-    if not facts.falls or begin is None or loss is None or lowest is None or history.step < facts.warmup_steps + ENOUGH:
+    if (
+        not facts.falls
+        or begin is None
+        or loss is None
+        or lowest is None
+        or history.step < facts.warmup_steps + ENOUGH
+    ):
         return False
     long = history.step >= facts.warmup_steps + LONG
-    rose = len(history.losses) >= 2 * ENOUGH and loss > lowest + max(0.25 * (begin - lowest), 0.02 * begin)
-    counting = long and facts.unigram_nats is not None and loss > 0.98 * facts.unigram_nats and history.flat
+    rose = len(history.losses) >= 2 * ENOUGH and loss > lowest + max(
+        0.25 * (begin - lowest), 0.02 * begin
+    )
+    counting = (
+        long
+        and facts.unigram_nats is not None
+        and loss > 0.98 * facts.unigram_nats
+        and history.flat
+    )
     return _fell_little(history, facts) or rose or counting
 
 
@@ -186,19 +239,32 @@ def _too_far(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         return
     counting = facts.unigram_nats is not None and history.loss > 0.98 * facts.unigram_nats
     if history.largest_ratio >= OVERWRITTEN:
-        yield _too_high(f"one update was {history.largest_ratio:.1f} times the size of the weights", history, facts)
+        yield _too_high(
+            f"one update was {history.largest_ratio:.1f} times the size of the weights",
+            history,
+            facts,
+        )
     elif facts.fresh and counting and history.path >= FAR:
-        yield _too_high(f"updates were up to {history.largest_ratio:.0%} of the size of the weights", history, facts)
+        yield _too_high(
+            f"updates were up to {history.largest_ratio:.0%} of the size of the weights",
+            history,
+            facts,
+        )
 
 
 def _rate_too_high(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if history.ratio is not None and history.ratio >= TOO_LARGE:
-        yield _too_high(f"each update is {history.ratio:.1%} of the size of the weights", history, facts)
+        yield _too_high(
+            f"each update is {history.ratio:.1%} of the size of the weights", history, facts
+        )
 
 
 def _too_high(changes: str, history: RunHistory, facts: PlanFacts) -> Diagnosis:
     key, rate = _rate_key(facts)
-    problem, evidence = "the learning rate is too high", f"{changes} (0.1% is typical); {_curve(history, facts)}"
+    problem, evidence = (
+        "the learning rate is too high",
+        f"{changes} (0.1% is typical); {_curve(history, facts)}",
+    )
     fix = f"set {key}={_rounded(rate / 100)} (now {rate:g}); if the loss falls, try ten times that"
     return Diagnosis("rate-high", problem, evidence, fix)
 
@@ -233,10 +299,18 @@ def _gradient(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         fix = "check for detach() and no_grad()"
         yield Diagnosis("gradient", "no gradient flows back from the loss", evidence, fix)
     elif now > 10 * then > 0:
-        fix = f"set {_rate_key(facts)[0]} to a tenth of its value" if facts.clip else "set train.max_grad_norm=1.0"
-        grew = f"gradient norm {then:.2g} in the first steps, {now:.2g} now; {_curve(history, facts)}"
+        fix = (
+            f"set {_rate_key(facts)[0]} to a tenth of its value"
+            if facts.clip
+            else "set train.max_grad_norm=1.0"
+        )
+        grew = (
+            f"gradient norm {then:.2g} in the first steps, {now:.2g} now; {_curve(history, facts)}"
+        )
         yield Diagnosis("gradient", "the gradient explodes", grew, fix)
-    elif facts.clip is not None and sum(norm > 10 * facts.clip for norm in norms) >= 0.95 * len(norms):
+    elif facts.clip is not None and sum(norm > 10 * facts.clip for norm in norms) >= 0.95 * len(
+        norms
+    ):
         cut = f"gradient norm {now:.2g}; train.max_grad_norm={facts.clip:g} keeps {facts.clip / now:.1%} of it"
         fix = f"set train.max_grad_norm={_rounded(now)}, or check the dataset for outliers"
         yield Diagnosis("clipped", "gradient clipping removes most of every gradient", cut, fix)
@@ -254,7 +328,12 @@ def _tokenizer(_: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if facts.bytes_per_token is not None and facts.bytes_per_token < TINY_TOKENS:
         evidence = f"{facts.bytes_per_token:.1f} bytes per token"
         fix = "train a tokenizer on this dataset: set tokenizer.train.vocab_size=32000"
-        yield Diagnosis("tokenizer", "poor tokenization: the tokenizer does not match this dataset", evidence, fix)
+        yield Diagnosis(
+            "tokenizer",
+            "poor tokenization: the tokenizer does not match this dataset",
+            evidence,
+            fix,
+        )
 
 
 def _repeats(_: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -301,13 +380,21 @@ def _data(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
 
 def _attention(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     """A mask is right for short sequences on a CPU; sdpa is quadratic where no fused kernel exists."""
-    quadratic = history.attention in QUADRATIC if facts.device != "cpu" else history.attention == "math"
-    fallen = history.attention == "sdpa" and facts.fused_attention is False and facts.device != "cpu"
+    quadratic = (
+        history.attention in QUADRATIC if facts.device != "cpu" else history.attention == "math"
+    )
+    fallen = (
+        history.attention == "sdpa" and facts.fused_attention is False and facts.device != "cpu"
+    )
     if (quadratic or fallen) and facts.sequence_length >= LONG_SEQUENCE:
         kernel = "the math kernel of PyTorch" if fallen else f"the kernel {history.attention}"
-        evidence = f"{kernel} stores {facts.sequence_length:,} x {facts.sequence_length:,} scores per head"
+        evidence = (
+            f"{kernel} stores {facts.sequence_length:,} x {facts.sequence_length:,} scores per head"
+        )
         fix = "set train.attention=blockwise" if fallen else "set train.attention=auto"
-        yield Diagnosis("attention", "attention writes the full score matrix to memory", evidence, fix)
+        yield Diagnosis(
+            "attention", "attention writes the full score matrix to memory", evidence, fix
+        )
 
 
 def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
@@ -322,7 +409,9 @@ def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
         silent = not reasons and all(s.throttled != "" for s in now)
         if len(reasons) > 0.1 * len(samples):
             share = len(reasons) / len(samples)
-            evidence = f"reported in {share:.0%} of the samples ({reasons[-1]}), at up to {hottest:.0f} °C"
+            evidence = (
+                f"reported in {share:.0%} of the samples ({reasons[-1]}), at up to {hottest:.0f} °C"
+            )
         elif silent and hot and median(clocks[-FEW:]) < COOLED * max(clocks):
             evidence = f"clock fell from {max(clocks):,.0f} to {median(clocks[-FEW:]):,.0f} MHz at {hottest:.0f} °C"
         else:
@@ -338,9 +427,16 @@ def _cores(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     seconds = sum(v.seconds for v in health)
     waited = sum(v.core_wait_seconds or 0.0 for v in health)
     if seconds >= SECONDS / 3 and waited > CORES * seconds:
-        evidence = f"the training thread waited for a core for {waited / seconds:.0%} of {seconds:,.0f} s"
+        evidence = (
+            f"the training thread waited for a core for {waited / seconds:.0%} of {seconds:,.0f} s"
+        )
         fix = "end other programs, or use fewer threads: OMP_NUM_THREADS=1 before the command"
-        yield Diagnosis("cores", "CPU contention: other programs or too many threads use the cores", evidence, fix)
+        yield Diagnosis(
+            "cores",
+            "CPU contention: other programs or too many threads use the cores",
+            evidence,
+            fix,
+        )
 
 
 def _compiling(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -365,13 +461,19 @@ def _graphs(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
 
 def _crowded(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     """The count starts at zero in a resumed process."""
-    counts = [(sample, sample.alloc_retries) for sample in history.allocator if sample.alloc_retries is not None]
+    counts = [
+        (sample, sample.alloc_retries)
+        for sample in history.allocator
+        if sample.alloc_retries is not None
+    ]
     if len(counts) < 2:
         return
     retries = sum(max(0, after - before) for (_, before), (_, after) in pairwise(counts))
     steps, last = counts[-1][0].step - counts[0][0].step, counts[-1][0]
     if retries > RETRIES * max(steps, FEW):
-        fragmented = f"{last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB is fragmented"
+        fragmented = (
+            f"{last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB is fragmented"
+        )
         yield Diagnosis(
             "crowded",
             "memory is nearly full: PyTorch frees its cache and retries allocations",
@@ -389,7 +491,12 @@ def _between(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     ):
         whole = history.steps_seconds + history.evaluation_seconds + saving
         if seconds > BETWEEN * whole:
-            yield Diagnosis(cause, f"{name} {seconds / whole:.0%} of the run", f"{seconds:,.0f} of {whole:,.0f} s", fix)
+            yield Diagnosis(
+                cause,
+                f"{name} {seconds / whole:.0%} of the run",
+                f"{seconds:,.0f} of {whole:,.0f} s",
+                fix,
+            )
 
 
 def _recomputing(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -410,7 +517,9 @@ def _late(history: RunHistory, facts: PlanFacts, *, explained: bool) -> Iterator
     high, took = facts.step_seconds[1], median(step.step_seconds for step in history.recent)
     if took > LATE * high:
         why = "" if explained else ", for no measured reason"
-        evidence = f"{took:.3g} s per step, planned at most {high:.3g} s: {took / high:.1f} times as long"
+        evidence = (
+            f"{took:.3g} s per step, planned at most {high:.3g} s: {took / high:.1f} times as long"
+        )
         fix = "measure this machine with `bloomery bench RECIPE`, then plan again"
         yield Diagnosis("late", f"steps are slower than planned{why}", evidence, fix)
 
@@ -422,7 +531,17 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "plateau, too": (_warmup, _tokenizer, _repeats),
     "overfit": (_overfitting,),
     "slow at once": (_attention,),
-    "slow": (_data, _attention, _heat, _cores, _compiling, _graphs, _crowded, _between, _recomputing),
+    "slow": (
+        _data,
+        _attention,
+        _heat,
+        _cores,
+        _compiling,
+        _graphs,
+        _crowded,
+        _between,
+        _recomputing,
+    ),
 }
 
 
@@ -435,16 +554,22 @@ def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
 
     Rules with direct evidence first; the loss curve is only interpreted when none of them applies.
     """
-    direct = next((found for rule in RULES["direct"] if (found := list(rule(history, facts)))), None)
+    direct = next(
+        (found for rule in RULES["direct"] if (found := list(rule(history, facts)))), None
+    )
     if direct is not None:
         return direct
     found = _apply("curve", history, facts)
     if not found and _stuck(history, facts):
         found = _apply("plateau", history, facts)
         if not found:
-            evidence = f"{_curve(history, facts)}; labels, loss mask, gradients and update sizes are ok"
+            evidence = (
+                f"{_curve(history, facts)}; labels, loss mask, gradients and update sizes are ok"
+            )
             fix = "check `bloomery prepare RECIPE --preview 3`; then try train.seed=1 and a tenth of the learning rate"
-            found = [Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)]
+            found = [
+                Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)
+            ]
         found += _apply("plateau, too", history, facts)
     return [*found, *_apply("overfit", history, facts)]
 
@@ -477,11 +602,16 @@ class Diagnoser:
     def check(self, event: Event) -> Iterator[Warned]:
         """New warnings after this event."""
         self._read(event)
-        steps = isinstance(event, StepDone) and (event.step in _CHECK_STEPS or event.step % 1000 == 0)
+        steps = isinstance(event, StepDone) and (
+            event.step in _CHECK_STEPS or event.step % 1000 == 0
+        )
         if not steps and not (isinstance(event, EvalDone) and event.step >= ENOUGH):
             return
         self._known = self._known or self._facts()
-        for found in (*why_not_learning(self._history, self._known), *why_slow(self._history, self._known)):
+        for found in (
+            *why_not_learning(self._history, self._known),
+            *why_slow(self._history, self._known),
+        ):
             if found.cause not in self._warned:
                 self._warned.add(found.cause)
                 yield Warned(step=self._history.step, reason=str(found), cause=found.cause)

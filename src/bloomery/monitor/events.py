@@ -59,7 +59,8 @@ class Phase(Event):
 class StepDone(Event):
     """One optimizer step, written for every step."""
 
-    loss: float | None  # nats per loss token, or per `loss_unit`; None: not finite, and the step was skipped
+    # nats per loss token, or per `loss_unit`; None: not finite, and the step was skipped
+    loss: float | None
     learning_rate: float
     grad_norm: float | None  # before clipping
     tokens: int  # since the start of training, padding included
@@ -70,7 +71,8 @@ class StepDone(Event):
     memory_gib: float  # peak, of the fullest rank
     loss_tokens: int | None = None  # labels that are not masked
     metrics: dict[str, float] = field(default_factory=dict)  # of the objective: means over the step
-    communication_seconds: dict[str, float] = field(default_factory=dict)  # of `step_seconds`, by axis of the mesh
+    # of `step_seconds`, by axis of the mesh
+    communication_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +85,14 @@ class StepHealth(Event):
     update_ratio: float | None = None  # RMS of a matrix's update / RMS of the matrix, the median
     unchanged_share: float | None = None  # of parameters in tensors that the step did not change
     unchanged: str = ""  # the largest of these tensors
-    no_gradient_share: float | None = None  # of parameters in tensors whose gradient is absent or zero
-    labels_next: float | None = None  # share of the labels that are the next token: 1 unless labels are wrong
+    # of parameters in tensors whose gradient is absent or zero
+    no_gradient_share: float | None = None
+    # share of the labels that are the next token: 1 unless labels are wrong
+    labels_next: float | None = None
     labels_own: float | None = None  # that are the input token at their position
     labels_after: float | None = None  # that are the token after the next
-    pair_excess: float | None = None  # how often two pairs of adjacent tokens are the same, relative to chance
+    # how often two pairs of adjacent tokens are the same, relative to chance
+    pair_excess: float | None = None
     seconds: float = 0.0
     core_wait_seconds: float | None = None  # in which the training thread waited for a CPU core
     graphs: int | None = None  # compiled so far
@@ -102,7 +107,8 @@ class EvalDone(Event):
     bits_per_byte: float | None  # None for objectives without a next-token loss
     tokens: int  # evaluated
     seconds: float
-    metrics: dict[str, float] = field(default_factory=dict)  # of the objective: means over the validation set
+    # of the objective: means over the validation set
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +140,8 @@ class Sampled(Event):
 
     prompt: str
     completion: str
-    chat: bool = False  # the prompt was a user message in the chat template; else the completion continues its text
+    # the prompt was a user message in the chat template; else the completion continues its text
+    chat: bool = False
 
     @property
     def whole(self) -> str:
@@ -150,7 +157,8 @@ class Saved(Event):
     bytes: int
     seconds: float
     best: bool = False  # has the lowest validation loss so far
-    weights_only: bool = False  # nothing to resume from: the best weights, of a step without a checkpoint
+    # nothing to resume from: the best weights, of a step without a checkpoint
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +167,8 @@ class DeviceStats(Event):
 
     device: int  # index of the GPU; -1 is the CPU
     name: str = ""
-    seconds: float = 0.0  # covered by the sample: utilization and power are means, temperature is the peak
+    # covered by the sample: utilization and power are means, temperature is the peak
+    seconds: float = 0.0
     utilization: float | None = None  # percent of the time
     memory_gib: float | None = None  # in use by all processes
     memory_total_gib: float | None = None
@@ -167,7 +176,8 @@ class DeviceStats(Event):
     power: float | None = None  # watts
     clock_mhz: float | None = None
     throttled: str | None = None  # reasons; "" when it is not throttled
-    shared_with: int | None = None  # the device whose `power` includes this one: two dies of one board
+    # the device whose `power` includes this one: two dies of one board
+    shared_with: int | None = None
     allocated_gib: float | None = None  # by tensors of the training process, at the end of a step
     reserved_gib: float | None = None  # by the caching allocator
     fragmentation: float | None = None  # share of `reserved_gib` that is free between tensors
@@ -222,10 +232,16 @@ def _accepted(annotation: Any) -> tuple[type, ...]:
 
 
 _ACCEPTED = {kind: {f.name: _accepted(f.type) for f in fields(kind)} for kind in KINDS.values()}
-_VALUE_TYPES = {kind: {f.name: _accepted(get_args(f.type)[1]) for f in fields(kind) if get_origin(f.type) is dict}
-         for kind in KINDS.values()}  # fmt: skip
+_VALUE_TYPES = {
+    kind: {
+        f.name: _accepted(get_args(f.type)[1]) for f in fields(kind) if get_origin(f.type) is dict
+    }
+    for kind in KINDS.values()
+}
 _REQUIRED = {
-    kind: frozenset(f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING)
+    kind: frozenset(
+        f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
+    )
     for kind in KINDS.values()
 }
 
@@ -233,7 +249,11 @@ _REQUIRED = {
 def _finite(value: object) -> object:
     """JSON has no NaN: a value that is not finite is null, which readers show as "skipped"; a metric is left out."""
     if isinstance(value, dict):
-        return {key: one for key, one in value.items() if not isinstance(one, float) or math.isfinite(one)}
+        return {
+            key: one
+            for key, one in value.items()
+            if not isinstance(one, float) or math.isfinite(one)
+        }
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -268,7 +288,9 @@ def from_json(line: str) -> Event | None:
     A line without a CRC is accepted. Raises UserError for a run of another event schema.
     """
     stamped = _STAMPED.fullmatch(line)
-    if stamped is not None and zlib.crc32(stamped[1].encode("utf-8", errors="replace")) != int(stamped[2], 16):
+    if stamped is not None and zlib.crc32(stamped[1].encode("utf-8", errors="replace")) != int(
+        stamped[2], 16
+    ):
         return None
     try:
         entry: Any = json.loads(line)
@@ -279,7 +301,9 @@ def from_json(line: str) -> Event | None:
     kind = KINDS.get(str(entry.pop("event", "")))
     if kind is RunStarted and entry.get("schema") != SCHEMA:
         version = f"Bloomery {entry.get('version', 'of an unknown version')}"
-        raise UserError(f"{version} wrote this run with another event schema", fix=f"open it with {version}")
+        raise UserError(
+            f"{version} wrote this run with another event schema", fix=f"open it with {version}"
+        )
     if kind is None or not _REQUIRED[kind] <= entry.keys():
         return None
     known = {key: value for key, value in entry.items() if key in _ACCEPTED[kind]}
@@ -289,7 +313,11 @@ def from_json(line: str) -> Event | None:
 def _fits(value: Any, kind: type[Event], key: str) -> bool:
     """Whether the field may have this value; of a dictionary every value is checked."""
     types = _VALUE_TYPES[kind].get(key)
-    inside = types is None or not isinstance(value, dict) or all(isinstance(one, types) for one in value.values())
+    inside = (
+        types is None
+        or not isinstance(value, dict)
+        or all(isinstance(one, types) for one in value.values())
+    )
     return inside and isinstance(value, _ACCEPTED[kind][key])
 
 
@@ -388,14 +416,20 @@ class Tail:
     def _events(self, lines: Iterable[bytes]) -> Iterator[Event]:
         """In order; damaged, too long and unknown lines are counted and left out."""
         for line in filter(None, lines):
-            event = from_json(line.decode("utf-8", errors="replace")) if len(line) <= LONGEST_LINE else None
+            event = (
+                from_json(line.decode("utf-8", errors="replace"))
+                if len(line) <= LONGEST_LINE
+                else None
+            )
             self.read_lines += 1
             self.unknown_lines += event is None
             if event is not None:
                 yield event
 
 
-def follow(path: Path, until: Callable[[], bool], *, start: int = 0, poll_seconds: float = 0.1) -> Iterator[Event]:
+def follow(
+    path: Path, until: Callable[[], bool], *, start: int = 0, poll_seconds: float = 0.1
+) -> Iterator[Event]:
     """Events of a file as they are written, beginning at byte `start`, until the writer has ended and all is read.
 
     `until` is called before each read, so that the last events are not missed. The file may not exist yet.

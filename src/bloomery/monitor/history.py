@@ -29,7 +29,8 @@ class PlanFacts:
 
     vocab_size: int | None = None
     fresh: bool = True  # random initial weights
-    falls: bool = True  # a loss in nats per token must fall; the loss of a pair may stay near its first value
+    # a loss in nats per token must fall; the loss of a pair may stay near its first value
+    falls: bool = True
     steps: int | None = None
     tokens_per_step: int = 0
     sequence_length: int = 0
@@ -85,7 +86,8 @@ class RunHistory:
     loss_steps: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
     health: deque[StepHealth] = field(default_factory=lambda: deque(maxlen=RECENT))
     gpus: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
-    allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))  # of the training process
+    # of the training process
+    allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> validation loss
     attention: str = ""
     step: int = 0
@@ -109,8 +111,16 @@ class RunHistory:
                 # The path counts each ratio for all steps since the previous one: ratios change slowly.
                 since = event.step - (self.health[-1].step if self.health else self.began_at)
                 ratio, before = event.update_ratio or 0.0, self.moved[-1]
-                self.moved.append(Moved(event.step, before.path + ratio * max(1, since), max(before.largest, ratio)))
-                if event.graphs is not None and self.compiled_graphs is None and event.step >= self.began_at + FEW:
+                self.moved.append(
+                    Moved(
+                        event.step, before.path + ratio * max(1, since), max(before.largest, ratio)
+                    )
+                )
+                if (
+                    event.graphs is not None
+                    and self.compiled_graphs is None
+                    and event.step >= self.began_at + FEW
+                ):
                     self.compiled_graphs = event.graphs
                 self.health.append(event)
             case EvalDone(loss=float() as loss):
@@ -133,7 +143,10 @@ class RunHistory:
         self.step, self.first = event.step, event if event.step == 1 else self.first
         self.recent.append(event)
         self.steps_seconds += event.step_seconds
-        self.peak_rate, self.peak_gib = max(self.peak_rate, event.learning_rate), max(self.peak_gib, event.memory_gib)
+        self.peak_rate, self.peak_gib = (
+            max(self.peak_rate, event.learning_rate),
+            max(self.peak_gib, event.memory_gib),
+        )
         if event.loss is not None:
             self.losses.append(event.loss)
             self.loss_steps.append(event.step)
@@ -147,8 +160,12 @@ class RunHistory:
         past = [moved for moved in self.moved if moved.step <= step] or [Moved()]
         self.moved = deque(past, maxlen=RECENT)
         self.recent = deque((done for done in self.recent if done.step <= step), maxlen=RECENT)
-        self.health = deque((health for health in self.health if health.step <= step), maxlen=RECENT)
-        self.allocator = deque((sample for sample in self.allocator if sample.step <= step), maxlen=RECENT)
+        self.health = deque(
+            (health for health in self.health if health.step <= step), maxlen=RECENT
+        )
+        self.allocator = deque(
+            (sample for sample in self.allocator if sample.step <= step), maxlen=RECENT
+        )
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
         self.first, self.step = self.first if step else None, step
 
@@ -183,13 +200,17 @@ class RunHistory:
         tenth, half = max(FEW, len(self.losses) // 10), len(self.losses) // 2
         if half < 2 * FEW:
             return False
-        return fmean(self.losses[-tenth:]) > 0.99 * fmean(self.losses[half - tenth // 2 : half + tenth - tenth // 2])
+        return fmean(self.losses[-tenth:]) > 0.99 * fmean(
+            self.losses[half - tenth // 2 : half + tenth - tenth // 2]
+        )
 
     @property
     def healthy_rate(self) -> list[StepHealth]:
         """The health of steps with a learning rate of at least 1% of the peak: others hardly change the weights."""
         rates = {done.step: done.learning_rate for done in self.recent}
-        return [v for v in self.health if rates.get(v.step, self.peak_rate) >= 0.01 * self.peak_rate]
+        return [
+            v for v in self.health if rates.get(v.step, self.peak_rate) >= 0.01 * self.peak_rate
+        ]
 
     @property
     def ratio(self) -> float | None:

@@ -43,18 +43,31 @@ _BARS = 11
 _SAMPLE_LINES = 6
 _REDRAWS_PER_SECOND = 2
 _PHASE_SECONDS = 10.0  # between two lines of one phase
-_PHASE_TEXTS = {"stopping": "a checkpoint is saved after this step, then the run stops", "paused": "training waits"}
+_PHASE_TEXTS = {
+    "stopping": "a checkpoint is saved after this step, then the run stops",
+    "paused": "training waits",
+}
 
 
 def titled(title: str, *texts: str) -> list[str]:
     """The title in the first columns of the first line, the texts in the others."""
-    return [f"{title if at == 0 else '':<{TITLE}}{text}".rstrip() for at, text in enumerate(texts or ("",))]
+    return [
+        f"{title if at == 0 else '':<{TITLE}}{text}".rstrip()
+        for at, text in enumerate(texts or ("",))
+    ]
 
 
 def _columns(loss_unit: str, memory: bool) -> dict[str, int]:
     """Titles and widths."""
     name = {"token": "val bpb", "label": "val loss"}.get(loss_unit, "val loss, acc")
-    widths = {"step": 6, "tokens": 11, "loss": 9, name: 10 if len(name) < 10 else 16, "tokens/s": 11, "ETA": 9}
+    widths = {
+        "step": 6,
+        "tokens": 11,
+        "loss": 9,
+        name: 10 if len(name) < 10 else 16,
+        "tokens/s": 11,
+        "ETA": 9,
+    }
     return widths | ({"GiB": 7} if memory else {})
 
 
@@ -70,7 +83,9 @@ class View(Sink, Protocol):
 
 
 @contextmanager
-def showing(facts: RunFacts, console: Console | None = None, before: Iterable[Event] = ()) -> Iterator[View]:
+def showing(
+    facts: RunFacts, console: Console | None = None, before: Iterable[Event] = ()
+) -> Iterator[View]:
     """A live view on a terminal or in a notebook, lines anywhere else. `before`: the events of a resumed run."""
     console = console or Console()
     run = WatchedRun(summary=RunSummary(steps=facts.steps))
@@ -135,7 +150,8 @@ class NotebookView:
 
     def __init__(self, facts: RunFacts, run: WatchedRun) -> None:
         self._facts, self._run, self._drawn = facts, run, time.monotonic()
-        self._handle = import_module("IPython.display").display(self, display_id=True)  # in every notebook
+        # in every notebook
+        self._handle = import_module("IPython.display").display(self, display_id=True)
 
     def write(self, event: Event) -> None:
         self._run.add(event)
@@ -152,8 +168,13 @@ class NotebookView:
 
     def _repr_mimebundle_(self, **_wanted: object) -> dict[str, str]:
         screen = Screen(WIDTH)
-        text = "\n".join(frame(self._run, self._facts, screen, state=self._run.state, now=time.time()))
-        return {"text/plain": text, "text/html": f'<pre style="line-height:1.2">{escape(text)}</pre>'}
+        text = "\n".join(
+            frame(self._run, self._facts, screen, state=self._run.state, now=time.time())
+        )
+        return {
+            "text/plain": text,
+            "text/html": f'<pre style="line-height:1.2">{escape(text)}</pre>',
+        }
 
 
 @dataclass
@@ -172,7 +193,11 @@ class PlainView:
     """A line every `logging.every` steps and at each evaluation. The loss is the mean since the previous line."""
 
     def __init__(
-        self, facts: RunFacts, write: Callable[[str], None], summary: RunSummary | None = None, width: int = WIDTH
+        self,
+        facts: RunFacts,
+        write: Callable[[str], None],
+        summary: RunSummary | None = None,
+        width: int = WIDTH,
     ) -> None:
         self._facts, self._width = facts, width
         self._write: Callable[[str], None] = lambda line: write(harmless(line))
@@ -198,14 +223,19 @@ class PlainView:
                 if line is not None and line.step != event.step:
                     self._flush()
                 self._since.append(event)
-                if event.step % self._facts.every_steps == 0 or event.loss is None or event.step == self._summary.steps:
+                if (
+                    event.step % self._facts.every_steps == 0
+                    or event.loss is None
+                    or event.step == self._summary.steps
+                ):
                     self._at(event.step)
             case EvalDone():
                 self._at(event.step).evaluation = eval_text(event, 2).replace("accuracy ", "")
             case Saved() if event.step == self._summary.step:
                 self._at(event.step).notes.append(incident_text(event) or "")
             case Saved() | Sampled() | Recovered() | Warned() if line is not None and (
-                line.step == event.step or isinstance(event, Saved)  # an asynchronous checkpoint of an earlier step
+                # an asynchronous checkpoint of an earlier step
+                line.step == event.step or isinstance(event, Saved)
             ):
                 line.after.append(event)
             case RunEnded():
@@ -227,7 +257,9 @@ class PlainView:
     def _print(self, event: Event) -> None:
         match event:
             case RunStarted():
-                trainable = f" ({event.trainable:,} trainable)" if event.trainable is not None else ""
+                trainable = (
+                    f" ({event.trainable:,} trainable)" if event.trainable is not None else ""
+                )
                 where = f"on {devices_of(event)}, attention: {event.attention}"
                 where += f", {event.epochs}" if event.epochs else ""
                 self._titled("model", f"{event.parameters:,} parameters{trainable} {where}")
@@ -247,7 +279,8 @@ class PlainView:
                 if isinstance(event, Resumed):
                     self._since.clear()
                 news = incident_text(event) or ""
-                if isinstance(event, Saved) and event.step < self._last_step:  # written while later steps were computed
+                # written while later steps were computed
+                if isinstance(event, Saved) and event.step < self._last_step:
                     best = self._summary.best
                     if best is not None and best.step > event.step:  # the best no more
                         news = incident_text(replace(event, best=False)) or ""
@@ -261,7 +294,11 @@ class PlainView:
         if event.name == name and not ended and event.time - printed_at < _PHASE_SECONDS:
             return
         self._phase = ("" if ended else event.name, event.time)
-        share = f"{min(event.done / event.total, 1):>4.0%}" if event.total else _PHASE_TEXTS.get(event.name, "")
+        share = (
+            f"{min(event.done / event.total, 1):>4.0%}"
+            if event.total
+            else _PHASE_TEXTS.get(event.name, "")
+        )
         if event.name == "length":
             share = f"{event.total:,.0f} steps fit in train.max_time"
         self._titled(event.name, share)
@@ -279,7 +316,10 @@ class PlainView:
         losses = [event.loss for event in steps if event.loss is not None]
         seconds = sum(event.step_seconds for event in steps)
         tokens = sum(event.tokens_per_second * event.step_seconds for event in steps)
-        speed, left = tokens / seconds if seconds else self._summary.tokens_per_second, self._summary.eta_seconds
+        speed, left = (
+            tokens / seconds if seconds else self._summary.tokens_per_second,
+            self._summary.eta_seconds,
+        )
         if losses:
             self._curve.append(fmean(losses))
         skipped = not self._curve or (bool(steps) and steps[-1].loss is None)
@@ -304,7 +344,9 @@ class PlainView:
             self._write(header(unit, memory=memory))
             self._headed = True
         columns = _columns(unit, memory).items()
-        row = "".join(f"{line.cells.get(title, line.evaluation):>{width}}" for title, width in columns)
+        row = "".join(
+            f"{line.cells.get(title, line.evaluation):>{width}}" for title, width in columns
+        )
         notes = ", ".join(line.notes)
         room = max(min(_BARS, self._width - len(row) - len(notes) - 5), 0)
         self._write(f"{row}   {sparkline(self._curve, room):<{room}}  {notes}".rstrip())
@@ -324,4 +366,6 @@ class PlainView:
             self._flush()
             return
         self._flush()
-        self._titled(event.status, f"after {took}: {event.error}" if event.error else f"after {took}")
+        self._titled(
+            event.status, f"after {took}: {event.error}" if event.error else f"after {took}"
+        )

@@ -14,9 +14,25 @@ from rich.text import Text
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_seconds
-from bloomery.monitor.events import Event, Recovered, Resumed, RunEnded, RunStarted, Sampled, Saved, StepDone, as_shown
+from bloomery.monitor.events import (
+    Event,
+    Recovered,
+    Resumed,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    Saved,
+    StepDone,
+    as_shown,
+)
 from bloomery.monitor.summary import BARS, RunFacts, RunSummary, in_millions
-from bloomery.monitor.words import device_lines, eval_text, format_joules, incident_text, short_device_lines
+from bloomery.monitor.words import (
+    device_lines,
+    eval_text,
+    format_joules,
+    incident_text,
+    short_device_lines,
+)
 
 Point = tuple[float, float]
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of U+2800, by column and row
@@ -80,7 +96,11 @@ def plot(
         row = height - 1 - min(int((y - low) / room * height), height - 1)
         bits[row][min(int((x - first) / span * columns), columns - 1)] = ord("o")
 
-    scale = {0: high, height // 2: low + room * (height - 1 - height // 2) / max(height - 1, 1), height - 1: low}
+    scale = {
+        0: high,
+        height // 2: low + room * (height - 1 - height // 2) / max(height - 1, 1),
+        height - 1: low,
+    }
     rows = [
         f"{f'{scale[at]:.4g}' if at in scale else '':>{_LABEL - 1}} {'|' if plain else '│'}"
         + "".join(chr(cell or 32) for cell in row).rstrip()
@@ -94,7 +114,9 @@ def plot(
             values = means(points, columns)
             most = float(np.nanmax(values))
             shares = values * ((len(levels) - 1) / most if most > 0 else 0.0)
-            bars = "".join(" " if share != share else levels[max(round(share), 0)] for share in shares.tolist())
+            bars = "".join(
+                " " if share != share else levels[max(round(share), 0)] for share in shares.tolist()
+            )
             rows.append(f"{name:>{_LABEL - 1}}  {bars}".rstrip())
     return rows
 
@@ -137,14 +159,18 @@ class WatchedRun:
     def add(self, event: Event) -> None:
         event = as_shown(event)
         if isinstance(event, RunStarted | Resumed) and self._open:
-            self.incidents.append((replace(event, step=self.summary.step), "killed (SIGKILL, crash or power loss)"))
+            self.incidents.append(
+                (replace(event, step=self.summary.step), "killed (SIGKILL, crash or power loss)")
+            )
             self._open = False
         self.summary.add(event)
         match event:
             case StepDone():
                 self._open = True
                 figures = (event.loss, event.learning_rate, event.tokens_per_second)
-                for points, value in zip((self.curve, self.rates, self.speeds), figures, strict=True):
+                for points, value in zip(
+                    (self.curve, self.rates, self.speeds), figures, strict=True
+                ):
                     if value is not None:
                         points.append((float(event.step), value))
                     if len(points) > _POINTS:
@@ -153,7 +179,9 @@ class WatchedRun:
                 for points in (self.curve, self.rates, self.speeds):
                     points[:] = [point for point in points if point[0] <= event.step]
                 # Of an error that the run has left behind, the first line is enough.
-                self.incidents = deque(((at, text.partition("\n")[0]) for at, text in self.incidents), _KEPT)
+                self.incidents = deque(
+                    ((at, text.partition("\n")[0]) for at, text in self.incidents), _KEPT
+                )
             case Sampled():
                 self.samples.append(event)
             case Saved():
@@ -199,15 +227,20 @@ def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: 
         chart, incidents = _chart(run, screen, 10), _incidents(run, width, 16, now=now)
         samples = _samples(run, width, 8)
     else:
-        room = screen.height - len(head) - len(figures) - len(devices) - 4  # one of them between blocks
+        # one of them between blocks
+        room = screen.height - len(head) - len(figures) - len(devices) - 4
         if room < _LEAST_ROOM and len(all_devices) > 2 and width >= 2 * _SHORT:
             devices = short_device_lines(all_devices, width)
             room = screen.height - len(head) - len(figures) - len(devices) - 4
         wordy = bool(run.incidents) and len(run.incidents[-1][1]) > 2 * width - 40
         lowest = 2 if wordy and room < _LEAST_ROOM else 3
-        chart = _chart(run, screen, max(lowest, min(12, room // 2 - 3)), strips=room >= _ROOM_FOR_STRIPS)
+        chart = _chart(
+            run, screen, max(lowest, min(12, room // 2 - 3)), strips=room >= _ROOM_FOR_STRIPS
+        )
         left = max(room - len(chart), 0)
-        incidents = _incidents(run, width, min(12, max(left // 2, 2)), newest=max(left - 2, 2), now=now)
+        incidents = _incidents(
+            run, width, min(12, max(left // 2, 2)), newest=max(left - 2, 2), now=now
+        )
         samples = _samples(run, width, max(left - len(incidents) - 1, 0))
     blocks = [head, chart, figures, devices, samples, incidents]
     shown = []
@@ -222,11 +255,21 @@ def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: 
 def picture(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
     """The same for rich. No information is in the color alone; NO_COLOR removes it."""
     rows = frame(run, facts, screen, state=state, now=now)
-    styles = ["bold" if at == 0 else "cyan" if at == 1 or "│" in row else "" for at, row in enumerate(rows)]
-    return Group(*(Text(row, style, no_wrap=True, overflow="crop") for row, style in zip(rows, styles, strict=True)))
+    styles = [
+        "bold" if at == 0 else "cyan" if at == 1 or "│" in row else ""
+        for at, row in enumerate(rows)
+    ]
+    return Group(
+        *(
+            Text(row, style, no_wrap=True, overflow="crop")
+            for row, style in zip(rows, styles, strict=True)
+        )
+    )
 
 
-def _head(summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now: float) -> list[str]:
+def _head(
+    summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now: float
+) -> list[str]:
     """Name, state and step in one line, or two where a name is long; then a bar with elapsed time and ETA."""
     steps, phase = summary.steps or facts.steps, summary.phase
     works = state in ("starting", "running")
@@ -235,12 +278,16 @@ def _head(summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now:
     whole = f"{facts.name} · {progress}" if facts.name else progress
 
     lives = works or state in ("stopping", "paused")
-    times = format_seconds(summary.clock.until(now if lives or summary.latest is None else summary.latest))
+    times = format_seconds(
+        summary.clock.until(now if lives or summary.latest is None else summary.latest)
+    )
     if state == "running" and (seconds := summary.eta_seconds):
         times += f", ETA {format_seconds(seconds)}"
         if seconds > _CLOCK_SECONDS:
             end, today = time.localtime(now + seconds), time.localtime(now)
-            times += f" ({time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)})"
+            times += (
+                f" ({time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)})"
+            )
     done, total = float(summary.step), float(summary.steps or 0)
     if phase is not None and phase.total and not summary.last:
         done, total = phase.done, phase.total
@@ -252,9 +299,15 @@ def _head(summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now:
 
 
 def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
-    evals = [(float(step), e.loss) for step, e in sorted(run.summary.evaluations.items()) if e.loss is not None]
+    evals = [
+        (float(step), e.loss)
+        for step, e in sorted(run.summary.evaluations.items())
+        if e.loss is not None
+    ]
     top, below = settled_top(run.curve), {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
-    drawn = plot(run.curve, evals, below, width=screen.width, height=height, top=top, plain=screen.plain)
+    drawn = plot(
+        run.curve, evals, below, width=screen.width, height=height, top=top, plain=screen.plain
+    )
     legend = f"training loss, {run.summary.unit}"
     legend += "   o validation loss" if evals else ""
     legend += f"   (first: {run.curve[0][1]:.4g})" if top is not None else ""
@@ -269,7 +322,11 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
     used, joules, each = facts.utilization(speed), summary.devices.joules, summary.joules_per_token
     loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
     limit = f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else ""
-    energy = "" if joules is None else format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
+    energy = (
+        ""
+        if joules is None
+        else format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
+    )
     pairs = [
         ("loss", loss if summary.smoothed is None else f"{loss}, smoothed {summary.smoothed:.4f}"),
         ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
@@ -277,7 +334,10 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
             "val loss" if latest is None or latest.bits_per_byte is None else "val bpb",
             "none yet" if latest is None else f"{eval_text(latest)} at step {latest.step:,}",
         ),
-        ("best", "" if best is None or best == latest else f"{eval_text(best)} at step {best.step:,}"),
+        (
+            "best",
+            "" if best is None or best == latest else f"{eval_text(best)} at step {best.step:,}",
+        ),
         ("tokens", in_millions(summary.tokens)),
         ("memory", f"{last.memory_gib:.2f}{limit} GiB"),
         ("lr", f"{last.learning_rate:.3g}"),
@@ -289,7 +349,8 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
     half = width // 2
     rows: list[str] = []
     for cell in [f"{title:<{_TITLE}}{text}" for title, text in pairs if text]:
-        if rows and len(rows[-1]) < half and len(cell) <= width - half:  # a longer cell has a line of its own
+        # a longer cell has a line of its own
+        if rows and len(rows[-1]) < half and len(cell) <= width - half:
             rows[-1] = f"{rows[-1]:<{half}}{cell}"
         else:
             rows.append(cell)
@@ -302,7 +363,9 @@ def _samples(run: WatchedRun, width: int, room: int) -> list[str]:
     shown = [*run.samples] if room >= _SAMPLES * 5 else [*run.samples][-1:]
     for sample in shown:
         whole = sample.whole.expandtabs(4).splitlines()
-        text = [part for line in whole for part in [*chop_cells(line, max(width - _TITLE, 10))] or [""]]
+        text = [
+            part for line in whole for part in [*chop_cells(line, max(width - _TITLE, 10))] or [""]
+        ]
         found += [
             f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
             for at, line in enumerate(text[: max(room // len(shown), 1)])
@@ -313,13 +376,17 @@ def _samples(run: WatchedRun, width: int, room: int) -> list[str]:
 def _incidents(run: WatchedRun, width: int, room: int, newest: int = 0, *, now: float) -> list[str]:
     """The newest incidents, the newest last. With little room an incident has two lines, the newest up to `newest`."""
     found: list[str] = []
-    today = all(time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in run.incidents)
+    today = all(
+        time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in run.incidents
+    )
     stamped, indent = ("%H:%M", 7) if today else ("%d %b %H:%M", 14)
     for event, text in reversed(run.incidents):
         most = max(4 if room >= 8 else 2, 0 if found else newest)
         stamp = time.strftime(stamped, time.localtime(event.time))
         wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - indent, 20))
-        shown = [f"{stamp if at == 0 else '':<{indent}}{line}" for at, line in enumerate(wrapped[:most])]
+        shown = [
+            f"{stamp if at == 0 else '':<{indent}}{line}" for at, line in enumerate(wrapped[:most])
+        ]
         if len(wrapped) > most:
             shown[-1] = shown[-1][: width - 1] + "…"
         if found and len(found) + len(shown) > room:

@@ -57,10 +57,18 @@ LONGEST_PARAMETER = 500  # characters, the lowest limit of an MLflow server
 PARAMETERS_AT_ONCE = 100  # limit of one MLflow call
 INSTALLED_BY_THE_USER = ("wandb", "trackio", "mlflow")
 _DEVICE_FIGURES = (
-    "utilization", "memory_gib", "temperature", "power", "clock_mhz", "allocated_gib", "reserved_gib", "fragmentation",
-)  # fmt: skip
+    "utilization",
+    "memory_gib",
+    "temperature",
+    "power",
+    "clock_mhz",
+    "allocated_gib",
+    "reserved_gib",
+    "fragmentation",
+)
 _ID_LOCK = threading.Lock()  # the first tracker of a run creates its id
-_COMPARED = ("model", "data", "optimizer", "train", "checkpoint", "eval", "sample")  # sections shown as settings
+# sections shown as settings
+_COMPARED = ("model", "data", "optimizer", "train", "checkpoint", "eval", "sample")
 
 
 def on_schedule(event: Event, every_steps: int) -> bool:
@@ -78,15 +86,26 @@ def scalars(event: Event) -> dict[str, float]:
     match event:
         case StepDone(metrics=metrics):
             figures = read("train", "loss", "learning_rate", "grad_norm")
-            figures |= read("speed", "tokens_per_second", "sequences_per_second", "step_seconds", "data_wait_seconds")
-            figures |= {"memory/gib": event.memory_gib, **{f"train/{name}": value for name, value in metrics.items()}}
+            figures |= read(
+                "speed",
+                "tokens_per_second",
+                "sequences_per_second",
+                "step_seconds",
+                "data_wait_seconds",
+            )
+            figures |= {
+                "memory/gib": event.memory_gib,
+                **{f"train/{name}": value for name, value in metrics.items()},
+            }
         case StepHealth():
             figures = read("train", "update_ratio", "unchanged_share")
         case EvalDone(metrics=metrics):
             figures = read("eval", "loss", "perplexity", "bits_per_byte")
             figures |= {f"eval/{name}": value for name, value in metrics.items()}
         case DeviceStats():
-            figures = read("cpu" if event.device == CPU_DEVICE else f"gpu{event.device}", *_DEVICE_FIGURES)
+            figures = read(
+                "cpu" if event.device == CPU_DEVICE else f"gpu{event.device}", *_DEVICE_FIGURES
+            )
     return {name: value for name, value in figures.items() if value is not None}
 
 
@@ -108,7 +127,9 @@ class TrackerSink:
     sent. `IF_INSTALLED` is TensorBoard without a warning where it is not installed.
     """
 
-    def __init__(self, name: str, run_dir: Path, warn: Callable[[str], None], every_steps: int = 1) -> None:
+    def __init__(
+        self, name: str, run_dir: Path, warn: Callable[[str], None], every_steps: int = 1
+    ) -> None:
         self._name = "tensorboard" if name == IF_INSTALLED else name
         self._asked_for, self._run_dir, self._every = name != IF_INSTALLED, run_dir, every_steps
         self._warn: Callable[[str], None] = lambda text: warn(redact_secrets(text)[:300])
@@ -120,14 +141,18 @@ class TrackerSink:
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        wanted = isinstance(event, RunEnded | Resumed) or (scalars(event) and on_schedule(event, self._every))
+        wanted = isinstance(event, RunEnded | Resumed) or (
+            scalars(event) and on_schedule(event, self._every)
+        )
         if not wanted or not self._thread.is_alive():
             return
         try:
             self._events.put_nowait(without_secrets(event))
         except queue.Full:
             if not self._lost:
-                self._warn(f"{self._name} is too slow and misses steps; events.jsonl has all of them")
+                self._warn(
+                    f"{self._name} is too slow and misses steps; events.jsonl has all of them"
+                )
             self._lost = True
 
     def close(self) -> None:
@@ -139,19 +164,28 @@ class TrackerSink:
         if sys.stdout is self._muted:
             sys.stdout = self._stdout
         if self._thread.is_alive():
-            atexit.register(atexit._clear)  # exit handlers of its library may hang, too: registered last, called first
-            self._warn(f"{self._name} timed out after {FINISH_SECONDS:.0f} s; its last events may be missing")
+            # exit handlers of its library may hang, too: registered last, called first
+            atexit.register(atexit._clear)
+            self._warn(
+                f"{self._name} timed out after {FINISH_SECONDS:.0f} s; its last events may be missing"
+            )
 
     def _track(self) -> None:
         name, status, failed = self._name, "killed", False
         try:
             with _ID_LOCK:
-                run_info = {"folder": str(self._run_dir)} if name == "tensorboard" else run_info_of(self._run_dir)
+                run_info = (
+                    {"folder": str(self._run_dir)}
+                    if name == "tensorboard"
+                    else run_info_of(self._run_dir)
+                )
             tracker = TRACKERS[name](run_info)
         except ImportError as error:
             package = "'bloomery[track]'" if name == "tensorboard" else name
             if self._asked_for:
-                self._warn(f"{name} is not installed ({error}), the run is not tracked; fix: pip install {package}")
+                self._warn(
+                    f"{name} is not installed ({error}), the run is not tracked; fix: pip install {package}"
+                )
             return
         except BaseException as error:  # any exception of its library, SystemExit included
             self._warn(f"{name} cannot be started, the run is not tracked: {_message(error)}")
@@ -168,7 +202,9 @@ class TrackerSink:
                     tracker.log(figures, event.step, event.time)
             except Exception as error:
                 if not failed:
-                    self._warn(f"{name} failed at step {event.step}, training continues: {_message(error)}")
+                    self._warn(
+                        f"{name} failed at step {event.step}, training continues: {_message(error)}"
+                    )
                 failed = True
         try:
             tracker.end(status)
@@ -202,13 +238,19 @@ def tensorboard(run_info: Mapping[str, Any]) -> Tracker:
     writer = EventFileWriter(str(Path(run_info["folder"]) / "tensorboard"))
 
     def log(figures: dict[str, float], step: int, when: float) -> None:
-        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
-        writer.add_event(event_pb2.Event(wall_time=when, step=step, summary=summary_pb2.Summary(value=values)))
+        values = [
+            summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()
+        ]
+        writer.add_event(
+            event_pb2.Event(wall_time=when, step=step, summary=summary_pb2.Summary(value=values))
+        )
 
     def go_back(event: Resumed) -> None:
         """Makes TensorBoard drop this and later steps, so that repeated steps are drawn once."""
         session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        writer.add_event(event_pb2.Event(wall_time=event.time, step=event.step + 1, session_log=session))
+        writer.add_event(
+            event_pb2.Event(wall_time=event.time, step=event.step + 1, session_log=session)
+        )
 
     return Tracker(log, lambda _: writer.close(), go_back)
 
@@ -216,11 +258,21 @@ def tensorboard(run_info: Mapping[str, Any]) -> Tracker:
 def wandb(run_info: Mapping[str, Any]) -> Tracker:
     """`offline` without a login: `wandb sync` uploads the run later."""
     library, mode = importlib.import_module("wandb"), _wandb_mode(os.environ)
-    settings = {"settings": library.Settings(console="off", silent=True)} if hasattr(library, "Settings") else {}
+    settings = (
+        {"settings": library.Settings(console="off", silent=True)}
+        if hasattr(library, "Settings")
+        else {}
+    )
     run = library.init(
-        project=os.environ.get("WANDB_PROJECT", run_info["project"]), name=run_info["name"], id=run_info["id"],
-        dir=run_info["folder"], config=run_info["config"], resume="allow", mode=mode, **settings,
-    )  # fmt: skip
+        project=os.environ.get("WANDB_PROJECT", run_info["project"]),
+        name=run_info["name"],
+        id=run_info["id"],
+        dir=run_info["folder"],
+        config=run_info["config"],
+        resume="allow",
+        mode=mode,
+        **settings,
+    )
     # wandb's own step never decreases; the step of a resumed run does.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
@@ -249,7 +301,9 @@ def trackio(run_info: Mapping[str, Any]) -> Tracker:
     library = importlib.import_module("trackio")
     project = os.environ.get("TRACKIO_PROJECT", run_info["project"])
     library.init(project=project, name=run_info["name"], config=run_info["config"], resume="allow")
-    return Tracker(lambda figures, step, _: library.log(figures, step=step), lambda _: library.finish())
+    return Tracker(
+        lambda figures, step, _: library.log(figures, step=step), lambda _: library.finish()
+    )
 
 
 def mlflow(run_info: Mapping[str, Any]) -> Tracker:
@@ -268,17 +322,26 @@ def mlflow(run_info: Mapping[str, Any]) -> Tracker:
     else:
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         tags = {"bloomery.id": run_info["id"]}
-        run_id = str(client.create_run(experiment_id, tags=tags, run_name=run_info["name"]).info.run_id)
-        parameters = [entities.Param(key, str(value)[:LONGEST_PARAMETER]) for key, value in run_info["config"].items()]
+        run_id = str(
+            client.create_run(experiment_id, tags=tags, run_name=run_info["name"]).info.run_id
+        )
+        parameters = [
+            entities.Param(key, str(value)[:LONGEST_PARAMETER])
+            for key, value in run_info["config"].items()
+        ]
         for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
             client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
 
     def log(figures: dict[str, float], step: int, when: float) -> None:
-        metrics = [entities.Metric(key, value, int(when * 1000), step) for key, value in figures.items()]
+        metrics = [
+            entities.Metric(key, value, int(when * 1000), step) for key, value in figures.items()
+        ]
         client.log_batch(run_id, metrics=metrics)
 
     ends = {"done": "FINISHED", "stopped": "KILLED"}
-    return Tracker(log, lambda status: client.set_terminated(run_id, status=ends.get(status, "FAILED")))
+    return Tracker(
+        log, lambda status: client.set_terminated(run_id, status=ends.get(status, "FAILED"))
+    )
 
 
 TRACKERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio, "mlflow": mlflow}
@@ -376,7 +439,9 @@ class LogFile:
     def __init__(self, path: Path, every_steps: int = 1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Unbuffered: a failed write is not repeated.
-        self._file = os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+        self._file = os.fdopen(
+            open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0
+        )
         self._schedule = Schedule(every_steps)
 
     def write(self, event: Event) -> None:
@@ -408,7 +473,9 @@ class CommandSink:
     def write(self, event: Event) -> None:
         if self._failures >= _HOOK_FAILURES or not self._schedule.accepts(event):
             return
-        problem = self._run(to_json(without_secrets(event)).encode(errors="backslashreplace") + b"\n")
+        problem = self._run(
+            to_json(without_secrets(event)).encode(errors="backslashreplace") + b"\n"
+        )
         self._failures = self._failures + 1 if problem else 0
         if problem:
             more = "; not called again" if self._failures == _HOOK_FAILURES else ""
@@ -439,7 +506,11 @@ class CommandSink:
                 process.wait()
                 return f"timed out after {_HOOK_SECONDS:.0f} s"
         last = harmless(output.decode(errors="replace")).strip().splitlines()[-1:] or [""]
-        return f"failed with exit code {process.returncode}: {last[0]}"[:300] if process.returncode else ""
+        return (
+            f"failed with exit code {process.returncode}: {last[0]}"[:300]
+            if process.returncode
+            else ""
+        )
 
     def close(self) -> None:
         """No resource is open between events."""
@@ -451,7 +522,8 @@ def _last_output(process: "subprocess.Popen[bytes]", pipe: int, deadline: float)
     ready = select.poll()
     ready.register(pipe, select.POLLIN)
     while time.monotonic() < deadline:
-        ended = ended or process.poll() is not None  # before the poll, so that its output is in the pipe
+        # before the poll, so that its output is in the pipe
+        ended = ended or process.poll() is not None
         if not ready.poll(0 if ended else _POLL_MILLISECONDS):
             if ended:
                 break
@@ -468,7 +540,13 @@ def _last_output(process: "subprocess.Popen[bytes]", pipe: int, deadline: float)
 
 
 def open_sinks(
-    run_dir: Path, names: Sequence[str], commands: Sequence[str], *, every_steps: int, folder: Path, warn: Warn
+    run_dir: Path,
+    names: Sequence[str],
+    commands: Sequence[str],
+    *,
+    every_steps: int,
+    folder: Path,
+    warn: Warn,
 ) -> list[Sink]:
     """The sinks of `logging.trackers`; `warn` gets a line for each that fails. Hooks run in `folder`."""
     return [
@@ -479,7 +557,10 @@ def open_sinks(
 
 
 def write_metrics(
-    run_dir: Path, planned: Mapping[str, float | None] | None = None, *, best_saved: int | None = None
+    run_dir: Path,
+    planned: Mapping[str, float | None] | None = None,
+    *,
+    best_saved: int | None = None,
 ) -> Path:
     """Writes `metrics.json`: the figures of the run, computed from its events, and those `planned`.
 
@@ -488,7 +569,9 @@ def write_metrics(
     summary = summary_of(read_events(run_dir / "events.jsonl"))
     summary.best_saved = best_saved
     path = run_dir / "metrics.json"
-    write_durably(path, json.dumps({**metrics_of(summary), "planned": dict(planned or {})}, indent=2) + "\n")
+    write_durably(
+        path, json.dumps({**metrics_of(summary), "planned": dict(planned or {})}, indent=2) + "\n"
+    )
     return path
 
 

@@ -69,7 +69,9 @@ class DeviceSummary:
     throttled_seconds: dict[str, float] = field(default_factory=dict)  # by reason
 
     def add(self, event: DeviceStats) -> None:
-        known: dict[str, Any] = {f.name: v for f in fields(event) if (v := getattr(event, f.name)) is not None}
+        known: dict[str, Any] = {
+            f.name: v for f in fields(event) if (v := getattr(event, f.name)) is not None
+        }
         if event.seconds:  # a sample of the device: a value that it lacks is no longer known
             known = {**dict.fromkeys(_NOW), **known}
         self.latest = replace(self.latest, **known)
@@ -98,7 +100,9 @@ class DeviceSummary:
     @property
     def mean_utilization(self) -> float | None:
         """Percent."""
-        return 100 * self.busy_seconds / self.utilization_seconds if self.utilization_seconds else None
+        return (
+            100 * self.busy_seconds / self.utilization_seconds if self.utilization_seconds else None
+        )
 
     @property
     def mean_power(self) -> float | None:
@@ -120,7 +124,8 @@ class Devices:
     def all(self) -> list[DeviceSummary]:
         """GPUs in order, then the CPU."""
         return sorted(
-            self.by_number.values(), key=lambda device: (device.latest.device == CPU_DEVICE, device.latest.device)
+            self.by_number.values(),
+            key=lambda device: (device.latest.device == CPU_DEVICE, device.latest.device),
         )
 
     @property
@@ -145,13 +150,17 @@ class Elapsed:
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
-        if isinstance(event, Saved | Warned | DeviceStats | TaskDone):  # of other threads and processes, out of order
+        # of other threads and processes, out of order
+        if isinstance(event, Saved | Warned | DeviceStats | TaskDone):
             return self.seconds
-        if isinstance(event, RunStarted) and self._stepped:  # a new process: the previous one was killed
+        # a new process: the previous one was killed
+        if isinstance(event, RunStarted) and self._stepped:
             self._before = None
         self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
         self._before = None if isinstance(event, RunEnded) else event.time
-        self._stepped = isinstance(event, StepDone) or (self._stepped and not isinstance(event, RunStarted))
+        self._stepped = isinstance(event, StepDone) or (
+            self._stepped and not isinstance(event, RunStarted)
+        )
         return self.seconds
 
     def until(self, now: float) -> float:
@@ -164,7 +173,8 @@ class RunSummary:
     """Mutable: the state of one run after the events that `add` was given."""
 
     steps: int | None = None
-    announced: int | None = None  # steps as printed; a run with train.max_time estimates them again and again
+    # steps as printed; a run with train.max_time estimates them again and again
+    announced: int | None = None
     step: int = 0
     tokens: int = 0
     phase: Phase | None = None
@@ -179,8 +189,10 @@ class RunSummary:
     clock: Elapsed = field(default_factory=Elapsed)
     trained_seconds: float = 0.0
     steps_run: int = 0  # with those repeated after a kill
-    compiling_steps: list[float] = field(default_factory=list)  # seconds of the first step of each compiled process
-    resume_seconds: list[float] = field(default_factory=list)  # from a process's start to its restored state
+    # seconds of the first step of each compiled process
+    compiling_steps: list[float] = field(default_factory=list)
+    # from a process's start to its restored state
+    resume_seconds: list[float] = field(default_factory=list)
     preparation_seconds: float = 0.0  # of the dataset, before training
     smoothed: float | None = None
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
@@ -218,7 +230,10 @@ class RunSummary:
                 self.phase = event
                 if event.name == "length" and event.total:
                     self.steps = int(event.total)
-                    if self.announced is None or abs(self.steps - self.announced) > NEWS * self.announced:
+                    if (
+                        self.announced is None
+                        or abs(self.steps - self.announced) > NEWS * self.announced
+                    ):
                         self.announced = self.steps
             case Resumed():
                 self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
@@ -226,13 +241,17 @@ class RunSummary:
                 if not event.step:  # it starts over: no earlier loss belongs to it
                     self._mean, self._weight, self.smoothed = 0.0, 0.0, None
                     self.losses.clear()
-                self.evaluations = {step: e for step, e in self.evaluations.items() if step <= event.step}
+                self.evaluations = {
+                    step: e for step, e in self.evaluations.items() if step <= event.step
+                }
                 self.recent.clear()
             case Recovered():
                 self.recoveries += 1
                 if event.step < self.step:  # back to a checkpoint: later evaluations are discarded
                     self.step = event.step
-                    self.evaluations = {step: e for step, e in self.evaluations.items() if step <= event.step}
+                    self.evaluations = {
+                        step: e for step, e in self.evaluations.items() if step <= event.step
+                    }
                     self.recent.clear()
                 self.warnings.append(f"{event.reason}: {event.action}")
             case Warned():
@@ -309,12 +328,18 @@ class RunSummary:
         if not self.steps or len(self.recent) < 2:
             return None
         usual = 3 * statistics.median(step.step_seconds for step in self.recent)
-        slow = sum(1 for _ in itertools.takewhile(lambda step: step.step_seconds > usual, self.recent))
+        slow = sum(
+            1 for _ in itertools.takewhile(lambda step: step.step_seconds > usual, self.recent)
+        )
         counted = list(self.recent)[max(slow - 1, 0) :]
         clock = Elapsed()
         for step in counted:
             clock.add(step)
-        return max(self.steps - self.step, 0) * clock.seconds / max(counted[-1].step - counted[0].step, 1)
+        return (
+            max(self.steps - self.step, 0)
+            * clock.seconds
+            / max(counted[-1].step - counted[0].step, 1)
+        )
 
     @property
     def joules_per_token(self) -> float | None:
@@ -346,7 +371,9 @@ def sparkline(values: Iterable[float], width: int) -> str:
     shown = list(values)
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     scale = (len(BARS) - 2) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in shown[max(len(shown) - width, 0) :])
+    return "".join(
+        BARS[round((value - low) * scale)] for value in shown[max(len(shown) - width, 0) :]
+    )
 
 
 def in_millions(tokens: float) -> str:
@@ -373,7 +400,9 @@ def device_figures(device: DeviceSummary) -> dict[str, Any]:
         "energy_kwh": device.joules / JOULES_IN_KWH if device.power_seconds else None,
         "memory_peak_gib": short(device.peak_gib),
         "power_shared_with": device.latest.shared_with,
-        "throttled_seconds": {reason: round(seconds, 1) for reason, seconds in device.throttled_seconds.items()},
+        "throttled_seconds": {
+            reason: round(seconds, 1) for reason, seconds in device.throttled_seconds.items()
+        },
         "reserved_gib": short(device.latest.reserved_gib),
         "fragmentation": short(device.latest.fragmentation),
         "alloc_retries": device.latest.alloc_retries,

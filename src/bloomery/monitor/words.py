@@ -23,8 +23,13 @@ from bloomery.monitor.events import (
 from bloomery.monitor.summary import JOULES_IN_KWH, DeviceSummary
 
 BEST_CHECKPOINT = "checkpoint (best)"
-_PHASES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing the dataset", "checksums": "writing checksums"}
-_OPTIONAL = (7, 4)  # cells of a device that a narrow screen omits: the memory of PyTorch, then the clock
+_PHASES = {
+    "tokenizer": "training the tokenizer",
+    "tokens": "tokenizing the dataset",
+    "checksums": "writing checksums",
+}
+# cells of a device that a narrow screen omits: the memory of PyTorch, then the clock
+_OPTIONAL = (7, 4)
 _LEFT_ALIGNED = (6, 7)  # the other cells are numbers
 
 
@@ -34,7 +39,13 @@ def incident_text(event: Event) -> str | None:
         case StepDone(loss=None):
             return "loss or gradient not finite: step skipped"
         case Saved():
-            return "best weights" if event.weights_only else BEST_CHECKPOINT if event.best else "checkpoint"
+            return (
+                "best weights"
+                if event.weights_only
+                else BEST_CHECKPOINT
+                if event.best
+                else "checkpoint"
+            )
         case Resumed(path=""):
             return f"no checkpoint yet: restarted from step 0 in {format_seconds(event.seconds)}"
         case Resumed():
@@ -59,9 +70,12 @@ def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None
     if isinstance(event, Phase):
         if event.name == "length":
             return ""
-        if event.name == "checksums" and 0 < event.total <= event.done:  # the last phase of preparing
+        # the last phase of preparing
+        if event.name == "checksums" and 0 < event.total <= event.done:
             return "loading PyTorch and the model"
-        return _PHASES.get(event.name, event.name) + (f" {event.done / event.total:.0%}" if event.total else "")
+        return _PHASES.get(event.name, event.name) + (
+            f" {event.done / event.total:.0%}" if event.total else ""
+        )
     loss = "" if event.loss is None else f" · loss {event.loss:.2f}"
     whole = f" of {steps:,}" if steps else ""
     return f"step {event.step:,}{whole}{loss} · {event.tokens_per_second:,.0f} tokens/s"
@@ -74,7 +88,9 @@ def eval_text(evaluation: EvalDone, digits: int = 3) -> str:
     if evaluation.loss is None:
         return "not finite"
     accuracy = evaluation.metrics.get("accuracy")
-    return f"{evaluation.loss:.{digits}f}" + ("" if accuracy is None else f", accuracy {accuracy:.{digits - 2}%}")
+    return f"{evaluation.loss:.{digits}f}" + (
+        "" if accuracy is None else f", accuracy {accuracy:.{digits - 2}%}"
+    )
 
 
 def devices_of(event: RunStarted) -> str:
@@ -95,11 +111,12 @@ def log_line(event: Event) -> str:
 
     match event:
         case RunStarted():
-            return (
-                f"bloomery {event.version}: {event.parameters:,} parameters on {devices_of(event)}, {event.attention}"
-            )
+            devices = devices_of(event)
+            return f"bloomery {event.version}: {event.parameters:,} parameters on {devices}, {event.attention}"
         case Phase():
-            return f"{event.name} {event.done:,.0f}" + (f" of {event.total:,.0f}" if event.total else "")
+            return f"{event.name} {event.done:,.0f}" + (
+                f" of {event.total:,.0f}" if event.total else ""
+            )
         case StepDone():
             return (
                 f"step {event.step}  loss {number(event.loss)}  grad_norm {number(event.grad_norm)}"
@@ -110,7 +127,11 @@ def log_line(event: Event) -> str:
             return f"step {event.step}  update-to-weight ratio {figure(event.update_ratio, '.2g', '') or 'unknown'}"
         case EvalDone():
             bits = figure(event.bits_per_byte, ".4f", " bits per byte")
-            perplexity = f"  perplexity {number(event.perplexity)}" if not event.metrics or event.perplexity else ""
+            perplexity = (
+                f"  perplexity {number(event.perplexity)}"
+                if not event.metrics or event.perplexity
+                else ""
+            )
             figures = f"loss {number(event.loss)}{perplexity}{'  ' if bits else ''}{bits}{listed(event.metrics)}"
             return f"evaluation at step {event.step}  {figures}"
         case Sampled():
@@ -121,7 +142,11 @@ def log_line(event: Event) -> str:
             return f"{kind} {event.path} ({format_bytes(event.bytes)} in {format_seconds(event.seconds)}{best})"
         case DeviceStats():
             return " ".join(device_lines([DeviceSummary(latest=event)])[0].split())
-    kinds: dict[type[Event], str] = {Warned: "warning", Recovered: f"recovered at step {event.step}", RunEnded: "ended"}
+    kinds: dict[type[Event], str] = {
+        Warned: "warning",
+        Recovered: f"recovered at step {event.step}",
+        RunEnded: "ended",
+    }
     kind = kinds.get(type(event), f"step {event.step}")
     return f"{kind}: {incident_text(event) or type(event).__name__}"
 
@@ -135,7 +160,11 @@ def device_lines(devices: Iterable[DeviceSummary], width: int = 100) -> list[str
         widths = {at: max(len(row[at]) for row in rows) for at in shown}
         found = [
             "  ".join(
-                [f"{row[0]:<9}"] + [f"{row[at]:{'<' if at in _LEFT_ALIGNED else '>'}{widths[at]}}" for at in shown[1:]]
+                [f"{row[0]:<9}"]
+                + [
+                    f"{row[at]:{'<' if at in _LEFT_ALIGNED else '>'}{widths[at]}}"
+                    for at in shown[1:]
+                ]
             ).rstrip()
             for row in rows
         ]
@@ -167,7 +196,9 @@ def _cells(device: DeviceSummary) -> tuple[str, ...]:
         "cpu" if now.device == CPU_DEVICE else f"gpu {now.device}",
         figure(now.utilization, ".0f", "%"),
         figure(now.temperature, ".0f", " °C"),
-        f"with GPU {now.shared_with}" if now.shared_with is not None else figure(now.power, ",.0f", " W"),
+        f"with GPU {now.shared_with}"
+        if now.shared_with is not None
+        else figure(now.power, ",.0f", " W"),
         figure(now.clock_mhz, ",.0f", " MHz"),
         figure(now.memory_gib, ".1f", f"{whole} GiB"),
         f"throttled: {now.throttled}" if now.throttled else "",

@@ -13,7 +13,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from bloomery.model.decoder import Decoder
 from bloomery.plan.types import TrainPlan
@@ -47,7 +51,9 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
 
 def checkpoint_block(block: nn.Module, mode: str, *, index: int) -> None:
     """`full` recomputes the block in backward, `selective` all but its products, `every-N` each N-th block."""
-    if mode == "none" or (mode.startswith("every-") and index % int(mode.removeprefix("every-")) != 0):
+    if mode == "none" or (
+        mode.startswith("every-") and index % int(mode.removeprefix("every-")) != 0
+    ):
         return
     contexts = {"context_fn": _selective_contexts} if mode == "selective" else {}
     block.forward = partial(_recomputed, block.forward, contexts)
@@ -64,8 +70,11 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(_keep_products)
 
 
-def _keep_products(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    kept = operation in _KEPT or getattr(operation, "namespace", "") == "bloomery"  # our own attention kernels
+def _keep_products(
+    _context: object, operation: object, *_args: object, **_kwargs: object
+) -> CheckpointPolicy:
+    # our own attention kernels
+    kept = operation in _KEPT or getattr(operation, "namespace", "") == "bloomery"
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -178,13 +187,22 @@ class _Away(saved_tensors_hooks):
         self._lane = Lane()
 
     def _pack(self, tensor: Tensor) -> Tensor | _Kept:
-        storage = tensor.untyped_storage() if type(tensor) is Tensor and tensor.layout == torch.strided else None
-        if storage is None or tensor.nbytes < self._threshold or storage.data_ptr() in self._weights:
+        storage = (
+            tensor.untyped_storage()
+            if type(tensor) is Tensor and tensor.layout == torch.strided
+            else None
+        )
+        if (
+            storage is None
+            or tensor.nbytes < self._threshold
+            or storage.data_ptr() in self._weights
+        ):
             return tensor
         place = storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
         key = (*place, tensor.dtype, tensor._version)
         known = self._known.get(key)
-        if known is not None and known[0]() is storage:  # queries, keys and values all keep the same input
+        # queries, keys and values all keep the same input
+        if known is not None and known[0]() is storage:
             return known[1]
         kept = _Kept(len(self._kept), self._to_host(tensor.detach()), tensor.device)
         self._known[key] = weakref.ref(storage), kept
@@ -225,5 +243,7 @@ class _Away(saved_tensors_hooks):
         if not apart(tensor.device):
             return tensor.clone()
         host = pinned_like(tensor)
-        self._lane.out([tensor], partial(host.copy_, tensor, non_blocking=True), under_way=UNDER_WAY)
+        self._lane.out(
+            [tensor], partial(host.copy_, tensor, non_blocking=True), under_way=UNDER_WAY
+        )
         return host

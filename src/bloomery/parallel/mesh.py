@@ -27,14 +27,20 @@ from bloomery.model.io.parameters import full, is_split
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.plan.types import TrainPlan
 
-RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: a file on this machine where ranks meet; without it, MASTER_ADDR
-BUCKET_NUMBERS = 25 * 2**20 // 4  # float32 numbers of one all-reduce; DistributedDataParallel's bucket
-ALONE_NUMBERS = {"cpu": 2**18}  # larger float32 gradients are summed where they are: two copies cost more than a call
+# variable: a file on this machine where ranks meet; without it, MASTER_ADDR
+RENDEZVOUS = "BLOOMERY_RENDEZVOUS"
+# float32 numbers of one all-reduce; DistributedDataParallel's bucket
+BUCKET_NUMBERS = 25 * 2**20 // 4
+# larger float32 gradients are summed where they are: two copies cost more than a call
+ALONE_NUMBERS = {"cpu": 2**18}
 SHARED_BYTES = 2**24  # of what a CPU gathers or sums at once; larger buffers are not kept
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65536  # of mallopt(3); larger tensors of a shard are mappings of their own
+# of mallopt(3); larger tensors of a shard are mappings of their own
+M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65536
 TEXT_BYTES = 1024
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a backstop: the deadline of the worker ends a hang much earlier
-JOIN_SECONDS = 600.0  # for all ranks to arrive: they start together, but may import torch from a slow file system
+# a backstop: the deadline of the worker ends a hang much earlier
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# for all ranks to arrive: they start together, but may import torch from a slow file system
+JOIN_SECONDS = 600.0
 
 
 @final
@@ -193,7 +199,11 @@ class Mesh:
 
         FSDP2 has summed those of shards already. A gradient that no rank has stays None.
         """
-        whole = [parameter for parameter in parameters if not is_split(parameter)] if self.world > 1 else []
+        whole = (
+            [parameter for parameter in parameters if not is_split(parameter)]
+            if self.world > 1
+            else []
+        )
         if whole:
             with self.clock.around("shard" if self.shard > 1 else "replicate", self.device):
                 self._sum_in_buckets(whole)
@@ -211,7 +221,8 @@ class Mesh:
             large = parameter.numel() >= ALONE_NUMBERS.get(self.device, BUCKET_NUMBERS)
             if large and parameter.dtype == torch.float32:
                 parameter.grad = parameter.grad.contiguous()
-                under_way.append(dist.all_reduce(parameter.grad, async_op=True))  # one travels while another is added
+                # one travels while another is added
+                under_way.append(dist.all_reduce(parameter.grad, async_op=True))
                 continue
             bucket.append(parameter.grad)
             size += parameter.numel()
@@ -244,7 +255,9 @@ class Mesh:
         """An all-to-all over the ranks of a replica: so many numbers to each, and so many from each, in their order."""
         assert self.devices is not None, "shards exchange rows"
         found = flat.new_empty(sum(received))
-        dist.all_to_all_single(found, flat, received, sent, group=self.devices.get_group(self.devices.ndim - 1))
+        dist.all_to_all_single(
+            found, flat, received, sent, group=self.devices.get_group(self.devices.ndim - 1)
+        )
         return found
 
     def whole(
@@ -298,15 +311,21 @@ def _meeting(rank: int, ranks: int) -> Any:
         store = dist.FileStore(meeting, ranks)  # type: ignore[attr-defined]  # torch exports it, unannotated
     else:
         store = dist.TCPStore(  # type: ignore[attr-defined]  # as above
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=rank == 0,
-            timeout=timedelta(seconds=JOIN_SECONDS), wait_for_workers=False,
-        )  # fmt: skip
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            ranks,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            wait_for_workers=False,
+        )
     store.set(f"arrived {rank}", "1")
     store.add("arrived", 1)
     deadline, pause = time.monotonic() + JOIN_SECONDS, 0.005
     while store.add("arrived", 0) < ranks:
         if time.monotonic() > deadline:
-            raise NotArrived([each for each in range(ranks) if not store.check([f"arrived {each}"])])
+            raise NotArrived(
+                [each for each in range(ranks) if not store.check([f"arrived {each}"])]
+            )
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
     return store
@@ -334,16 +353,21 @@ def join(plan: TrainPlan) -> Mesh:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     backend = "gloo"
     if plan.device == "cuda":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # one visible device under some launchers
+        # one visible device under some launchers
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     store = _meeting(rank, plan.ranks)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=plan.ranks, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=plan.ranks, timeout=COLLECTIVE_TIMEOUT
+    )
     devices = None
     if plan.shard > 1:
         if plan.device == "cpu":
             return_freed_memory()
         sizes = (plan.shard,) if plan.replicate == 1 else (plan.replicate, plan.shard)
-        devices = init_device_mesh(plan.device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        devices = init_device_mesh(
+            plan.device, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]
+        )
     return Mesh(rank, plan.replicate, plan.shard, plan.device, devices)
 
 
@@ -365,7 +389,9 @@ class _Timed:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.room(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **settings: Any) -> dist.Work | None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, **settings: Any
+    ) -> dist.Work | None:
         with self.clock.around("shard", input_tensor.device.type):
             return self.work(output_tensor, input_tensor, **settings)
 
@@ -420,15 +446,31 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
     has these in the dtype of matmuls already, and its adapters are gathered as they are. `clock` counts collectives.
     """
     trains_all = all(parameter.requires_grad for parameter in model.parameters())
-    half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision) if trains_all else None
+    half = (
+        {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision)
+        if trains_all
+        else None
+    )
     own = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    matrices = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    matrices = MixedPrecisionPolicy(
+        param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     on_host = _OnHost() if clock is not None and plan.device == "cpu" else None
     last = model.model.layers[-1]  # backward begins with it: it stays gathered
     for block in model.model.layers:
-        norms = {weight for module in block.modules() if isinstance(module, RMSNorm | LayerNorm)
-                 for weight in module.parameters()}  # fmt: skip
-        fully_shard(block, mesh=mesh, mp_policy=matrices, ignored_params=norms, reshard_after_forward=block is not last)
+        norms = {
+            weight
+            for module in block.modules()
+            if isinstance(module, RMSNorm | LayerNorm)
+            for weight in module.parameters()
+        }
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=matrices,
+            ignored_params=norms,
+            reshard_after_forward=block is not last,
+        )
     embedding: Any = model.model.embed_tokens
     if not shares_head(model.config):
         fully_shard(embedding, mesh=mesh, mp_policy=own)
@@ -436,7 +478,8 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
     fully_shard(model, mesh=mesh, mp_policy=own, reshard_after_forward=False)
     # The output of a head is a view, and nothing writes into it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+    # renamed in torch 2.13
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -448,16 +491,24 @@ def shard(model: Decoder, plan: TrainPlan, mesh: DeviceMesh, clock: Clock | None
             continue
         timed: tuple[Any, Any] = _Timed(clock, gather), _Timed(clock, scatter)
         if on_host is not None:
-            timed = _Timed(clock, gather, on_host.room), _Timed(clock, on_host.scatter, on_host.reducing_room)
-            module.set_modules_to_backward_prefetch([module])  # nothing overlaps: a layer ahead would cost memory
+            timed = (
+                _Timed(clock, gather, on_host.room),
+                _Timed(clock, on_host.scatter, on_host.reducing_room),
+            )
+            # nothing overlaps: a layer ahead would cost memory
+            module.set_modules_to_backward_prefetch([module])
         module.set_custom_all_gather(timed[0])
         module.set_custom_reduce_scatter(timed[1])
         if mesh.ndim > 1:
-            module.set_all_reduce_hook(lambda reduced: clock.after("replicate", reduced.device.type))
+            module.set_all_reduce_hook(
+                lambda reduced: clock.after("replicate", reduced.device.type)
+            )
 
 
 def _sum_bucket(gradients: list[Tensor]) -> None:
     flat = torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in gradients])
     dist.all_reduce(flat)
-    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+    for gradient, part in zip(
+        gradients, flat.split([each.numel() for each in gradients]), strict=True
+    ):
         gradient.copy_(part.view_as(gradient))

@@ -62,7 +62,8 @@ def meet(plan: TrainPlan) -> Mesh:
         more = f" and {len(error.ranks) - 3} more" if len(error.ranks) > 3 else ""
         raise UserError(
             f"{missing}{more} of {plan.ranks} did not arrive within {format_seconds(meshes.JOIN_SECONDS)}",
-            where="the meeting of all ranks before the first step" + (f", at {address}" if address else ""),
+            where="the meeting of all ranks before the first step"
+            + (f", at {address}" if address else ""),
             fix="read the output of that rank; start as many processes as the launcher names, with the same command",
         ) from error
     except RuntimeError as error:
@@ -117,7 +118,10 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
 def _facts(plan: RunPlan, shared: Path, token: str) -> dict[str, Any]:
     """Of this rank: less than mesh.TEXT_BYTES as JSON."""
     deadline = time.monotonic() + SHARED_SECONDS
-    while not (seen := shared.is_file() and shared.read_text() == token) and time.monotonic() < deadline:
+    while (
+        not (seen := shared.is_file() and shared.read_text() == token)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     device = ""
     if plan.train.device == "cuda":
@@ -188,13 +192,18 @@ def _own_devices(facts: Sequence[Mapping[str, Any]]) -> UserError | None:
     for ranks in users.values():
         if len(ranks) > 1:
             problem = f"{_named(facts, ranks)} use the same GPU"
-            return UserError(problem, where=str(facts[ranks[0]]["device"]), fix="start one process per GPU")
+            return UserError(
+                problem, where=str(facts[ranks[0]]["device"]), fix="start one process per GPU"
+            )
     return None
 
 
 CHECKS: tuple[Callable[[Sequence[Mapping[str, Any]]], UserError | None], ...] = (
-    _shared, _versions, _readable, _own_devices,
-)  # fmt: skip
+    _shared,
+    _versions,
+    _readable,
+    _own_devices,
+)
 
 
 def _all_reduce(mesh: Mesh, facts: Sequence[Mapping[str, Any]]) -> tuple[int, float]:

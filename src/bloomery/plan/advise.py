@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bloomery.core.errors import UserError
-from bloomery.core.units import GIB, Duration, counted, format_bytes, format_count, format_seconds, two_digits
+from bloomery.core.units import (
+    GIB,
+    Duration,
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    two_digits,
+)
 from bloomery.hardware.doctor.software import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
@@ -26,7 +34,15 @@ from bloomery.plan.gather import Facts
 from bloomery.plan.learning_rates import far_rates
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.resolve import resolve, shape_of
-from bloomery.plan.types import DatasetFacts, Estimate, MaxLength, PlanReport, RunPlan, Suggestion, Verdict
+from bloomery.plan.types import (
+    DatasetFacts,
+    Estimate,
+    MaxLength,
+    PlanReport,
+    RunPlan,
+    Suggestion,
+    Verdict,
+)
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Claims, Lora, Recipe
 from bloomery.recipe.values import ClaimedRange
@@ -54,7 +70,9 @@ class KnownRange:
     near: float = 1.0
 
 
-def compare_claims(expected: Claims, known: Callable[[Claim, ClaimedRange], KnownRange | str]) -> tuple[Verdict, ...]:
+def compare_claims(
+    expected: Claims, known: Callable[[Claim, ClaimedRange], KnownRange | str]
+) -> tuple[Verdict, ...]:
     """Every claim of a recipe in the order of its keys. `known` gives a reason where a claim cannot be checked yet."""
 
     def written(claimed: ClaimedRange, write: Callable[[float], str]) -> str:
@@ -66,7 +84,9 @@ def compare_claims(expected: Claims, known: Callable[[Claim, ClaimedRange], Know
 
     claims: list[tuple[Claim, ClaimedRange, str]] = []
     if expected.tokens is not None:
-        claims.append(("tokens", expected.tokens, f"{written(expected.tokens, format_count)} tokens"))
+        claims.append(
+            ("tokens", expected.tokens, f"{written(expected.tokens, format_count)} tokens")
+        )
     if expected.epochs is not None:
         claims.append(("epochs", expected.epochs, f"{written(expected.epochs, plain)} epochs"))
     if (speed := expected.tokens_per_second) is not None:
@@ -90,12 +110,16 @@ def compare_claims(expected: Claims, known: Callable[[Claim, ClaimedRange], Know
             verdict = "ok"
         elif high * found.near >= found.low and low <= found.high * found.near:
             verdict = "low" if high < found.low else "high"
-        reason = found.reason if verdict == "ok" or found.otherwise is None else found.otherwise(verdict)
+        reason = (
+            found.reason if verdict == "ok" or found.otherwise is None else found.otherwise(verdict)
+        )
         verdicts.append(Verdict(claim=text, verdict=verdict, reason=reason))
     return tuple(verdicts)
 
 
-def check_claims(expected: Claims, plan: RunPlan, *, dataset: DatasetFacts | None, need: Need) -> tuple[Verdict, ...]:
+def check_claims(
+    expected: Claims, plan: RunPlan, *, dataset: DatasetFacts | None, need: Need
+) -> tuple[Verdict, ...]:
     """The claims against the plan's arithmetic, before the run."""
     timed = "known once the first steps are measured"
     open_length = timed if plan.train.seconds is not None else "known once the dataset is prepared"
@@ -116,20 +140,30 @@ def check_claims(expected: Claims, plan: RunPlan, *, dataset: DatasetFacts | Non
                 where = "within" if claimed[0] >= low and claimed[1] <= high else "overlaps"
                 planned = span((low, high))
                 return KnownRange(
-                    low, high, f"{where} {planned}", lambda _: f"the run takes {planned}", slack=0.0, near=1e30
+                    low,
+                    high,
+                    f"{where} {planned}",
+                    lambda _: f"the run takes {planned}",
+                    slack=0.0,
+                    near=1e30,
                 )
             case "memory":
                 total, sequences = plan.memory.total, plan.train.micro_batch_size
                 reason = f"{total / GIB:.1f} GiB at micro-batch {sequences}"
 
                 def otherwise(_: str) -> str:
-                    return reason + (f"; micro-batch 1 needs about {need(1) / GIB:.1f}" if sequences > 1 else "")
+                    return reason + (
+                        f"; micro-batch 1 needs about {need(1) / GIB:.1f}" if sequences > 1 else ""
+                    )
 
                 return KnownRange(total, total, reason, otherwise, near=1e30)
         vocabulary, steps = plan.model.config.vocab_size, plan.train.steps
         if claimed[0] > vocabulary:
             return KnownRange(
-                0.0, vocabulary, f"a random guess among {vocabulary:,} tokens has perplexity {vocabulary:,}", slack=0.0
+                0.0,
+                vocabulary,
+                f"a random guess among {vocabulary:,} tokens has perplexity {vocabulary:,}",
+                slack=0.0,
             )
         if claim.unit == "steps" and steps is not None and claim.amount > steps:
             return KnownRange(math.inf, math.inf, f"the run ends at step {steps:,}")
@@ -150,12 +184,16 @@ def _tokens(claimed: ClaimedRange, plan: RunPlan) -> KnownRange:
     return KnownRange(tokens, tokens, product, lambda _: needed)
 
 
-def _epochs(claimed: ClaimedRange, plan: RunPlan, dataset: DatasetFacts | None, open_length: str) -> KnownRange | str:
+def _epochs(
+    claimed: ClaimedRange, plan: RunPlan, dataset: DatasetFacts | None, open_length: str
+) -> KnownRange | str:
     if plan.total_tokens is None:
         wanted = plan.lengths.train if plan.lengths is not None else None
         if wanted is None or wanted.unit != "epochs":
             return open_length
-        return KnownRange(wanted.amount, wanted.amount, f"train.epochs is {wanted.amount:g}", slack=0.0)
+        return KnownRange(
+            wanted.amount, wanted.amount, f"train.epochs is {wanted.amount:g}", slack=0.0
+        )
     if dataset is None:
         size = format_count(plan.total_tokens / claimed[0]) if claimed[0] else "no"
         return f"true for a dataset of {size} tokens; none is prepared"
@@ -197,7 +235,11 @@ def span(ends: ClaimedRange, *, trimmed: bool = False) -> str:
 def roughly(seconds: float) -> str:
     """Ten or more of a unit need no decimals: "20 years"."""
     number, _, unit = format_seconds(seconds).partition(" ")
-    return f"{number} {unit}" if unit == "years" or float(number) < 10 else f"{float(number):.0f} {unit}"
+    return (
+        f"{number} {unit}"
+        if unit == "years" or float(number) < 10
+        else f"{float(number):.0f} {unit}"
+    )
 
 
 STEP = 256  # tokens: the resolution of the maximum sequence length
@@ -206,7 +248,8 @@ TOKEN_BYTES = 2  # an id below 65,536 in a shard; 4 above
 REFERENCE_BYTES = 4  # of a token: data.reference
 PlanOf = Callable[[str], RunPlan | None]
 WORTH = 0.9  # of the time: an edit that saves less than a tenth is not suggested
-LITTLE = 0.05  # of the memory: shorter sequences that save less and are not enough are not suggested
+# of the memory: shorter sequences that save less and are not enough are not suggested
+LITTLE = 0.05
 NO_DROPOUT = "model.dropout=0"
 SHORTEST = 256  # tokens of a sequence that a plan suggests
 
@@ -223,7 +266,9 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
         try:
             other, config = edited(loaded, edit), facts.config
             if edit == NO_DROPOUT:
-                config = replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)
+                config = replace(
+                    config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0
+                )
             return resolve(other, facts.edited(other.recipe, config), gpus=gpus, nodes=nodes)
         except UserError:
             return None
@@ -251,7 +296,9 @@ def claims_of(plan: RunPlan, expected: Claims, machine: Machine) -> tuple[Verdic
     return _verdicts(expected, plan, step, measure)
 
 
-def _verdicts(expected: Claims, plan: RunPlan, step: StepShape, measure: Measure) -> tuple[Verdict, ...]:
+def _verdicts(
+    expected: Claims, plan: RunPlan, step: StepShape, measure: Measure
+) -> tuple[Verdict, ...]:
     def need(sequences: int) -> float:
         return measure(replace(step, micro_batch_size=sequences)).total
 
@@ -266,12 +313,22 @@ def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
 
 
 def _planned_step(
-    plan: RunPlan, model: TrainedModel, machine: Machine, profile: Profile, teacher: ModelConfig | None
+    plan: RunPlan,
+    model: TrainedModel,
+    machine: Machine,
+    profile: Profile,
+    teacher: ModelConfig | None,
 ) -> tuple[StepShape, Measure, dict[str, Estimate] | None]:
     """The step on one device, the memory of any step like it, and its seconds by operation."""
     train, parallel = plan.train, plan.parallel
     plain = shape_of(
-        plan, model, profile, plan.dataset, teacher, precision=train.precision, attention=plan.model.attention
+        plan,
+        model,
+        profile,
+        plan.dataset,
+        teacher,
+        precision=train.precision,
+        attention=plan.model.attention,
     )
     step = replace(
         plain,
@@ -287,10 +344,14 @@ def _planned_step(
     layout = parallel.layout
     split = MeshSplit(replicate=layout.replicate, shard=layout.shard, pipeline=layout.pipeline)
     workload = mesh.MeshWorkload.of(
-        profile, step, estimator.rate(step),
+        profile,
+        step,
+        estimator.rate(step),
         sequences_per_step=train.tokens_per_step // plan.data.sequence_length,
-        gpus=parallel.gpus, nodes=parallel.nodes, limit=estimator.limit,
-    )  # fmt: skip
+        gpus=parallel.gpus,
+        nodes=parallel.nodes,
+        limit=estimator.limit,
+    )
     sequences = layout.accumulation * layout.micro_batch_size  # of one rank
     return step, workload.memory(split), mesh.layout_parts(workload, split, step, sequences)
 
@@ -301,14 +362,23 @@ def _longest(step: StepShape, measure: Measure) -> MaxLength:
     def fits(length: int, checkpointing: str) -> bool:
         """In micro-batches of one sequence, whose vocabulary is scored in small chunks."""
         config = step.config
-        if config.positions == "learned" and length > config.max_positions:  # they grow with the sequence
+        # they grow with the sequence
+        if config.positions == "learned" and length > config.max_positions:
             config = replace(config, max_positions=length)
         model = replace(step.model, config=config)
-        row = replace(step, model=model, sequence_length=length, micro_batch_size=1, checkpointing=checkpointing)
+        row = replace(
+            step,
+            model=model,
+            sequence_length=length,
+            micro_batch_size=1,
+            checkpointing=checkpointing,
+        )
         return measure(replace(row, score_chunk=min(SMALL_CHUNK, length))).fits
 
     def search(checkpointing: str) -> int:
-        return STEP * bisect_left(range(1, MOST // STEP), True, key=lambda n: not fits(n * STEP, checkpointing))
+        return STEP * bisect_left(
+            range(1, MOST // STEP), True, key=lambda n: not fits(n * STEP, checkpointing)
+        )
 
     return MaxLength(as_planned=search(step.checkpointing), checkpointed=search("full"))
 
@@ -331,7 +401,10 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     if evaluates is not None and evaluates % saves != 0:  # some evaluations have no checkpoint
         disk["best_weights"] = weights
         disk["checkpoints"] += weights * recipe.checkpoint.keep
-    if dataset is not None and reference_of(recipe.objective, recipe.adapter).value == "precomputed":
+    if (
+        dataset is not None
+        and reference_of(recipe.objective, recipe.adapter).value == "precomputed"
+    ):
         disk["reference"] = float(REFERENCE_BYTES * dataset.tokens)
     return disk
 
@@ -355,7 +428,8 @@ def edited(loaded: LoadedRecipe, edit: str) -> LoadedRecipe:
 
 def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
     """Edits that each make the plan fit, shorter sequences last; or every edit, and the fewest that fit together."""
-    best: dict[str, tuple[str, str, RunPlan]] = {}  # by key: the first edit that fits, else the one that saves most
+    # by key: the first edit that fits, else the one that saves most
+    best: dict[str, tuple[str, str, RunPlan]] = {}
     for edit, cost in _ladder(recipe, plan):
         after, key = plan_of(edit), edit.partition("=")[0]
         if after is None:
@@ -369,7 +443,8 @@ def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
             best[key] = edit, cost, after
     enough = {key: found for key, found in best.items() if found[2].fits}
     others = {key: found for key, found in enough.items() if key != "data.sequence_length"}
-    shown = enough if recipe.model.from_ is not None else others  # in fine-tuning the length is your choice too
+    # in fine-tuning the length is your choice too
+    shown = enough if recipe.model.from_ is not None else others
     for edit, cost, after in (shown or enough or best).values():
         yield Suggestion(edit=edit, saves=_saved(plan, after, cost))
     edits = [edit for edit, _, _ in best.values()]
@@ -389,7 +464,12 @@ def _saved(before: RunPlan, after: RunPlan, cost: str) -> str:
 
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Edits from cheap to expensive, each with its cost."""
-    train, asked, optimizer, adapter = plan.train, recipe.train, recipe.optimizer, recipe.adapter.kind
+    train, asked, optimizer, adapter = (
+        plan.train,
+        recipe.train,
+        recipe.optimizer,
+        recipe.adapter.kind,
+    )
     sequences, gpu = train.micro_batch_size, train.device != "cpu"
     while asked.micro_batch_size != "auto" and sequences % 2 == 0:
         sequences //= 2
@@ -410,24 +490,36 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     if adapter == "dora" and plan.parallel is not None:
         yield "adapter.kind=lora", "changes the training: no magnitudes; shards do not support DoRA"
     if adapter == "none" and recipe.model.from_ is not None:
-        yield "adapter.kind=lora", "changes the training: only adapters are trainable, the weights are frozen"
+        yield (
+            "adapter.kind=lora",
+            "changes the training: only adapters are trainable, the weights are frozen",
+        )
     # With a fused backward a step is one micro-batch: a smaller step, or gradient accumulation.
     if optimizer.fused_backward and not asked.auto_batch:
         tokens = train.tokens_per_step
         while tokens % (2 * plan.data.sequence_length) == 0:
             tokens //= 2
             yield f"train.tokens_per_step={tokens}", "changes the training: fewer tokens per step"
-        yield "optimizer.fused_backward=false", "keeps gradients, so that gradient accumulation works"
+        yield (
+            "optimizer.fused_backward=false",
+            "keeps gradients, so that gradient accumulation works",
+        )
     if optimizer.kind == "adamw" and adapter == "none":
         yield "optimizer.kind=muon", "changes the optimizer: choose its learning rate again"
     if optimizer.kind != "adafactor" and adapter == "none":
         yield "optimizer.kind=adafactor", "changes the optimizer: choose its learning rate again"
     if train.precision == "bfloat16":
-        yield "train.precision=bfloat16-pure", "bfloat16 weights: small updates are lost to rounding"
+        yield (
+            "train.precision=bfloat16-pure",
+            "bfloat16 weights: small updates are lost to rounding",
+        )
     length = plan.data.sequence_length
     while length > SHORTEST and train.tokens_per_step % (length // 2) == 0:
         length //= 2
-        yield f"data.sequence_length={length}", f"changes the training: no sequence is longer than {length:,} tokens"
+        yield (
+            f"data.sequence_length={length}",
+            f"changes the training: no sequence is longer than {length:,} tokens",
+        )
 
 
 def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggestion]:
@@ -436,8 +528,17 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
     if before is None:
         return
     asked = recipe.train
-    keys = [k for k in ("activation_checkpointing", "precision", "attention", "compile", "micro_batch_size")
-            if getattr(asked, k) != "auto"]  # fmt: skip
+    keys = [
+        k
+        for k in (
+            "activation_checkpointing",
+            "precision",
+            "attention",
+            "compile",
+            "micro_batch_size",
+        )
+        if getattr(asked, k) != "auto"
+    ]
     edits = [f"train.{key}=auto" for key in keys]
     # Fused attention has no dropout on packed sequences.
     if plan.model.config.attention_dropout and asked.attention == "auto":
@@ -456,7 +557,9 @@ def _faster(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
             yield Suggestion(edit=edit, saves=saves)
 
 
-def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Verdict]) -> Iterator[str]:
+def warnings(
+    recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Verdict]
+) -> Iterator[str]:
     """One sentence each: contradictions of the recipe, settings without effect. None of them stops a run."""
     profile = facts.profile
     if reason := unsupported.untrained(facts.config):
@@ -472,7 +575,9 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
     empty, sequences = plan.train.empty_sequences, plan.train.sequences_per_step
     if empty > mesh.PADDED_SHARE * sequences:
         full = -(-sequences // plan.train.ranks) * plan.train.ranks
-        uneven = f"{sequences:,} sequences per step do not divide among {plan.train.ranks:,} devices"
+        uneven = (
+            f"{sequences:,} sequences per step do not divide among {plan.train.ranks:,} devices"
+        )
         idle = f"{empty / (empty + sequences):.0%} of what they compute is padding"
         yield f"{uneven}: {idle}; train.batch_size={full} would use all of them, and is another training run"
     dataset, length = plan.dataset, plan.data.sequence_length
@@ -481,7 +586,8 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
         yield f"{dropped} dropped: all labels within {length:,} tokens are masked"
     if dataset is not None and dataset.cut_short:
         yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
-    if isinstance(recipe.adapter, Lora):  # the product of its matrices has at most the rank of the weight
+    # the product of its matrices has at most the rank of the weight
+    if isinstance(recipe.adapter, Lora):
         rank, model = recipe.adapter.rank, facts.model
         sides = {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.pairs}
         name = min(sides, key=lambda one: sides[one])
@@ -490,7 +596,9 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
             yield f"adapter.rank is {rank:,}, but {most}: a higher rank only costs memory and time"
     yield from _settings(recipe, profile)
     # Environment variables without effect on this device, or that slow it down or harm.
-    yield from (str(effect) for effect in idle_settings(facts.machine, profile) if effect.kind != "works")
+    yield from (
+        str(effect) for effect in idle_settings(facts.machine, profile) if effect.kind != "works"
+    )
     device = profile.accelerator is not None
     yield from ineffective_settings(recipe, accelerator=device, precision=plan.train.precision)
 
@@ -498,7 +606,11 @@ def warnings(recipe: Recipe, plan: RunPlan, facts: Facts, verdicts: Sequence[Ver
 def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:
     claims = recipe.claims
     wrong = [verdict for verdict in verdicts if verdict.verdict == "wrong"]
-    if claims.tokens and plan.total_tokens and any(verdict.claim.endswith(" tokens") for verdict in wrong):
+    if (
+        claims.tokens
+        and plan.total_tokens
+        and any(verdict.claim.endswith(" tokens") for verdict in wrong)
+    ):
         planned, claimed = format_count(plan.total_tokens), format_count(claims.tokens[0])
         yield f"train.{recipe.train.length_key} trains on {planned} tokens, claims.tokens is {claimed}"
     if claims.tokens and claims.tokens_per_second and claims.duration:

@@ -41,12 +41,17 @@ def choose_tokens_per_step(
     if asked == "auto":
         best = _fitting_batch(config, sequence_length)
         if tuning and best.value > TUNING_TOKENS:
-            reason = f"fine-tuning: no more than {TUNING_TOKENS:,} tokens (Alpaca: 128 examples of 512)"
+            reason = (
+                f"fine-tuning: no more than {TUNING_TOKENS:,} tokens (Alpaca: 128 examples of 512)"
+            )
             best = Choice(max(1, TUNING_TOKENS // sequence_length) * sequence_length, reason)
         return _within_an_epoch(best, sequence_length, sequences_per_epoch)
     assert isinstance(asked, int)
     if asked % sequence_length:
-        below, above = asked // sequence_length * sequence_length, -(-asked // sequence_length) * sequence_length
+        below, above = (
+            asked // sequence_length * sequence_length,
+            -(-asked // sequence_length) * sequence_length,
+        )
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
             f"tokens per step is not a multiple of data.sequence_length={sequence_length}: {asked:,}",
@@ -57,9 +62,14 @@ def choose_tokens_per_step(
     return Choice(asked, ASKED)
 
 
-def _within_an_epoch(best: Choice[int], sequence_length: int, sequences_per_epoch: int | None) -> Choice[int]:
+def _within_an_epoch(
+    best: Choice[int], sequence_length: int, sequences_per_epoch: int | None
+) -> Choice[int]:
     """The largest power of two of sequences of which an epoch holds EPOCH_STEPS."""
-    if sequences_per_epoch is None or sequences_per_epoch * sequence_length >= EPOCH_STEPS * best.value:
+    if (
+        sequences_per_epoch is None
+        or sequences_per_epoch * sequence_length >= EPOCH_STEPS * best.value
+    ):
         return best
     sequences = 2 ** max(0, (sequences_per_epoch // EPOCH_STEPS).bit_length() - 1)
     if sequences * sequence_length >= best.value:
@@ -73,7 +83,8 @@ def _fitting_batch(config: ModelConfig, sequence_length: int) -> Choice[int]:
     count = parameter_count(config)
     best = 0.2920 * (6 * TOKENS_PER_PARAMETER * count**2) ** 0.3271
     sequences = 1
-    while sequences * 2 * sequence_length <= best * 2**0.5:  # the nearest power of two on a logarithmic scale
+    # the nearest power of two on a logarithmic scale
+    while sequences * 2 * sequence_length <= best * 2**0.5:
         sequences *= 2
     reason = (
         f"{format_count(count)} parameters at {TOKENS_PER_PARAMETER} tokens each train best with batches of about"
@@ -94,17 +105,28 @@ class MicroBatching:
 
 
 def choose_micro_batching(
-    train: Train, step: StepShape, *, sequences_per_step: int, measure: Measure, any_divisor: bool = False
+    train: Train,
+    step: StepShape,
+    *,
+    sequences_per_step: int,
+    measure: Measure,
+    any_divisor: bool = False,
 ) -> MicroBatching:
     """The largest micro-batch that fits, without activation checkpointing where possible; `step`: everything else.
 
     `any_divisor`: not powers of two alone, for a device's share of a step. When nothing fits, the smallest is planned,
     and the plan does not fit. Raises UserError for a micro-batch that does not divide the step.
     """
-    modes = ["none", "full"] if train.activation_checkpointing == "auto" else [train.activation_checkpointing]
+    modes = (
+        ["none", "full"]
+        if train.activation_checkpointing == "auto"
+        else [train.activation_checkpointing]
+    )
     several = not step.mode.fused_backward
     for mode, sequences in (
-        (mode, sequences) for mode in modes for sequences in _sizes(train, step, sequences_per_step, any_divisor)
+        (mode, sequences)
+        for mode in modes
+        for sequences in _sizes(train, step, sequences_per_step, any_divisor)
     ):
         tokens = sequences * step.sequence_length
         tried = replace(
@@ -131,7 +153,9 @@ def choose_micro_batching(
     else:
         largest = "the largest power of two that divides the step and fits"
     fit = (
-        "all activations fit in memory" if mode == "none" else "activations do not fit in memory without recomputation"
+        "all activations fit in memory"
+        if mode == "none"
+        else "activations do not fit in memory without recomputation"
     )
     return MicroBatching(
         micro_batch_size=Choice(sequences, largest if train.micro_batch_size == "auto" else ASKED),
@@ -148,7 +172,11 @@ def _sizes(train: Train, step: StepShape, sequences_per_step: int, any_divisor: 
         return [sequences_per_step]
     if train.micro_batch_size != "auto":
         if sequences_per_step % train.micro_batch_size and not step.mode.fused_backward:
-            divisors = [str(n) for n in range(1, min(sequences_per_step, 1024) + 1) if sequences_per_step % n == 0]
+            divisors = [
+                str(n)
+                for n in range(1, min(sequences_per_step, 1024) + 1)
+                if sequences_per_step % n == 0
+            ]
             raise UserError(
                 f"micro-batch size does not divide the {sequences_per_step:,} sequences per step:"
                 f" {train.micro_batch_size}",
@@ -158,5 +186,9 @@ def _sizes(train: Train, step: StepShape, sequences_per_step: int, any_divisor: 
             )
         return [train.micro_batch_size]
     most = sequences_per_step if step.on_gpu else max(1, CPU_TOKENS // step.sequence_length)
-    sizes = [size for size in range(1, min(most, sequences_per_step) + 1) if sequences_per_step % size == 0]
+    sizes = [
+        size
+        for size in range(1, min(most, sequences_per_step) + 1)
+        if sequences_per_step % size == 0
+    ]
     return [size for size in reversed(sizes) if any_divisor or size.bit_count() == 1]

@@ -28,33 +28,57 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
     if config.transformers_backend is None:
         return
     where, problem, fix = "model.implementation=transformers", None, None
-    window = min((window for window in config.sliding_window if window is not None), default=float("inf"))
-    names = (theirs for ours, theirs, _ in config.transformers_backend.parameters if ours == "lm_head.weight")
+    window = min(
+        (window for window in config.sliding_window if window is not None), default=float("inf")
+    )
+    names = (
+        theirs
+        for ours, theirs, _ in config.transformers_backend.parameters
+        if ours == "lm_head.weight"
+    )
     stored = next(names, "lm_head.weight")
-    head = isinstance(recipe.adapter, Lora) and any("lm_head" in name for name in recipe.adapter.modules_to_save)
+    head = isinstance(recipe.adapter, Lora) and any(
+        "lm_head" in name for name in recipe.adapter.modules_to_save
+    )
     if recipe.objective.spec.values:
         problem = f"reward models need the native implementation, which does not support {architecture_of(config)}"
-        where, fix = f"objective.kind={recipe.objective.kind}", "choose a model family of docs/reference/models.md"
+        where, fix = (
+            f"objective.kind={recipe.objective.kind}",
+            "choose a model family of docs/reference/models.md",
+        )
     elif recipe.model.dropout is not None:
         problem = "the transformers implementation takes dropout from config.json"
         where, fix = "model.dropout", "remove it, or set dropout in the model's config.json"
     elif head and stored != "lm_head.weight":
         problem = "the head of this architecture has another name in its files: PEFT cannot load it"
-        where, fix = "adapter.modules_to_save", "remove lm_head, or set adapter.kind=none to train all parameters"
-    elif isinstance(recipe.adapter, Peft) and (recipe.adapter.model_extra or {}).get("modules_to_save"):
+        where, fix = (
+            "adapter.modules_to_save",
+            "remove lm_head, or set adapter.kind=none to train all parameters",
+        )
+    elif isinstance(recipe.adapter, Peft) and (recipe.adapter.model_extra or {}).get(
+        "modules_to_save"
+    ):
         problem = "modules_to_save is not supported for PEFT methods on this architecture"
-        where, fix = "adapter.modules_to_save", "remove it, or set adapter.kind=lora adapter.modules_to_save=[...]"
+        where, fix = (
+            "adapter.modules_to_save",
+            "remove it, or set adapter.kind=lora adapter.modules_to_save=[...]",
+        )
     elif recipe.train.compile is True:
         problem = "compilation is not supported for the transformers implementation"
         where, fix = "train.compile", "set train.compile=auto"
     elif recipe.data.layout == "packed" and window < recipe.data.sequence_length:
         problem = f"packing is not supported for the sliding window of transformers' layers: {window:,} tokens"
-        where, fix = "data.packing=true", "set data.packing=false, or a shorter data.sequence_length"
+        where, fix = (
+            "data.packing=true",
+            "set data.packing=false, or a shorter data.sequence_length",
+        )
     if problem is not None and fix is not None:
         raise UserError(problem, where=where, fix=fix, code=2)
 
 
-def transformers_attention(asked: str, transformers_backend: TransformersBackend, *, packed: bool) -> Choice[str]:
+def transformers_attention(
+    asked: str, transformers_backend: TransformersBackend, *, packed: bool
+) -> Choice[str]:
     """The backend with the memory and time of transformers' attention. Raises UserError for any other."""
     own = "math" if transformers_backend.attention == "eager" else "mask" if packed else "sdpa"
     if asked not in ("auto", own):
@@ -85,7 +109,8 @@ def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[
 
 
 ASKED = "set in the recipe"
-COMPILE_SECONDS = 29.0  # to compile the blocks of a model on two quiet cores of an AMD EPYC, caches cold: 18 to 29
+# to compile the blocks of a model on two quiet cores of an AMD EPYC, caches cold: 18 to 29
+COMPILE_SECONDS = 29.0
 RECOMPILE_SECONDS = 9.0  # of a resumed process there, caches warm
 COMPILE_PYTHON_SECONDS = 6e-4  # of the check's loop on a core of its kind
 CPU_GAIN = 1.15  # of steps on a CPU, until this machine is measured: 1.03 to 1.35
@@ -132,10 +157,17 @@ def choose_attention(
         )
         reason = choice.reason
         if choice.value == "blockwise":  # why no fused kernel of PyTorch supports the recipe
-            reasons = dict.fromkeys(why for each in ("varlen", "flex") if (why := absent.get(each) or unfit_for(each)))
-            reason = "; ".join((*reasons, "blockwise supports this recipe, with memory linear in the length"))
-        return Choice(choice.value, profile.attention.reason if profile.attention.value == "plain" else reason)
-    unfit = unfit_for(asked) or (absent.get(asked) if asked == "varlen" else None)  # flex may compile all the same
+            reasons = dict.fromkeys(
+                why for each in ("varlen", "flex") if (why := absent.get(each) or unfit_for(each))
+            )
+            reason = "; ".join(
+                (*reasons, "blockwise supports this recipe, with memory linear in the length")
+            )
+        return Choice(
+            choice.value, profile.attention.reason if profile.attention.value == "plain" else reason
+        )
+    # flex may compile all the same
+    unfit = unfit_for(asked) or (absent.get(asked) if asked == "varlen" else None)
     if unfit is not None:
         raise UserError(
             f"train.attention={asked} does not support this recipe: {unfit}",
@@ -149,7 +181,11 @@ def choose_attention(
 def compiled_attention(profile: Profile, precision: str) -> str | None:
     """Why `model.attention.compiled` is the quickest on this CPU; None: it is not, or is not there."""
     widened = precision == "bfloat16" and not (profile.cpu is not None and profile.cpu.bf16)
-    if not profile.native.value or precision not in ("float32", "bfloat16", "bfloat16-pure") or widened:
+    if (
+        not profile.native.value
+        or precision not in ("float32", "bfloat16", "bfloat16-pure")
+        or widened
+    ):
         return None
     return f"{profile.native.reason}: no work on masked keys, backward in a third of the time of torch's kernel"
 
@@ -175,7 +211,9 @@ def choose_compile(
     if not profile.compile.value:
         return profile.compile
     if gain is not None:
-        times = f"measured on this device: compiled steps take {1 / gain:.0%} of the uncompiled time"
+        times = (
+            f"measured on this device: compiled steps take {1 / gain:.0%} of the uncompiled time"
+        )
         saved = 0.0 if seconds is None else seconds * (1 - 1 / gain)
         return Choice(saved > compile_seconds(check), times)
     if profile.accelerator is not None:
@@ -183,7 +221,10 @@ def choose_compile(
     needed = compile_seconds(check)
     if seconds is None or seconds * (1 - 1 / CPU_GAIN) <= needed:
         pays = format_seconds(needed / (1 - 1 / CPU_GAIN))
-        return Choice(False, f"compiling takes {needed:.0f} s with one resume, and pays off after {pays} of training")
+        return Choice(
+            False,
+            f"compiling takes {needed:.0f} s with one resume, and pays off after {pays} of training",
+        )
     return profile.compile
 
 
@@ -200,10 +241,14 @@ def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
     slower = "deterministic kernels are slower"
     if recipe.train.deterministic == "auto":
         return Choice(False, f"{slower}; data order and states are exact without them")
-    return Choice(recipe.train.deterministic, f"{ASKED}; {slower}" if recipe.train.deterministic else ASKED)
+    return Choice(
+        recipe.train.deterministic, f"{ASKED}; {slower}" if recipe.train.deterministic else ASKED
+    )
 
 
-def optimizer_memory_choices(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[tuple[str, Choice[str]]]:
+def optimizer_memory_choices(
+    recipe: Recipe, *, accelerator: bool, precision: str
+) -> Iterator[tuple[str, Choice[str]]]:
     """By key: settings that save memory, and their effect in this run."""
     optimizer, spec = recipe.optimizer, OPTIMIZERS[recipe.optimizer.kind]
     if optimizer.state_dtype != "float32" and "state_dtype" in spec.settings:
@@ -246,17 +291,23 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
     elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
         yield "train.offload_activations does not offload what selective checkpointing keeps: use full"
     if optimizer.stochastic_rounding and not _has_bfloat16(recipe, precision):
-        remark = "trainable parameters are float32; train.precision=bfloat16-pure makes them bfloat16"
+        remark = (
+            "trainable parameters are float32; train.precision=bfloat16-pure makes them bfloat16"
+        )
         yield f"optimizer.stochastic_rounding has no effect: {remark}"
 
 
 def _has_bfloat16(recipe: Recipe, precision: str) -> bool:
     """Whether trainable parameters are bfloat16."""
     adapter = recipe.adapter
-    return precision == "bfloat16-pure" or (isinstance(adapter, Lora) and adapter.dtype == "bfloat16")
+    return precision == "bfloat16-pure" or (
+        isinstance(adapter, Lora) and adapter.dtype == "bfloat16"
+    )
 
 
-def arithmetic_choices(recipe: Recipe, model: TrainedModel, *, precision: str) -> Iterator[tuple[str, Choice[str]]]:
+def arithmetic_choices(
+    recipe: Recipe, model: TrainedModel, *, precision: str
+) -> Iterator[tuple[str, Choice[str]]]:
     """By key: bytes of weights, gradients and states, compared with full fine-tuning."""
     if recipe.model.from_ is None:
         return
@@ -264,16 +315,25 @@ def arithmetic_choices(recipe: Recipe, model: TrainedModel, *, precision: str) -
     def decimal(size: float) -> str:  # decimal, as in papers
         return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
-    numbers, whole = parameter_count(model.config), TrainedModel(model.config).state_parts("adamw", "bfloat16")
+    numbers, whole = (
+        parameter_count(model.config),
+        TrainedModel(model.config).state_parts("adamw", "bfloat16"),
+    )
     each = ", ".join(f"{name} {size / numbers:.0f}" for name, size in whole.items())
-    held, in_full = model.state_parts(recipe.optimizer.kind, precision), decimal(sum(whole.values()))
+    held, in_full = (
+        model.state_parts(recipe.optimizer.kind, precision),
+        decimal(sum(whole.values())),
+    )
     rule = f"{sum(size / numbers for size in whole.values()):.0f} bytes ({each}) for each of {format_count(numbers)}"
     if held == whole:
         yield "model.from", Choice(f"training state {in_full}", f"full training: {rule} parameters")
         return
     sizes = ", ".join(f"{name} {decimal(size)}" for name, size in held.items())
     reason = f"{sizes}; full training with AdamW: {rule} parameters"
-    yield "model.from", Choice(f"training state {decimal(sum(held.values()))}", f"instead of {in_full}: {reason}")
+    yield (
+        "model.from",
+        Choice(f"training state {decimal(sum(held.values()))}", f"instead of {in_full}: {reason}"),
+    )
 
 
 Reference = Literal["none", "precomputed", "adapters"]
@@ -284,12 +344,19 @@ def reference_of(objective: Objective, adapter: Adapter) -> Choice[Reference]:
     if not objective.spec.reference:
         return Choice("none", f"{objective.kind} has no reference model")
     if isinstance(adapter, Peft):
-        return Choice("precomputed", f"the base model without {adapter.method} is not available in a step")
+        return Choice(
+            "precomputed", f"the base model without {adapter.method} is not available in a step"
+        )
     if not isinstance(adapter, Lora):
         return Choice("precomputed", "training changes the weights of the reference model")
     if adapter.modules_to_save:
-        return Choice("precomputed", f"{', '.join(adapter.modules_to_save)} are trainable, not only adapters")
-    return Choice("adapters", "the base model without its adapters is the reference model, without extra memory")
+        return Choice(
+            "precomputed", f"{', '.join(adapter.modules_to_save)} are trainable, not only adapters"
+        )
+    return Choice(
+        "adapters",
+        "the base model without its adapters is the reference model, without extra memory",
+    )
 
 
 def teacher_of(recipe: RunPlan) -> ModelConfig | None:
@@ -304,7 +371,9 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
 def setting(plan: RunPlan) -> str:
     """`StepShape.setting` of a plan."""
     mode, away = mode_of(plan, plan.model.config), plan.train.offload_activations
-    return setting_of(mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=away)
+    return setting_of(
+        mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=away
+    )
 
 
 def objective_choices(
@@ -313,15 +382,23 @@ def objective_choices(
     """By key: the choices of the objective."""
     reference = reference_of(recipe.objective, recipe.adapter)
     if reference.value == "adapters":
-        yield "objective.reference", Choice("reference per step", f"{reference.reason}; one more forward pass per step")
+        yield (
+            "objective.reference",
+            Choice("reference per step", f"{reference.reason}; one more forward pass per step"),
+        )
     elif reference.value == "precomputed":
         yield (
             "objective.reference",
-            Choice("precomputed reference", f"{reference.reason}; one forward pass over the dataset"),
+            Choice(
+                "precomputed reference", f"{reference.reason}; one forward pass over the dataset"
+            ),
         )
     if teacher is not None and isinstance(recipe.objective, Distill):
         reason = f"{recipe.objective.teacher} stays in memory next to the model"
-        yield "objective.teacher", Choice(f"teacher of {format_count(parameter_count(teacher))}", reason)
+        yield (
+            "objective.teacher",
+            Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),
+        )
     if dataset is not None:
         yield from _chat_choice(recipe, dataset)
     if dataset is not None and dataset.loss_share < 1:
@@ -347,4 +424,7 @@ def _chat_choice(recipe: Recipe, dataset: DatasetFacts) -> Iterator[tuple[str, C
             reason = "set in the recipe"
         elif recipe.objective.spec.reads_text:
             reason = "pretraining reads text"
-        yield key, Choice(NONE, f"{reason}: prompt and response are one plain text, without messages")
+        yield (
+            key,
+            Choice(NONE, f"{reason}: prompt and response are one plain text, without messages"),
+        )

@@ -21,7 +21,11 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
     if machine is not None:
         profile = build_profile(machine)
         rate = device_rate(
-            profile, machine, precision=train.precision, width=config.hidden_size, compiled=train.compile
+            profile,
+            machine,
+            precision=train.precision,
+            width=config.hidden_size,
+            compiled=train.compile,
         )
     return RunFacts(
         name=plan.name,
@@ -56,12 +60,15 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         warmup_steps=optimizer.warmup_steps,
         clip=train.max_grad_norm,
         precision=train.precision,
-        unigram_nats=stats.unigram_nats if stats and aim.reads_text else None,  # counted over all of the text
+        # counted over all of the text
+        unigram_nats=stats.unigram_nats if stats and aim.reads_text else None,
         bytes_per_token=stats.bytes_per_token if stats else None,
         duplicates=stats.duplicates if stats else None,
         text_tokens=stats.tokens if stats else None,
         device=train.device,
-        fused_attention=None if machine is None else build_profile(machine).attention.value == "fused",
+        fused_attention=None
+        if machine is None
+        else build_profile(machine).attention.value == "fused",
         checkpointing=train.activation_checkpointing,
         compiled=train.compile,
         saves_in_background=plan.checkpoint.async_save,

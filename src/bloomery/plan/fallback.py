@@ -58,15 +58,21 @@ def smaller_evaluation(plan: RunPlan, reason: str) -> Fallback | None:
     sequences = plan.eval.micro_batch_size
     if sequences == 1:
         return None
-    smaller = plan.model_copy(update={"eval": plan.eval.model_copy(update={"micro_batch_size": sequences // 2})})
+    smaller = plan.model_copy(
+        update={"eval": plan.eval.model_copy(update={"micro_batch_size": sequences // 2})}
+    )
     action = f"evaluation micro-batch {sequences} -> {sequences // 2}; same result"
-    return Fallback(decided(smaller, "eval.micro_batch_size", sequences // 2, reason), action, only_time=True)
+    return Fallback(
+        decided(smaller, "eval.micro_batch_size", sequences // 2, reason), action, only_time=True
+    )
 
 
 def plainer(plan: RunPlan, reason: str) -> Fallback | None:
     """The next of: no compilation, blockwise attention, float32, a smaller micro-batch; None when all are taken."""
     if plan.train.compile:
-        return Fallback(_trained(plan, "train.compile", False, reason), "train.compile true -> false")
+        return Fallback(
+            _trained(plan, "train.compile", False, reason), "train.compile true -> false"
+        )
     if plan.model.attention != "blockwise":
         return blockwise(plan, reason)
     if plan.train.precision != "float32":
@@ -78,7 +84,9 @@ def blockwise(plan: RunPlan, reason: str) -> Fallback | None:
     """Attention in plain PyTorch; None where the plan has it."""
     if plan.model.attention == "blockwise":
         return None
-    changed = plan.model_copy(update={"model": plan.model.model_copy(update={"attention": "blockwise"})})
+    changed = plan.model_copy(
+        update={"model": plan.model.model_copy(update={"attention": "blockwise"})}
+    )
     action = f"attention {plan.model.attention} -> blockwise"
     return Fallback(decided(changed, "train.attention", "blockwise", reason), action)
 
@@ -100,14 +108,21 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     settings = OPTIMIZERS[optimizer.kind].settings
     if plan.train.activation_checkpointing != "full":
         action = "activation checkpointing: full (recompute); less memory, a third more compute"
-        return Fallback(_trained(plan, "train.activation_checkpointing", "full", reason), action, only_time=True)
-    if gpu and not plan.train.offload_activations and plan.train.shard == 1:  # rules.support refuses it with shards
+        return Fallback(
+            _trained(plan, "train.activation_checkpointing", "full", reason), action, only_time=True
+        )
+    # rules.support refuses it with shards
+    if gpu and not plan.train.offload_activations and plan.train.shard == 1:
         action = "activations offloaded to CPU memory; two copies per step"
-        return Fallback(_trained(plan, "train.offload_activations", True, reason), action, only_time=True)
+        return Fallback(
+            _trained(plan, "train.offload_activations", True, reason), action, only_time=True
+        )
     if gpu and "offload" in settings and not optimizer.offload:
         action = "optimizer states offloaded to CPU memory; two copies per step"
         return Fallback(
-            _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason), action, only_time=True
+            _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason),
+            action,
+            only_time=True,
         )
     if "state_dtype" not in settings or optimizer.state_dtype == "int8" or plan.train.shard > 1:
         return None
@@ -126,8 +141,13 @@ def steadier(plan: RunPlan, reason: str, *, bfloat16: bool) -> Fallback | None:
         return _precise(plan, "bfloat16" if bfloat16 else "float32", reason)
     if plan.recovered.count("optimizer.learning_rate") < MOST_HALVINGS:
         old = plan.optimizer
-        halves = {"learning_rate": old.learning_rate / 2, "muon_learning_rate": old.muon_learning_rate / 2}
-        changed = _optimized(plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", reason)
+        halves = {
+            "learning_rate": old.learning_rate / 2,
+            "muon_learning_rate": old.muon_learning_rate / 2,
+        }
+        changed = _optimized(
+            plan, halves, "optimizer.learning_rate", f"{old.learning_rate / 2:g}", reason
+        )
         rate = f"{old.learning_rate:g} -> {old.learning_rate / 2:g}"
         action = f"learning rate {rate}; changes the training"
         return Fallback(_noted(changed, "optimizer.learning_rate"), action)
@@ -137,14 +157,18 @@ def steadier(plan: RunPlan, reason: str, *, bfloat16: bool) -> Fallback | None:
 def _precise(plan: RunPlan, precision: str, reason: str) -> Fallback:
     cost = "more memory, slower" if precision == "float32" else "same memory"
     action = f"precision {plan.train.precision} -> {precision}; {cost}"
-    return Fallback(_noted(_trained(plan, "train.precision", precision, reason), "train.precision"), action)
+    return Fallback(
+        _noted(_trained(plan, "train.precision", precision, reason), "train.precision"), action
+    )
 
 
 def _noted(plan: RunPlan, key: str) -> RunPlan:
     return plan.model_copy(update={"recovered": (*plan.recovered, key)})
 
 
-def _optimized(plan: RunPlan, update: Mapping[str, object], key: str, value: str, reason: str) -> RunPlan:
+def _optimized(
+    plan: RunPlan, update: Mapping[str, object], key: str, value: str, reason: str
+) -> RunPlan:
     changed = plan.model_copy(update={"optimizer": plan.optimizer.model_copy(update=update)})
     return decided(changed, key, value, reason)
 

@@ -21,7 +21,13 @@ from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished, refuse_layout
 from bloomery.data.prepare.split import validation_datasets
 from bloomery.data.shards import Manifest, Texts
-from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_datasets, read_documents
+from bloomery.data.sources.documents import (
+    Dataset,
+    Document,
+    ReadStats,
+    open_datasets,
+    read_documents,
+)
 from bloomery.data.sources.files import unread_files
 from bloomery.data.tokenizer.templates import find_template
 from bloomery.data.tokenizer.tokenizer import (
@@ -86,7 +92,9 @@ class Facts:
     def edited(self, recipe: Recipe, config: ModelConfig) -> "Facts":
         """The same for an edited recipe. Raises UserError for one that no machine can train."""
         refuse_recipe(recipe)
-        refuse_misfits(recipe, config, self.dataset, known=self.known_vocabulary, added=self.new_tokens)
+        refuse_misfits(
+            recipe, config, self.dataset, known=self.known_vocabulary, added=self.new_tokens
+        )
         return replace(self, model=TrainedModel.of(recipe, config))
 
 
@@ -96,12 +104,20 @@ def gather(loaded: LoadedRecipe, machine: Machine, *, prepared: Path) -> Facts:
     Raises UserError, also for a folder with another recipe's dataset.
     """
     manifest = finished(loaded, prepared)
-    dataset = guessed(loaded.recipe) if manifest is None else counted(manifest, loaded.recipe.data, prepared)
+    dataset = (
+        guessed(loaded.recipe)
+        if manifest is None
+        else counted(manifest, loaded.recipe.data, prepared)
+    )
     return facts_of(loaded, machine, prepared=prepared, dataset=dataset)
 
 
 def facts_of(
-    loaded: LoadedRecipe, machine: Machine, *, prepared: Path | None = None, dataset: DatasetFacts | None = None
+    loaded: LoadedRecipe,
+    machine: Machine,
+    *,
+    prepared: Path | None = None,
+    dataset: DatasetFacts | None = None,
 ) -> Facts:
     """With the dataset of these facts. Raises UserError for a recipe that no machine can train."""
     recipe, start = loaded.recipe, loaded.recipe.model.from_
@@ -117,14 +133,17 @@ def facts_of(
             pad_token_id=dataset.pad_id,
         )
     trained = replace(config, head="values") if recipe.objective.spec.values else config
-    source = None  # the folder of a model, or its name where it is not here and our table was asked instead
+    # the folder of a model, or its name where it is not here and our table was asked instead
+    source = None
     if start is not None:
         ours = cached_model(start) is None and published_config(start) is not None
         source = Path(start) if ours else hub.local_model(start)
     known = None if start is None else known_config(start).vocab_size
     added = 0 if start is None else new_tokens(recipe)
     ids = () if start is None else new_ids(recipe)
-    teacher = known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+    teacher = (
+        known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+    )
     refuse_misfits(recipe, trained, dataset, known=known, added=added)
     return Facts(
         machine=machine,
@@ -233,8 +252,12 @@ FILES = 20  # of a built-in dataset
 def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
     """The facts of a prepared dataset in the recipe's layout."""
     learned, tokens = manifest.train.loss_tokens, manifest.train.tokens
-    laid = count_sequences(prepared, manifest, sequence_length=data.sequence_length, layout=data.layout)
-    rows = [count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)]
+    laid = count_sequences(
+        prepared, manifest, sequence_length=data.sequence_length, layout=data.layout
+    )
+    rows = [
+        count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)
+    ]
     return DatasetFacts(
         sequences_per_epoch=sum(map(round, rows)),
         left_out=sum(fitted.dropped + fitted.all_masked for fitted in laid.packed),
@@ -262,9 +285,13 @@ def absent(recipe: Recipe) -> list[str]:
 def left_aside(recipe: Recipe) -> list[str]:
     """Files of the recipe's folders that may be data and are not read, each with the key that reads it."""
     data, rows = recipe.data, recipe.objective.spec.data_kind in ("sft", "pairs", "kto")
-    lines = [unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources]
+    lines = [
+        unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources
+    ]
     if data.path is not None:
-        lines.append(unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows))
+        lines.append(
+            unread_files(Source(path=data.path, glob=data.glob, format=data.format), rows=rows)
+        )
     return [line for line in lines if line is not None]
 
 
@@ -277,7 +304,10 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     if absent(recipe):
         return None
     template, texts, kept = _checked_rows(recipe)
-    size = sum(corpus.text_bytes * corpus.weight for corpus in open_datasets(data, recipe.objective.spec.data_kind))
+    size = sum(
+        corpus.text_bytes * corpus.weight
+        for corpus in open_datasets(data, recipe.objective.spec.data_kind)
+    )
     tokens = round(size / BYTES_PER_TOKEN)
     return DatasetFacts(
         sequences_per_epoch=max(1, int(tokens * kept) // data.sequence_length),
@@ -316,22 +346,36 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
     for kind, rows in zip(kinds.sources, found, strict=True):
         for document in rows:
             refuse_mixture(document, kind)
-    trained = found[: len(corpora) - len(validation_datasets(data, recipe.objective.spec.data_kind))]
-    if all(len(rows) < ROWS and not any(row.content or row.tokens for row in rows) for rows in trained):
+    trained = found[
+        : len(corpora) - len(validation_datasets(data, recipe.objective.spec.data_kind))
+    ]
+    if all(
+        len(rows) < ROWS and not any(row.content or row.tokens for row in rows) for rows in trained
+    ):
         raise no_documents(corpora, 0, "")
     documents = [document for rows in found for document in rows]
     spec = recipe.tokenizer.train
     if spec is not None:
         refuse_few_tokens(spec)
     tokenizer = local_tokenizer(recipe) or _expected(recipe)
-    if tokenizer is None and "train" in tokenizer_spec(recipe) and all(row.tokens is not None for row in documents):
+    if (
+        tokenizer is None
+        and "train" in tokenizer_spec(recipe)
+        and all(row.tokens is not None for row in documents)
+    ):
         raise untokenised()
     for document in documents:
         if document.tokens and tokenizer is not None:
             checked_tokens(document, tokenizer)
     # The teacher, whose tokenizer is the data's own; None where it is only on the Hub.
-    teacher = cached_model(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
-    if teacher is not None and is_bare(teacher) and not any((teacher / name).is_file() for name in TOKENIZER_FILES):
+    teacher = (
+        cached_model(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+    )
+    if (
+        teacher is not None
+        and is_bare(teacher)
+        and not any((teacher / name).is_file() for name in TOKENIZER_FILES)
+    ):
         teacher = None
     if tokenizer is not None and teacher is not None:
         refuse_few_positions(read_config(teacher), recipe.data.sequence_length, where=str(teacher))
@@ -346,7 +390,9 @@ def _first_documents(source: Dataset, on_error: str, count: int) -> list[Documen
     return list(islice(read_documents(some, on_error=on_error, stats=_BadRowLimit()), count))
 
 
-def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None) -> tuple[str, float]:
+def _template(
+    recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: Tokenizer | None
+) -> tuple[str, float]:
     """The origin of the chat template, "" where unknown, and the share of tokens within data.sequence_length.
 
     Raises UserError for conversations without a template, for a template that cannot be used, and for rows that it
@@ -359,7 +405,9 @@ def _template(recipe: Recipe, kinds: Kinds, examples: list[Example], tokenizer: 
         return "", 1.0
     lengths, longest = list[int](), recipe.data.sequence_length
     if tokenizer is not None:
-        with Renderer(tokenizer, template=asked, train_on=train_on(recipe), verbatim=stays) as renderer:
+        with Renderer(
+            tokenizer, template=asked, train_on=train_on(recipe), verbatim=stays
+        ) as renderer:
             for encoded in renderer.encode_batch(examples):
                 if not isinstance(encoded, BadRow):
                     lengths += [len(text.ids) for text in encoded]
@@ -376,7 +424,9 @@ def local_tokenizer(recipe: Recipe) -> Tokenizer | None:
     if folder is None:
         return None
     files = sorted(folder.glob("*")) if folder.is_dir() else [folder]
-    if folder.is_dir() and not any(path.name in TOKENIZER_FILES or path.suffix == ".model" for path in files):
+    if folder.is_dir() and not any(
+        path.name in TOKENIZER_FILES or path.suffix == ".model" for path in files
+    ):
         return None
     stamps = tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     return _loaded(folder, stamps, tuple(spec.get("additional_special_tokens", ())))
@@ -384,7 +434,11 @@ def local_tokenizer(recipe: Recipe) -> Tokenizer | None:
 
 def _folder_of(spec: dict[str, Any]) -> Path | None:
     name = spec.get("from")
-    return cached_model(name) if name is not None and (is_hub_id(name) or Path(name).exists()) else None
+    return (
+        cached_model(name)
+        if name is not None and (is_hub_id(name) or Path(name).exists())
+        else None
+    )
 
 
 def _expected(recipe: Recipe) -> Tokenizer | None:
@@ -399,7 +453,9 @@ def _expected(recipe: Recipe) -> Tokenizer | None:
 
 
 @lru_cache(maxsize=2)  # a plan and its suggestions ask many times
-def _loaded(folder: Path, stamps: tuple[tuple[str, int, int], ...], added: tuple[str, ...]) -> Tokenizer:
+def _loaded(
+    folder: Path, stamps: tuple[tuple[str, int, int], ...], added: tuple[str, ...]
+) -> Tokenizer:
     del stamps
     return load_tokenizer(folder).with_tokens(added)
 
@@ -409,7 +465,8 @@ def planned_vocabulary(recipe: Recipe) -> int | None:
     spec = tokenizer_spec(recipe)
     if "train" in spec:
         return int(spec["train"]["vocab_size"])
-    if recipe.model.from_ is not None and cached_model(recipe.model.from_) is None:  # planned from our table
+    # planned from our table
+    if recipe.model.from_ is not None and cached_model(recipe.model.from_) is None:
         added = len(recipe.tokenizer.additional_special_tokens)
         return known_config(recipe.model.from_).vocab_size + added if added else None
     if recipe.model.from_ is None and recipe.model.vocab_size is None:

@@ -49,7 +49,9 @@ def usual_rates(recipe: Recipe) -> tuple[Rates, str]:
     optimizer = recipe.optimizer.kind
     factor = OF_OPTIMIZERS.get(optimizer, 1.0)
     adapted = recipe.adapter.kind != "none"
-    method = {"none": "full fine-tuning", "lora": "LoRA", "dora": "DoRA"}.get(recipe.adapter.kind, "an adapter")
+    method = {"none": "full fine-tuning", "lora": "LoRA", "dora": "DoRA"}.get(
+        recipe.adapter.kind, "an adapter"
+    )
     if recipe.objective.kind in PREFERENCES:
         rates = PREFERENCES[recipe.objective.kind][0 if adapted else 1]
         method = f"{recipe.objective.kind} with {method}"
@@ -69,7 +71,14 @@ def far_rates(recipe: Recipe, *, width: int) -> list[str]:
     rates, method = usual_rates(recipe)
     asked = [("learning_rate", recipe.optimizer.learning_rate, rates, method)]
     if recipe.optimizer.kind == "muon" and recipe.optimizer.muon_learning_rate is not None:
-        asked.append(("muon_learning_rate", recipe.optimizer.muon_learning_rate, MUON, "the matrices of muon"))
+        asked.append(
+            (
+                "muon_learning_rate",
+                recipe.optimizer.muon_learning_rate,
+                MUON,
+                "the matrices of muon",
+            )
+        )
     highest = FAR * (NARROW if width < NARROW_WIDTH else 1)
     warnings = list[str]()
     for key, rate, usual, name in asked:

@@ -13,7 +13,8 @@ from bloomery.plan.types import DatasetFacts, RunPlan
 N = TypeVar("N", int, float)
 
 MEASURED_STEPS = 10  # a wall-time run times these before it estimates its number of steps
-UNKNOWN_STEPS = 1000  # provisional, until the first steps of a wall-time run are measured on an unknown device
+# provisional, until the first steps of a wall-time run are measured on an unknown device
+UNKNOWN_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,20 @@ class Repeats:
     reason: str
 
 
-_PAIRS = Repeats(3, 1, "preference pairs are trained on for one to three epochs (Zephyr, arXiv:2310.16944)")
+_PAIRS = Repeats(
+    3, 1, "preference pairs are trained on for one to three epochs (Zephyr, arXiv:2310.16944)"
+)
 REPEATS = {
-    "pretrain": Repeats(4, 1, "up to 4 epochs are nearly as good as new text, more repeat it (arXiv:2305.16264)"),
-    "sft": Repeats(5, 3, "3 epochs are usual (Alpaca); from then on the validation loss mostly rises"),
+    "pretrain": Repeats(
+        4, 1, "up to 4 epochs are nearly as good as new text, more repeat it (arXiv:2305.16264)"
+    ),
+    "sft": Repeats(
+        5, 3, "3 epochs are usual (Alpaca); from then on the validation loss mostly rises"
+    ),
     "distill": Repeats(10, 3, "a teacher's probabilities allow more epochs than labels do"),
-    "reward": Repeats(2, 1, "a reward model overfits after its first epoch (InstructGPT, arXiv:2203.02155)"),
+    "reward": Repeats(
+        2, 1, "a reward model overfits after its first epoch (InstructGPT, arXiv:2203.02155)"
+    ),
 } | dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "kto"), _PAIRS)
 
 
@@ -40,14 +49,21 @@ def in_epochs(plan: RunPlan) -> str:
     if epochs is None:
         return ""
     number = f"{epochs:,.0f}" if epochs >= 100 else f"{float(f'{epochs:.2g}'):g}"
-    uncounted = plan.train.seconds is not None or (plan.dataset is not None and plan.dataset.spread > 0)
+    uncounted = plan.train.seconds is not None or (
+        plan.dataset is not None and plan.dataset.spread > 0
+    )
     return f"{'about ' if uncounted else ''}{number} {'epoch' if number == '1' else 'epochs'}"
 
 
 def too_many_epochs(plan: RunPlan) -> str | None:
     """A warning with the edit, where the dataset is repeated so often that the model overfits."""
     repeats, epochs, dataset = REPEATS.get(plan.objective.kind), plan.epochs, plan.dataset
-    if repeats is None or epochs is None or dataset is None or epochs <= repeats.most * (1 + dataset.spread) + 0.05:
+    if (
+        repeats is None
+        or epochs is None
+        or dataset is None
+        or epochs <= repeats.most * (1 + dataset.spread) + 0.05
+    ):
         return None
     edit = f"set train.epochs={repeats.usual}"
     count = dataset.sequences_per_epoch
@@ -68,7 +84,9 @@ class Scale:
     guessed: bool = False  # sequences_per_epoch is estimated from files
 
 
-def scale_of(length: Duration, sequence_length: int, dataset: DatasetFacts | None, tokens_per_step: int) -> Scale:
+def scale_of(
+    length: Duration, sequence_length: int, dataset: DatasetFacts | None, tokens_per_step: int
+) -> Scale:
     """The scale of a run of `length`, before a step is measured. Raises UserError."""
     scale = Scale(
         tokens_per_step=tokens_per_step,
@@ -133,7 +151,9 @@ def steps_of(length: Duration, scale: Scale, *, key: str) -> int:
             / scale.sequences_per_step
         )
     elif length.unit == "seconds":
-        amount = length.amount / _known(scale.step_seconds, key, "the speed of this device is unknown")
+        amount = length.amount / _known(
+            scale.step_seconds, key, "the speed of this device is unknown"
+        )
     return max(1, round(amount))
 
 
@@ -172,7 +192,9 @@ def provisional_steps(length: Duration, step_seconds: float | None) -> int | Non
     return max(2 * MEASURED_STEPS, round(length.amount / step_seconds))
 
 
-def evaluation_sequences(every_steps: int | None, scale: Scale, *, tokens: int | None) -> int | None:
+def evaluation_sequences(
+    every_steps: int | None, scale: Scale, *, tokens: int | None
+) -> int | None:
     """Rows that an evaluation reads at most: as many as hold the `tokens` that were asked for; else a tenth of those
     trained on since the last (3% of the time), or 64.
     """
@@ -198,15 +220,21 @@ def complete(plan: RunPlan, *, steps: int, step_seconds: float) -> RunPlan:
         step_seconds=step_seconds,
     )
     warmup = steps_of(wanted.warmup, scale, key="optimizer.warmup")
-    decay = 0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
-    evaluation = None if wanted.evaluation is None else steps_of(wanted.evaluation, scale, key="eval.every")
+    decay = (
+        0 if wanted.decay is None else steps_of(wanted.decay, scale, key="optimizer.schedule.decay")
+    )
+    evaluation = (
+        None if wanted.evaluation is None else steps_of(wanted.evaluation, scale, key="eval.every")
+    )
     checkpoint = checkpoint_steps(wanted.checkpoint, scale, evaluation=evaluation).value
     sequences = evaluation_sequences(evaluation, scale, tokens=wanted.evaluation_tokens)
     logged = steps_of(wanted.logging, scale, key="logging.every")
     shared = None if wanted.decay is None else Duration(100 * min(1.0, decay / steps), "percent")
     update = {
         "lengths": wanted.model_copy(update={"decay": shared}),
-        "optimizer": plan.optimizer.model_copy(update={"warmup_steps": warmup, "decay_steps": decay}),
+        "optimizer": plan.optimizer.model_copy(
+            update={"warmup_steps": warmup, "decay_steps": decay}
+        ),
         "train": plan.train.model_copy(update={"steps": steps}),
         "checkpoint": plan.checkpoint.model_copy(update={"every_steps": checkpoint}),
         "eval": plan.eval.model_copy(update={"every_steps": evaluation, "sequences": sequences}),

@@ -15,7 +15,15 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
 from bloomery.data.sources.documents import describe_columns, describe_rows, peek, sources_of
-from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, list_files, other_splits, suffix_of
+from bloomery.data.sources.files import (
+    CODE,
+    DATA,
+    TABLES,
+    TEXT,
+    list_files,
+    other_splits,
+    suffix_of,
+)
 from bloomery.data.sources.splits import validation_split
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.model.published import published_config
@@ -43,8 +51,15 @@ class _Method:
         adapter = {"kind": "lora", "rank": 16, "alpha": 32, "target_modules": ["all-linear"]}
         decay = 0.1 if self is _TEXT else 0.0
         full = self is _TEXT or not adapted
-        rates = PREFERENCES[kind][1 if full else 0] if kind in PREFERENCES else FULL if full else LORA
-        optimizer = {"learning_rate": rates.high, "weight_decay": decay, "schedule": "cosine", "warmup": self.warmup}
+        rates = (
+            PREFERENCES[kind][1 if full else 0] if kind in PREFERENCES else FULL if full else LORA
+        )
+        optimizer = {
+            "learning_rate": rates.high,
+            "weight_decay": decay,
+            "schedule": "cosine",
+            "warmup": self.warmup,
+        }
         return {
             **({} if self is _TEXT else {"adapter": adapter}),
             "optimizer": optimizer,
@@ -56,13 +71,28 @@ class _Method:
 
 _SFT = _Method("lora", {"kind": "sft"}, "trains on the responses", 3)
 _TEXT = _Method("text", {"kind": "pretrain"}, "plain text: trains on every token", 1)
-_PAIRS = _Method("dpo-lora", {"kind": "dpo", "beta": 0.1}, "each row has a chosen and a rejected response", 1, "10%")
-_KTO = _Method("kto-lora", {"kind": "kto", "beta": 0.1}, "each response is labeled desirable or undesirable", 1, "10%")
+_PAIRS = _Method(
+    "dpo-lora",
+    {"kind": "dpo", "beta": 0.1},
+    "each row has a chosen and a rejected response",
+    1,
+    "10%",
+)
+_KTO = _Method(
+    "kto-lora",
+    {"kind": "kto", "beta": 0.1},
+    "each response is labeled desirable or undesirable",
+    1,
+    "10%",
+)
 _OF_ROWS = {"preference": _PAIRS, "kto": _KTO}
 _OF_OBJECTIVES = {
-    "pretrain": _TEXT, "sft": _SFT, "distill": _SFT, "kto": _KTO,
+    "pretrain": _TEXT,
+    "sft": _SFT,
+    "distill": _SFT,
+    "kto": _KTO,
     **dict.fromkeys(("dpo", "ipo", "simpo", "orpo", "reward"), _PAIRS),
-}  # fmt: skip
+}
 
 
 ASSUMED = "assumed-conversations.jsonl"  # data.path of a plan without a dataset
@@ -79,7 +109,9 @@ class MadeRecipe:
     shown: str
 
 
-def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, planning: bool = False) -> MadeRecipe:
+def made_recipe(
+    model: str, data: str | None, overrides: Sequence[str] = (), *, planning: bool = False
+) -> MadeRecipe:
     """The recipe for a model, a dataset and the keys that were typed. Raises UserError for data that do not exist or
     cannot be read.
 
@@ -87,10 +119,14 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
     """
     typed = merged_text("{}", overrides)
     source = _source(ASSUMED if data is None else _place(data), typed.get("data"))
-    assumed = data is None or (planning and source.path.startswith(hub.PREFIX) and not _downloaded(source.path))
+    assumed = data is None or (
+        planning and source.path.startswith(hub.PREFIX) and not _downloaded(source.path)
+    )
     found = ("auto", {}) if assumed else peek(source)
     kind = _typed_kind(typed, "objective")
-    method = _OF_OBJECTIVES.get(str(kind)) or (_TEXT if found is None else _OF_ROWS.get(found[0], _SFT))
+    method = _OF_OBJECTIVES.get(str(kind)) or (
+        _TEXT if found is None else _OF_ROWS.get(found[0], _SFT)
+    )
     format, columns = found or ("auto", {})
     seen = method is _SFT or method is _TEXT or method is _OF_ROWS.get(format)  # not typed alone
     facts = _facts(model)
@@ -101,10 +137,18 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
             **({"format": format, "columns": columns} if columns else {}),
             "sequence_length": min(_LENGTH, int(facts.get("positions") or _LENGTH)),
             "validation": "auto" if not assumed and _own_validation(source, method) else "5%",
-            **({"chat": {"template": "chatml"}} if facts.get("bare") and method is not _TEXT else {}),
+            **(
+                {"chat": {"template": "chatml"}}
+                if facts.get("bare") and method is not _TEXT
+                else {}
+            ),
         },
-        "objective": method.objective if kind in (None, method.objective["kind"]) else {"kind": kind},
-        **method.sections(str(kind or method.objective["kind"]), adapted=_typed_kind(typed, "adapter") != "none"),
+        "objective": method.objective
+        if kind in (None, method.objective["kind"])
+        else {"kind": kind},
+        **method.sections(
+            str(kind or method.objective["kind"]), adapted=_typed_kind(typed, "adapter") != "none"
+        ),
     }
     comments = {
         ("data", "columns"): describe_columns(columns) if columns else "",
@@ -113,7 +157,11 @@ def made_recipe(model: str, data: str | None, overrides: Sequence[str] = (), *, 
     }
     text = _written(sections, comments)
     merged = merged_text(text, overrides)
-    unchanged = {path: comment for path, comment in comments.items() if _at(merged, path) == _at(sections, path)}
+    unchanged = {
+        path: comment
+        for path, comment in comments.items()
+        if _at(merged, path) == _at(sections, path)
+    }
     name = f"{Path(model.partition('@')[0]).name or 'model'}-{method.name}".lower()
     return MadeRecipe(name, text, _written(merged, unchanged))
 
@@ -128,7 +176,10 @@ def _source(path: str, typed: Any) -> Source:
     section = typed if isinstance(typed, dict) else {}
     try:
         return Source(
-            **({"path": path} | {key: section[key] for key in ("glob", "format", "columns") if key in section})
+            **(
+                {"path": path}
+                | {key: section[key] for key in ("glob", "format", "columns") if key in section}
+            )
         )
     except ValidationError:
         return Source(path=path)
@@ -151,7 +202,10 @@ def _written(sections: Mapping[str, Any], comments: Mapping[tuple[str, ...], str
     for name, section in sections.items():
         if name == "data" and isinstance(section, dict):
             lines.append("data:")
-            lines += [f"  {key}: {_flow(value)}{_remark(comments, name, key)}" for key, value in section.items()]
+            lines += [
+                f"  {key}: {_flow(value)}{_remark(comments, name, key)}"
+                for key, value in section.items()
+            ]
         else:
             lines.append(f"{name}: {_flow(section)}{_remark(comments, name)}")
     return "\n".join(lines) + "\n"
@@ -162,7 +216,8 @@ def _remark(comments: Mapping[tuple[str, ...], str], *path: str) -> str:
     return f"   # {comment}" if comment else ""
 
 
-_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*|[0-9]+(\.[0-9]+)?%")  # text that YAML needs no quotes for
+# text that YAML needs no quotes for
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*|[0-9]+(\.[0-9]+)?%")
 _WORDS_OF_YAML = ("true", "false", "null", "yes", "no", "on", "off")
 
 
@@ -228,7 +283,9 @@ def refuse_data(name: str) -> None:
         return
     if path.is_dir() and (path / "config.json").is_file():
         command = f"bloomery train --model {shlex.quote(name)} --data FILE"
-        raise UserError("that is a model, not a recipe", where=name, fix=f"`{command}` trains it", code=2)
+        raise UserError(
+            "that is a model, not a recipe", where=name, fix=f"`{command}` trains it", code=2
+        )
     if not _is_data(path):
         return
     try:

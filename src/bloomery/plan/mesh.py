@@ -16,7 +16,13 @@ from bloomery.plan.estimate.memory import MeshSplit, gathered_layers, mesh_memor
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
-from bloomery.plan.unsupported import AXES, divided_block, refusals, refuse_split_blocks, refuse_unsupported
+from bloomery.plan.unsupported import (
+    AXES,
+    divided_block,
+    refusals,
+    refuse_split_blocks,
+    refuse_unsupported,
+)
 from bloomery.recipe.schema import Parallel, Recipe, Train
 
 HIDDEN = (0.50, 0.85, 1.0)  # of what could run behind computing: low, typical, high
@@ -55,8 +61,18 @@ _INSIDE: tuple[tuple[str, str, float, str], ...] = (
     (r"NVLink3 600", "NVLink 3", 230, "77% of 300 GB/s per direction"),
     (r"NVLink2 300", "NVLink 2", 115, "77% of 150 GB/s per direction"),
     (r"7x xGMI", "xGMI, all to all", 310, "69% of seven links of 64 GB/s"),
-    (r"GCD-GCD", "Infinity Fabric", 80, "rings over links of 50 GB/s; 200 between the two dies of a GPU"),
-    (r"xGMI bridge|3 IF links|IF bridge", "PCIe 4", 20, "a bridge joins at most four GPUs; not counted"),
+    (
+        r"GCD-GCD",
+        "Infinity Fabric",
+        80,
+        "rings over links of 50 GB/s; 200 between the two dies of a GPU",
+    ),
+    (
+        r"xGMI bridge|3 IF links|IF bridge",
+        "PCIe 4",
+        20,
+        "a bridge joins at most four GPUs; not counted",
+    ),
     (r"NVLink3 bridge", "PCIe 4", 20, "a bridge joins pairs; not counted"),
     (r"xGMI", "xGMI", 150, "assumed from MI300X with fewer links"),
     (r"no P2P", "PCIe through the host", 10, "no peer-to-peer copies between GeForce GPUs"),
@@ -67,9 +83,24 @@ _INSIDE: tuple[tuple[str, str, float, str], ...] = (
 )
 # The usual network of a node with such devices.
 _BETWEEN: tuple[tuple[str, str, float, str], ...] = (
-    (r"GCD-GCD", "Slingshot, 4 x 200 Gb/s per node", 70, "70% of 100 GB/s; assumes the libfabric plugin of RCCL"),
-    (r"NVLink4|NVLink5|7x xGMI", "8 x 400 Gb/s per node", 320, "assumed: 80% of one 400 Gb/s port per GPU"),
-    (r"NVLink3 600|xGMI;", "8 x 200 Gb/s per node", 160, "assumed: 80% of one 200 Gb/s port per GPU"),
+    (
+        r"GCD-GCD",
+        "Slingshot, 4 x 200 Gb/s per node",
+        70,
+        "70% of 100 GB/s; assumes the libfabric plugin of RCCL",
+    ),
+    (
+        r"NVLink4|NVLink5|7x xGMI",
+        "8 x 400 Gb/s per node",
+        320,
+        "assumed: 80% of one 400 Gb/s port per GPU",
+    ),
+    (
+        r"NVLink3 600|xGMI;",
+        "8 x 200 Gb/s per node",
+        160,
+        "assumed: 80% of one 200 Gb/s port per GPU",
+    ),
     (r".", "10 Gb/s Ethernet", 1.0, "assumed: an ordinary network"),
 )
 
@@ -80,7 +111,9 @@ def fabric_of(link: str, *, per_node: int, nodes: int, sockets: bool = False) ->
     if nodes > 1:
         between = _first(_BETWEEN, link)
         if sockets:
-            between = Link(name="TCP sockets", gbs=SOCKET_GBS, reason="assumed: no network plugin was loaded")
+            between = Link(
+                name="TCP sockets", gbs=SOCKET_GBS, reason="assumed: no network plugin was loaded"
+            )
     return Fabric(per_node=per_node, nodes=nodes, inside=_first(_INSIDE, link), between=between)
 
 
@@ -91,11 +124,15 @@ def _first(table: tuple[tuple[str, str, float, str], ...], link: str) -> Link:
     return Link(name="PCIe", gbs=10.0, reason="assumed: the table names no link")
 
 
-def gather_seconds(amount: float, fabric: Fabric, *, nodes: int | None = None, calls: int = 1) -> float:
+def gather_seconds(
+    amount: float, fabric: Fabric, *, nodes: int | None = None, calls: int = 1
+) -> float:
     """An all-gather, or a reduce-scatter, of `amount` bytes in `calls` pieces over all devices of so many nodes."""
     nodes = fabric.nodes if nodes is None else nodes
     ranks = fabric.per_node * nodes
-    inside = amount * (ranks - 1) / ranks / (fabric.inside.gbs * 1e9) if fabric.per_node > 1 else 0.0
+    inside = (
+        amount * (ranks - 1) / ranks / (fabric.inside.gbs * 1e9) if fabric.per_node > 1 else 0.0
+    )
     outside = _outside(amount, fabric, nodes)
     hops = (fabric.per_node - 1) * STEP_SECONDS[0] + (nodes - 1) * STEP_SECONDS[1]
     return max(inside, outside) + calls * hops
@@ -124,7 +161,8 @@ def exposed(seconds: float, window: float, index: int) -> float:
 
 
 NEARLY = 1.03  # a simpler layout is worth so much time
-PADDED_SHARE = 1 / 8  # more empty sequences per device, at most, where larger micro-batches then divide them
+# more empty sequences per device, at most, where larger micro-batches then divide them
+PADDED_SHARE = 1 / 8
 Seconds = dict[str, Estimate]
 
 
@@ -163,9 +201,16 @@ class MeshWorkload:
 
     @classmethod
     def of(
-        cls, profile: Profile, step: StepShape, rate: Rate | None, *,
-        sequences_per_step: int, gpus: int, nodes: int, limit: float,
-    ) -> "MeshWorkload":  # fmt: skip
+        cls,
+        profile: Profile,
+        step: StepShape,
+        rate: Rate | None,
+        *,
+        sequences_per_step: int,
+        gpus: int,
+        nodes: int,
+        limit: float,
+    ) -> "MeshWorkload":
         """Over `nodes` nodes of `gpus` devices, as the table has them; ranks of a CPU share its cores and memory."""
         on_cpu = profile.accelerator is None
         link = "CPU" if on_cpu else "" if profile.gpu is None else profile.gpu.link
@@ -181,7 +226,11 @@ class MeshWorkload:
     def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
         sequences = self.most_sequences(split)
         return lambda step: mesh_memory(
-            step, split, vendor=self.vendor, limit=self.limit, micro_batches=-(-sequences // step.micro_batch_size)
+            step,
+            split,
+            vendor=self.vendor,
+            limit=self.limit,
+            micro_batches=-(-sequences // step.micro_batch_size),
         )
 
     def most_sequences(self, split: MeshSplit) -> int:
@@ -199,8 +248,15 @@ def devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
     if gpus * nodes == 1:
         return asked, 1
     if gpus * nodes % asked or ("auto" not in sizes and gpus * nodes != asked):
-        problem = f"the recipe splits over {asked:,} devices, the command line names {gpus * nodes:,}"
-        raise UserError(problem, where="parallel", fix="leave out --gpus and --nodes, or change the recipe", code=2)
+        problem = (
+            f"the recipe splits over {asked:,} devices, the command line names {gpus * nodes:,}"
+        )
+        raise UserError(
+            problem,
+            where="parallel",
+            fix="leave out --gpus and --nodes, or change the recipe",
+            code=2,
+        )
     return gpus, nodes
 
 
@@ -216,14 +272,19 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         left = fabric.devices // stages
         if copies == "auto":
             copies = left // (1 if shards == "auto" else shards)
-        split = MeshSplit(replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages)
+        split = MeshSplit(
+            replicate=copies, shard=left // copies if shards == "auto" else shards, pipeline=stages
+        )
         refuse_unsupported(recipe, model.config, replicate=split.replicate, shard=split.shard)
         if split.shard > 1 and int8_states:
             refuse_split_blocks(model.learning, split.shard)
         both = "shard" if split.replicate == 1 else "shard and replicate"
         yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
         return
-    splits = [("replicate", MeshSplit(replicate=fabric.devices)), ("shard", MeshSplit(shard=fabric.devices))]
+    splits = [
+        ("replicate", MeshSplit(replicate=fabric.devices)),
+        ("shard", MeshSplit(shard=fabric.devices)),
+    ]
     if fabric.nodes > 1 and fabric.per_node > 1:
         splits.append(("shard in nodes", MeshSplit(replicate=fabric.nodes, shard=fabric.per_node)))
     refused = {axis for axis in AXES if refusals(recipe, axis, model.config)}
@@ -248,7 +309,9 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         stages *= 2
 
 
-def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSplit) -> LayoutCandidate | None:
+def _plan_layout(
+    workload: MeshWorkload, asked: Train, name: str, split: MeshSplit
+) -> LayoutCandidate | None:
     """With the fastest micro-batches that fit. None for a pipeline whose copies do not divide the step's sequences."""
     uneven = workload.sequences_per_step % split.data_parallel > 0
     if uneven and split.pipeline > 1:
@@ -256,7 +319,11 @@ def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSpl
     best: LayoutCandidate | None = None
     for train, sequences in _micro_batches(workload, asked, split):
         micro_batching = choose_micro_batching(
-            train, workload.step, sequences_per_step=sequences, measure=workload.memory(split), any_divisor=uneven
+            train,
+            workload.step,
+            sequences_per_step=sequences,
+            measure=workload.memory(split),
+            any_divisor=uneven,
         )
         candidate = LayoutCandidate(
             name=name,
@@ -272,7 +339,9 @@ def _plan_layout(workload: MeshWorkload, asked: Train, name: str, split: MeshSpl
     return best
 
 
-def _micro_batches(workload: MeshWorkload, train: Train, split: MeshSplit) -> Iterator[tuple[Train, int]]:
+def _micro_batches(
+    workload: MeshWorkload, train: Train, split: MeshSplit
+) -> Iterator[tuple[Train, int]]:
     """Micro-batch sizes to try, each with the sequences that every rank computes in a step.
 
     A pipeline wants many small micro-batches, everything else the largest that fits. Where the sequences of a step do
@@ -285,11 +354,18 @@ def _micro_batches(workload: MeshWorkload, train: Train, split: MeshSplit) -> It
         for padded in range(sequences, most + 1):
             size = train.micro_batch_size
             if size != "auto":
-                size = max(number for number in range(1, min(size, padded) + 1) if padded % number == 0)
+                size = max(
+                    number for number in range(1, min(size, padded) + 1) if padded % number == 0
+                )
             yield train.model_copy(update={"micro_batch_size": size}), padded
         return
     if train.micro_batch_size != "auto":  # the batch stays what one device would train on
-        yield train.model_copy(update={"micro_batch_size": math.gcd(train.micro_batch_size, sequences)}), sequences
+        yield (
+            train.model_copy(
+                update={"micro_batch_size": math.gcd(train.micro_batch_size, sequences)}
+            ),
+            sequences,
+        )
         return
     if split.pipeline == 1:
         yield train, sequences
@@ -304,7 +380,9 @@ def _order(candidate: LayoutCandidate) -> tuple[bool, float]:
     seconds = candidate.seconds
     return (
         not candidate.fits,
-        seconds.value if candidate.fits and seconds is not None else candidate.micro_batching.memory.total,
+        seconds.value
+        if candidate.fits and seconds is not None
+        else candidate.micro_batching.memory.total,
     )
 
 
@@ -314,38 +392,58 @@ def choose(candidates: list[LayoutCandidate]) -> tuple[LayoutCandidate, str]:
     Only of layouts that this version trains, unless the recipe asks for a pipeline.
     """
     pipelines = [candidate for candidate in candidates if candidate.split.pipeline > 1]
-    candidates = [candidate for candidate in candidates if candidate.split.pipeline == 1] or candidates
+    candidates = [
+        candidate for candidate in candidates if candidate.split.pipeline == 1
+    ] or candidates
     best = min(candidates, key=_order)
     if not best.fits:
         reason = "no layout fits; this layout needs the least memory"
         if best.split.pipeline == 1 and any(pipeline.fits for pipeline in pipelines):
             stages = min(pipeline.split.pipeline for pipeline in pipelines if pipeline.fits)
-            reason += f" (a pipeline of {stages} stages would fit, which this version does not train)"
+            reason += (
+                f" (a pipeline of {stages} stages would fit, which this version does not train)"
+            )
         return best, reason
     if best.seconds is None:
         return best, "the speed of this device is unknown: the layout with the least memory"
     for candidate in candidates:  # simplest first
-        if candidate.fits and candidate.seconds is not None and candidate.seconds.value <= best.seconds.value * NEARLY:
+        if (
+            candidate.fits
+            and candidate.seconds is not None
+            and candidate.seconds.value <= best.seconds.value * NEARLY
+        ):
             fitting = {other.name for other in candidates if other.fits}
             others = [other.name for other in candidates if other.name not in fitting]
             reason = (
-                "the fastest that fits" if candidate is best else f"simpler, within {NEARLY - 1:.0%} of the fastest"
+                "the fastest that fits"
+                if candidate is best
+                else f"simpler, within {NEARLY - 1:.0%} of the fastest"
             )
             names = list(dict.fromkeys(others))
-            do_not_fit = f"; {', '.join(names)} {'does' if len(names) == 1 else 'do'} not fit" if names else ""
+            do_not_fit = (
+                f"; {', '.join(names)} {'does' if len(names) == 1 else 'do'} not fit"
+                if names
+                else ""
+            )
             return candidate, reason + do_not_fit
     raise AssertionError("the best layout is a candidate")
 
 
 def layout_parts(
-    workload: MeshWorkload, split: MeshSplit, step: StepShape, sequences: int, *, work: speed.Work | None = None
+    workload: MeshWorkload,
+    split: MeshSplit,
+    step: StepShape,
+    sequences: int,
+    *,
+    work: speed.Work | None = None,
 ) -> Seconds | None:
     """Seconds of a step over so many sequences of each data-parallel rank, by operation."""
     if workload.rate is None:
         return None
     tokens = sequences * step.sequence_length
     whole, stages = work or work_of(step, tokens=tokens), split.pipeline
-    share = replace(  # one device's: of the layers with a pipeline, of the optimizer with sharding too
+    # one device's: of the layers with a pipeline, of the optimizer with sharding too
+    share = replace(
         whole,
         products=whole.products / stages,
         attention=whole.attention / stages,
@@ -374,15 +472,21 @@ def communication_seconds(
         inside = replace(fabric, per_node=min(fabric.per_node, split.shard))
         nodes = fabric.nodes if split.shard > fabric.per_node else 1
         layer, root = gathered_layers(step)
-        times = 2 * layers - 1  # layers are gathered for forward and for backward, the last one and the root once
-        whole = times * layer * step.element + root * (step.element if step.mode.frozen else step.weight)
+        # layers are gathered for forward and for backward, the last one and the root once
+        times = 2 * layers - 1
+        whole = times * layer * step.element + root * (
+            step.element if step.mode.frozen else step.weight
+        )
         gathered = gather_seconds(whole, inside, nodes=nodes, calls=times + 1)
-        scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers + 1)  # in the weights' precision
+        # in the weights' precision
+        scattered = gather_seconds(learning, inside, nodes=nodes, calls=layers + 1)
         found["shard"] = passes * (gathered + scattered)
         if split.replicate > 1 and fabric.nodes > 1:
             found["replicate"] = across_seconds(learning, fabric)
         elif split.replicate > 1:
-            found["replicate"] = reduce_seconds(learning / split.shard, replace(fabric, per_node=split.replicate))
+            found["replicate"] = reduce_seconds(
+                learning / split.shard, replace(fabric, per_node=split.replicate)
+            )
     elif split.pipeline > 1:
         boundary = 4 * step.tokens_per_micro_batch * config.hidden_size * step.element
         found["pipeline"] = passes * boundary / (fabric.inside.gbs * 1e9)
@@ -394,7 +498,9 @@ def communication_seconds(
     return found
 
 
-def _exposed(split: MeshSplit, passes: int, computing: float, seconds: Mapping[str, float]) -> Estimate:
+def _exposed(
+    split: MeshSplit, passes: int, computing: float, seconds: Mapping[str, float]
+) -> Estimate:
     """Communication that compute does not hide; transfers between pipeline stages never overlap."""
     bare = seconds.get("pipeline", 0.0)
     hidden, window = sum(seconds.values()) - bare, computing

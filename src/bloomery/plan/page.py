@@ -34,14 +34,31 @@ REASON = 24  # the column of a setting's reason
 EDIT = 40  # columns of a suggestion
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "bfloat16-pure": "bf16"}
 FAMILY_NAMES = {
-    "gpt2": "GPT-2", "gpt_oss": "GPT-OSS", "qwen3_moe": "Qwen3 MoE", "smollm3": "SmolLM3",
-    "olmo2": "OLMo 2", "gemma2": "Gemma 2", "gemma3_text": "Gemma 3", "phi3": "Phi-3",
-}  # fmt: skip
+    "gpt2": "GPT-2",
+    "gpt_oss": "GPT-OSS",
+    "qwen3_moe": "Qwen3 MoE",
+    "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "phi3": "Phi-3",
+}
 SETTINGS = (  # shown where a plan has them
-    "model.implementation", "objective.reference", "objective.teacher", "data.chat.train_on", "adapter.kind",
-    "model.from", "model.load_with", "model.vocab_size", "quantize.kind", "optimizer.state_dtype",
-    "optimizer.fused_backward", "optimizer.stochastic_rounding", "optimizer.offload", "train.offload_activations",
-)  # fmt: skip
+    "model.implementation",
+    "objective.reference",
+    "objective.teacher",
+    "data.chat.train_on",
+    "adapter.kind",
+    "model.from",
+    "model.load_with",
+    "model.vocab_size",
+    "quantize.kind",
+    "optimizer.state_dtype",
+    "optimizer.fused_backward",
+    "optimizer.stochastic_rounding",
+    "optimizer.offload",
+    "train.offload_activations",
+)
 
 
 def page(
@@ -74,7 +91,11 @@ def page(
     lines += _block("sequence", joined(_max_length(report)))
     lines += _block("time", [*time_lines(report, profile), *part_lines(report, profile)])
     lines += [*_block("disk", disk_lines(report)), ""]
-    warnings = [line for text in report.warnings for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")]
+    warnings = [
+        line
+        for text in report.warnings
+        for line in textwrap.wrap(text, WIDTH - LABEL, subsequent_indent="  ")
+    ]
     for label, some in (
         ("layouts", mesh_lines(plan.parallel, plan) if plan.parallel else ()),
         ("claims", claim_lines(report.claims)),
@@ -83,7 +104,11 @@ def page(
         ("settings", setting_lines(plan, profile, machine)),
     ):
         lines += [*block, ""] if (block := _block(label, some)) else []
-    following = [part for line in next_lines(report, source, commands, devices) for part in broken(line, WIDTH - LABEL)]
+    following = [
+        part
+        for line in next_lines(report, source, commands, devices)
+        for part in broken(line, WIDTH - LABEL)
+    ]
     lines += [
         *textwrap.wrap(confidence(plan, profile, checked=machine.cpu_check is not None), WIDTH),
         *_block("next", following),
@@ -102,7 +127,9 @@ def joined(facts: Sequence[str]) -> list[str]:
         if lines and len(lines[-1]) + len(fact) + 3 <= WIDTH - LABEL:
             lines[-1] += f" · {fact}"
         else:
-            lines += textwrap.wrap(fact, WIDTH - LABEL, subsequent_indent="  ", break_on_hyphens=False)
+            lines += textwrap.wrap(
+                fact, WIDTH - LABEL, subsequent_indent="  ", break_on_hyphens=False
+            )
     return lines
 
 
@@ -156,11 +183,24 @@ def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]
     """The device, how many of it, and the links between several."""
     device, gpu, arch, mesh = profile.accelerator, profile.gpu, profile.arch, plan.parallel
     if device is None:
-        host, kind = machine.host, profile.cpu.name if profile.cpu else "no vector instructions of the table"
+        host, kind = (
+            machine.host,
+            profile.cpu.name if profile.cpu else "no vector instructions of the table",
+        )
         memory = f"{format_bytes(host.memory_free_bytes)} of {format_bytes(host.memory_bytes)} free"
         return [f"{host.cpu_cores} cores · {host.cpu_name} · {kind} · {memory}"]
-    count = "1" if mesh is None else f"{mesh.nodes} nodes of {mesh.gpus}" if mesh.nodes > 1 else str(mesh.gpus)
-    facts = [f"{count} x {device.name}", device.arch, f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " ")]
+    count = (
+        "1"
+        if mesh is None
+        else f"{mesh.nodes} nodes of {mesh.gpus}"
+        if mesh.nodes > 1
+        else str(mesh.gpus)
+    )
+    facts = [
+        f"{count} x {device.name}",
+        device.arch,
+        f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " "),
+    ]
     if gpu is not None:
         dtype = profile.dtype.value
         peak = (gpu.peak_flops(dtype) or 0) / 1e12
@@ -179,7 +219,13 @@ def model_line(plan: RunPlan) -> str:
         family = architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
 
     def shown(count: int) -> str:
-        return f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
+        return (
+            f"{count / 1e9:,.2f} B"
+            if count >= 1e9
+            else f"{count / 1e6:,.1f} M"
+            if count >= 1e5
+            else f"{count:,}"
+        )
 
     size = shown(parameter_count(config))
     origin = f", from {plan.model.source}" if plan.model.source else ""
@@ -194,7 +240,11 @@ def model_line(plan: RunPlan) -> str:
 def batch_lines(plan: RunPlan) -> list[str]:
     train, length = plan.train, plan.data.sequence_length
     cut = f"micro-batch {train.micro_batch_size}, "
-    cut += f"gradient accumulation {train.accumulation}" if train.accumulation > 1 else "no gradient accumulation"
+    cut += (
+        f"gradient accumulation {train.accumulation}"
+        if train.accumulation > 1
+        else "no gradient accumulation"
+    )
     sequences = train.tokens_per_step // length
     plural = "s" if sequences > 1 else ""
     step = f"{train.tokens_per_step:,} tokens = {sequences:,} sequence{plural} x {length:,} ({cut})"
@@ -220,19 +270,31 @@ def unit_of(value: float) -> tuple[str, float]:
 
 def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     """The three largest parts with bars, the rest in a line; next to them total, limit and range."""
-    memory, (unit, size), (above, large) = plan.memory, unit_of(plan.memory.total), unit_of(plan.memory.limit)
+    memory, (unit, size), (above, large) = (
+        plan.memory,
+        unit_of(plan.memory.total),
+        unit_of(plan.memory.limit),
+    )
     digits = 1 if size == GIB else 0
     names = {
-        "context": f"{'HIP' if profile.arch.vendor == 'amd' else 'CUDA'} context" if profile.arch else "context",
+        "context": f"{'HIP' if profile.arch.vendor == 'amd' else 'CUDA'} context"
+        if profile.arch
+        else "context",
         "half-precision copies": f"{SHORT_NAMES[plan.train.precision]} copies",
         "runtime": "Python, PyTorch",
         "kernels": "CPU kernels",
     }
-    parts = sorted(((names.get(name, name), value) for name, value in memory.parts.items()), key=lambda p: -p[1])
+    parts = sorted(
+        ((names.get(name, name), value) for name, value in memory.parts.items()),
+        key=lambda p: -p[1],
+    )
     total = f"{memory.total / size:.{digits}f}" + ("" if above == unit else f" {unit}")
     total += f" of {memory.limit / large:,.{1 if large == GIB else 0}f} {above}: "
     total += verdict(plan).lower() if memory.fits else "too much"
-    limit = [f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,", f"{profile.memory_share.reason})"]
+    limit = [
+        f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,",
+        f"{profile.memory_share.reason})",
+    ]
     if len(limit[0]) > REMARK:  # hundreds of GiB
         limit[0] = limit[0].replace("limit: ", "")
     if profile.accelerator is None:
@@ -243,7 +305,9 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
         shown = f"{value / size:.{digits if value < 100 * size else 0}f}"  # four columns
         yield f"{name:<15}{shown:>4}  {bar(value, parts[0][1]):<{BAR + 2}}{remark}"
     least = 0.5 / 10**digits  # parts that round to 0 are left out
-    yield from joined([f"{name} {value / size:.{digits}f}" for name, value in parts[3:] if value / size >= least])
+    yield from joined(
+        [f"{name} {value / size:.{digits}f}" for name, value in parts[3:] if value / size >= least]
+    )
 
 
 def bar(value: float, longest: float) -> str:
@@ -260,23 +324,30 @@ def _max_length(report: PlanReport) -> list[str]:
         return ["not even 256 tokens fit at micro-batch 1"]
     if report.plan.train.activation_checkpointing == "full" or planned == recomputed:
         return [f"up to {recomputed:,} tokens fit at micro-batch 1"]
-    return [f"up to {planned:,} tokens fit at micro-batch 1; {recomputed:,} with full activation checkpointing"]
+    return [
+        f"up to {planned:,} tokens fit at micro-batch 1; {recomputed:,} with full activation checkpointing"
+    ]
 
 
 def time_lines(report: PlanReport, profile: Profile) -> list[str]:
     plan, step, gpu = report.plan, report.plan.step_seconds, profile.gpu
     if step is None:
-        return ["unknown: this device is not in the table, and no similar device's figures are used"]
+        return [
+            "unknown: this device is not in the table, and no similar device's figures are used"
+        ]
     rate = step.inverse(plan.train.tokens_per_step)
     ends = f"{two_digits(rate.low)} to {two_digits(rate.high)}"
-    if gpu is not None and (peak := gpu.peak_flops(dtype_of(plan))):  # a CPU's table holds measured rates
+    # a CPU's table holds measured rates
+    if gpu is not None and (peak := gpu.peak_flops(dtype_of(plan))):
         low, high = (reached_flops(plan, seconds) / peak for seconds in (step.high, step.low))
         ends += f" = {low * 100:.0f} to {high:.0%} of peak"
     facts = [f"{two_digits(rate.value)} tokens/s ({ends})"]
     whole, asked = plan.seconds, plan.train.seconds
     if whole is not None and asked is None:
         unit = format_seconds(whole.value).partition(" ")[2]
-        facts.append(f"{format_seconds(whole.value)} ({span((whole.low, whole.high)).removesuffix(f' {unit}')})")
+        facts.append(
+            f"{format_seconds(whole.value)} ({span((whole.low, whole.high)).removesuffix(f' {unit}')})"
+        )
     elif whole is not None and asked is not None:
         steps = max(asked / step.value, plan.train.min_steps or 1)
         least = "" if whole.value <= asked else f", and takes {format_seconds(whole.value)}"
@@ -286,7 +357,9 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
     if report.energy_kwh is not None and gpu is not None:
         each = f"{plan.parallel.devices:,} x " if plan.parallel else ""
         kwh = report.energy_kwh
-        energy = f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
+        energy = (
+            f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
+        )
         facts.append(f"{energy} at {each}{gpu.board_watts:.0f} W")
     return joined(facts)
 
@@ -296,12 +369,28 @@ def part_lines(report: PlanReport, profile: Profile) -> list[str]:
     plan, step, gpu = report.plan, report.plan.step_seconds, profile.gpu
     if step is None or gpu is None:
         return []
-    shares = sorted(((part.value / step.value, name) for name, part in report.step_parts.items()), reverse=True)
+    shares = sorted(
+        ((part.value / step.value, name) for name, part in report.step_parts.items()), reverse=True
+    )
     spent = [f"{name} {share:.0%}" for share, name in shares if share >= 0.005]
-    reached, peak, best = reached_flops(plan), gpu.peak_flops(dtype_of(plan)), gpu.achievable_flops(dtype_of(plan))
-    mfu = [f"MFU {reached / peak:.0%} of {peak / 1e12:,.1f} TFLOP/s" if peak else "MFU unknown: no peak is known"]
-    mfu += [f"{reached / best:.0%} of {best / 1e12:,.0f}, the best matmul published"] if best else []
-    weights = "6 per weight" if plan.adapter.kind == "none" else "4 per frozen weight, 6 per trainable weight"
+    reached, peak, best = (
+        reached_flops(plan),
+        gpu.peak_flops(dtype_of(plan)),
+        gpu.achievable_flops(dtype_of(plan)),
+    )
+    mfu = [
+        f"MFU {reached / peak:.0%} of {peak / 1e12:,.1f} TFLOP/s"
+        if peak
+        else "MFU unknown: no peak is known"
+    ]
+    mfu += (
+        [f"{reached / best:.0%} of {best / 1e12:,.0f}, the best matmul published"] if best else []
+    )
+    weights = (
+        "6 per weight"
+        if plan.adapter.kind == "none"
+        else "4 per frozen weight, 6 per trainable weight"
+    )
     mfu.append(f"FLOPs per token: {weights} + 12 L d T")
     return [*joined([f"of which {spent[0]}", *spent[1:]]), *joined(mfu)]
 
@@ -310,8 +399,15 @@ def reached_flops(plan: RunPlan, step_seconds: float | None = None) -> float:
     """FLOP/s of one device by the usual count: matmuls and all T x T scores, without recomputation."""
     assert plan.step_seconds is not None
     config = plan.model.config
-    counted = useful_flops(TrainedModel.of(plan, config), plan.data.sequence_length) * plan.train.tokens_per_step
-    return counted / (step_seconds or plan.step_seconds.value) / (plan.parallel.devices if plan.parallel else 1)
+    counted = (
+        useful_flops(TrainedModel.of(plan, config), plan.data.sequence_length)
+        * plan.train.tokens_per_step
+    )
+    return (
+        counted
+        / (step_seconds or plan.step_seconds.value)
+        / (plan.parallel.devices if plan.parallel else 1)
+    )
 
 
 def dtype_of(plan: RunPlan) -> str:
@@ -324,9 +420,14 @@ def disk_lines(report: PlanReport) -> list[str]:
     number, _, unit = each.partition(" ")
     each = number if total.endswith(unit) else each
     facts = [f"{format_bytes(disk['shards'])} dataset"] if "shards" in disk else []
-    facts += [f"{format_bytes(disk['reference'])} reference log-probabilities"] if "reference" in disk else []
+    facts += (
+        [f"{format_bytes(disk['reference'])} reference log-probabilities"]
+        if "reference" in disk
+        else []
+    )
     copies = f"{kept} kept, the best, one being written"
-    if "best_weights" in disk:  # at most as many as checkpoints: as of each, another evaluation may be the best
+    # at most as many as checkpoints: as of each, another evaluation may be the best
+    if "best_weights" in disk:
         copies = f"{kept} kept, the best, one written; {kept} x weights"
     return joined([*facts, f"{total} checkpoints ({each} each: {copies})"])
 
@@ -362,8 +463,13 @@ def claim_lines(claims: Sequence[Verdict]) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[Verdict]] = {}
     for claim in claims:
         unknown = claim.verdict == "unknown" and claim.claim.startswith("perplexity")
-        groups.setdefault(("perplexity", claim.reason) if unknown else (claim.claim,), []).append(claim)
-    names = [(key[0] if len(group) == 1 else f"{len(group)} perplexities", group[0]) for key, group in groups.items()]
+        groups.setdefault(("perplexity", claim.reason) if unknown else (claim.claim,), []).append(
+            claim
+        )
+    names = [
+        (key[0] if len(group) == 1 else f"{len(group)} perplexities", group[0])
+        for key, group in groups.items()
+    ]
     width = max((16, *(len(name) + 2 for name, _ in names)))
     for name, claim in names:
         yield from columns(f"{name:<{width}}{claim.verdict:<9}", claim.reason)
@@ -384,10 +490,15 @@ def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator
     """The choices that depend on the machine, and their reasons."""
     choices = {choice.key: (choice.value, choice.reason) for choice in plan.choices}
     used, rows = profile.accelerator, []
-    if plan.parallel is None and len(machine.accelerators) > (used is not None):  # which of several devices
+    # which of several devices
+    if plan.parallel is None and len(machine.accelerators) > (used is not None):
         rows.append((f"GPU {used.index}" if used else "on the CPU", profile.device.reason))
     backend, why = choices["train.attention"]
-    rows += [choices["train.precision"], (f"{backend.replace('_', ' ')} attention", why), choices["train.compile"]]
+    rows += [
+        choices["train.precision"],
+        (f"{backend.replace('_', ' ')} attention", why),
+        choices["train.compile"],
+    ]
     if plan.train.activation_checkpointing != "none":
         value, why = choices["train.activation_checkpointing"]
         rows.append((f"{value} checkpointing", why))
@@ -421,7 +532,9 @@ def confidence(plan: RunPlan, profile: Profile, *, checked: bool = False) -> str
     if profile.accelerator is None and checked:
         return "Estimated from a check of this CPU, not measured: `bloomery bench` measures this model."
     if profile.accelerator is None:
-        return "Estimated from CPU specifications, not measured: `bloomery bench` measures this CPU."
+        return (
+            "Estimated from CPU specifications, not measured: `bloomery bench` measures this CPU."
+        )
     if profile.gpu is None:
         name = f"{profile.accelerator.name} ({profile.accelerator.arch})"
         return f"{name} is not in the GPU table: its speed is unknown until `bloomery bench` measures it."
@@ -443,7 +556,13 @@ def next_lines(report: PlanReport, source: str, commands: list[str], devices: st
     if plan.parallel is None and "train" in commands:
         yield f"bloomery train {source}"
     if plan.parallel is None and "bench" in commands and not _measured(plan):
-        device = "this CPU" if plan.train.device == "cpu" else "this GPU" if not devices else "it where that GPU is"
+        device = (
+            "this CPU"
+            if plan.train.device == "cpu"
+            else "this GPU"
+            if not devices
+            else "it where that GPU is"
+        )
         yield _remarked(f"bloomery bench {source}", f"measure {device}; ranges become figures")
     if claimed := _wrong_tokens(report):
         yield f"bloomery plan {source} train.max_tokens={claimed.replace(' ', '')}{devices}"
@@ -499,7 +618,8 @@ class GpuPlan:
             "needs_gib": plan.memory.total / GIB if plan else None,
             "precision": plan.train.precision if plan else None,
             "micro_batch_size": plan.train.micro_batch_size if plan else None,
-            "tokens_per_second": rate and {"value": rate[0], "low": rate[1], "high": rate[2], "from": origin},
+            "tokens_per_second": rate
+            and {"value": rate[0], "low": rate[1], "high": rate[2], "from": origin},
             "days": seconds.value / 86400 if seconds else None,
             "energy_kwh": self.energy_kwh,
             "refused": self.refused,
@@ -507,7 +627,12 @@ class GpuPlan:
 
 
 def compare_gpus(
-    loaded: LoadedRecipe, machine: Machine, *, chosen: Sequence[Accelerator] = (), gpus: int = 1, nodes: int = 1
+    loaded: LoadedRecipe,
+    machine: Machine,
+    *,
+    chosen: Sequence[Accelerator] = (),
+    gpus: int = 1,
+    nodes: int = 1,
 ) -> list[GpuPlan]:
     """The chosen GPUs, or every GPU of the table with each of its memory sizes: the fastest that fits first, those
     that do not fit last.
@@ -544,12 +669,22 @@ def devices() -> Iterator[Accelerator]:
         assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
         for size in spec.memory_gib:
             memory = size * GIB if len(spec.memory_gib) > 1 else spec.memory_bytes()
-            yield Accelerator(index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory)
+            yield Accelerator(
+                index=0, vendor=facts.vendor, name=spec.name, arch=spec.arch, memory_bytes=memory
+            )
 
 
-def gpus_page(results: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str) -> list[str]:
+def gpus_page(
+    results: list[GpuPlan], loaded: LoadedRecipe, *, gpus: int, nodes: int, source: str
+) -> list[str]:
     """The table that compares GPUs."""
-    count = "" if gpus * nodes == 1 else f" on {gpus} of each" if nodes == 1 else f" on {nodes} nodes of {gpus} of each"
+    count = (
+        ""
+        if gpus * nodes == 1
+        else f" on {gpus} of each"
+        if nodes == 1
+        else f" on {nodes} nodes of {gpus} of each"
+    )
     many = (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
     fitting = [gpu for gpu in results if gpu.fits]
     speeds = [gpu.plan.step_seconds for gpu in results if gpu.plan and gpu.plan.step_seconds]

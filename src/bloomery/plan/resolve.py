@@ -84,7 +84,9 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             attention=step.attention.value,
             score_chunk=micro_batching.score_chunk.value,
             # With compiled attention: one setting decides whether a run needs the machine's compiler.
-            scores="compiled" if step.attention.value == "compiled" and config.final_softcap is None else "torch",
+            scores="compiled"
+            if step.attention.value == "compiled" and config.final_softcap is None
+            else "torch",
             new_ids=facts.new_ids,
         ),
         data=DataPlan(
@@ -106,7 +108,9 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
                 if step.parallel
                 else scale.sequences_per_step // micro_batching.micro_batch_size.value
             ),
-            empty_sequences=0 if step.parallel is None else step.parallel.layout.sequences - scale.sequences_per_step,
+            empty_sequences=0
+            if step.parallel is None
+            else step.parallel.layout.sequences - scale.sequences_per_step,
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
             activation_checkpointing=micro_batching.checkpointing.value,
@@ -122,13 +126,19 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
             offload_activations=asked.offload_activations,
         ),
         checkpoint=CheckpointPlan(
-            every_steps=lengths.checkpoint_steps(recipe.checkpoint.every, scale, evaluation=every_eval).value,
+            every_steps=lengths.checkpoint_steps(
+                recipe.checkpoint.every, scale, evaluation=every_eval
+            ).value,
             keep=recipe.checkpoint.keep,
-            async_save=True if recipe.checkpoint.async_save == "auto" else recipe.checkpoint.async_save,
+            async_save=True
+            if recipe.checkpoint.async_save == "auto"
+            else recipe.checkpoint.async_save,
         ),
         eval=EvalPlan(
             every_steps=every_eval,
-            sequences=lengths.evaluation_sequences(every_eval, scale, tokens=_number(recipe.eval.tokens)),
+            sequences=lengths.evaluation_sequences(
+                every_eval, scale, tokens=_number(recipe.eval.tokens)
+            ),
             early_stopping_patience=_number(recipe.eval.early_stopping_patience),
             micro_batch_size=micro_batching.micro_batch_size.value,
         ),
@@ -167,30 +177,50 @@ class _Step:
 
 def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
     """In the order in which the choices depend on each other."""
-    profile, config, dataset, torch = facts.profile, facts.config, facts.dataset, facts.machine.software.torch
+    profile, config, dataset, torch = (
+        facts.profile,
+        facts.config,
+        facts.dataset,
+        facts.machine.software.torch,
+    )
     train, length = recipe.train, recipe.data.sequence_length
     estimator = StepEstimator.of(recipe, facts.machine, profile)
     tokens = batch.choose_tokens_per_step(
-        recipe.tokens_per_step, config, length,
+        recipe.tokens_per_step,
+        config,
+        length,
         sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
         tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
-    )  # fmt: skip
+    )
     precision = set_or(profile.dtype, train.precision)
     attention = choose_attention(recipe, config, profile, precision=precision.value, torch=torch)
     shape = shape_of(
-        recipe, facts.model, profile, dataset, facts.teacher, precision=precision.value, attention=attention.value
+        recipe,
+        facts.model,
+        profile,
+        dataset,
+        facts.teacher,
+        precision=precision.value,
+        attention=attention.value,
     )
     scale = lengths.scale_of(train.length, length, dataset, tokens.value)
     compiled = _compiled(recipe, facts, estimator, shape, scale)
     shape = replace(shape, compiled=compiled.value)
 
-    def laid_out(sequences: int) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
+    def laid_out(
+        sequences: int,
+    ) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
         """Micro-batches and seconds of a step: on one device, or in the best layout over several."""
         if gpus * nodes > 1:
             workload = mesh.MeshWorkload.of(
-                profile, shape, estimator.rate(shape),
-                sequences_per_step=sequences, gpus=gpus, nodes=nodes, limit=estimator.limit,
-            )  # fmt: skip
+                profile,
+                shape,
+                estimator.rate(shape),
+                sequences_per_step=sequences,
+                gpus=gpus,
+                nodes=nodes,
+                limit=estimator.limit,
+            )
             best, plan = mesh.plan_mesh(workload, recipe)
             return best.micro_batching, best.seconds, plan
         micro_batching = batch.choose_micro_batching(
@@ -212,9 +242,16 @@ def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Ste
         precision=precision,
         attention=attention,
         compiled=compiled,
-        reader=dequantizer(facts.machine, recipe.quantize.kind, device=profile.device.value, compiled=compiled.value),
+        reader=dequantizer(
+            facts.machine,
+            recipe.quantize.kind,
+            device=profile.device.value,
+            compiled=compiled.value,
+        ),
         scale=replace(
-            scale, steps=scale.steps or lengths.provisional_steps(train.length, typical), step_seconds=typical
+            scale,
+            steps=scale.steps or lengths.provisional_steps(train.length, typical),
+            step_seconds=typical,
         ),
         micro_batching=micro_batching,
         seconds=seconds,
@@ -260,7 +297,9 @@ def _compiled(
     """By the uncompiled length of the run, and by this machine's measurements of both."""
     if facts.config.transformers_backend is not None:
         return Choice(False, "compilation is not supported for the transformers implementation")
-    gain = compile_gain(estimator.measurements, model=facts.config, precision=eager.precision, setting=eager.setting)
+    gain = compile_gain(
+        estimator.measurements, model=facts.config, precision=eager.precision, setting=eager.setting
+    )
     seconds, length = None, recipe.train.length
     if length.unit == "seconds":
         seconds = length.amount
@@ -283,14 +322,18 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     choices: dict[str, Choice[Any]] = {
         "train.precision": precision,
         "train.attention": attention,
-        "train.compile": Choice("compiled" if step.compiled.value else "uncompiled", step.compiled.reason),
+        "train.compile": Choice(
+            "compiled" if step.compiled.value else "uncompiled", step.compiled.reason
+        ),
         "train.tokens_per_step": step.tokens,
     }
     sequences = lengths.left_out(recipe.train.length, step.scale)
     if sequences and step.scale.steps is not None:
         reason = f"the last {sequences:,} sequences of {recipe.train.length} fill no step and are left out"
         choices[f"train.{recipe.train.length_key}"] = Choice(f"{step.scale.steps:,} steps", reason)
-    interval = lengths.checkpoint_steps(recipe.checkpoint.every, step.scale, evaluation=_evaluates(recipe, step.scale))
+    interval = lengths.checkpoint_steps(
+        recipe.checkpoint.every, step.scale, evaluation=_evaluates(recipe, step.scale)
+    )
     if interval.reason != ASKED:
         choices["checkpoint.every"] = Choice(f"{interval.value:,} steps", interval.reason)
     workers, reads = recipe.data.num_proc, profile.workers.reason
@@ -313,7 +356,9 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     more = (
         *unsupported.quantized_choices(recipe, step.reader),
         *transformers_choices(recipe, config),
-        *unsupported.adapter_choices(recipe, facts.model, known=facts.known_vocabulary, added=facts.new_tokens),
+        *unsupported.adapter_choices(
+            recipe, facts.model, known=facts.known_vocabulary, added=facts.new_tokens
+        ),
         *objective_choices(recipe, facts.dataset, facts.teacher),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
         *optimizer_memory_choices(recipe, accelerator=device, precision=step.precision.value),
@@ -344,7 +389,9 @@ def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> Optimize
         "fused": fused,
         "schedule": Wsd() if asked.schedule == "wsd" else asked.schedule,
         "warmup_steps": lengths.steps_of(asked.warmup, scale, key="optimizer.warmup"),
-        "decay_steps": 0 if decay is None else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
+        "decay_steps": 0
+        if decay is None
+        else lengths.steps_of(decay, scale, key="optimizer.schedule.decay"),
     }
     return OptimizerPlan(**values)
 
@@ -354,11 +401,17 @@ def _logging(recipe: Recipe, scale: lengths.Scale) -> LoggingPlan:
     default = "trackers" not in asked.model_fields_set  # then TensorBoard where it is installed
     return LoggingPlan(
         every_steps=lengths.steps_of(asked.every, scale, key="logging.every"),
-        trackers=(IF_INSTALLED,) if default else tuple(one for one in asked.trackers if not isinstance(one, Command)),
+        trackers=(IF_INSTALLED,)
+        if default
+        else tuple(one for one in asked.trackers if not isinstance(one, Command)),
         commands=tuple(one.command for one in asked.trackers if isinstance(one, Command)),
-        max_gpu_temperature=None if asked.max_gpu_temperature == "none" else asked.max_gpu_temperature,
+        max_gpu_temperature=None
+        if asked.max_gpu_temperature == "none"
+        else asked.max_gpu_temperature,
         memory=asked.memory,
-        profile_steps=None if asked.profile_steps == "none" else (asked.profile_steps[0], asked.profile_steps[1]),
+        profile_steps=None
+        if asked.profile_steps == "none"
+        else (asked.profile_steps[0], asked.profile_steps[1]),
     )
 
 
@@ -390,7 +443,9 @@ def set_or(planned: Choice[T], asked: T | Literal["auto"]) -> Choice[T]:
 
 def _decay(schedule: str | Wsd) -> Duration | None:
     """Of wsd."""
-    return Wsd().decay if schedule == "wsd" else schedule.decay if isinstance(schedule, Wsd) else None
+    return (
+        Wsd().decay if schedule == "wsd" else schedule.decay if isinstance(schedule, Wsd) else None
+    )
 
 
 def _number(asked: int | str) -> int | None:
@@ -423,7 +478,12 @@ def local_facts(loaded: LoadedRecipe, machine: Machine | None = None) -> Facts:
 
 
 def local_plan(
-    loaded: LoadedRecipe, *, gpu: str | None = None, machine: Machine | None = None, gpus: int = 1, nodes: int = 1
+    loaded: LoadedRecipe,
+    *,
+    gpu: str | None = None,
+    machine: Machine | None = None,
+    gpus: int = 1,
+    nodes: int = 1,
 ) -> tuple[RunPlan, Facts]:
     """The plan and its facts, for `machine` (default: this one), or for that with the named GPU of the table.
 

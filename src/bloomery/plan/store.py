@@ -47,11 +47,21 @@ def read_identity(folder: Path) -> RunIdentity | None:
         return None
     except (ValueError, ValidationError) as error:
         problem = "the seal of the run is damaged: its other files cannot be checked"
-        raise UserError(problem, where=str(path), fix="put it back from a copy, or start a new run") from error
+        raise UserError(
+            problem, where=str(path), fix="put it back from a copy, or start a new run"
+        ) from error
     if head.format != FORMAT:
-        writer = f"Bloomery {head.version}" if head.version else "the version that the first line of events.jsonl names"
+        writer = (
+            f"Bloomery {head.version}"
+            if head.version
+            else "the version that the first line of events.jsonl names"
+        )
         problem = f"the run has format {head.format}; Bloomery {__version__} reads format {FORMAT}"
-        raise UserError(problem, where=str(path), fix=f"use {writer}, or start a new run: `bloomery train RECIPE`")
+        raise UserError(
+            problem,
+            where=str(path),
+            fix=f"use {writer}, or start a new run: `bloomery train RECIPE`",
+        )
     return head
 
 
@@ -60,7 +70,9 @@ def require_identity(folder: Path) -> RunIdentity:
     head = read_identity(folder)
     if head is None:
         problem = "the seal of the run is missing: its other files cannot be checked"
-        raise UserError(problem, where=str(folder / RUN_FILE), fix="put it back from a copy, or start a new run")
+        raise UserError(
+            problem, where=str(folder / RUN_FILE), fix="put it back from a copy, or start a new run"
+        )
     return head
 
 
@@ -79,7 +91,11 @@ def write_sealed(folder: Path, files: Mapping[str, str]) -> None:
         return
     new = {name: digest_of(text.encode()) for name, text in files.items()}
     both = {name: (*head.files.get(name, ()), digest) for name, digest in new.items()}
-    plans = (*head.plans, new[PLAN_FILE]) if PLAN_FILE in new and new[PLAN_FILE] not in head.plans[-1:] else head.plans
+    plans = (
+        (*head.plans, new[PLAN_FILE])
+        if PLAN_FILE in new and new[PLAN_FILE] not in head.plans[-1:]
+        else head.plans
+    )
     head = head.model_copy(update={"files": head.files | both, "plans": plans})
     _write(folder, head)
     for name, text in files.items():
@@ -129,9 +145,13 @@ def read_plan(path: Path) -> RunPlan:
     try:
         return RunPlan.model_validate_json(read_sealed(path))
     except FileNotFoundError as missing:
-        raise UserError("this run has no plan yet", where=str(path), fix="bloomery resume starts it over") from missing
+        raise UserError(
+            "this run has no plan yet", where=str(path), fix="bloomery resume starts it over"
+        ) from missing
     except ValidationError as broken:
         first = broken.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         problem = f"the plan cannot be read: {place}: {first['msg']}"
-        raise UserError(problem, where=str(path), fix="start a new run from its recipe.yaml") from broken
+        raise UserError(
+            problem, where=str(path), fix="start a new run from its recipe.yaml"
+        ) from broken

@@ -9,7 +9,15 @@ from bloomery.core.units import Duration
 from bloomery.data.shards import Texts
 from bloomery.model.config import ModelConfig
 from bloomery.model.limits import Dequantizer
-from bloomery.recipe.schema import Adapter, NoAdapter, Objective, OptimizerKind, Pretrain, Quantize, Wsd
+from bloomery.recipe.schema import (
+    Adapter,
+    NoAdapter,
+    Objective,
+    OptimizerKind,
+    Pretrain,
+    Quantize,
+    Wsd,
+)
 
 Origin = Literal["table", "probe", "measured"]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -34,11 +42,16 @@ class Estimate(PlanPart):
 
     def inverse(self, numerator: float = 1.0) -> "Estimate":
         """numerator / this: a time from a rate and the other way round."""
-        ends = {"value": numerator / self.value, "low": numerator / self.high, "high": numerator / self.low}
+        ends = {
+            "value": numerator / self.value,
+            "low": numerator / self.high,
+            "high": numerator / self.low,
+        }
         return self.model_copy(update=ends)
 
 
-NOT_TENSORS = ("fragmentation", "context", "runtime", "kernels", "collectives")  # parts of memory that no tensor holds
+# parts of memory that no tensor holds
+NOT_TENSORS = ("fragmentation", "context", "runtime", "kernels", "collectives")
 
 
 class MemoryEstimate(PlanPart):
@@ -109,7 +122,8 @@ class ModelPlan(PlanPart):
     attention: str  # a backend of model.attention
     score_chunk: int  # tokens whose logits exist together
     scores: Literal["torch", "compiled"] = "torch"  # who computes log-probabilities from logits
-    new_ids: tuple[int, ...] = ()  # of added tokens: their embeddings start as the mean of the others
+    # of added tokens: their embeddings start as the mean of the others
+    new_ids: tuple[int, ...] = ()
 
 
 class DataPlan(PlanPart):
@@ -167,7 +181,8 @@ class TrainPlan(PlanPart):
     tokens_per_step: PositiveInt
     micro_batch_size: PositiveInt
     accumulation: PositiveInt  # micro-batches per step
-    empty_sequences: NonNegativeInt = 0  # per step: ranks without a sequence compute one of padding, of zero weight
+    # per step: ranks without a sequence compute one of padding, of zero weight
+    empty_sequences: NonNegativeInt = 0
     precision: Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
     compile: bool
     activation_checkpointing: str
@@ -219,7 +234,8 @@ class LoggingPlan(PlanPart):
     every_steps: PositiveInt
     trackers: tuple[str, ...]
     commands: tuple[str, ...]
-    max_gpu_temperature: float | Literal["auto"] | None = "auto"  # degrees Celsius; auto: each GPU's own limit
+    # degrees Celsius; auto: each GPU's own limit
+    max_gpu_temperature: float | Literal["auto"] | None = "auto"
     memory: bool = False
     profile_steps: tuple[int, int] | None = None  # the first and the last
 
@@ -288,7 +304,11 @@ class ParallelPlan(PlanPart):
         """What to know before training; "" where `bloomery train` alone does it."""
         if not self.trains:
             return "Planned only: this version trains no pipelines."
-        return "Several nodes: start the ranks with srun, torchrun or mpirun." if self.nodes > 1 else ""
+        return (
+            "Several nodes: start the ranks with srun, torchrun or mpirun."
+            if self.nodes > 1
+            else ""
+        )
 
 
 class RunPlan(PlanPart):
@@ -316,7 +336,8 @@ class RunPlan(PlanPart):
     lengths: Lengths | None = None
     dataset: DatasetFacts | None = None  # None: unknown
     environment: dict[str, str] = {}  # to set before torch is imported, where the user set nothing
-    recovered: tuple[str, ...] = ()  # keys that a fallback changed so that numbers differ, one entry for each time
+    # keys that a fallback changed so that numbers differ, one entry for each time
+    recovered: tuple[str, ...] = ()
     parallel: ParallelPlan | None = None  # None: one device
 
     @property
@@ -330,7 +351,11 @@ class RunPlan(PlanPart):
             return Estimate(value=known, low=known, high=known, origin="measured")
         if asked is not None:
             least = step.scaled(self.train.min_steps or 1) if step is not None else None
-            ends = (asked,) * 3 if least is None else (max(asked, e) for e in (least.value, least.low, least.high))
+            ends = (
+                (asked,) * 3
+                if least is None
+                else (max(asked, e) for e in (least.value, least.low, least.high))
+            )
             value, low, high = ends
             return Estimate(value=value, low=low, high=high, origin="table")
         return None if step is None or steps is None else step.scaled(steps)

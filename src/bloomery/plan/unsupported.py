@@ -37,7 +37,9 @@ def refuse_method_misfits(recipe: Recipe) -> None:
     method = f"adapter.method={recipe.adapter.method}"
     if recipe.objective.spec.values:
         problem = "a reward model needs a trainable value head, and PEFT methods freeze it"
-        raise UserError(problem, where=method, fix="set adapter.kind=lora, which trains the head too", code=2)
+        raise UserError(
+            problem, where=method, fix="set adapter.kind=lora, which trains the head too", code=2
+        )
     if recipe.quantize.kind != "none":
         problem = "PEFT methods do not support quantized base weights"
         fix = "set quantize.kind=none, or adapter.kind=lora, which supports quantized base weights"
@@ -46,12 +48,16 @@ def refuse_method_misfits(recipe: Recipe) -> None:
         problem = "PEFT methods read all gradients after an update, and a fused backward frees them"
         raise UserError(problem, where=method, fix="set optimizer.fused_backward=false", code=2)
     if recipe.train.compile is True:
-        problem = "PEFT layers change during training, and compiled blocks would be recompiled each time"
+        problem = (
+            "PEFT layers change during training, and compiled blocks would be recompiled each time"
+        )
         raise UserError(problem, where=method, fix="set train.compile=false", code=2)
     total = (recipe.adapter.model_extra or {}).get("total_step")
     if name == "ADALORA" and recipe.train.length.unit == "seconds" and not total:
         problem = "AdaLoRA needs the number of steps, which a wall-time length does not have"
-        raise UserError(problem, where="train.max_time", fix="set train.max_steps=500 instead", code=2)
+        raise UserError(
+            problem, where="train.max_time", fix="set train.max_steps=500 instead", code=2
+        )
 
 
 def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -> None:
@@ -61,8 +67,10 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
     if recipe.train.neftune_alpha is not None and config.transformers_backend is not None:
         raise UserError(
             "NEFTune is not supported for the transformers implementation: its embeddings are not Bloomery's",
-            where="train.neftune_alpha", fix="leave it out, or set model.implementation=native", code=2,
-        )  # fmt: skip
+            where="train.neftune_alpha",
+            fix="leave it out, or set model.implementation=native",
+            code=2,
+        )
     if isinstance(recipe.adapter, Peft):
         method_settings(recipe.adapter, config, steps=steps)
 
@@ -71,28 +79,50 @@ def _refuse_average(recipe: Recipe) -> None:
     """Raises UserError for what an average of the weights cannot combine with."""
     adapter = recipe.adapter
     reasons = (
-        (isinstance(adapter, Peft), "adapter.kind=peft", "PEFT's methods change their parameters during training"),
+        (
+            isinstance(adapter, Peft),
+            "adapter.kind=peft",
+            "PEFT's methods change their parameters during training",
+        ),
         (
             recipe.train.precision == "bfloat16-pure",
             "train.precision=bfloat16-pure",
             "bfloat16 rounds it away",
         ),
-        (isinstance(adapter, Lora) and adapter.dtype != "float32", "adapter.dtype", "bfloat16 rounds it away"),
-        (recipe.optimizer.offload, "optimizer.offload", "the average stays on the device, which offloading empties"),
+        (
+            isinstance(adapter, Lora) and adapter.dtype != "float32",
+            "adapter.dtype",
+            "bfloat16 rounds it away",
+        ),
+        (
+            recipe.optimizer.offload,
+            "optimizer.offload",
+            "the average stays on the device, which offloading empties",
+        ),
     )
     for holds, key, reason in reasons:
         if holds:
             fix = f"leave out train.ema_decay, or {key}"
-            raise UserError(f"no average of the weights with {key}: {reason}", where="train.ema_decay", fix=fix, code=2)
+            raise UserError(
+                f"no average of the weights with {key}: {reason}",
+                where="train.ema_decay",
+                fix=fix,
+                code=2,
+            )
 
 
-def quantized_choices(recipe: Recipe, reader: Choice[Dequantizer]) -> Iterator[tuple[str, Choice[str]]]:
+def quantized_choices(
+    recipe: Recipe, reader: Choice[Dequantizer]
+) -> Iterator[tuple[str, Choice[str]]]:
     """By key: bits per weight, and the implementation that reads them."""
     base, double = recipe.quantize.kind, recipe.quantize.double_quant
     if base == "none":
         return
     bits = 8 * storage_bytes((MANY,), base, double) / MANY
-    yield "quantize.kind", Choice(f"{base} base", f"{bits:.4g} bits per weight of the layers; {reader.reason}")
+    yield (
+        "quantize.kind",
+        Choice(f"{base} base", f"{bits:.4g} bits per weight of the layers; {reader.reason}"),
+    )
 
 
 def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, added: int) -> None:
@@ -107,8 +137,9 @@ def refuse_new_rows(recipe: Recipe, config: ModelConfig, *, known: int | None, a
         raise UserError(
             f"PEFT methods do not train the embeddings of new tokens: {new} tokens",
             where=f"adapter.method={recipe.adapter.method}",
-            fix="set adapter.kind=lora adapter.modules_to_save=[embed_tokens, lm_head]", code=2,
-        )  # fmt: skip
+            fix="set adapter.kind=lora adapter.modules_to_save=[embed_tokens, lm_head]",
+            code=2,
+        )
 
 
 def adapter_choices(
@@ -129,7 +160,9 @@ def adapter_choices(
         yield "model.vocab_size", Choice(value, "their embeddings start as the mean of the others")
     if isinstance(adapter, Peft):
         _, rank = model.mode.pairs[0]
-        reason = f"PEFT layers in this decoder; memory and time are estimated as a LoRA of rank {rank}"
+        reason = (
+            f"PEFT layers in this decoder; memory and time are estimated as a LoRA of rank {rank}"
+        )
         yield "adapter.kind", Choice(f"PEFT's {adapter.method}", reason)
 
 
@@ -173,7 +206,8 @@ def _refuse_keys(keys: list[str], *, one_device: bool = False) -> None:
         fix = f"remove {'them' if len(keys) > 1 else 'it'} from the recipe"
         if keys[0].startswith("objective."):
             fix = (
-                "set objective.kind to dpo, simpo, ipo, orpo or kto (preferences), sft (responses), distill (a teacher)"
+                "set objective.kind to dpo, simpo, ipo, orpo or kto (preferences), "
+                "sft (responses), distill (a teacher)"
             )
         elif not one_device:
             fix += "; parallel.shard divides a model over devices"
@@ -188,7 +222,9 @@ def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
         asked["offload"] = "optimizer.paged"  # another name for it
     if optimizer.state_dtype != "float32":
         asked["state_dtype"] = f"optimizer.state_dtype={optimizer.state_dtype}"
-    if refused := [text for key, text in asked.items() if key not in spec.settings and key not in spec.idle]:
+    if refused := [
+        text for key, text in asked.items() if key not in spec.settings and key not in spec.idle
+    ]:
         raise UserError(
             f"{spec.name} does not support this setting: {refused[0]}",
             where=f"optimizer.kind={optimizer.kind}",
@@ -218,7 +254,9 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
     if profile.accelerator is None:
         if nodes > 1:
             fix = f'name a GPU: --gpu "MI300X" --gpus {gpus} --nodes {nodes}'
-            raise UserError("several nodes without GPUs are not planned", where=where, fix=fix, code=2)
+            raise UserError(
+                "several nodes without GPUs are not planned", where=where, fix=fix, code=2
+            )
         return  # ranks of one CPU share its cores and its memory
     if profile.accelerator.integrated or (profile.gpu is not None and profile.gpu.link == "APU"):
         problem = f"the table has no links between several {profile.accelerator.name}"
@@ -227,7 +265,12 @@ def refuse_mesh(profile: Profile, *, gpus: int, nodes: int) -> None:
 
 
 def refuse_misfits(
-    recipe: Recipe, config: ModelConfig, dataset: DatasetFacts | None, *, known: int | None, added: int
+    recipe: Recipe,
+    config: ModelConfig,
+    dataset: DatasetFacts | None,
+    *,
+    known: int | None,
+    added: int,
 ) -> None:
     """Raises UserError for a recipe that no machine can train: settings that the model or its implementation lacks, a
     dataset that does not fit it (ids without embeddings, tokens without positions).
@@ -344,24 +387,39 @@ def _lora(recipe: Recipe) -> Lora | None:
 ONE_GRADIENT = "its updates run inside backward, before gradients are summed over devices"
 WHOLE_WEIGHT = "it reads whole weight matrices, and each device holds some rows of them"
 NOTHING_TO_OFFLOAD = "the memory of a CPU process is the host's, so that nothing moves"
-TRANSFORMERS_LAYERS = "layers of transformers"  # of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
+# of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
+TRANSFORMERS_LAYERS = "layers of transformers"
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
 FEATURES: tuple[Feature, ...] = (
     Feature("objective pretrain", lambda r: r.objective.kind == "pretrain"),
     Feature("objective sft", lambda r: r.objective.kind == "sft"),
-    Feature("objective dpo, ipo, simpo, orpo", lambda r: r.objective.kind in ("dpo", "ipo", "simpo", "orpo")),
+    Feature(
+        "objective dpo, ipo, simpo, orpo",
+        lambda r: r.objective.kind in ("dpo", "ipo", "simpo", "orpo"),
+    ),
     Feature("objective kto", lambda r: r.objective.kind == "kto"),
     Feature("objective reward", lambda r: r.objective.kind == "reward"),
     Feature("objective distill", lambda r: r.objective.kind == "distill"),
     Feature("adapter lora", lambda r: _lora(r) is not None),
-    Feature("adapter dora", lambda r: (one := _lora(r)) is not None and one.kind == "dora", shard=WHOLE_WEIGHT),
-    Feature("adapter pissa", lambda r: (one := _lora(r)) is not None and one.init == "pissa", shard=WHOLE_WEIGHT),
+    Feature(
+        "adapter dora",
+        lambda r: (one := _lora(r)) is not None and one.kind == "dora",
+        shard=WHOLE_WEIGHT,
+    ),
+    Feature(
+        "adapter pissa",
+        lambda r: (one := _lora(r)) is not None and one.init == "pissa",
+        shard=WHOLE_WEIGHT,
+    ),
     Feature("PEFT methods", lambda r: isinstance(r.adapter, Peft), shard=ALL_PARAMETERS),
     Feature("quantize nf4, int8", lambda r: r.quantize.kind != "none"),
     Feature("train.precision bfloat16", lambda r: r.train.precision in ("bfloat16", "auto")),
     Feature("train.precision bfloat16-pure", lambda r: r.train.precision == "bfloat16-pure"),
     Feature("train.precision float16", lambda r: r.train.precision == "float16"),
-    Feature("train.activation_checkpointing", lambda r: r.train.activation_checkpointing not in ("none", "auto")),
+    Feature(
+        "train.activation_checkpointing",
+        lambda r: r.train.activation_checkpointing not in ("none", "auto"),
+    ),
     Feature("train.compile", lambda r: r.train.compile is True),
     Feature("optimizer adamw", lambda r: r.optimizer.kind == "adamw"),
     Feature("optimizer muon", lambda r: r.optimizer.kind == "muon"),
@@ -375,47 +433,68 @@ FEATURES: tuple[Feature, ...] = (
         fix="optimizer.kind=adamw optimizer.state_dtype=int8",
     ),
     Feature(
-        "optimizer.paged, offload", lambda r: r.optimizer.paged or r.optimizer.offload,
+        "optimizer.paged, offload",
+        lambda r: r.optimizer.paged or r.optimizer.offload,
         untested=NOTHING_TO_OFFLOAD,
     ),
     Feature(
-        "optimizer.fused_backward", lambda r: r.optimizer.fused_backward, replicate=ONE_GRADIENT, shard=ONE_GRADIENT,
+        "optimizer.fused_backward",
+        lambda r: r.optimizer.fused_backward,
+        replicate=ONE_GRADIENT,
+        shard=ONE_GRADIENT,
         fix="optimizer.fused_backward=false",
     ),
     Feature(
-        "train.offload_activations", lambda r: r.train.offload_activations,
+        "train.offload_activations",
+        lambda r: r.train.offload_activations,
         shard="it moves gathered weights to the host like activations",
         untested=NOTHING_TO_OFFLOAD,
     ),
     Feature(
-        "train.ema_decay", lambda r: r.train.ema_decay is not None, shard="each rank averages whole weights",
+        "train.ema_decay",
+        lambda r: r.train.ema_decay is not None,
+        shard="each rank averages whole weights",
     ),
     Feature(
-        TRANSFORMERS_LAYERS, lambda r: r.model.implementation == "transformers",
+        TRANSFORMERS_LAYERS,
+        lambda r: r.model.implementation == "transformers",
         shard="only Bloomery's decoder is sharded",
         in_model=lambda config: config.transformers_backend is not None,
     ),
-)  # fmt: skip
+)
 
 
 def refusals(recipe: Recipe, axis: Axis, config: ModelConfig | None = None) -> list[str]:
     """Why the recipe does not train over this axis: "feature: reason" for each. `config`: of its model, once read."""
-    refusing = [feature for feature in FEATURES if feature.reason(axis) and feature.applies(recipe, config)]
+    refusing = [
+        feature for feature in FEATURES if feature.reason(axis) and feature.applies(recipe, config)
+    ]
     return [f"{feature.name}: {feature.reason(axis)}" for feature in refusing]
 
 
-def refuse_unsupported(recipe: Recipe, config: ModelConfig | None = None, *, replicate: int, shard: int) -> None:
+def refuse_unsupported(
+    recipe: Recipe, config: ModelConfig | None = None, *, replicate: int, shard: int
+) -> None:
     """Raises UserError where a feature of the recipe, or of its model, does not train over these sizes."""
-    sizes: tuple[tuple[Axis, Axis, int], ...] = (("replicate", "shard", replicate), ("shard", "replicate", shard))
+    sizes: tuple[tuple[Axis, Axis, int], ...] = (
+        ("replicate", "shard", replicate),
+        ("shard", "replicate", shard),
+    )
     for axis, other, size in sizes:
         found = refusals(recipe, axis, config) if size > 1 else []
         if found:
-            ways = {way: [one for one in FEATURES if one.reason(way) and one.applies(recipe, config)] for way in AXES}
+            ways = {
+                way: [one for one in FEATURES if one.reason(way) and one.applies(recipe, config)]
+                for way in AXES
+            }
             fix = "train on one device"
-            for way in sorted(AXES, key=lambda each: (len(ways[each]) > 0, each == "replicate")):  # shards save memory
+            # shards save memory
+            for way in sorted(AXES, key=lambda each: (len(ways[each]) > 0, each == "replicate")):
                 if all(one.fix for one in ways[way]):
                     words = [one.fix for one in ways[way]]
-                    words += [f"parallel.{axis}=1", f"parallel.{other}={size}"] if way != axis else []
+                    words += (
+                        [f"parallel.{axis}=1", f"parallel.{other}={size}"] if way != axis else []
+                    )
                     fix = f"set {' '.join(words)}"
                     break
             problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
@@ -437,5 +516,8 @@ def refuse_split_blocks(shapes: Mapping[str, Sequence[int]], shard: int) -> None
         problem = f"int8 states need {INT8_BLOCK} numbers of a parameter together; {shard} devices divide "
         fix = "set optimizer.state_dtype=bfloat16, or another parallel.shard"
         raise UserError(
-            f"{problem}{name} {list(shapes[name])} elsewhere", where="optimizer.state_dtype", fix=fix, code=2
+            f"{problem}{name} {list(shapes[name])} elsewhere",
+            where="optimizer.state_dtype",
+            fix=fix,
+            code=2,
         )

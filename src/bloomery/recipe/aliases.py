@@ -16,8 +16,14 @@ from bloomery.core.text import closest
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, read_yaml
 
-_MICRO_BATCH = ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "batch_size")
-_SIMILAR = 0.88  # of a misspelled name in the table; 0.65 of a key in its own section, 0.75 of a section
+_MICRO_BATCH = (
+    "per_device_train_batch_size",
+    "per_gpu_train_batch_size",
+    "micro_batch_size",
+    "batch_size",
+)
+# of a misspelled name in the table; 0.65 of a key in its own section, 0.75 of a section
+_SIMILAR = 0.88
 _SAFE = re.compile(r"[\w./<>|@+-][\w ./:<>|@+%-]*")
 
 
@@ -34,12 +40,17 @@ class Alias:
     def __str__(self) -> str:
         if self.guess:
             return f"did you mean {' or '.join(self.edits)}?"
-        shown = []  # as the command line takes them: a value with blanks in quotes; the key alone where it is long
+        # as the command line takes them: a value with blanks in quotes; the key alone where it is long
+        shown = []
         for edit in self.edits:
             key, equals, value = edit.partition("=")
             quotes = '"' if " " in value and '"' not in value and value[:1] not in "[{" else ""
-            shown.append(f"`{key}`" if len(edit) > 120 else f"`{key}{equals}{quotes}{value}{quotes}`")
-        use = "use " + " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]])) if shown else ""
+            shown.append(
+                f"`{key}`" if len(edit) > 120 else f"`{key}{equals}{quotes}{value}{quotes}`"
+            )
+        use = (
+            "use " + " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]])) if shown else ""
+        )
         use = f"{use} ({self.reason})" if use and self.reason else use or self.reason
         return one_line(f"`{self.name}`{f' ({self.program})' if self.program else ''}: {use}")
 
@@ -51,7 +62,9 @@ class _Row:
     answers: str | Mapping[str, str]
 
 
-def look_up(path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: str = "") -> Alias | None:
+def look_up(
+    path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: str = ""
+) -> Alias | None:
     """What to write for a key that the schema does not have, or None. `siblings`: the keys next to it.
 
     In order: the table (rows of `program` first), the same key in another section, the nearest key of its section.
@@ -80,8 +93,15 @@ def look_up(path: KeyPath, value: Any, siblings: Mapping[str, Any], *, program: 
         return Alias(shown, reason=f"write {' or '.join('.'.join(key) for key in same)}")
     simple = _normal(last)
     used = re.sub(r"^(use|enable|with)", "", simple)
-    variants = (simple + "s", simple.removesuffix("s"), *([used, f".{used}"] if used != simple else []))
-    if row := next((_rows(program)[name] for name in variants if name in _rows(program)), _version_1().get(simple)):
+    variants = (
+        simple + "s",
+        simple.removesuffix("s"),
+        *([used, f".{used}"] if used != simple else []),
+    )
+    if row := next(
+        (_rows(program)[name] for name in variants if name in _rows(program)),
+        _version_1().get(simple),
+    ):
         return _answer(row, shown, value, siblings)
     for family, reason in _table()["families"].items():
         if shown.startswith(family) or last.startswith(family):
@@ -112,7 +132,8 @@ def accepted(edit: str, *others: str) -> bool:
     except ValidationError as error:
         path = edit.partition("=")[0].split(".")
         for found in error.errors():
-            wrong = [part for part in found["loc"] if part in path]  # a location has the names of union members, too
+            # a location has the names of union members, too
+            wrong = [part for part in found["loc"] if part in path]
             wrong += ["kind"] if found["type"] == "union_tag_invalid" else []
             if wrong[: len(path)] == path:
                 return False
@@ -156,16 +177,27 @@ def _table() -> dict[str, Any]:
 @cache
 def _rows(program: str) -> dict[str, _Row]:
     """Every row by its name in lower case without signs; those of `program` win."""
-    tables = {name: rows for name, rows in _table().items() if name not in ("sections", "families", "values")}
+    tables = {
+        name: rows
+        for name, rows in _table().items()
+        if name not in ("sections", "families", "values")
+    }
     ordered = [name for name in tables if name != program][::-1] + [program] * (program in tables)
-    return {_normal(name): _Row(name, owner, row) for owner in ordered for name, row in tables[owner].items()}
+    return {
+        _normal(name): _Row(name, owner, row)
+        for owner in ordered
+        for name, row in tables[owner].items()
+    }
 
 
 @cache
 def _version_1() -> dict[str, _Row]:
     """Its rows by the key alone."""
     rows = _table()["recipe version 1"]
-    return {_normal(name.rpartition(".")[2]): _Row(name, "recipe version 1", row) for name, row in rows.items()}
+    return {
+        _normal(name.rpartition(".")[2]): _Row(name, "recipe version 1", row)
+        for name, row in rows.items()
+    }
 
 
 def _row(name: str, program: str) -> _Row | None:
@@ -179,13 +211,18 @@ def _normal(name: str) -> str:
 
 def _answer(row: _Row, shown: str, value: Any, siblings: Mapping[str, Any]) -> Alias | None:
     text = row.answers if isinstance(row.answers, str) else _chosen(row.answers, value)
-    if isinstance(value, dict) and (text is not row.answers or re.search(r"@|(?<!columns)=\{\w*\}", text)):
+    if isinstance(value, dict) and (
+        text is not row.answers or re.search(r"@|(?<!columns)=\{\w*\}", text)
+    ):
         return None  # a section: its keys have answers of their own
     if text.startswith("@"):
         edits, reason = CALLS[text[1:]](value, siblings)
     else:
         edits, reason = _split(text)
-        edits, reason = [_filled(edit, value, siblings) for edit in edits], _filled(reason, value, siblings)
+        edits, reason = (
+            [_filled(edit, value, siblings) for edit in edits],
+            _filled(reason, value, siblings),
+        )
     found, reasons = list[str](), [reason] if reason else []
     for edit in edits:
         more, why = _translated(edit) or ((edit,), "")
@@ -287,13 +324,19 @@ def _listed(value: Any) -> str | None:
 
 
 FORMATS: dict[str, Callable[[Any], str | None]] = {
-    "": plain, "steps": _steps, "percent": _percent, "per_epoch": _per_epoch, "list": _listed,
-}  # fmt: skip
+    "": plain,
+    "steps": _steps,
+    "percent": _percent,
+    "per_epoch": _per_epoch,
+    "list": _listed,
+}
 
 
 def _accumulation(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """`train.batch_size` with its value when the micro-batch size is known, and the formula."""
-    micro = next((siblings[name] for name in _MICRO_BATCH if isinstance(siblings.get(name), int)), None)
+    micro = next(
+        (siblings[name] for name in _MICRO_BATCH if isinstance(siblings.get(name), int)), None
+    )
     if micro is None or not isinstance(value, int):
         reason = "sequences per step: micro-batch size x gradient accumulation x devices"
         return ["train.batch_size"], reason
@@ -305,26 +348,48 @@ def _length(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """Version 1: "3 epochs", "2000 steps", "10B tokens", "8h" -> the key of that unit."""
     del siblings
     text = str(plain(value))
-    amount, unit = re.sub(r"\s*(steps?|epochs?|tokens?)$", "", text), re.findall(r"(step|epoch|token)s?$", text)
+    amount, unit = (
+        re.sub(r"\s*(steps?|epochs?|tokens?)$", "", text),
+        re.findall(r"(step|epoch|token)s?$", text),
+    )
     if not unit and not amount.isdigit():
         return [f"train.max_time={text}"], ""
     key = {"epoch": "epochs", "token": "max_tokens"}.get("".join(unit), "max_steps")
     return [f"train.{key}={amount.replace(' ', '')}"], ""
 
 
-_AXOLOTL_COLUMNS = {"field_messages": "messages", "field_instruction": "instruction", "field_input": "input",
-                    "field_output": "output", "field_system": "system", "field_chosen": "chosen",
-                    "field_rejected": "rejected", "field_prompt": "prompt", "field": "text", "text_column": "text",
-                    "message_field_role": "role", "message_field_content": "content", "field_label": "label",
-                    "field_tools": "tools", "field_completion": "completion"}  # fmt: skip
-_AXOLOTL_TYPES = {"alpaca": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt", "completion": "text",
-                  "pretrain": "text"}  # fmt: skip
+_AXOLOTL_COLUMNS = {
+    "field_messages": "messages",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_prompt": "prompt",
+    "field": "text",
+    "text_column": "text",
+    "message_field_role": "role",
+    "message_field_content": "content",
+    "field_label": "label",
+    "field_tools": "tools",
+    "field_completion": "completion",
+}
+_AXOLOTL_TYPES = {
+    "alpaca": "alpaca",
+    "chat_template": "messages",
+    "sharegpt": "sharegpt",
+    "completion": "text",
+    "pretrain": "text",
+}
 
 
 def _datasets(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """Axolotl's list of datasets as data.path, data.format and data.columns, or data.sources."""
     del siblings
-    return [edit for alias in dataset_aliases("datasets", value) for edit in alias.edits] or ["data.path"], _FORMATTED
+    return [edit for alias in dataset_aliases("datasets", value) for edit in alias.edits] or [
+        "data.path"
+    ], _FORMATTED
 
 
 _FORMATTED = "the chat template formats the prompts"
@@ -333,13 +398,21 @@ _FORMATTED = "the chat template formats the prompts"
 def dataset_aliases(name: str, value: Any) -> Iterator[Alias]:
     """An answer for each key of the datasets of Axolotl or TRL, however deep: mapped, or with a reason."""
     listed = value if isinstance(value, list) else [value]
-    found = [(f"{name}[{number}]", one) for number, one in enumerate(listed) if isinstance(one, str | dict)]
+    found = [
+        (f"{name}[{number}]", one)
+        for number, one in enumerate(listed)
+        if isinstance(one, str | dict)
+    ]
     sources = [_source(one, place) for place, one in found]
     for number in [number for number, one in enumerate(listed) if not isinstance(one, str | dict)]:
         yield Alias(f"{name}[{number}]", reason="no dataset: it has no path")
     if len(sources) == 1:
         for key, (part, origin) in sources[0].items():
-            yield Alias(origin, edits=(f"data.{key}={plain(part)}",), reason=_FORMATTED if key == "format" else "")
+            yield Alias(
+                origin,
+                edits=(f"data.{key}={plain(part)}",),
+                reason=_FORMATTED if key == "format" else "",
+            )
     elif sources:
         text = plain([{key: part for key, (part, _) in source.items()} for source in sources])
         origins = ", ".join(origin for source in sources for _, origin in source.values())
@@ -358,7 +431,9 @@ def _dataset_alias(path: tuple[str, ...], value: Any) -> Alias:
         if part == "roles_to_train":
             return _trained_roles(name, value)
         row = _row(f"datasets.{part}", "Axolotl") or _row(part, "Axolotl")
-        if (alias := row and _answer(row, name, value, {})) and not (alias.edits and "data.columns" in alias.edits[0]):
+        if (alias := row and _answer(row, name, value, {})) and not (
+            alias.edits and "data.columns" in alias.edits[0]
+        ):
             return alias
     return Alias(name)
 
@@ -378,7 +453,9 @@ def _trained_roles(name: str, value: Any) -> Alias:
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
 
 
-def leaves(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(
+    value: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every key under which there are no more keys, with its path and its value."""
     for key, part in value.items():
         if isinstance(part, dict) and part:
@@ -411,12 +488,20 @@ def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any
         columns |= {"prompt": columns.pop("messages")} if "messages" in columns else {}
     kept = {role: name for role, name in columns.items() if role != name}
     path, path_origin = dataset.get("path"), f"{place}.path"
-    if isinstance(path, str) and isinstance(dataset.get("revision"), str) and _HUB_ID.fullmatch(path):
-        path, path_origin = f"hub:{path.removeprefix('hub:')}@{dataset['revision']}", f"{place}.path, {place}.revision"
+    if (
+        isinstance(path, str)
+        and isinstance(dataset.get("revision"), str)
+        and _HUB_ID.fullmatch(path)
+    ):
+        path, path_origin = (
+            f"hub:{path.removeprefix('hub:')}@{dataset['revision']}",
+            f"{place}.path, {place}.revision",
+        )
     parts = {
-        "path": (path, path_origin), "format": (format, f"{place}.type" if not isinstance(own, dict) else place),
+        "path": (path, path_origin),
+        "format": (format, f"{place}.type" if not isinstance(own, dict) else place),
         "columns": (kept, ", ".join(origins)),
-    }  # fmt: skip
+    }
     found = {key: part for key, part in parts.items() if part[0]}
     if not kept and origins and "path" in found:  # usual names, which need no setting
         found["path"] = (found["path"][0], f"{found['path'][1]}, {', '.join(origins)}")
@@ -432,11 +517,20 @@ def _dataset_names(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], 
     if not isinstance(names, list) or "/" in str(value):
         return [f"data.path={plain(value)}"], ""
     paths = [f"{siblings.get('dataset_dir') or 'data'}/{name}.json" for name in names]
-    edit = f"data.path={paths[0]}" if len(paths) == 1 else f"data.sources={plain([{'path': path} for path in paths])}"
+    edit = (
+        f"data.path={paths[0]}"
+        if len(paths) == 1
+        else f"data.sources={plain([{'path': path} for path in paths])}"
+    )
     return [edit], "name the file, folder or Hub id: dataset_info.json is not read"
 
 
-CALLS = {"accumulation": _accumulation, "length": _length, "datasets": _datasets, "dataset_names": _dataset_names}
+CALLS = {
+    "accumulation": _accumulation,
+    "length": _length,
+    "datasets": _datasets,
+    "dataset_names": _dataset_names,
+}
 
 
 def _with_value(key: Sequence[str], value: Any) -> tuple[str, ...]:
@@ -454,7 +548,9 @@ def known_keys() -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(all_keys()))
 
 
-def all_keys(model: type[BaseModel] = Recipe, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def all_keys(
+    model: type[BaseModel] = Recipe, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, ...]]:
     """Every key of the schema as a path, sections before their keys."""
     for name, annotation in fields(model).items():
         yield (*path, name)

@@ -11,27 +11,71 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
-from bloomery.recipe.aliases import Alias, accepted, dataset_aliases, known_keys, leaves, look_up, plain
+from bloomery.recipe.aliases import (
+    Alias,
+    accepted,
+    dataset_aliases,
+    known_keys,
+    leaves,
+    look_up,
+    plain,
+)
 from bloomery.recipe.load import mistakes_in
 from bloomery.recipe.yaml import MAX_BYTES, read_yaml
 
 _SIGNS = {  # keys that only this program has
-    "Axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "num_epochs", "val_set_size"},
-    "LLaMA-Factory": {"model_name_or_path", "stage", "finetuning_type", "cutoff_len", "template", "dataset"},
+    "Axolotl": {
+        "base_model",
+        "datasets",
+        "sequence_len",
+        "micro_batch_size",
+        "num_epochs",
+        "val_set_size",
+    },
+    "LLaMA-Factory": {
+        "model_name_or_path",
+        "stage",
+        "finetuning_type",
+        "cutoff_len",
+        "template",
+        "dataset",
+    },
     "TRL": {"model_name_or_path", "dataset_name", "use_peft", "max_length", "dataset_text_field"},
 }
 _DEFAULTS = {  # where they differ from those of a recipe
-    "Axolotl": ("data.packing=false", "data.validation=0%", "optimizer.weight_decay=0", "optimizer.betas=[0.9, 0.999]",
-                "optimizer.warmup=3%"),
-    "LLaMA-Factory": ("data.packing=false", "data.validation=0%", "optimizer.learning_rate=5e-05",
-                      "optimizer.weight_decay=0", "optimizer.betas=[0.9, 0.999]", "optimizer.schedule=linear",
-                      "optimizer.warmup=0 steps", "train.epochs=3"),
-    "TRL": ("data.packing=false", "data.validation=0%", "data.sequence_length=1024", "optimizer.weight_decay=0",
-            "optimizer.betas=[0.9, 0.999]", "optimizer.schedule=linear", "optimizer.warmup=0 steps", "train.epochs=3",
-            "train.micro_batch_size=8", "train.activation_checkpointing=full"),
-}  # fmt: skip
+    "Axolotl": (
+        "data.packing=false",
+        "data.validation=0%",
+        "optimizer.weight_decay=0",
+        "optimizer.betas=[0.9, 0.999]",
+        "optimizer.warmup=3%",
+    ),
+    "LLaMA-Factory": (
+        "data.packing=false",
+        "data.validation=0%",
+        "optimizer.learning_rate=5e-05",
+        "optimizer.weight_decay=0",
+        "optimizer.betas=[0.9, 0.999]",
+        "optimizer.schedule=linear",
+        "optimizer.warmup=0 steps",
+        "train.epochs=3",
+    ),
+    "TRL": (
+        "data.packing=false",
+        "data.validation=0%",
+        "data.sequence_length=1024",
+        "optimizer.weight_decay=0",
+        "optimizer.betas=[0.9, 0.999]",
+        "optimizer.schedule=linear",
+        "optimizer.warmup=0 steps",
+        "train.epochs=3",
+        "train.micro_batch_size=8",
+        "train.activation_checkpointing=full",
+    ),
+}
 _CONTEXT = ("model.rope_scaling.", "model.rope_theta", "model.max_positions")
-_LENGTHS = ("train.max_steps", "train.max_tokens", "train.max_time", "train.epochs")  # the first that is set wins
+# the first that is set wins
+_LENGTHS = ("train.max_steps", "train.max_tokens", "train.max_time", "train.epochs")
 
 
 @dataclass
@@ -44,18 +88,24 @@ class _Draft:
 
     def add(self, alias: Alias) -> None:
         if not alias.edits or alias.guess:
-            self.left[alias.name] = re.sub(r"^leave it out(: )?", "", alias.reason) or "no such setting"
+            self.left[alias.name] = (
+                re.sub(r"^leave it out(: )?", "", alias.reason) or "no such setting"
+            )
         for edit in () if alias.guess else alias.edits:
             key, equals, value = edit.partition("=")
             comment = alias.name + (f": {alias.reason}" if alias.reason else "")
             if not equals:
-                self.left[alias.name] = f"set {key} yourself" + (f": {alias.reason}" if alias.reason else "")
+                self.left[alias.name] = f"set {key} yourself" + (
+                    f": {alias.reason}" if alias.reason else ""
+                )
             elif key not in self.values:
                 self.values[key] = (value, comment)
             elif self.values[key][0] == value:
                 self.values[key] = (value, f"{self.values[key][1]}, {alias.name}")
             else:
-                self.left[alias.name] = f"{key} is {self.values[key][0]} already, from {self.values[key][1]}"
+                self.left[alias.name] = (
+                    f"{key} is {self.values[key][0]} already, from {self.values[key][1]}"
+                )
 
 
 def import_recipe(path: Path) -> tuple[str, str]:
@@ -71,7 +121,12 @@ def import_recipe(path: Path) -> tuple[str, str]:
     if counts[program] < 2:
         fix = "give a training file of Axolotl (base_model, datasets), LLaMA-Factory (model_name_or_path, dataset) or "
         fix += "TRL (model_name_or_path, dataset_name)"
-        raise UserError(f"not a file of Axolotl, LLaMA-Factory or TRL: {path.name}", where=str(path), fix=fix, code=2)
+        raise UserError(
+            f"not a file of Axolotl, LLaMA-Factory or TRL: {path.name}",
+            where=str(path),
+            fix=fix,
+            code=2,
+        )
     draft = _Draft()
     for alias in _aliases(data, (), program, draft.empty):
         draft.add(alias)
@@ -79,7 +134,9 @@ def import_recipe(path: Path) -> tuple[str, str]:
     return _text(draft, path.name, program), program
 
 
-def _aliases(data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]) -> Iterator[Alias]:
+def _aliases(
+    data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]
+) -> Iterator[Alias]:
     """An answer for each key of the file, however deep: the whole file is accounted for."""
     for key, value in data.items():
         inner = (*path, str(key))
@@ -109,9 +166,15 @@ def _aliases(data: Mapping[str, Any], path: tuple[str, ...], program: str, empty
 _DATASETS = ("datasets", "pretraining_dataset")
 
 
-def _config_aliases(data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]) -> Iterator[Alias]:
+def _config_aliases(
+    data: Mapping[str, Any], path: tuple[str, ...], program: str, empty: list[str]
+) -> Iterator[Alias]:
     """Overrides of the model's config: RoPE and the context can be changed, nothing else."""
-    rope = {key: data[key] for key in ("rope_scaling", "rope_theta", "max_position_embeddings") if key in data}
+    rope = {
+        key: data[key]
+        for key in ("rope_scaling", "rope_theta", "max_position_embeddings")
+        if key in data
+    }
     for alias in _aliases(rope, (), program, empty):
         yield replace(alias, name=".".join((*path, alias.name)))
     for deeper, _ in leaves({key: value for key, value in data.items() if key not in rope}, path):
@@ -126,21 +189,34 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
         draft.left[values.pop(key)[1]] = f"{lengths[0]} sets the length"
     if program == "TRL":
         _complete_trl(values)
-    if any(key.startswith("adapter.") for key in values) and values.get("adapter.kind", ("none",))[0] == "none":
+    if (
+        any(key.startswith("adapter.") for key in values)
+        and values.get("adapter.kind", ("none",))[0] == "none"
+    ):
         if "adapter.kind" in values:  # full fine-tuning with settings for LoRA left in the file
-            for key in [key for key in values if key.startswith("adapter.") and key != "adapter.kind"]:
+            for key in [
+                key for key in values if key.startswith("adapter.") and key != "adapter.kind"
+            ]:
                 draft.left[values.pop(key)[1]] = "no adapter is trained"
         else:
             values["adapter.kind"] = ("lora", "settings of LoRA are given")
     if values.get("adapter.kind", ("none",))[0] == "none" and "quantize.kind" in values:
-        draft.left[values.pop("quantize.kind")[1]] = "only frozen weights are quantized, and no adapter is trained"
+        draft.left[values.pop("quantize.kind")[1]] = (
+            "only frozen weights are quantized, and no adapter is trained"
+        )
     if values.get("adapter.kind", ("none",))[0] != "none":
         for key in [key for key in values if key.startswith(_CONTEXT)]:
-            draft.left[values.pop(key)[1]] = "not supported with an adapter: change config.json of the base model"
+            draft.left[values.pop(key)[1]] = (
+                "not supported with an adapter: change config.json of the base model"
+            )
     text_only = "pretraining_dataset" in data or values.get("data.format", ("",))[0] == "text"
     default = f"the default of {program}"
     refused = next((name for name in ("rl", "stage") if name in draft.left), None)
-    reason = default if refused is None else f"{refused}={plain(data.get(refused))} is not supported: choose another"
+    reason = (
+        default
+        if refused is None
+        else f"{refused}={plain(data.get(refused))} is not supported: choose another"
+    )
     values.setdefault("objective.kind", ("pretrain" if text_only else "sft", reason))
     if program == "LLaMA-Factory" and values.get("adapter.kind", ("",))[0] in ("lora", "dora"):
         rank = values.setdefault("adapter.rank", ("8", default))[0]
@@ -155,7 +231,10 @@ def _complete(draft: _Draft, data: Mapping[str, Any], program: str) -> None:
     if "model.from" not in values:
         values["model.from"] = ("MODEL", "set it: a folder or Hub id")
     if "train.batch_size" not in values and (micro := values.get("train.micro_batch_size")):
-        values["train.batch_size"] = (micro[0], "sequences per step: without gradient accumulation, on one device")
+        values["train.batch_size"] = (
+            micro[0],
+            "sequences per step: without gradient accumulation, on one device",
+        )
     kinds = [f"{key}={value}" for key, (value, _) in values.items() if key.endswith(".kind")]
     for key in [key for key in values if not accepted(f"{key}={values[key][0]}", *kinds)]:
         draft.left[values.pop(key)[1]] = f"{key} does not fit {values['objective.kind'][0]}"
@@ -192,10 +271,15 @@ def _complete_trl(values: dict[str, tuple[str, str]]) -> None:
     """What the commands and the model arguments of TRL set: its file names neither `sft` nor `dpo` (TRL 1.16)."""
     if "objective.beta" in values:
         values.setdefault("objective.kind", ("dpo", "beta is given; kto and orpo have one, too"))
-    kind = values.setdefault("objective.kind", ("sft", "of `trl sft`; set dpo, kto or reward for another command"))[0]
+    kind = values.setdefault(
+        "objective.kind", ("sft", "of `trl sft`; set dpo, kto or reward for another command")
+    )[0]
     rate = {"sft": "2e-05", "reward": "0.0001"}.get(kind, "1e-06")
     values.setdefault("optimizer.learning_rate", (rate, f"the default of TRL for {kind}"))
-    if values.setdefault("adapter.kind", ("none", "the default of TRL: use_peft is not set"))[0] == "lora":
+    if (
+        values.setdefault("adapter.kind", ("none", "the default of TRL: use_peft is not set"))[0]
+        == "lora"
+    ):
         for edit in ("rank=16", "alpha=32", "dropout=0.05", "target_modules=[q_proj, v_proj]"):
             key, _, value = edit.partition("=")
             values.setdefault(f"adapter.{key}", (value, "the default of TRL and PEFT"))
@@ -203,9 +287,13 @@ def _complete_trl(values: dict[str, tuple[str, str]]) -> None:
 
 def _text(draft: _Draft, source: str, program: str) -> str:
     order = [".".join(key) for key in known_keys()]
-    lines = [f"# From {source} ({program}): {len(draft.values)} keys; those without a counterpart are at the end."]
+    lines = [
+        f"# From {source} ({program}): {len(draft.values)} keys; those without a counterpart are at the end."
+    ]
     section = ""
-    for key in sorted(draft.values, key=lambda key: order.index(key) if key in order else len(order)):
+    for key in sorted(
+        draft.values, key=lambda key: order.index(key) if key in order else len(order)
+    ):
         head, _, rest = key.rpartition(".")
         value, comment = draft.values[key]
         for depth, part in enumerate(parts := head.split(".") if head else []):
@@ -215,7 +303,11 @@ def _text(draft: _Draft, source: str, program: str) -> str:
         lines.append(f"{'  ' * len(parts)}{rest}: {value}".ljust(48) + f"  # {comment}")
     if draft.left:
         width = max(map(len, draft.left))
-        lines += ["", "# Without a counterpart:", *(f"#   {name:<{width}}  {why}" for name, why in draft.left.items())]
+        lines += [
+            "",
+            "# Without a counterpart:",
+            *(f"#   {name:<{width}}  {why}" for name, why in draft.left.items()),
+        ]
     if draft.empty:
         lines += ["", f"# Empty in {source}: {', '.join(draft.empty)}"]
     return "\n".join(lines) + "\n"

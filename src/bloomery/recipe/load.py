@@ -28,12 +28,19 @@ _ALTERNATIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("train", ("tokens_per_step", "batch_size")),
 )
 _UNSET = (("tokens_per_step", "auto"),)  # next to batch_size in the complete recipe of a run
-_NEEDED = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}  # one of its alternatives
+# one of its alternatives
+_NEEDED = {"model": "model: {preset: go-coder-small}", "data": "data: {path: my-folder}"}
 # Sections that a scalar stands for: `adapter: lora` is `adapter: {kind: lora}`.
 _WITH_KIND: tuple[KeyPath, ...] = (
-    ("objective",), ("adapter",), ("quantize",), ("optimizer",), ("tokenizer", "train"), ("model", "rope_scaling"),
-)  # fmt: skip
-_KIND_REPLACES: tuple[KeyPath, ...] = (("adapter",), ("optimizer", "schedule"))  # another kind has other keys
+    ("objective",),
+    ("adapter",),
+    ("quantize",),
+    ("optimizer",),
+    ("tokenizer", "train"),
+    ("model", "rope_scaling"),
+)
+# another kind has other keys
+_KIND_REPLACES: tuple[KeyPath, ...] = (("adapter",), ("optimizer", "schedule"))
 _COMMAND_LINE = "command line"
 _HEADER = "# The recipe of this run, complete: every key, and where its value came from.\n"
 
@@ -101,7 +108,9 @@ def _loaded(name: str, label: str, own: Document, overrides: Sequence[str]) -> L
         recipe, wrong = _validated(data, document.origins)
         mistakes += wrong
     elif not mistakes:
-        mistakes.append(Mistake((), label, "the recipe holds no keys", "see `bloomery recipes show everything`"))
+        mistakes.append(
+            Mistake((), label, "the recipe holds no keys", "see `bloomery recipes show everything`")
+        )
     # The first mistake of each key: what follows from it would only repeat it.
     firsts = {mistake.path or mistake: mistake for mistake in reversed(mistakes)}
     refuse(name, list(firsts.values())[::-1])
@@ -117,8 +126,14 @@ def json_schema() -> dict[str, Any]:
     for *section, key in _WITH_KIND:
         properties = (owners[str(section[0])] if section else schema)["properties"]
         models = [model for model in models_at((*section, key)) if "kind" in model.model_fields]
-        kinds = [kind for model in models for kind in get_args(model.model_fields["kind"].annotation)]
-        described = {name: properties[key].pop(name) for name in ("description", "default") if name in properties[key]}
+        kinds = [
+            kind for model in models for kind in get_args(model.model_fields["kind"].annotation)
+        ]
+        described = {
+            name: properties[key].pop(name)
+            for name in ("description", "default")
+            if name in properties[key]
+        }
         properties[key] = {"anyOf": [{"enum": kinds}, properties[key]]} | described
     found: dict[str, Any] = _with_lengths(schema | head)
     return found
@@ -138,7 +153,9 @@ def dump_recipe(loaded: LoadedRecipe) -> str:
     return _HEADER + "\n".join(_dumped(loaded.recipe, loaded.provenance, ())) + "\n"
 
 
-def provenance(recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> dict[str, str]:
+def provenance(
+    recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPath = ()
+) -> dict[str, str]:
     """Where each key came from: "my.yaml line 12", "packaged recipe X line 3", "command line" or "default"."""
     found: dict[str, str] = {}
     for key, value in _items(recipe):
@@ -146,7 +163,9 @@ def provenance(recipe: BaseModel, origins: Mapping[KeyPath, Origin], path: KeyPa
         if isinstance(value, BaseModel):
             found |= provenance(value, origins, inner)
         else:
-            found[".".join(map(str, inner))] = origins[inner].place if inner in origins else "default"
+            found[".".join(map(str, inner))] = (
+                origins[inner].place if inner in origins else "default"
+            )
     return found
 
 
@@ -172,11 +191,22 @@ def _find(source: str | Path, folder: Path | None = None) -> _RecipeFile:
     if path.is_file():
         return _RecipeFile(path.stem, path.absolute(), False)
     if path.is_dir():
-        raise UserError(f"{text} is a folder, not a recipe", where=str(path), fix="name the YAML file in it", code=2)
-    files = {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")} if path.suffix else {}
+        raise UserError(
+            f"{text} is a folder, not a recipe",
+            where=str(path),
+            fix="name the YAML file in it",
+            code=2,
+        )
+    files = (
+        {file.stem: str(path.with_name(file.name)) for file in path.parent.glob("*.y*ml")}
+        if path.suffix
+        else {}
+    )
     near = [files[stem] for stem in closest(path.stem, files, cutoff=0.5)]
     near = near or closest(path.stem, known, cutoff=0.5)
-    fix = f"did you mean {near[0]}?" if near else "`bloomery recipes list` lists the packaged recipes"
+    fix = (
+        f"did you mean {near[0]}?" if near else "`bloomery recipes list` lists the packaged recipes"
+    )
     raise UserError(f"there is no recipe {text!r}", where=str(path.absolute()), fix=fix, code=2)
 
 
@@ -204,14 +234,18 @@ def _extended(file: _RecipeFile, seen: tuple[Path, ...]) -> Document:
     if not isinstance(own.data, dict):
         if own.data is not None:
             problem = "a recipe is made of sections (model:, data:, train:)"
-            own.mistakes.append(Mistake((), file.label, problem, "see `bloomery recipes show everything`"))
+            own.mistakes.append(
+                Mistake((), file.label, problem, "see `bloomery recipes show everything`")
+            )
         return Document(None, own.origins, own.mistakes)
     parent = own.data.pop("extends", None)
     if parent is None:
         return own
     place = place_of(("extends",), own.origins)
     if not isinstance(parent, str):
-        own.mistakes.append(Mistake(("extends",), place, "must be the name of a packaged recipe or a file"))
+        own.mistakes.append(
+            Mistake(("extends",), place, "must be the name of a packaged recipe or a file")
+        )
         return own
     try:
         base = _find(parent, file.path.parent)
@@ -220,7 +254,9 @@ def _extended(file: _RecipeFile, seen: tuple[Path, ...]) -> Document:
         return own
     if base.path in (*seen, file.path):
         chain = " -> ".join(path.name for path in (*seen, file.path, base.path))
-        own.mistakes.append(Mistake(("extends",), place, f"recipes extend each other in a circle: {chain}"))
+        own.mistakes.append(
+            Mistake(("extends",), place, f"recipes extend each other in a circle: {chain}")
+        )
         return own
     below = _extended(base, (*seen, file.path))
     if isinstance(below.data, dict):
@@ -249,15 +285,26 @@ def _override(word: str) -> Document:
         problem = f"{dotted[:80]!r} is no override"
         return Document({}, {}, [Mistake((), place, problem, "write train.epochs=2")])
     if len(parts) > MAX_DEPTH:
-        return Document({}, {}, [Mistake((), place, f"an override is nested more than {MAX_DEPTH} levels deep")])
+        return Document(
+            {}, {}, [Mistake((), place, f"an override is nested more than {MAX_DEPTH} levels deep")]
+        )
     if parts[0] == "extends":
-        return Document({}, {}, [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")])
+        return Document(
+            {},
+            {},
+            [Mistake(parts, place, "belongs in a file", "name the recipe to extend as RECIPE")],
+        )
     value = read_yaml(text, source=place, folder=Path.cwd())
     if value.mistakes and text.lstrip()[:1] not in ("[", "{", '"', "'", "!"):
         value = Document(text)  # data.glob=*.go is not YAML: keep the text
     origin = Origin(place, Path.cwd())
-    paths = [*(parts[:length] for length in range(1, len(parts) + 1)), *(parts + path for path in value.origins)]
-    mistakes = [Mistake(parts + wrong.path, place, wrong.problem, wrong.fix) for wrong in value.mistakes]
+    paths = [
+        *(parts[:length] for length in range(1, len(parts) + 1)),
+        *(parts + path for path in value.origins),
+    ]
+    mistakes = [
+        Mistake(parts + wrong.path, place, wrong.problem, wrong.fix) for wrong in value.mistakes
+    ]
     data = value.data
     for part in reversed(parts):
         data = {part: data}
@@ -272,17 +319,22 @@ def _merged(base: Document, over: Document) -> Document:
         return Document(kept.data, kept.origins, mistakes)
     origins = dict(base.origins)
     data = _laid(base.data, over.data, (), origins)
-    return Document(data, origins | {path: origin for path, origin in over.origins.items() if path}, mistakes)
+    return Document(
+        data, origins | {path: origin for path, origin in over.origins.items() if path}, mistakes
+    )
 
 
-def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: dict[KeyPath, Origin]) -> dict[str, Any]:
+def _laid(
+    base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: dict[KeyPath, Origin]
+) -> dict[str, Any]:
     result = dict(base)
     for key in _dropped(base, over, path, origins):
         result.pop(key, None)
         _forget(origins, (*path, key))
     for key, value in over.items():
         inner = (*path, key)
-        if value and isinstance(value, dict) and isinstance(result.get(key), dict):  # `claims: {}` empties it
+        # `claims: {}` empties it
+        if value and isinstance(value, dict) and isinstance(result.get(key), dict):
             result[key] = _laid(result[key], value, inner, origins)
         elif value is None and isinstance(result.get(key), dict):
             continue  # `train:` with nothing below it changes nothing
@@ -292,12 +344,15 @@ def _laid(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: di
     return result
 
 
-def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]) -> list[str]:
+def _dropped(
+    base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins: Mapping[KeyPath, Origin]
+) -> list[str]:
     """The inherited keys that the upper layer's values make meaningless."""
     if path in _KIND_REPLACES and "kind" in over and over["kind"] != base.get("kind"):
         return list(base)
     if path == ("model",) and over.get("from") is not None:
-        return [key for key in base if key != "implementation"]  # a pretrained model has its own sizes
+        # a pretrained model has its own sizes
+        return [key for key in base if key != "implementation"]
     dropped = [
         key
         for section, choices in _ALTERNATIVES
@@ -307,13 +362,21 @@ def _dropped(base: dict[str, Any], over: dict[str, Any], path: KeyPath, origins:
     ]
     if path == ("train",) and _outgrown(base, over, origins):
         dropped.append("micro_batch_size")
-    if path == ("data",) and over.get("path") is not None:  # its reader settings are those of another dataset
-        readers = [key for key in ("glob", "format", "columns") if (*path, key) in origins and key not in over]
-        dropped += [key for key in readers if origins[*path, key].place != _COMMAND_LINE]  # overrides: in any order
+    # its reader settings are those of another dataset
+    if path == ("data",) and over.get("path") is not None:
+        readers = [
+            key
+            for key in ("glob", "format", "columns")
+            if (*path, key) in origins and key not in over
+        ]
+        # overrides: in any order
+        dropped += [key for key in readers if origins[*path, key].place != _COMMAND_LINE]
     return dropped
 
 
-def _outgrown(base: Mapping[str, Any], over: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> bool:
+def _outgrown(
+    base: Mapping[str, Any], over: Mapping[str, Any], origins: Mapping[KeyPath, Origin]
+) -> bool:
     """Whether a recipe's micro-batch does not divide the batch size of the layer above it: the plan chooses another."""
     batch, micro = over.get("batch_size"), base.get("micro_batch_size")
     if type(batch) is not int or type(micro) is not int or "micro_batch_size" in over or micro < 1:
@@ -330,9 +393,13 @@ def _forget(origins: dict[KeyPath, Origin], path: KeyPath) -> None:
 # Checking
 
 
-def _validated(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> tuple[Recipe | None, list[Mistake]]:
+def _validated(
+    data: dict[str, Any], origins: Mapping[KeyPath, Origin]
+) -> tuple[Recipe | None, list[Mistake]]:
     sections = {key for key, field in Recipe.model_fields.items() if key not in ("name", "extends")}
-    filled = {key: {} if value is None and key in sections else value for key, value in data.items()}
+    filled = {
+        key: {} if value is None and key in sections else value for key, value in data.items()
+    }
     filled = {"model": {}, "data": {}} | filled
     mistakes = list(_contradictions(filled, origins))
     try:
@@ -346,15 +413,26 @@ def mistakes_in(data: dict[str, Any]) -> list[Mistake]:
     return _validated(data, {})[1]
 
 
-def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) -> Iterator[Mistake]:
+def _contradictions(
+    data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]
+) -> Iterator[Mistake]:
     for section, choices in _ALTERNATIVES:
         given = data.get(section, {})
         if not isinstance(given, dict):
             continue
-        said = [key for key in choices if given.get(key) not in (None, []) and (key, given[key]) not in _UNSET]
+        said = [
+            key
+            for key in choices
+            if given.get(key) not in (None, []) and (key, given[key]) not in _UNSET
+        ]
         if len(said) > 1:
             problem = f"sets {' and '.join(said)}, but only one of them can be set"
-            yield Mistake((section,), place_of((section, said[-1]), origins), problem, f"keep one of {', '.join(said)}")
+            yield Mistake(
+                (section,),
+                place_of((section, said[-1]), origins),
+                problem,
+                f"keep one of {', '.join(said)}",
+            )
         if not said and section in _NEEDED:
             problem = f"needs one of {', '.join(choices)}"
             yield Mistake((section,), place_of((section,), origins), problem, _NEEDED[section])
@@ -362,9 +440,15 @@ def _contradictions(data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]) 
     if isinstance(held_out, str) and re.fullmatch(r"\s*[0-9.]+\s*%\s*", held_out):
         is_share = 0 <= float(held_out.strip().rstrip("%")) <= 50
     else:
-        is_share = isinstance(held_out, int | float) and not isinstance(held_out, bool) and 0 <= held_out <= 0.5
+        is_share = (
+            isinstance(held_out, int | float)
+            and not isinstance(held_out, bool)
+            and 0 <= held_out <= 0.5
+        )
     if held_out is not None and not _is_path(held_out) and not is_share:
-        problem = "must be a share from 0% to 50%, the path of another dataset, or a split of the dataset"
+        problem = (
+            "must be a share from 0% to 50%, the path of another dataset, or a split of the dataset"
+        )
         yield Mistake(("data", "validation"), place_of(("data", "validation"), origins), problem)
 
 
@@ -381,13 +465,18 @@ def _with_paths(data: dict[str, Any], origins: Mapping[KeyPath, Origin]) -> dict
     for pattern, change in _PATHS:
         for path, section in _sections_at(result, pattern[:-1]):
             if isinstance(value := section.get(pattern[-1]), str):
-                places = (origins.get((*path, pattern[-1])[:length]) for length in range(len(pattern), 0, -1))
+                places = (
+                    origins.get((*path, pattern[-1])[:length])
+                    for length in range(len(pattern), 0, -1)
+                )
                 folder = next((place.folder for place in places if place), Path.cwd())
                 section[pattern[-1]] = change(value, folder)
     return result
 
 
-def _sections_at(data: Any, pattern: KeyPath, path: KeyPath = ()) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
+def _sections_at(
+    data: Any, pattern: KeyPath, path: KeyPath = ()
+) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
     """The sections at a path, in which * is every item of a list."""
     if not pattern and isinstance(data, dict):
         yield path, data
@@ -399,7 +488,9 @@ def _sections_at(data: Any, pattern: KeyPath, path: KeyPath = ()) -> Iterator[tu
 
 def _absolute_or_split(value: str, folder: Path) -> str:
     """A fraction or a plain name that is no path (auto, or a split of the dataset) unchanged; else a path."""
-    plain = not _is_path(value) or (re.fullmatch(r"[\w-]+", value) and not (folder / value).exists())
+    plain = not _is_path(value) or (
+        re.fullmatch(r"[\w-]+", value) and not (folder / value).exists()
+    )
     return value if plain else _absolute(value, folder)
 
 
@@ -411,7 +502,11 @@ def _path_or_hub_id(value: str, folder: Path) -> str:
 
 
 def _absolute(value: str, folder: Path) -> str:
-    return value if "://" in value or value.startswith("hub:") else str((folder / expanded(value)).absolute())
+    return (
+        value
+        if "://" in value or value.startswith("hub:")
+        else str((folder / expanded(value)).absolute())
+    )
 
 
 def _found_from_anywhere(command: str, folder: Path) -> str:
@@ -420,7 +515,11 @@ def _found_from_anywhere(command: str, folder: Path) -> str:
         words = shlex.split(command)
     except ValueError:
         return command  # which is refused as such
-    paths = [at for at, word in enumerate(words) if word.startswith(("./", "../", "~/")) or (not at and "/" in word)]
+    paths = [
+        at
+        for at, word in enumerate(words)
+        if word.startswith(("./", "../", "~/")) or (not at and "/" in word)
+    ]
     for at in paths:
         words[at] = _absolute(words[at], folder)
     return shlex.join(words) if paths else command
@@ -429,7 +528,9 @@ def _found_from_anywhere(command: str, folder: Path) -> str:
 def _local_or_name(value: str, folder: Path) -> str:
     """A path when it exists or can only be one; otherwise a name such as a Hub id."""
     local = folder / expanded(value)
-    named = value.startswith((".", "/", "~")) or (len(value) < 500 and "\n" not in value and local.exists())
+    named = value.startswith((".", "/", "~")) or (
+        len(value) < 500 and "\n" not in value and local.exists()
+    )
     return str(local.absolute()) if named else value
 
 
@@ -464,5 +565,7 @@ def _dumped(section: BaseModel, origin: Mapping[str, str], path: tuple[str, ...]
         if isinstance(value, BaseModel):
             yield f"{indent}{key}:"
             yield from _dumped(value, origin, (*path, key))
-        elif (comment := origin.get(".".join((*path, key)), "default")) != "default" or value is not None:
+        elif (
+            comment := origin.get(".".join((*path, key)), "default")
+        ) != "default" or value is not None:
             yield f"{indent}{key}: {json.dumps(written[key], ensure_ascii=False)}  # {comment}"

@@ -49,7 +49,10 @@ _SWITCHES = {"on": "true", "yes": "true", "off": "false", "no": "false"}  # text
 _NO_SUCH_KEY = "no such key"
 _LINE = "\n       "
 _EVERY_KEY = "`bloomery recipes show everything` shows every key"
-_PATTERNS = {"every-": "none, selective, full or every-N (every-2)", "A-Za-z0-9": "letters, digits, dots and dashes"}
+_PATTERNS = {
+    "every-": "none, selective, full or every-N (every-2)",
+    "A-Za-z0-9": "letters, digits, dots and dashes",
+}
 
 
 def refuse(name: str, mistakes: list[Mistake]) -> None:
@@ -64,16 +67,30 @@ def refuse(name: str, mistakes: list[Mistake]) -> None:
 
     shown = sorted(unique, key=reading_order)[:_MOST_SHOWN]
     lines = [_EVERY_KEY]
-    for section in dict.fromkeys(one.path[:-1] for one in shown[::-1] if one.problem == _NO_SUCH_KEY and not one.fix):
+    for section in dict.fromkeys(
+        one.path[:-1] for one in shown[::-1] if one.problem == _NO_SUCH_KEY and not one.fix
+    ):
         if keys := dict.fromkeys(name for model in models_at(section) for name in fields(model)):
-            lines.insert(0, f"keys of {'.'.join(map(str, section)) or 'a recipe'}: {', '.join(keys)}")
+            lines.insert(
+                0, f"keys of {'.'.join(map(str, section)) or 'a recipe'}: {', '.join(keys)}"
+            )
     fix = _LINE.join(lines)
     if len(unique) == 1:
         only = shown[0]
-        parts = [only.problem, only.key] if only.problem == _NO_SUCH_KEY else [only.key, only.problem]
-        raise UserError(": ".join(filter(None, parts)), where=only.place, fix=only.fix or fix, code=2)
-    more = f"{len(unique)} mistakes" if len(shown) == len(unique) else f"many mistakes, the first {len(shown)}"
-    raise UserError(_LINE.join([f"the recipe {name} has {more}:", *map(_row, shown)]), fix=fix, code=2)
+        parts = (
+            [only.problem, only.key] if only.problem == _NO_SUCH_KEY else [only.key, only.problem]
+        )
+        raise UserError(
+            ": ".join(filter(None, parts)), where=only.place, fix=only.fix or fix, code=2
+        )
+    more = (
+        f"{len(unique)} mistakes"
+        if len(shown) == len(unique)
+        else f"many mistakes, the first {len(shown)}"
+    )
+    raise UserError(
+        _LINE.join([f"the recipe {name} has {more}:", *map(_row, shown)]), fix=fix, code=2
+    )
 
 
 def _row(mistake: Mistake) -> str:
@@ -83,7 +100,9 @@ def _row(mistake: Mistake) -> str:
     return f"{row}; {mistake.fix}" if mistake.fix else row
 
 
-def from_pydantic(error: ValidationError, data: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
+def from_pydantic(
+    error: ValidationError, data: Any, origins: Mapping[KeyPath, Origin]
+) -> list[Mistake]:
     """The mistakes at each key that pydantic reports; the members of a union are merged into one."""
     groups: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors()[: 2 * _MOST_SHOWN]:
@@ -91,8 +110,11 @@ def from_pydantic(error: ValidationError, data: Any, origins: Mapping[KeyPath, O
     found = list[Mistake]()
     for path, details in groups.items():
         deeper = any(len(other) > len(path) and other[: len(path)] == path for other in groups)
-        if deeper and all(detail["type"] not in ("extra_forbidden", "missing") for detail in details):
-            continue  # a section was given where a union also allows a word: only the errors inside it count
+        if deeper and all(
+            detail["type"] not in ("extra_forbidden", "missing") for detail in details
+        ):
+            # a section was given where a union also allows a word: only the errors inside it count
+            continue
         found += _mistakes(path, details, data, origins)
     return found
 
@@ -113,7 +135,11 @@ def step(data: Any, part: str | int, absent: object = None) -> Any:
     """The value below a key or an index of nested data, else `absent`."""
     if isinstance(data, dict):
         return data.get(part, absent)
-    return data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else absent
+    return (
+        data[part]
+        if isinstance(data, list) and isinstance(part, int) and part < len(data)
+        else absent
+    )
 
 
 def _mistakes(
@@ -123,12 +149,18 @@ def _mistakes(
     place = place_of(path, origins)
     if kind == "missing":
         in_list = isinstance(reduce(step, path, data), list)
-        return [Mistake(path, place, "a value is missing in this list" if in_list else "is missing")]
+        return [
+            Mistake(path, place, "a value is missing in this list" if in_list else "is missing")
+        ]
     if kind == "extra_forbidden":
         return _unknown(path, value, reduce(step, path[:-1], data), origins)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _kind(path, value, origins)
-    alias = None if isinstance(value, dict) else look_up_value(path, value) or look_up_value((*path, "kind"), value)
+    alias = (
+        None
+        if isinstance(value, dict)
+        else look_up_value(path, value) or look_up_value((*path, "kind"), value)
+    )
     if alias is None and len(path) == 1 and not isinstance(value, dict):
         alias = look_up(path, value, {})
     fix = str(alias or "")
@@ -138,8 +170,12 @@ def _mistakes(
     words = [word for text in allowed for word in re.findall(r"'([^']*)'", text)]
     errors = [str(detail["ctx"]["error"]) for detail in details if detail["type"] == "value_error"]
     if errors and words:  # a sentence of its own, and the words that are allowed as well
-        return [Mistake(path, place, f"{errors[0]}, or {_listed(words)}", fix or _nearest(value, words))]
-    others = dict.fromkeys(_expectation(detail) for detail in details if detail["type"] != "literal_error")
+        return [
+            Mistake(path, place, f"{errors[0]}, or {_listed(words)}", fix or _nearest(value, words))
+        ]
+    others = dict.fromkeys(
+        _expectation(detail) for detail in details if detail["type"] != "literal_error"
+    )
     expected = [*words, *(part for other in others for part in other.split(" or "))]
     problem = f"must be {_listed(expected)}, not {_shown(value)}"
     if "false" in expected and isinstance(value, str) and value in _SWITCHES:
@@ -147,15 +183,25 @@ def _mistakes(
     fix = fix or _nearest(value, words)
     number = r"\s*[+-]?(\d[\d_]*\.?\d*|\.\d+)(e[+-]?\d+)?\s*"
     if not fix and isinstance(value, str) and re.fullmatch(number, value, re.I):
-        fix = "remove the quotes" if any(detail["type"] in ("int_type", "float_type") for detail in details) else ""
+        fix = (
+            "remove the quotes"
+            if any(detail["type"] in ("int_type", "float_type") for detail in details)
+            else ""
+        )
     return [Mistake(path, place, problem, fix)]
 
 
-def _unknown(path: KeyPath, value: Any, siblings: Any, origins: Mapping[KeyPath, Origin]) -> list[Mistake]:
+def _unknown(
+    path: KeyPath, value: Any, siblings: Any, origins: Mapping[KeyPath, Origin]
+) -> list[Mistake]:
     """A key that the schema does not have; of a section that it does not have, the keys with an answer."""
     alias = look_up(path, value, siblings if isinstance(siblings, dict) else {})
     if alias is None and isinstance(value, dict):
-        inner = [mistake for key in value for mistake in _unknown((*path, key), value[key], value, origins)]
+        inner = [
+            mistake
+            for key in value
+            for mistake in _unknown((*path, key), value[key], value, origins)
+        ]
         if any(mistake.fix for mistake in inner):
             return inner
     return [Mistake(path, place_of(path, origins), _NO_SUCH_KEY, str(alias or ""))]
@@ -167,7 +213,12 @@ def _kind(path: KeyPath, value: Any, origins: Mapping[KeyPath, Origin]) -> list[
     kinds = [kind for model in models for kind in get_args(fields(model)["kind"])]
     given = value if isinstance(value, dict) else {"kind": value}
     known = {name for model in models for name in fields(model)}
-    found = [m for key in given if key not in known for m in _unknown((*path, key), given[key], given, origins)]
+    found = [
+        m
+        for key in given
+        if key not in known
+        for m in _unknown((*path, key), given[key], given, origins)
+    ]
     kind_key = (*path, "kind")
     kind = ".".join(map(str, kind_key))
     if "kind" not in given and any(f"`{kind}=" in mistake.fix for mistake in found):
@@ -188,7 +239,8 @@ def _expectation(detail: ErrorDetails) -> str:
     if detail["type"] == "too_long":
         return f"a list of {detail['ctx']['max_length']} values"
     bounds = {
-        key: f"{bound:g}" if isinstance(bound, int | float) else bound for key, bound in detail.get("ctx", {}).items()
+        key: f"{bound:g}" if isinstance(bound, int | float) else bound
+        for key, bound in detail.get("ctx", {}).items()
     }
     return _EXPECTED.get(detail["type"], detail["msg"]).format(**bounds)
 
@@ -229,7 +281,13 @@ def models_at(path: KeyPath) -> list[type[BaseModel]]:
 def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -> Iterator[Mistake]:
     """Passwords and tokens: a recipe is copied into every run folder and report."""
     fix = "set it in the environment (HF_TOKEN, WANDB_API_KEY); revoke it if you shared this file"
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, value in items:
         inner, problem = (*path, key), ""
         named = isinstance(key, str) and _SECRET_KEY.match(key) and path[-1:] != ("columns",)

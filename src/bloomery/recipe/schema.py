@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from bloomery.core.units import Duration, Unit
 from bloomery.recipe.values import (
@@ -86,15 +94,33 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = MappingProxyType(
 )
 
 
-LENGTHS: dict[str, Unit] = {"epochs": "epochs", "max_steps": "steps", "max_tokens": "tokens", "max_time": "seconds"}
+LENGTHS: dict[str, Unit] = {
+    "epochs": "epochs",
+    "max_steps": "steps",
+    "max_tokens": "tokens",
+    "max_time": "seconds",
+}
 IF_INSTALLED = "tensorboard-if-installed"  # the tracker of a plan whose recipe names none
 # The names of bloomery.model, which is a layer above; a test compares them.
 Preset = Literal["go-coder-tiny", "go-coder-small", "go-coder-medium"]
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "smollm3", "olmo2", "phi3", "gpt2",
-]  # fmt: skip
-OptimizerKind = Literal["adamw", "muon", "adafactor"]  # facts: OPTIMIZERS of plan/estimate/states.py
-AttentionBackend = Literal["sdpa", "mask", "per_document", "compiled", "varlen", "flex", "blockwise", "math"]
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "gpt2",
+]
+# facts: OPTIMIZERS of plan/estimate/states.py
+OptimizerKind = Literal["adamw", "muon", "adafactor"]
+AttentionBackend = Literal[
+    "sdpa", "mask", "per_document", "compiled", "varlen", "flex", "blockwise", "math"
+]
 
 
 T = TypeVar("T")
@@ -113,30 +139,43 @@ class Section(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 class Claims(Section):
     """Expectations of the recipe's author. `plan` checks each claim, `report` compares it with the run."""
 
-    tokens: ClaimedNumber | None = key(None, "Tokens that the run trains on, a value or a range.", "2 to 4 M")
+    tokens: ClaimedNumber | None = key(
+        None, "Tokens that the run trains on, a value or a range.", "2 to 4 M"
+    )
     epochs: ClaimedNumber | None = key(None, "Epochs that the run makes.", 1)
     tokens_per_second: ClaimedNumber | None = key(
         None, "Training speed in tokens per second, all devices.", "100 to 100000"
     )
     duration: ClaimedTime | None = key(None, "Time that the whole run takes.", "1m to 8h")
     memory: ClaimedBytes | None = key(None, "Peak memory of one device.", "0.5 to 16 GB")
-    perplexity: dict[Length, ClaimedNumber] = key({}, "Validation perplexity by step.", {"100 steps": "20 to 2000"})
+    perplexity: dict[Length, ClaimedNumber] = key(
+        {}, "Validation perplexity by step.", {"100 steps": "20 to 2000"}
+    )
 
 
 class RopeScalingSection(Section):
     """Stretching of rotary positions, in transformers' terms; fields that a kind does not use are ignored by it."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"] = Field(description="Method that extends the context.")
-    factor: PositiveFloat = Field(description="Context length relative to original_max_positions.", examples=[8])
-    original_max_positions: PositiveInt | None = key(None, "Context length of pretraining, in tokens.", 8192)
+    kind: Literal["linear", "dynamic", "llama3", "yarn"] = Field(
+        description="Method that extends the context."
+    )
+    factor: PositiveFloat = Field(
+        description="Context length relative to original_max_positions.", examples=[8]
+    )
+    original_max_positions: PositiveInt | None = key(
+        None, "Context length of pretraining, in tokens.", 8192
+    )
     low_freq_factor: PositiveFloat = key(
-        1.0, "llama3: wavelengths above original_max_positions / low_freq_factor are scaled in full."
+        1.0,
+        "llama3: wavelengths above original_max_positions / low_freq_factor are scaled in full.",
     )
     high_freq_factor: PositiveFloat = key(
         4.0, "llama3: wavelengths below original_max_positions / high_freq_factor are not scaled."
     )
     beta_fast: PositiveFloat = key(32.0, "yarn: rotations above which a dimension is not scaled.")
-    beta_slow: PositiveFloat = key(1.0, "yarn: rotations below which a dimension is scaled in full.")
+    beta_slow: PositiveFloat = key(
+        1.0, "yarn: rotations below which a dimension is scaled in full."
+    )
     attention_factor: PositiveFloat | None = key(
         None, "yarn: factor of the attention logits; unset: from `factor`.", 1.0
     )
@@ -150,19 +189,26 @@ class Model(Section):
     """
 
     from_: Annotated[str | None, Field(alias="from")] = key(
-        None, "Pretrained model: a folder in Hugging Face format or a Hub id.", "Qwen/Qwen2.5-1.5B-Instruct"
+        None,
+        "Pretrained model: a folder in Hugging Face format or a Hub id.",
+        "Qwen/Qwen2.5-1.5B-Instruct",
     )
     preset: Preset | None = key(
         None, "Architecture and sizes of a packaged model, with random weights.", "go-coder-tiny"
     )
-    family: Family | None = key(None, "Architecture of a new model; the sizes follow below.", "llama")
+    family: Family | None = key(
+        None, "Architecture of a new model; the sizes follow below.", "llama"
+    )
     implementation: Auto | Literal["native", "transformers"] = key(
         "auto", "Layers that compute the model: Bloomery's (native) or those of transformers."
     )
     load_with: Literal["native", "transformers"] = key(
-        "native", "Loader of a model that runs in transformers' layers; transformers: from_pretrained."
+        "native",
+        "Loader of a model that runs in transformers' layers; transformers: from_pretrained.",
     )
-    vocab_size: PositiveInt | None = key(None, "Tokens of the vocabulary; unset: those of the tokenizer.", 50000)
+    vocab_size: PositiveInt | None = key(
+        None, "Tokens of the vocabulary; unset: those of the tokenizer.", 50000
+    )
     hidden_size: PositiveInt | None = key(None, "Width of the hidden states.", 512)
     intermediate_size: PositiveInt | None = key(None, "Width of the MLP.", 2048)
     num_layers: PositiveInt | None = key(None, "Number of transformer layers.", 8)
@@ -170,9 +216,13 @@ class Model(Section):
     num_kv_heads: PositiveInt | None = key(
         None, "Key and value heads; fewer than num_heads: grouped-query attention.", 8
     )
-    head_dim: PositiveInt | None = key(None, "Width of one attention head; unset: hidden_size / num_heads.", 64)
+    head_dim: PositiveInt | None = key(
+        None, "Width of one attention head; unset: hidden_size / num_heads.", 64
+    )
     max_positions: PositiveInt | None = key(None, "Context length in tokens.", 1024)
-    norm: Literal["rms", "rms_unit_offset", "layer"] | None = key(None, "Normalization layer.", "rms")
+    norm: Literal["rms", "rms_unit_offset", "layer"] | None = key(
+        None, "Normalization layer.", "rms"
+    )
     norm_eps: PositiveFloat | None = key(None, "Epsilon of the normalization layers.", 1e-05)
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] | None = key(
         None, "Activation function of the MLP.", "silu"
@@ -181,11 +231,21 @@ class Model(Section):
         None, "Normalization of queries and keys: per head or over the full width.", "none"
     )
     rope_theta: PositiveFloat | None = key(None, "Base of the rotary position embedding.", 10000)
-    rope_scaling: RopeScalingSection | None = key(None, "Context extension of the rotary position embedding.")
-    sliding_window: PositiveInt | None = key(None, "Attention window in tokens; unset: the whole context.", 4096)
-    tie_embeddings: bool | None = key(None, "Use one matrix for the input embedding and the output head.", True)
-    dropout: Share | None = key(None, "Dropout probability; unset: that of the preset or the pretrained model.", 0.1)
-    initializer_range: PositiveFloat | None = key(None, "Standard deviation of the random initial weights.", 0.02)
+    rope_scaling: RopeScalingSection | None = key(
+        None, "Context extension of the rotary position embedding."
+    )
+    sliding_window: PositiveInt | None = key(
+        None, "Attention window in tokens; unset: the whole context.", 4096
+    )
+    tie_embeddings: bool | None = key(
+        None, "Use one matrix for the input embedding and the output head.", True
+    )
+    dropout: Share | None = key(
+        None, "Dropout probability; unset: that of the preset or the pretrained model.", 0.1
+    )
+    initializer_range: PositiveFloat | None = key(
+        None, "Standard deviation of the random initial weights.", 0.02
+    )
 
 
 class TrainTokenizer(Section):
@@ -210,23 +270,44 @@ class TokenizerSection(Section):
     additional_special_tokens: list[Annotated[str, Field(min_length=1)]] = key(
         [], "Special tokens to add; each new embedding row is the mean of the others."
     )
-    train: TrainTokenizer | None = key(None, "Train a tokenizer on the data, once; a resumed run reuses it.")
+    train: TrainTokenizer | None = key(
+        None, "Train a tokenizer on the data, once; a resumed run reuses it."
+    )
 
 
 class Chat(Section):
     template: str | None = key(
-        None, "Chat template: a name or a file; none: no chat template; unset: the tokenizer's.", "chatml"
+        None,
+        "Chat template: a name or a file; none: no chat template; unset: the tokenizer's.",
+        "chatml",
     )
     train_on: Literal["assistant", "all", "last"] = key(
-        "assistant", "Messages with labels: the assistant's, all, or the assistant's last; others are masked."
+        "assistant",
+        "Messages with labels: the assistant's, all, or the assistant's last; others are masked.",
     )
 
 
 Layout = Literal["packed", "padded", "fixed"]
-Format = Auto | Literal[
-    "text", "code", "jsonl", "json", "csv", "tsv", "parquet", "arrow", "tokens",
-    "messages", "sharegpt", "alpaca", "completion", "preference", "kto",
-]  # fmt: skip
+Format = (
+    Auto
+    | Literal[
+        "text",
+        "code",
+        "jsonl",
+        "json",
+        "csv",
+        "tsv",
+        "parquet",
+        "arrow",
+        "tokens",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "completion",
+        "preference",
+        "kto",
+    ]
+)
 
 
 class Source(Section):
@@ -241,7 +322,9 @@ class Source(Section):
 
 class Data(Section):
     path: FilePath | None = key(None, "Dataset: a file, folder or Hub id (ORG/NAME).", "my-text")
-    glob: str | None = key(None, "Pattern of file names below path; unset: every file of the format.", "*.py")
+    glob: str | None = key(
+        None, "Pattern of file names below path; unset: every file of the format.", "*.py"
+    )
     format: Format = key("auto", "Format of the dataset; auto: by its files and columns.")
     columns: dict[str, str] = key(
         {}, "Names of the dataset's columns, by role; default: the usual names.", {"text": "text"}
@@ -252,18 +335,30 @@ class Data(Section):
     sources: list[Source] = key(
         [],
         "Several datasets instead of path.",
-        [{"path": "code", "glob": "*.go", "weight": 2.0}, {"path": "issues.jsonl", "columns": {"text": "body"}}],
+        [
+            {"path": "code", "glob": "*.go", "weight": 2.0},
+            {"path": "issues.jsonl", "columns": {"text": "body"}},
+        ],
     )
     sequence_length: SequenceLength = key(1024, "Tokens per training sequence.")
     validation: str | float = key(
-        "auto", "Validation set: a share (5%), a path or a split; auto: the dataset's own split, else 1%."
+        "auto",
+        "Validation set: a share (5%), a path or a split; auto: the dataset's own split, else 1%.",
     )
-    packing: bool = key(True, "Sample packing: several documents per sequence; false: one document, padded.")
+    packing: bool = key(
+        True, "Sample packing: several documents per sequence; false: one document, padded."
+    )
     document_masking: bool = key(True, "No attention across the documents of a packed sequence.")
     chat: Chat = key(Chat(), "Chat template and loss mask of conversations.")
-    on_error: Literal["stop", "skip"] = key("stop", "At a malformed example: stop, or skip and count it.")
-    prepared: FilePath | None = key(None, "Folder of the tokenized dataset; unset: prepared/<recipe>-<hash>.", "shards")
-    num_proc: Auto | Annotated[int, Field(ge=0)] = key("auto", "Processes that tokenize the dataset.")
+    on_error: Literal["stop", "skip"] = key(
+        "stop", "At a malformed example: stop, or skip and count it."
+    )
+    prepared: FilePath | None = key(
+        None, "Folder of the tokenized dataset; unset: prepared/<recipe>-<hash>.", "shards"
+    )
+    num_proc: Auto | Annotated[int, Field(ge=0)] = key(
+        "auto", "Processes that tokenize the dataset."
+    )
     pin_memory: Auto | bool = key("auto", "Copy batches to the GPU from pinned memory.")
     prefetch: Auto | PositiveInt = key("auto", "Batches read ahead.")
 
@@ -294,16 +389,21 @@ class Pretrain(ObjectiveSection):
 class Sft(ObjectiveSection):
     """Trains on the responses of conversations, as set by `data.chat.train_on`."""
 
-    kind: Literal["sft"] = Field(description="Supervised fine-tuning (SFT): cross-entropy on the responses.")
+    kind: Literal["sft"] = Field(
+        description="Supervised fine-tuning (SFT): cross-entropy on the responses."
+    )
     loss: Literal["cross_entropy", "dft"] = key(
-        "cross_entropy", "dft: dynamic fine-tuning, the gradient of a token weighted by its probability."
+        "cross_entropy",
+        "dft: dynamic fine-tuning, the gradient of a token weighted by its probability.",
     )
 
 
 class Preference(ObjectiveSection):
     """Raises the likelihood of the chosen over the rejected response, relative to the reference model."""
 
-    kind: Literal["dpo", "ipo"] = Field(description="DPO or IPO: preference pairs against a reference model.")
+    kind: Literal["dpo", "ipo"] = Field(
+        description="DPO or IPO: preference pairs against a reference model."
+    )
     beta: PositiveFloat = key(0.1, "Strength of the penalty for leaving the reference model.")
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = key(
         0.0, "dpo: assumed share of pairs with swapped labels."
@@ -321,7 +421,9 @@ class SimPo(ObjectiveSection):
 class OrPo(ObjectiveSection):
     """Trains on the chosen response and raises its odds over the rejected one's (arXiv:2403.07691)."""
 
-    kind: Literal["orpo"] = Field(description="ORPO: SFT loss plus an odds ratio loss, without a reference model.")
+    kind: Literal["orpo"] = Field(
+        description="ORPO: SFT loss plus an odds ratio loss, without a reference model."
+    )
     beta: PositiveFloat = key(0.1, "Weight of the odds ratio loss.")
 
 
@@ -345,11 +447,13 @@ class Distill(ObjectiveSection):
 
     kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
     teacher: str = Field(
-        description="Teacher model: a folder in Hugging Face format or a Hub id.", examples=["Qwen/Qwen2.5-7B-Instruct"]
+        description="Teacher model: a folder in Hugging Face format or a Hub id.",
+        examples=["Qwen/Qwen2.5-7B-Instruct"],
     )
     temperature: PositiveFloat = key(1.0, "Temperature of both distributions.")
     kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = key(
-        0.5, "Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio)."
+        0.5,
+        "Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio).",
     )
 
 
@@ -360,7 +464,8 @@ class Online(ObjectiveSection):
 
 
 Objective = Annotated[
-    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill | Online, Field(discriminator="kind")
+    Pretrain | Sft | Preference | SimPo | OrPo | Kto | Reward | Distill | Online,
+    Field(discriminator="kind"),
 ]
 
 
@@ -376,11 +481,16 @@ class Lora(Section):
     alpha: PositiveFloat = key(32.0, "Scale of LoRA: the update is multiplied by alpha / rank.")
     use_rslora: bool = key(False, "Scale by alpha / sqrt(rank) instead (rsLoRA).")
     init: Literal["default", "pissa"] = key(
-        "default", "Initial LoRA matrices: random and zero, or from the singular values of the weight (pissa)."
+        "default",
+        "Initial LoRA matrices: random and zero, or from the singular values of the weight (pissa).",
     )
     dropout: Share = key(0.0, "Dropout probability before the LoRA matrices.")
-    target_modules: OneOrMore[str] = key(["q_proj", "v_proj"], "Modules with LoRA: names, patterns or all-linear.")
-    modules_to_save: OneOrMore[str] = key([], "Modules trained in full, such as embed_tokens, lm_head, norms.")
+    target_modules: OneOrMore[str] = key(
+        ["q_proj", "v_proj"], "Modules with LoRA: names, patterns or all-linear."
+    )
+    modules_to_save: OneOrMore[str] = key(
+        [], "Modules trained in full, such as embed_tokens, lm_head, norms."
+    )
     dtype: Literal["float32", "bfloat16"] = key("float32", "Data type of the LoRA matrices.")
 
 
@@ -388,7 +498,10 @@ class Peft(BaseModel, frozen=True, extra="allow"):
     """Any other method of PEFT, with PEFT's own fields."""
 
     kind: Literal["peft"] = Field(description="Any other method of PEFT.")
-    method: str = Field(description="PEFT's name of the method; PEFT's own fields go next to it.", examples=["adalora"])
+    method: str = Field(
+        description="PEFT's name of the method; PEFT's own fields go next to it.",
+        examples=["adalora"],
+    )
 
 
 Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]
@@ -396,7 +509,8 @@ Adapter = Annotated[NoAdapter | Lora | Peft, Field(discriminator="kind")]
 
 class Quantize(Section):
     kind: Literal["none", "nf4", "int8"] = key(
-        "none", "Quantization of the frozen base weights: 4 bits (nf4: QLoRA) or 8 bits; needs an adapter."
+        "none",
+        "Quantization of the frozen base weights: 4 bits (nf4: QLoRA) or 8 bits; needs an adapter.",
     )
     double_quant: bool = key(True, "nf4: quantize the scales, too (arXiv:2305.14314).")
 
@@ -419,67 +533,98 @@ class OptimizerSection(Section):
     betas: tuple[Share, Share] = key((0.9, 0.95), "AdamW: decay rates of the two averages.")
     eps: PositiveFloat = key(1e-8, "AdamW: added to the denominator.")
     weight_decay: NonNegativeFloat = key(0.1, "Decoupled weight decay.")
-    state_dtype: Literal["float32", "bfloat16", "int8"] = key("float32", "Data type of AdamW's states.")
+    state_dtype: Literal["float32", "bfloat16", "int8"] = key(
+        "float32", "Data type of AdamW's states."
+    )
     paged: bool = key(False, "Another name for offload, as in paged_adamw.")
-    offload: Annotated[bool, AfterValidator(lambda asked, info: asked or info.data.get("paged", False))] = Field(
-        False, validate_default=True, description="Keep AdamW's states in pinned host memory, copied in pieces."
+    offload: Annotated[
+        bool, AfterValidator(lambda asked, info: asked or info.data.get("paged", False))
+    ] = Field(
+        False,
+        validate_default=True,
+        description="Keep AdamW's states in pinned host memory, copied in pieces.",
     )
     fused_backward: bool = key(
-        False, "Update each parameter during backward and free its gradient; no gradient accumulation."
+        False,
+        "Update each parameter during backward and free its gradient; no gradient accumulation.",
     )
     stochastic_rounding: bool = key(False, "Round bfloat16 weights stochastically.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] | Wsd = key(
-        "cosine", "Shape of the learning rate after warmup.", {"kind": "wsd", "decay": "20%", "min_lr_ratio": 0.0}
+        "cosine",
+        "Shape of the learning rate after warmup.",
+        {"kind": "wsd", "decay": "20%", "min_lr_ratio": 0.0},
     )
-    min_lr_ratio: Share = key(0.0, "Final learning rate of cosine and linear, relative to learning_rate.")
+    min_lr_ratio: Share = key(
+        0.0, "Final learning rate of cosine and linear, relative to learning_rate."
+    )
     warmup: LengthOrNothing = key(Duration(1.0, "percent"), "Length of the linear warmup.")
 
 
 def _with_one_length(value: Any) -> Any:
     """Another length replaces the default of one epoch."""
-    if isinstance(value, dict) and "epochs" not in value and any(value.get(key) is not None for key in LENGTHS):
+    if (
+        isinstance(value, dict)
+        and "epochs" not in value
+        and any(value.get(key) is not None for key in LENGTHS)
+    ):
         return value | {"epochs": None}
     return value
 
 
 class Train(Section):
     epochs: Epochs | None = key(
-        1.0, "Length in passes over the dataset. Set exactly one of epochs, max_steps, max_tokens, max_time."
+        1.0,
+        "Length in passes over the dataset. Set exactly one of epochs, max_steps, max_tokens, max_time.",
     )
     max_steps: Steps | None = key(None, "Length of the run in optimizer steps.", 1000)
     max_tokens: Tokens | None = key(None, "Length of the run in tokens.", "10B")
     max_time: WallTime | None = key(
-        None, "Length of the run in wall time; the number of steps follows from measured steps.", "8h"
+        None,
+        "Length of the run in wall time; the number of steps follows from measured steps.",
+        "8h",
     )
-    min_steps: PositiveInt | None = key(None, "max_time: at least so many steps, even if they take longer.", 200)
+    min_steps: PositiveInt | None = key(
+        None, "max_time: at least so many steps, even if they take longer.", 200
+    )
     tokens_per_step: Auto | Count = key(
-        "auto", "Tokens per optimizer step on all devices (global batch); auto: from the model and the dataset."
+        "auto",
+        "Tokens per optimizer step on all devices (global batch); auto: from the model and the dataset.",
     )
     batch_size: PositiveInt | None = key(
         None, "Sequences per optimizer step on all devices, instead of tokens_per_step.", 16
     )
     micro_batch_size: Auto | PositiveInt = key(
-        "auto", "Sequences per forward pass and device; changes GPU memory and speed, not the result."
+        "auto",
+        "Sequences per forward pass and device; changes GPU memory and speed, not the result.",
     )
     precision: Precision = key(
         "auto", "Data type of the computation; all but bfloat16-pure keep float32 master weights."
     )
     compile: Auto | bool = key("auto", "Use torch.compile.")
-    attention: Auto | AttentionBackend = key("auto", "Attention backend; auto: flash attention where the GPU has it.")
+    attention: Auto | AttentionBackend = key(
+        "auto", "Attention backend; auto: flash attention where the GPU has it."
+    )
     activation_checkpointing: Checkpointing = key(
-        "auto", "Gradient checkpointing of activations: none, selected operations, all layers (true) or every N-th."
+        "auto",
+        "Gradient checkpointing of activations: none, selected operations, all layers (true) or every N-th.",
     )
     offload_activations: bool = key(False, "Keep activations in host memory until backward.")
-    max_grad_norm: PositiveOrNone = key(1.0, "Clip the gradient to this norm; none or null: no clipping.")
+    max_grad_norm: PositiveOrNone = key(
+        1.0, "Clip the gradient to this norm; none or null: no clipping."
+    )
     neftune_alpha: PositiveOrNone = key(
         None,
         "NEFTune: noise of at most alpha / sqrt(tokens x width) on the embeddings in training; 5 to 15 is usual.",
         5.0,
     )
     ema_decay: Annotated[float, Field(gt=0.0, lt=1.0)] | None = key(
-        None, "Train an exponential moving average of the weights, too; it is evaluated and saved as the model.", 0.999
+        None,
+        "Train an exponential moving average of the weights, too; it is evaluated and saved as the model.",
+        0.999,
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(0, "Seed of initial weights, data order and dropout.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(
+        0, "Seed of initial weights, data order and dropout."
+    )
     deterministic: Auto | bool = key("auto", "Bitwise repeatable steps on a GPU, which are slower.")
 
     _one_length = model_validator(mode="before")(_with_one_length)
@@ -503,22 +648,35 @@ class Train(Section):
 
 class Parallel(Section):
     replicate: Auto | PositiveInt = key("auto", "Data parallel replicas.")
-    shard: Auto | PositiveInt = key("auto", "Devices that shard parameters, gradients and states (FSDP).")
+    shard: Auto | PositiveInt = key(
+        "auto", "Devices that shard parameters, gradients and states (FSDP)."
+    )
     tensor: PositiveInt = key(1, "Tensor parallel devices. Not supported yet above 1.")
     context: PositiveInt = key(1, "Context parallel devices. Not supported yet above 1.")
-    pipeline: PositiveInt = key(1, "Pipeline stages. `plan` estimates them; not supported yet in training.")
-    pipeline_schedule: Literal["1f1b"] = key("1f1b", "Order of the micro-batches in the pipeline, for `plan`.")
-    pipeline_microbatches: Auto | PositiveInt = key("auto", "Micro-batches per step in the pipeline, for `plan`.")
+    pipeline: PositiveInt = key(
+        1, "Pipeline stages. `plan` estimates them; not supported yet in training."
+    )
+    pipeline_schedule: Literal["1f1b"] = key(
+        "1f1b", "Order of the micro-batches in the pipeline, for `plan`."
+    )
+    pipeline_microbatches: Auto | PositiveInt = key(
+        "auto", "Micro-batches per step in the pipeline, for `plan`."
+    )
 
 
 class Checkpoint(Section):
-    every: Length = key(Duration(1000.0, "steps"), "Interval between checkpoints, moved to a multiple of eval.every.")
+    every: Length = key(
+        Duration(1000.0, "steps"),
+        "Interval between checkpoints, moved to a multiple of eval.every.",
+    )
     keep: PositiveInt = key(3, "Newest checkpoints to keep. The best weights are always kept.")
     async_save: Auto | bool = key("auto", "Write checkpoints in the background.")
 
 
 class Eval(Section):
-    every: Literal["none"] | Length = key(Duration(500.0, "steps"), "Interval between evaluations; none: off.")
+    every: Literal["none"] | Length = key(
+        Duration(500.0, "steps"), "Interval between evaluations; none: off."
+    )
     tokens: Auto | Count = key("auto", "Tokens of the validation set per evaluation.")
     early_stopping_patience: Literal["none"] | PositiveInt = key(
         "none", "Evaluations without a lower loss after which the run ends; none: off."
@@ -528,7 +686,9 @@ class Eval(Section):
 class Sample(Section):
     """Texts that the model generates at every evaluation."""
 
-    prompts: list[str] = key([], "Prompts that the model completes or answers at every evaluation.", ["def main():"])
+    prompts: list[str] = key(
+        [], "Prompts that the model completes or answers at every evaluation.", ["def main():"]
+    )
     max_new_tokens: PositiveInt = key(200, "Longest completion in tokens.")
     temperature: NonNegativeFloat = key(0.8, "Sampling temperature; 0: greedy.")
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = key(
@@ -537,7 +697,9 @@ class Sample(Section):
 
 
 class Command(Section):
-    command: ShellCommand = Field(description="Program that receives each event as a JSON line on stdin.")
+    command: ShellCommand = Field(
+        description="Program that receives each event as a JSON line on stdin."
+    )
 
 
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command
@@ -545,7 +707,8 @@ Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"] | Command
 
 class Logging(Section):
     every: Length = key(
-        Duration(10.0, "steps"), "Interval of the terminal and the trackers; events.jsonl has every step."
+        Duration(10.0, "steps"),
+        "Interval of the terminal and the trackers; events.jsonl has every step.",
     )
     trackers: OneOrMore[Tracker] = key(
         ["tensorboard"],
@@ -553,15 +716,22 @@ class Logging(Section):
         ["wandb", {"command": "./hook.sh"}],
     )
     max_gpu_temperature: Literal["auto", "none"] | Annotated[float, Field(ge=40, le=120)] = key(
-        "auto", "Pause the run above this temperature in degrees Celsius; auto: 5 below the GPU's limit."
+        "auto",
+        "Pause the run above this temperature in degrees Celsius; auto: 5 below the GPU's limit.",
     )
     memory: bool = key(False, "Print the peak memory (of the GPU) in each line.")
-    profile_steps: Literal["none"] | StepRange = key("none", "First and last step to profile.", [100, 102])
+    profile_steps: Literal["none"] | StepRange = key(
+        "none", "First and last step to profile.", [100, 102]
+    )
 
     @property
     def libraries(self) -> list[str]:
         """The trackers that are Python packages which `bloomery` does not bring."""
-        return [tracker for tracker in self.trackers if not isinstance(tracker, Command) and tracker != "tensorboard"]
+        return [
+            tracker
+            for tracker in self.trackers
+            if not isinstance(tracker, Command) and tracker != "tensorboard"
+        ]
 
 
 class Recipe(Section):
@@ -570,9 +740,12 @@ class Recipe(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = key(
         None, "Name of the run folder; unset: the name of the recipe file.", "my-run"
     )
-    extends: str | None = key(None, "A packaged recipe or a file that this one changes.", "go-coder-125m")
+    extends: str | None = key(
+        None, "A packaged recipe or a file that this one changes.", "go-coder-125m"
+    )
     claims: Claims = key(
-        Claims(), "What you expect of the run; plan checks each claim, report compares it with the run."
+        Claims(),
+        "What you expect of the run; plan checks each claim, report compares it with the run.",
     )
     model: Model = Field(description="The model: exactly one of from, preset and family.")
     tokenizer: TokenizerSection = key(TokenizerSection(), "The tokenizer: from or train.")
@@ -580,7 +753,9 @@ class Recipe(Section):
     objective: Objective = key(Pretrain(), "The training objective.")
     adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")
     quantize: Quantize = key(Quantize(), "Quantization of the frozen base weights.")
-    optimizer: OptimizerSection = key(OptimizerSection(), "The optimizer and its learning rate schedule.")
+    optimizer: OptimizerSection = key(
+        OptimizerSection(), "The optimizer and its learning rate schedule."
+    )
     train: Train = key(Train(), "Length, batch, precision and memory of training.")
     parallel: Parallel = key(Parallel(), "Layout on several devices.")
     checkpoint: Checkpoint = key(Checkpoint(), "Saving.")
@@ -592,4 +767,8 @@ class Recipe(Section):
     def tokens_per_step(self) -> Literal["auto"] | int:
         """`train.tokens_per_step`, or that of `train.batch_size`."""
         asked = self.train
-        return asked.tokens_per_step if asked.batch_size is None else asked.batch_size * self.data.sequence_length
+        return (
+            asked.tokens_per_step
+            if asked.batch_size is None
+            else asked.batch_size * self.data.sequence_length
+        )

@@ -6,12 +6,28 @@ import shlex
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, PlainSerializer, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    PositiveInt,
+)
 from pydantic_core import CoreSchema
 
-from bloomery.core.units import Duration, Unit, parse_bytes, parse_count, parse_duration, parse_range, whole_steps
+from bloomery.core.units import (
+    Duration,
+    Unit,
+    parse_bytes,
+    parse_count,
+    parse_duration,
+    parse_range,
+    whole_steps,
+)
 
-_MOST = 1e18  # of any quantity: what is beyond is a slip of the keyboard, and overflows what is computed from it
+# of any quantity: what is beyond is a slip of the keyboard, and overflows what is computed from it
+_MOST = 1e18
 
 
 def _duration(value: object) -> Duration:
@@ -59,7 +75,9 @@ def _of_unit(unit: Unit, example: str) -> Any:
     """A validator of an amount of one unit, with the unit or without it: 3, "3 epochs", "10B", "10B tokens"."""
 
     def read(value: object) -> float:
-        if isinstance(word := _word(value, example), str) and re.search(r"[0-9].*[a-z%]{2,}|%", word, re.IGNORECASE):
+        if isinstance(word := _word(value, example), str) and re.search(
+            r"[0-9].*[a-z%]{2,}|%", word, re.IGNORECASE
+        ):
             duration = parse_duration(word)
             if duration.unit != unit:
                 raise ValueError(f"{word!r} is not a number of {unit}; write {example}")
@@ -68,9 +86,13 @@ def _of_unit(unit: Unit, example: str) -> Any:
             try:
                 amount = parse_count(word)
             except ValueError as error:
-                raise ValueError(f"{str(value)[:40]!r} is not a number of {unit}; write {example}") from error
+                raise ValueError(
+                    f"{str(value)[:40]!r} is not a number of {unit}; write {example}"
+                ) from error
         if not 0 < amount <= _MOST:
-            raise ValueError(f"{str(value)[:40]} is not a number of {unit}; it must be above 0, and finite")
+            raise ValueError(
+                f"{str(value)[:40]} is not a number of {unit}; it must be above 0, and finite"
+            )
         if unit == "epochs":
             return amount
         return round(whole_steps(amount, str(value)).amount) if unit == "steps" else round(amount)
@@ -86,21 +108,29 @@ Count = Annotated[int, BeforeValidator(_count, json_schema_input_type=str | int)
 
 def _tokens_of_a_sequence(value: object) -> object:
     """A suffix is refused: 128k is 128,000 to this program, and 131,072 to the authors of most models."""
-    if isinstance(value, str) and (found := re.fullmatch(r"([0-9]+)\s*[kK](?:i?B?)", value.strip())):
+    if isinstance(value, str) and (
+        found := re.fullmatch(r"([0-9]+)\s*[kK](?:i?B?)", value.strip())
+    ):
         thousand, binary = int(found[1]) * 1000, int(found[1]) * 1024
         raise ValueError(f"{value!r} may be {thousand} or {binary} tokens; write the number")
     if isinstance(value, str):
-        raise ValueError(f"{value[:40]!r} is not a number of tokens; write a whole number such as 1024 or 131072")
+        raise ValueError(
+            f"{value[:40]!r} is not a number of tokens; write a whole number such as 1024 or 131072"
+        )
     return value
 
 
 _TwoOrMore = Annotated[int, Field(ge=2)]
-SequenceLength = Annotated[_TwoOrMore, BeforeValidator(_tokens_of_a_sequence, json_schema_input_type=_TwoOrMore)]
+SequenceLength = Annotated[
+    _TwoOrMore, BeforeValidator(_tokens_of_a_sequence, json_schema_input_type=_TwoOrMore)
+]
 Auto = Literal["auto"]
 _PositiveOrNone = Annotated[float, Field(gt=0)] | Literal["none"] | None
 PositiveOrNone = Annotated[  # none is read as null
     Annotated[float, Field(gt=0)] | None,
-    BeforeValidator(lambda value: None if value == "none" else value, json_schema_input_type=_PositiveOrNone),
+    BeforeValidator(
+        lambda value: None if value == "none" else value, json_schema_input_type=_PositiveOrNone
+    ),
 ]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -111,13 +141,19 @@ def claimed(parse: Callable[[str | float], float | Duration], examples: str) -> 
     """A claim is one value or a range: "10B", "10 to 11 GB"."""
 
     def read(value: object) -> ClaimedRange:
-        if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(end, int | float) for end in value):
+        if (
+            isinstance(value, list | tuple)
+            and len(value) == 2
+            and all(isinstance(end, int | float) for end in value)
+        ):
             low, high = value
         else:
             low, high = parse_range(_word(value, examples), parse)
         if not 0 <= low <= high <= _MOST:
             shown = str(value)[:40]
-            raise ValueError(f"{shown!r} is not a range; write the smaller value first, and no more than {_MOST:g}")
+            raise ValueError(
+                f"{shown!r} is not a range; write the smaller value first, and no more than {_MOST:g}"
+            )
         return low, high
 
     return BeforeValidator(read, json_schema_input_type=str | float)
@@ -138,7 +174,11 @@ ClaimedBytes = Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")]
 WallTime = Annotated[
     Duration,
     BeforeValidator(
-        lambda value: value if isinstance(value, Duration) else _more_than_nothing(_wall_time(_word(value, "8h"))),
+        lambda value: (
+            value
+            if isinstance(value, Duration)
+            else _more_than_nothing(_wall_time(_word(value, "8h")))
+        ),
         json_schema_input_type=str,
     ),
     PlainSerializer(write_duration, return_type=str),
@@ -150,13 +190,17 @@ T = TypeVar("T")
 class _OneOrMoreSchema:
     """The JSON schema of one value or a list of them."""
 
-    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        self, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         found = handler(core)
         return {"anyOf": [found["items"], found]}
 
 
 OneOrMore = Annotated[
-    list[T], BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value), _OneOrMoreSchema()
+    list[T],
+    BeforeValidator(lambda value: [value] if isinstance(value, str | dict) else value),
+    _OneOrMoreSchema(),
 ]
 
 
@@ -165,7 +209,9 @@ def _path(value: str) -> str:
     try:
         value.encode(), os.fsencode(value)
     except UnicodeEncodeError as error:
-        raise ValueError("holds a letter that this locale has no bytes for: set LANG=C.UTF-8, or rename it") from error
+        raise ValueError(
+            "holds a letter that this locale has no bytes for: set LANG=C.UTF-8, or rename it"
+        ) from error
     sizes = [len(part.encode()) for part in value.split("/")]
     if max(sizes) > 255 or sum(sizes) > 4000:
         raise ValueError("is longer than a file system takes")
@@ -208,9 +254,13 @@ LONGEST_PROFILE = 20  # steps: a profile of more fills the disk
 
 def _in_order(value: list[int]) -> list[int]:
     if value[0] > value[1] or value[1] - value[0] >= LONGEST_PROFILE:
-        raise ValueError(f"must be the first and the last of at most {LONGEST_PROFILE} steps, such as [100, 102]")
+        raise ValueError(
+            f"must be the first and the last of at most {LONGEST_PROFILE} steps, such as [100, 102]"
+        )
     return value
 
 
 ShellCommand = Annotated[str, AfterValidator(_words_of_a_command)]
-StepRange = Annotated[list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_in_order)]
+StepRange = Annotated[
+    list[PositiveInt], Field(min_length=2, max_length=2), AfterValidator(_in_order)
+]

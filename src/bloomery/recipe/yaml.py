@@ -27,9 +27,18 @@ MAX_BYTES, MAX_DEPTH, MAX_ALIASES = 1_000_000, 32, 64
 MAX_VALUES = 5_000  # after aliases are written out; a recipe of 300 lines holds about 400
 _CORE = "tag:yaml.org,2002:"
 _HINTS = (  # (ruamel.yaml's message, its usual cause)
-    ("expected alphabetic or numeric character", 'a value that starts with * or & needs quotes: glob: "*.go"'),
-    ("mapping values are not allowed", "a second colon in one line: put the value in quotes, or check the indentation"),
-    ("could not find expected ':'", "a key without a colon, or a value that began in the line above"),
+    (
+        "expected alphabetic or numeric character",
+        'a value that starts with * or & needs quotes: glob: "*.go"',
+    ),
+    (
+        "mapping values are not allowed",
+        "a second colon in one line: put the value in quotes, or check the indentation",
+    ),
+    (
+        "could not find expected ':'",
+        "a key without a colon, or a value that began in the line above",
+    ),
     ("unexpected end of stream", "a quote or a bracket is never closed"),
     ("<block end>", "the indentation does not fit the lines above"),
     ("expected ',' or", "a comma or a closing bracket is missing"),
@@ -74,7 +83,9 @@ class Document:
 class _TooMuch(Exception):
     """A limit of this module was reached: what the recipe does, and what to do about it."""
 
-    def __init__(self, what: str, fix: str = "write the values out, in a file of ordinary size") -> None:
+    def __init__(
+        self, what: str, fix: str = "write the values out, in a file of ordinary size"
+    ) -> None:
         super().__init__(what, fix)
 
 
@@ -95,7 +106,9 @@ def _document(text: str, source: str) -> Document:
     reader = _Reader(source)
     try:
         if len(text.encode("utf-8", "surrogatepass")) > MAX_BYTES:
-            raise _TooMuch(f"is larger than {MAX_BYTES // 1_000_000} MB; a recipe is a page of text")
+            raise _TooMuch(
+                f"is larger than {MAX_BYTES // 1_000_000} MB; a recipe is a page of text"
+            )
         yaml = YAML(typ="safe", pure=True)
         yaml.Parser = _BoundedParser
         node = yaml.compose(text)
@@ -117,7 +130,10 @@ class _BoundedParser(Parser):
         event = super().get_event()
         self.scalars += isinstance(event, ScalarEvent)
         if self.scalars > 2 * MAX_VALUES:  # a key and its value each
-            raise _TooMuch(f"holds more than {MAX_VALUES:,} values", "a recipe is a page of text; is it a data file?")
+            raise _TooMuch(
+                f"holds more than {MAX_VALUES:,} values",
+                "a recipe is a page of text; is it a data file?",
+            )
         self.levels += isinstance(event, MappingStartEvent | SequenceStartEvent)
         self.levels -= isinstance(event, MappingEndEvent | SequenceEndEvent)
         self.aliases += isinstance(event, AliasEvent)
@@ -126,7 +142,9 @@ class _BoundedParser(Parser):
         if self.aliases > MAX_ALIASES:
             raise _TooMuch(f"uses more than {MAX_ALIASES} aliases (*name)")
         if isinstance(event, DocumentStartEvent) and event.version not in (None, (1, 2)):
-            raise _TooMuch("asks for another YAML version; recipes are YAML 1.2", "remove the %YAML line")
+            raise _TooMuch(
+                "asks for another YAML version; recipes are YAML 1.2", "remove the %YAML line"
+            )
         return event
 
 
@@ -139,8 +157,13 @@ def _explain(error: Exception, text: str) -> tuple[int, str, str]:
         if "\t" in indent and line.strip():
             return number, "the line is indented with a tab", "YAML wants spaces"
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    said = (error.problem if isinstance(error, MarkedYAMLError) else None) or str(error).splitlines()[0]
-    hint = next((meaning for words, meaning in _HINTS if words in said), "see `bloomery recipes show everything`")
+    said = (error.problem if isinstance(error, MarkedYAMLError) else None) or str(
+        error
+    ).splitlines()[0]
+    hint = next(
+        (meaning for words, meaning in _HINTS if words in said),
+        "see `bloomery recipes show everything`",
+    )
     return (mark.line + 1 if mark is not None else 0), f"this is not YAML: {said}", hint
 
 
@@ -165,7 +188,9 @@ class _Reader:
             return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
-        return self._wrong(path, place, f"the tag {node.tag} is not allowed", "write the plain value")
+        return self._wrong(
+            path, place, f"the tag {node.tag} is not allowed", "write the plain value"
+        )
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -189,7 +214,9 @@ class _Reader:
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         kind, text = str(node.tag).removeprefix(_CORE), node.value
         if "\0" in text:
-            return self._wrong(path, self._place(node), "holds a NUL character, which no text or name has")
+            return self._wrong(
+                path, self._place(node), "holds a NUL character, which no text or name has"
+            )
         if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
             return self._wrong(path, self._place(node), "holds half a character (a lone surrogate)")
         if kind in ("str", "timestamp", "value", "merge"):
@@ -203,7 +230,9 @@ class _Reader:
             return number
         if kind in ("int", "float"):
             return self._wrong(path, self._place(node), f"{text[:40]!r} is not a usable number")
-        return self._wrong(path, self._place(node), f"the tag {node.tag} is not allowed", "write the plain value")
+        return self._wrong(
+            path, self._place(node), f"the tag {node.tag} is not allowed", "write the plain value"
+        )
 
     def _wrong(self, path: KeyPath, place: str, problem: str, fix: str = "") -> None:
         self.mistakes.append(Mistake(path, place, problem, fix))

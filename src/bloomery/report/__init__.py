@@ -18,7 +18,11 @@ __all__ = ["Bars", "refuse_place", "write_model_report", "write_report"]
 
 
 def write_report(
-    run_dir: Path, *, extras: "Sequence[Bars | Answers]" = (), out: Path | None = None, use: "Use | None" = None
+    run_dir: Path,
+    *,
+    extras: "Sequence[Bars | Answers]" = (),
+    out: Path | None = None,
+    use: "Use | None" = None,
 ) -> Path:
     """Writes `report.html` into the run folder or to `out` and returns its path. The run may be unfinished.
 
@@ -35,13 +39,17 @@ def write_report(
     responses: list[ResponsePair] = []
     validation_text: ValidationText | str = "the run has no plan yet"
     if record.plan is not None:
-        validation_text, responses = compare_models(record.plan, run_dir / "checkpoints", parameters, use)
+        validation_text, responses = compare_models(
+            record.plan, run_dir / "checkpoints", parameters, use
+        )
     progress("drawing the page")
     text = page(record, validation_text, extras, run_dir.name, responses)
     return _write(text, out or run_dir / "report.html")
 
 
-def write_model_report(facts: "ModelFacts", results: "ModelResults", *, name: str, command: str, out: Path) -> Path:
+def write_model_report(
+    facts: "ModelFacts", results: "ModelResults", *, name: str, command: str, out: Path
+) -> Path:
     """Writes the page about a model to `out` and returns its path. Raises UserError when it is not writable."""
     from bloomery.report.model_page import model_page
 
@@ -62,7 +70,9 @@ def refuse_place(path: Path) -> None:
         with path.open("rb") as file:
             ours = f"{TITLE}</title>".encode() in file.read(16_384)  # the title is at the top
         if not ours:
-            raise UserError("not overwritten: this file is no Bloomery report", where=str(path), fix=fix, code=2)
+            raise UserError(
+                "not overwritten: this file is no Bloomery report", where=str(path), fix=fix, code=2
+            )
 
 
 def _write(text: str, path: Path) -> Path:
@@ -71,5 +81,8 @@ def _write(text: str, path: Path) -> Path:
         write_durably(path, text.encode("utf-8", errors="replace").decode())
         return path
     except OSError as error:
-        problem, fix = f"cannot write the report: {error.strerror}", "free disk space or fix the permissions"
+        problem, fix = (
+            f"cannot write the report: {error.strerror}",
+            "free disk space or fix the permissions",
+        )
         raise UserError(problem, where=str(path), fix=fix) from error

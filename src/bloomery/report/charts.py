@@ -57,7 +57,9 @@ def prose(text: str) -> Markup:
     parts = [escape(_clean(part)) for part in text.split("`")]
     if len(parts) % 2 == 0:  # an unpaired backtick: plain text
         return escape(_clean(text))
-    return Markup("").join(Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts)
+    )
 
 
 Point = tuple[float, float]
@@ -144,8 +146,14 @@ def line_chart(
     curves = []
     for one in series:
         points = downsample(one.points)
-        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y in (points if len(points) > 1 else points * 2))
-        dots = [(at_x(x), at_y(y), f"step {x:,.0f}: {short(y)}") for x, y in points if one.style == "eval"]
+        path = " ".join(
+            f"{at_x(x)},{at_y(y)}" for x, y in (points if len(points) > 1 else points * 2)
+        )
+        dots = [
+            (at_x(x), at_y(y), f"step {x:,.0f}: {short(y)}")
+            for x, y in points
+            if one.style == "eval"
+        ]
         curves.append((one.style, path, dots))
     whole = [x for x in ticks(first, last, 7) if across != "step" or x == round(x)]
     span = f"between {short(min(ys))} and {short(max(ys))} {unit}"
@@ -154,19 +162,30 @@ def line_chart(
         title=title,
         label=f"{title} from {across} {first:,.0f} to {last:,.0f}, {span}".strip(),
         keys=[(one.name, one.style) for one in series] if len(series) > 1 else [],
-        frame={"width": _WIDTH, "height": height, "left": _LEFT, "right": _WIDTH - _RIGHT, "top": _TOP,
-               "bottom": height - _BOTTOM},
+        frame={
+            "width": _WIDTH,
+            "height": height,
+            "left": _LEFT,
+            "right": _WIDTH - _RIGHT,
+            "top": _TOP,
+            "bottom": height - _BOTTOM,
+        },
         across_ticks=[(at_x(x), f"{x:,.0f}" if x == round(x) else f"{x:g}") for x in whole],
         up_ticks=[(at_y(y), short(y)) for y in ticks(floor, ceiling, 5)],
         marks=[
-            (at_x(mark.step), mark.kind, SIGNS[mark.kind], f"step {mark.step:,.0f}: {mark.text.replace('`', '')}")
+            (
+                at_x(mark.step),
+                mark.kind,
+                SIGNS[mark.kind],
+                f"step {mark.step:,.0f}: {mark.text.replace('`', '')}",
+            )
             for mark in marks
             if first <= mark.step <= last
         ],
         curves=curves,
         across=across,
         unit=unit or title.lower(),
-    )  # fmt: skip
+    )
 
 
 SIGNS = {"kill": "✕", "resume": "↻", "skip": "△", "rewind": "↶", "save": "▾"}
@@ -224,7 +243,9 @@ def interval_chart(intervals: Intervals) -> Markup:
     for label, value, begin, end in intervals.rows:
         first, last = (value if edge is None else edge for edge in (begin, end))
         spread = "" if begin is None or end is None else f" ({begin:{form}} to {end:{form}})"
-        at, left, width = (f"{part / size:.2%}" for part in (value - floor, first - floor, last - first))
+        at, left, width = (
+            f"{part / size:.2%}" for part in (value - floor, first - floor, last - first)
+        )
         rows.append((label, left, width, at, f"{value:{form}}{spread}"))
     return part("intervals", title=intervals.title, rows=rows, note=intervals.note)
 
@@ -235,5 +256,12 @@ def bar_chart(bars: Bars) -> Markup:
     rows = []
     for label, value in bars.rows:
         figure = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2f}"
-        rows.append((label, f"{max(value, 0) / most:.2%}", f"{figure} {bars.unit}".strip(), label == bars.own))
+        rows.append(
+            (
+                label,
+                f"{max(value, 0) / most:.2%}",
+                f"{figure} {bars.unit}".strip(),
+                label == bars.own,
+            )
+        )
     return part("bars", title=bars.title, rows=rows, note=bars.note)

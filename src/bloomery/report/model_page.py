@@ -73,7 +73,9 @@ def read_facts(model: ModelFiles) -> ModelFacts:
     if not any(place.is_file() for place in (folder / "tokenizer.json", *folder.glob("*.model"))):
         return ModelFacts(config, files, None, (), adapter)
     tokenizer = load_tokenizer(folder)
-    return ModelFacts(config, files, tokenizer.vocab_size, tuple(own_templates(tokenizer.config)), adapter)
+    return ModelFacts(
+        config, files, tokenizer.vocab_size, tuple(own_templates(tokenizer.config)), adapter
+    )
 
 
 def _files(tensors: Iterable[Stored]) -> Files:
@@ -81,7 +83,11 @@ def _files(tensors: Iterable[Stored]) -> Files:
     for tensor in tensors:
         sizes[str(tensor.dtype).removeprefix("torch.")] += math.prod(tensor.shape)
         paths.add(tensor.path)
-    return Files(sum(path.stat().st_size for path in paths), len(paths), tuple(name for name, _ in sizes.most_common()))
+    return Files(
+        sum(path.stat().st_size for path in paths),
+        len(paths),
+        tuple(name for name, _ in sizes.most_common()),
+    )
 
 
 def _adapter(folder: Path, config: ModelConfig, *, base: str) -> tuple[ModelConfig, AdapterFacts]:
@@ -91,17 +97,24 @@ def _adapter(folder: Path, config: ModelConfig, *, base: str) -> tuple[ModelConf
         names = settings.get("target_modules")
         modules = _short(names) if isinstance(names, list) else ()
         method = f"{settings['peft_type'][:40]} of PEFT"
-        rank = settings.get("target_r" if settings["peft_type"] == "ADALORA" else "r")  # AdaLoRA: r is the initial rank
+        # AdaLoRA: r is the initial rank
+        rank = settings.get("target_r" if settings["peft_type"] == "ADALORA" else "r")
         ranks = (rank,) if isinstance(rank, int) and rank > 0 else ()
         return config, AdapterFacts(method, base, ranks, None, modules, (), None, stored, files)
     read, config = read_adaptation(folder, config)
     method = ("DoRA" if read.dora else "LoRA") + (" with rsLoRA scaling" if read.rslora else "")
     method = method if read.pairs else "modules_to_save only"
     return config, AdapterFacts(
-        method=method, base=base, ranks=tuple(sorted({pair.rank for pair in read.pairs.values()})),
-        alpha=settings.get("lora_alpha", 8), modules=_short(read.pairs), in_full=_short(read.whole),
-        trainable=read.trained(config), stored=stored, files=files,
-    )  # fmt: skip
+        method=method,
+        base=base,
+        ranks=tuple(sorted({pair.rank for pair in read.pairs.values()})),
+        alpha=settings.get("lora_alpha", 8),
+        modules=_short(read.pairs),
+        in_full=_short(read.whole),
+        trainable=read.trained(config),
+        stored=stored,
+        files=files,
+    )
 
 
 def _short(names: Iterable[Any]) -> tuple[str, ...]:
@@ -167,31 +180,52 @@ def _measured(results: ModelResults) -> list[tuple[str, str]]:
     if not known:
         return []
     cards = []
-    for title, key, form in (("bits per byte", "bits_per_byte", ".3f"), ("nats per token", "loss", ".3f"),
-                             ("perplexity", "perplexity", ".4g")):  # fmt: skip
+    for title, key, form in (
+        ("bits per byte", "bits_per_byte", ".3f"),
+        ("nats per token", "loss", ".3f"),
+        ("perplexity", "perplexity", ".4g"),
+    ):
         base, now = known[0][key], known[-1][key]
         if base is not None and now is not None:
-            cards.append((f"{now:{form}}", title + (f"; base {base:{form}}" if len(known) > 1 else "")))
+            cards.append(
+                (f"{now:{form}}", title + (f"; base {base:{form}}" if len(known) > 1 else ""))
+            )
     return cards
 
 
 def _sizes(facts: ModelFacts) -> list[tuple[str, str]]:
     config, adapter, total = facts.config, facts.adapter, parameter_count(facts.config)
     files = (format_bytes(facts.files.bytes), f"weights, {facts.files.dtypes[0]}")
-    shared = [(f"{config.vocab_size:,}", "vocabulary size"), (f"{config.max_positions:,}", "context length, tokens")]
+    shared = [
+        (f"{config.vocab_size:,}", "vocabulary size"),
+        (f"{config.max_positions:,}", "context length, tokens"),
+    ]
     if adapter is None:
         return [(format_count(total), "parameters"), *shared, files]
     own = (format_count(adapter.stored), "parameters in the adapter file")
     if adapter.trainable is not None:
-        own = (format_count(adapter.trainable), f"trainable parameters, {adapter.trainable / total:.2%} of the model")
+        own = (
+            format_count(adapter.trainable),
+            f"trainable parameters, {adapter.trainable / total:.2%} of the model",
+        )
     return [(format_count(total), "parameters"), own, *shared, files]
 
 
 def adapter_text(adapter: AdapterFacts) -> str:
     """For example "LoRA, rank 8, alpha 16"."""
     ranks = adapter.ranks
-    rank = [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"] if ranks else []
-    return ", ".join([adapter.method, *rank, *([f"alpha {adapter.alpha:g}"] if adapter.alpha is not None else [])])
+    rank = (
+        [f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"]
+        if ranks
+        else []
+    )
+    return ", ".join(
+        [
+            adapter.method,
+            *rank,
+            *([f"alpha {adapter.alpha:g}"] if adapter.alpha is not None else []),
+        ]
+    )
 
 
 def described(facts: ModelFacts) -> list[tuple[str, str]]:
@@ -201,7 +235,13 @@ def described(facts: ModelFacts) -> list[tuple[str, str]]:
     heads += f", {config.num_kv_heads} KV heads" if config.num_kv_heads != config.num_heads else ""
     backend = ", transformers implementation" if config.transformers_backend is not None else ""
     shared = ", tied embeddings" if config.tie_embeddings else ""
-    own = "none" if not templates else "yes" if len(templates) == 1 else f"yes: {', '.join(templates)}"
+    own = (
+        "none"
+        if not templates
+        else "yes"
+        if len(templates) == 1
+        else f"yes: {', '.join(templates)}"
+    )
 
     def written(files: Files) -> str:
         return f"{format_bytes(files.bytes)} in {counted(files.count, 'files')}, {' and '.join(files.dtypes)}"
@@ -238,10 +278,22 @@ def described(facts: ModelFacts) -> list[tuple[str, str]]:
 def figures(results: ModelResults) -> dict[str, list[Any]]:
     """One row per figure, one column per model."""
     known = [(model.title, model.figures) for model in results.models if model.figures is not None]
-    forms = {"bits per byte": ".4f", "loss, nats per token": ".4f", "perplexity": ".4g", "tokens": ",", "bytes": ","}
+    forms = {
+        "bits per byte": ".4f",
+        "loss, nats per token": ".4f",
+        "perplexity": ".4g",
+        "tokens": ",",
+        "bytes": ",",
+    }
     keys = ("bits_per_byte", "loss", "perplexity", "tokens", "bytes")
     rows = [
-        [title, *("unknown" if (value := each[key]) is None else f"{value:{form}}" for _, each in known)]
+        [
+            title,
+            *(
+                "unknown" if (value := each[key]) is None else f"{value:{form}}"
+                for _, each in known
+            ),
+        ]
         for key, (title, form) in zip(keys, forms.items(), strict=True)
     ]
     return {"head": ["", *(title for title, _ in known)], "rows": rows}

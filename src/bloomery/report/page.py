@@ -31,19 +31,32 @@ from bloomery.report.charts import (
     render,
 )
 from bloomery.report.record import RunRecord, check_claims, read_record
-from bloomery.report.validation_text import HEAT_LEGEND, RESPONSES_NOTE, ResponsePair, ValidationText, heat_level
+from bloomery.report.validation_text import (
+    HEAT_LEGEND,
+    RESPONSES_NOTE,
+    ResponsePair,
+    ValidationText,
+    heat_level,
+)
 
 _LEGEND = {
-    "kill": "killed or failed", "resume": "resumed", "skip": "step skipped", "rewind": "back to a checkpoint",
+    "kill": "killed or failed",
+    "resume": "resumed",
+    "skip": "step skipped",
+    "rewind": "back to a checkpoint",
     "save": "checkpoint",
-}  # fmt: skip
+}
 _SHOWN_SAMPLES = 24  # steps whose samples are on the page
 _SHOWN_INCIDENTS = 200
-_REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}  # in one chart, to show their margin
+# in one chart, to show their margin
+_REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}
 _METRIC_UNITS = {
-    "accuracy": "share of pairs with a higher chosen reward", "margin": "chosen reward - rejected reward",
-    "kl": "nats", "nats": "nats per token", "log_odds": "log odds ratio",
-}  # fmt: skip
+    "accuracy": "share of pairs with a higher chosen reward",
+    "margin": "chosen reward - rejected reward",
+    "kl": "nats",
+    "nats": "nats per token",
+    "log_odds": "log odds ratio",
+}
 _DRAWN = 8  # devices with a color in charts
 
 
@@ -66,9 +79,15 @@ def page(
 ) -> str:
     """The whole document. `validation_text` may be the reason why there is none."""
     summary, started = record.summary, record.started
-    lead = [f"{summary.step:,} of {summary.steps:,} steps" if summary.steps else f"{summary.step:,} steps"]
+    lead = [
+        f"{summary.step:,} of {summary.steps:,} steps"
+        if summary.steps
+        else f"{summary.step:,} steps"
+    ]
     if started is not None:
-        trainable = "" if started.trainable is None else f" ({format_count(started.trainable)} trainable)"
+        trainable = (
+            "" if started.trainable is None else f" ({format_count(started.trainable)} trainable)"
+        )
         lead.append(f"{format_count(started.parameters)} parameters{trainable} on {started.device}")
     kinds = {mark.kind for mark in record.marks}
     columns = "before training", "after training", "reference"
@@ -82,9 +101,14 @@ def page(
         record=record,
         lead=lead,
         cards=_cards(record),
-        extras=[bar_chart(one) if isinstance(one, Bars) else part("answered", **vars(one)) for one in extras],
+        extras=[
+            bar_chart(one) if isinstance(one, Bars) else part("answered", **vars(one))
+            for one in extras
+        ],
         loss=line_chart("Loss", _losses(record), record.marks, unit=summary.unit, height=300),
-        legend_of_marks=" · ".join(f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in kinds),
+        legend_of_marks=" · ".join(
+            f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in kinds
+        ),
         charts=[*_metrics(record), *(_speed(record) if record.steps else [])],
         devices=_devices(record) if record.device_samples else None,
         memory=_memory(record),
@@ -94,19 +118,29 @@ def page(
             if planned and measured
         ],
         incidents=[
-            (f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text) for i in record.incidents[-_SHOWN_INCIDENTS:]
+            (f"{i.step:,}", format_seconds(i.seconds), i.kind, i.text)
+            for i in record.incidents[-_SHOWN_INCIDENTS:]
         ],
         evaluations=_evaluations(record),
-        tasks=[interval_chart(_intervals(event)) for event in record.tasks if event.value is not None],
+        tasks=[
+            interval_chart(_intervals(event)) for event in record.tasks if event.value is not None
+        ],
         **_samples(record),
-        prompts=[(r.prompt, list(zip(columns, (r.before, r.after, r.reference), strict=True))) for r in responses],
+        prompts=[
+            (r.prompt, list(zip(columns, (r.before, r.after, r.reference), strict=True)))
+            for r in responses
+        ],
         responses_note=RESPONSES_NOTE,
         validation_text=validation_text,
-        after_step="" if isinstance(validation_text, str) else f"after step {validation_text.step:,}",
+        after_step=""
+        if isinstance(validation_text, str)
+        else f"after step {validation_text.step:,}",
         legend=HEAT_LEGEND,
         level=heat_level,
         measured=check_claims(record),
-        planned=claims_of(record.plan, record.expected, record.machine) if record.plan and record.machine else None,
+        planned=claims_of(record.plan, record.expected, record.machine)
+        if record.plan and record.machine
+        else None,
         machine=_machine(record),
         again=f"{resume}bloomery train {place}/recipe.yaml --run-dir {place}-again",
     )
@@ -114,7 +148,9 @@ def page(
 
 def _losses(record: RunRecord) -> list[Series]:
     raw: list[Point] = [(step.step, step.loss) for step in record.steps if step.loss is not None]
-    validation: list[Point] = [(event.step, event.loss) for event in record.evals if event.loss is not None]
+    validation: list[Point] = [
+        (event.step, event.loss) for event in record.evals if event.loss is not None
+    ]
     return [
         Series("training loss, each step", raw, "raw"),
         Series("training loss, smoothed", smooth(raw), "line"),
@@ -127,11 +163,15 @@ def loss_plot(folder: Path) -> Plot:
     record = read_record(folder)
     raw, _, validation = series = _losses(record)
     if not raw.points:
-        raise UserError("the run has no loss yet", where=str(folder), fix="plot after the first step")
+        raise UserError(
+            "the run has no loss yet", where=str(folder), fix="plot after the first step"
+        )
     unit = record.summary.unit
     svg = line_chart(folder.name, series, record.marks, unit=unit, height=300, shape="image")
     legend = f"training loss, {unit}" + ("   o validation loss" if validation.points else "")
-    return Plot(str(svg), "\n".join([legend, *plot(raw.points, validation.points, width=80, height=12)]))
+    return Plot(
+        str(svg), "\n".join([legend, *plot(raw.points, validation.points, width=80, height=12)])
+    )
 
 
 def _cards(record: RunRecord) -> list[tuple[str, str]]:
@@ -142,9 +182,17 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
     bits, loss, accuracy, perplexity, few = None, None, None, None, ""
     if best is not None:
         few = f", on {best.tokens:,} loss tokens" if best.tokens < MEASURABLE_TOKENS else ""
-        bits, loss, accuracy, perplexity = best.bits_per_byte, best.loss, best.metrics.get("accuracy"), best.perplexity
+        bits, loss, accuracy, perplexity = (
+            best.bits_per_byte,
+            best.loss,
+            best.metrics.get("accuracy"),
+            best.perplexity,
+        )
     return [
-        (figure(loss, ".3f", ""), f"validation loss, {summary.unit}, step {best.step if best else 0:,}{few}"),
+        (
+            figure(loss, ".3f", ""),
+            f"validation loss, {summary.unit}, step {best.step if best else 0:,}{few}",
+        ),
         (figure(bits, ".3f", ""), "bits per byte, validation set"),
         (figure(accuracy, ".1%", ""), "accuracy, validation set"),
         (_short(perplexity), "perplexity, validation set"),
@@ -154,10 +202,16 @@ def _cards(record: RunRecord) -> list[tuple[str, str]]:
         (figure(record.tokens_per_second or None, ",.0f", ""), "tokens per second"),
         (figure(fmean(steps) if steps else None, ".3g", " s"), "per step"),
         ("" if compiling is None else format_seconds(compiling), "compile time"),
-        (format_seconds(max(summary.resume_seconds)) if summary.resume_seconds else "", "to resume"),
+        (
+            format_seconds(max(summary.resume_seconds)) if summary.resume_seconds else "",
+            "to resume",
+        ),
         (figure(record.utilization, ".1%", ""), "MFU"),
         (figure(summary.peak_gib or None, ".2f", " GiB"), "peak memory"),
-        ("" if joules is None else format_joules(joules), f"energy, {each:.3g} J per token" if each else "energy"),
+        (
+            "" if joules is None else format_joules(joules),
+            f"energy, {each:.3g} J per token" if each else "energy",
+        ),
     ]
 
 
@@ -198,17 +252,22 @@ def _metrics(record: RunRecord) -> list[Markup]:
     names = dict.fromkeys(name for each in metrics for name in each)
 
     def smoothed(name: str) -> list[Point]:
-        return smooth([(step.step, step.metrics[name]) for step in record.steps if name in step.metrics])
+        return smooth(
+            [(step.step, step.metrics[name]) for step in record.steps if name in step.metrics]
+        )
 
     charts = []
     if all(name in names for name in _REWARDS):
         both = [
-            Series(f"{title}, training", smoothed(name), f"d{at}") for at, (name, title) in enumerate(_REWARDS.items())
+            Series(f"{title}, training", smoothed(name), f"d{at}")
+            for at, (name, title) in enumerate(_REWARDS.items())
         ]
         charts.append(line_chart("Rewards", both, unit="mean per response"))
     for name in names:
         if name not in _REWARDS:
-            points: list[Point] = [(event.step, event.metrics[name]) for event in record.evals if name in event.metrics]
+            points: list[Point] = [
+                (event.step, event.metrics[name]) for event in record.evals if name in event.metrics
+            ]
             series = [Series("training", smoothed(name)), Series("validation set", points, "eval")]
             title, unit = name.replace("_", " ").capitalize(), _METRIC_UNITS.get(name, "")
             charts.append(line_chart(title, series, unit=unit))
@@ -218,12 +277,24 @@ def _metrics(record: RunRecord) -> list[Markup]:
 def _speed(record: RunRecord) -> list[Markup]:
     steps = record.steps
     norms: list[Point] = [(s.step, s.grad_norm) for s in steps if s.grad_norm is not None]
-    wait = [(s.step, 100 * s.data_wait_seconds / s.step_seconds) for s in steps if s.step_seconds > 0]
+    wait = [
+        (s.step, 100 * s.data_wait_seconds / s.step_seconds) for s in steps if s.step_seconds > 0
+    ]
     return [
-        line_chart("Learning rate", [Series("rate", [(s.step, s.learning_rate) for s in steps])], from_zero=True),
+        line_chart(
+            "Learning rate",
+            [Series("rate", [(s.step, s.learning_rate) for s in steps])],
+            from_zero=True,
+        ),
         line_chart("Gradient norm", [Series("norm", norms)], unit="L2 norm before clipping"),
-        line_chart("Throughput", [Series("speed", [(s.step, s.tokens_per_second) for s in steps])], unit="tokens/s"),
-        line_chart("Waiting for data", [Series("share", wait)], unit="% of step time", from_zero=True),
+        line_chart(
+            "Throughput",
+            [Series("speed", [(s.step, s.tokens_per_second) for s in steps])],
+            unit="tokens/s",
+        ),
+        line_chart(
+            "Waiting for data", [Series("share", wait)], unit="% of step time", from_zero=True
+        ),
     ]
 
 
@@ -239,10 +310,17 @@ def _devices(record: RunRecord) -> dict[str, Any]:
         """A line per device; None when no device has that sensor."""
         drawn = []
         for at, device in enumerate(known.all[:_DRAWN]):
-            found = points(device.latest.device, lambda sample: getattr(sample, name) if sample.seconds else None)
+            found = points(
+                device.latest.device,
+                lambda sample: getattr(sample, name) if sample.seconds else None,
+            )
             if found:
                 drawn.append(Series(device.name, found, f"d{at}"))
-        return line_chart(title, drawn, unit=unit, from_zero=from_zero, across="minute") if drawn else None
+        return (
+            line_chart(title, drawn, unit=unit, from_zero=from_zero, across="minute")
+            if drawn
+            else None
+        )
 
     charts = [
         curve("Utilization", "%", "utilization", from_zero=True),
@@ -251,28 +329,40 @@ def _devices(record: RunRecord) -> dict[str, Any]:
         curve("Clock", "MHz", "clock_mhz"),
         curve("Memory in use", "GiB", "memory_gib", from_zero=True),
     ]
-    held = next((sample.device for sample in record.device_samples if sample.reserved_gib is not None), None)
+    held = next(
+        (sample.device for sample in record.device_samples if sample.reserved_gib is not None), None
+    )
     if held is not None:  # from the training process
         both = [
             Series("reserved", points(held, lambda s: s.reserved_gib), "d0"),
             Series("allocated", points(held, lambda s: s.allocated_gib), "d1"),
         ]
-        charts.append(line_chart("Memory of PyTorch", both, unit="GiB", from_zero=True, across="minute"))
+        charts.append(
+            line_chart("Memory of PyTorch", both, unit="GiB", from_zero=True, across="minute")
+        )
 
-    head, rows = ["mean utilization", "max temperature", "mean power", "energy", "peak memory", "throttled"], []
+    head, rows = (
+        ["mean utilization", "max temperature", "mean power", "energy", "peak memory", "throttled"],
+        [],
+    )
     for device in known.all:
         now, throttled = device.latest, device.throttled_seconds.items()
         cells = [
             figure(device.mean_utilization, ".0f", "%"),
             figure(device.peak_temperature, ".0f", " °C"),
-            figure(device.mean_power, ",.0f", " W") if now.shared_with is None else f"with GPU {now.shared_with}",
+            figure(device.mean_power, ",.0f", " W")
+            if now.shared_with is None
+            else f"with GPU {now.shared_with}",
             format_joules(device.joules) if device.power_seconds else "",
             figure(device.peak_gib, ".1f", " GiB"),
             ", ".join(f"{format_seconds(seconds)} ({reason})" for reason, seconds in throttled)
             or ("never" if now.throttled is not None else ""),
         ]
         rows.append(((device.name, now.name), cells))
-    filled, energy = [at for at in range(len(head)) if any(cells[at] for _, cells in rows)], _energy(record)
+    filled, energy = (
+        [at for at in range(len(head)) if any(cells[at] for _, cells in rows)],
+        _energy(record),
+    )
     with_plan = any(plan for *_, plan in energy)
     parts = {device.latest.device == CPU_DEVICE for device in known.all if device.power_seconds}
     source = "GPUs and CPU" if len(parts) == 2 else "the CPU" if True in parts else "the GPUs"
@@ -297,13 +387,23 @@ def _energy(record: RunRecord) -> list[tuple[str, str, str]]:
     joules, each = summary.devices.joules, summary.joules_per_token
     if joules is None:
         return []
-    rows = [("energy", format_joules(joules), format_joules(planned) if planned and record.state == "done" else "")]
+    rows = [
+        (
+            "energy",
+            format_joules(joules),
+            format_joules(planned) if planned and record.state == "done" else "",
+        )
+    ]
     if each is not None:
         total = plan.total_tokens if plan else None
         per_token = planned / total if planned and total else None
         rows.append(("per token", f"{each:.3g} J", figure(per_token, ".3g", " J")))
         rows.append(
-            ("per million tokens", format_joules(each * 1e6), format_joules(per_token * 1e6) if per_token else "")
+            (
+                "per million tokens",
+                format_joules(each * 1e6),
+                format_joules(per_token * 1e6) if per_token else "",
+            )
         )
     return rows
 
@@ -313,13 +413,17 @@ def _memory(record: RunRecord) -> Markup | None:
     if plan is None:
         return None
     unit, name = (GIB, "GiB") if plan.memory.total >= GIB else (GIB / 1024, "MiB")
-    parts = sorted(((each, size / unit) for each, size in plan.memory.parts.items()), key=lambda part: -part[1])
+    parts = sorted(
+        ((each, size / unit) for each, size in plan.memory.parts.items()), key=lambda part: -part[1]
+    )
     rows = [
         *parts,
         ("planned total", plan.memory.total / unit),
         *([("measured peak", peak * GIB / unit)] if peak else []),
     ]
-    low, high, limit = (format_bytes(size) for size in (plan.memory.low, plan.memory.high, plan.memory.limit))
+    low, high, limit = (
+        format_bytes(size) for size in (plan.memory.low, plan.memory.high, plan.memory.limit)
+    )
     note = f"Planned range {low} to {high}, limit {limit}."
     return bar_chart(Bars("Memory per device", rows, name, note, own="measured peak"))
 
@@ -331,8 +435,11 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
         return []
     step = plan.step_seconds.value if plan.step_seconds else None
     ran = fmean(done.step_seconds for done in record.steps) if record.steps else None
-    whole = plan.seconds.value if plan.seconds and record.state == "done" else None  # as on the terminal
-    timed = next((block.step for block in plan.train.blocks if block.step_seconds is not None), None)
+    # as on the terminal
+    whole = plan.seconds.value if plan.seconds and record.state == "done" else None
+    timed = next(
+        (block.step for block in plan.train.blocks if block.step_seconds is not None), None
+    )
     when = "" if timed is None else f" (planned at step {timed})"  # from measured steps
     sent = plan.parallel.layout.communication_seconds if plan.parallel else {}
     return [
@@ -341,11 +448,17 @@ def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
             (
                 f"seconds of communication per step, {axis}",
                 seconds,
-                fmean(done.communication_seconds.get(axis, 0.0) for done in record.steps) if record.steps else None,
+                fmean(done.communication_seconds.get(axis, 0.0) for done in record.steps)
+                if record.steps
+                else None,
             )
             for axis, seconds in sent.items()
         ),
-        ("tokens per second", plan.train.tokens_per_step / step if step else None, record.tokens_per_second),
+        (
+            "tokens per second",
+            plan.train.tokens_per_step / step if step else None,
+            record.tokens_per_second,
+        ),
         (f"training time, s{when}", whole, summary.training_seconds),
         ("peak memory, GiB", plan.memory.total / GIB, summary.peak_gib),
     ]
@@ -363,24 +476,39 @@ def _evaluations(record: RunRecord) -> dict[str, list[Any]]:
         [
             f"{event.step:,}" + (" (best)" if best and event.step == best.step else ""),
             "not finite" if event.loss is None else f"{event.loss:.4f}",
-            *([_short(event.perplexity), figure(event.bits_per_byte, ".3f", "")] if per_token else []),
+            *(
+                [_short(event.perplexity), figure(event.bits_per_byte, ".3f", "")]
+                if per_token
+                else []
+            ),
             *(figure(event.metrics.get(name), ".4f", "") for name in names),
             f"{event.tokens:,}",
             format_seconds(event.seconds),
         ]
         for event in record.evals
     ]
-    heads = ["step", f"validation loss, {record.summary.unit}", *(["perplexity", "bits per byte"] if per_token else [])]
-    return {"head": [*heads, *(name.replace("_", " ") for name in names), "tokens", "time"], "rows": rows}
+    heads = [
+        "step",
+        f"validation loss, {record.summary.unit}",
+        *(["perplexity", "bits per byte"] if per_token else []),
+    ]
+    return {
+        "head": [*heads, *(name.replace("_", " ") for name in names), "tokens", "time"],
+        "rows": rows,
+    }
 
 
 def _samples(record: RunRecord) -> dict[str, Any]:
     """The newest first; of many steps the first and the newest."""
     steps = sorted({sample.step for sample in record.samples})
-    shown = steps if len(steps) <= _SHOWN_SAMPLES else sorted({steps[0], *steps[1 - _SHOWN_SAMPLES :]})
+    shown = (
+        steps if len(steps) <= _SHOWN_SAMPLES else sorted({steps[0], *steps[1 - _SHOWN_SAMPLES :]})
+    )
     left_out = len(steps) - len(shown)
     return {
-        "samples": [(f"step {at:,}", [s for s in record.samples if s.step == at]) for at in reversed(shown)],
+        "samples": [
+            (f"step {at:,}", [s for s in record.samples if s.step == at]) for at in reversed(shown)
+        ],
         "samples_left_out": f"{left_out:,}" if left_out else "",
     }
 
@@ -390,10 +518,17 @@ def _machine(record: RunRecord) -> list[tuple[str, str]]:
     if machine is None:
         return []
     host, software = machine.host, machine.software
-    cores = f"{host.cpu_cores} cores ({', '.join(host.cpu_flags)})" if host.cpu_flags else f"{host.cpu_cores} cores"
+    cores = (
+        f"{host.cpu_cores} cores ({', '.join(host.cpu_flags)})"
+        if host.cpu_flags
+        else f"{host.cpu_cores} cores"
+    )
     return [
         ("CPU", f"{host.cpu_name}, {cores}"),
-        ("memory", f"{format_bytes(host.memory_bytes)}, {format_bytes(host.memory_free_bytes)} free at the start"),
+        (
+            "memory",
+            f"{format_bytes(host.memory_bytes)}, {format_bytes(host.memory_free_bytes)} free at the start",
+        ),
         *(
             (f"GPU {at}", f"{gpu.name} · {gpu.arch} · {format_bytes(gpu.usable_bytes)}")
             for at, gpu in enumerate(machine.accelerators)

@@ -112,7 +112,13 @@ class RunRecord:
     @property
     def marks(self) -> list[Mark]:
         """Incidents and checkpoints for the loss chart. A failure is drawn like a kill."""
-        kinds = {"kill": "kill", "failure": "kill", "resume": "resume", "skip": "skip", "rewind": "rewind"}
+        kinds = {
+            "kill": "kill",
+            "failure": "kill",
+            "resume": "resume",
+            "skip": "skip",
+            "rewind": "rewind",
+        }
         drawn = [Mark(i.step, kinds[i.kind], i.text) for i in self.incidents if i.kind in kinds]
         return [*(Mark(save.step, "save", "checkpoint") for save in self.saves), *drawn]
 
@@ -121,16 +127,24 @@ def read_record(folder: Path) -> RunRecord:
     """Raises UserError when the folder holds no events."""
     events, history = list(read_events(folder / "events.jsonl")), read_history(folder)
     if not events:
-        lost = "this run has no events yet" if history.problem is None else f"nothing to report: {history.problem}"
-        raise UserError(lost, where=str(folder / "events.jsonl"), fix="report after the first event of the run")
+        lost = (
+            "this run has no events yet"
+            if history.problem is None
+            else f"nothing to report: {history.problem}"
+        )
+        raise UserError(
+            lost, where=str(folder / "events.jsonl"), fix="report after the first event of the run"
+        )
     summary = summary_of(events)
     summary.best_saved = best_on_disk(folder / "checkpoints")
     if contradicted(folder, summary.ended, summary.step):
         summary.ended = None
     plan = _read(folder / "plan.json", RunPlan)
     recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
-    samples = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}  # the last of each
-    tasks = {(e.task, e.metric, e.against, e.step): e for e in events if isinstance(e, TaskDone)}  # the last of each
+    # the last of each
+    samples = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
+    # the last of each
+    tasks = {(e.task, e.metric, e.against, e.step): e for e in events if isinstance(e, TaskDone)}
     return RunRecord(
         folder=folder,
         summary=summary,
@@ -179,8 +193,13 @@ def incidents_of(events: list[Event]) -> list[Incident]:
             open_ended = False
         kind_and_text = _incident(event)
         if kind_and_text is not None:
-            same_skip = found and kind_and_text[0] == found[-1].kind == "skip" and found[-1].step == event.step
-            found = found[:-1] if same_skip else found  # Recovered has a reason, its StepDone has none
+            same_skip = (
+                found
+                and kind_and_text[0] == found[-1].kind == "skip"
+                and found[-1].step == event.step
+            )
+            # Recovered has a reason, its StepDone has none
+            found = found[:-1] if same_skip else found
             found.append(Incident(event.step, now, *kind_and_text))
         if isinstance(event, StepDone):
             step, open_ended = event.step, True
@@ -246,24 +265,42 @@ def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
                 if not dataset_tokens:
                     return "the prepared dataset is missing"
                 epochs = summary.tokens / dataset_tokens
-                return at_the_end(claimed, epochs, f"{epochs:.2f} epochs of {format_count(dataset_tokens)} tokens")
+                return at_the_end(
+                    claimed, epochs, f"{epochs:.2f} epochs of {format_count(dataset_tokens)} tokens"
+                )
             case "tokens_per_second":
                 speed = record.tokens_per_second
-                return "not measured" if speed is None else KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
+                return (
+                    "not measured"
+                    if speed is None
+                    else KnownRange(speed, speed, f"{speed:,.0f} tokens/s")
+                )
             case "duration":
-                return at_the_end(claimed, took := summary.training_seconds, f"training time {format_seconds(took)}")
+                return at_the_end(
+                    claimed,
+                    took := summary.training_seconds,
+                    f"training time {format_seconds(took)}",
+                )
             case "memory":
                 peak = summary.peak_gib
-                return KnownRange(peak * GIB, peak * GIB, f"peak memory {peak:.2f} GiB") if peak else "not measured"
+                return (
+                    KnownRange(peak * GIB, peak * GIB, f"peak memory {peak:.2f} GiB")
+                    if peak
+                    else "not measured"
+                )
         began, steps = summary.began or 0.0, summary.steps
         at: float | None = {
             "steps": claim.amount,
             "tokens": claim.amount / each if each else None,
             "epochs": claim.amount * dataset_tokens / each if manifest and each else None,
             "percent": claim.amount / 100 * steps if steps else None,
-            "seconds": next((float(s.step) for s in record.steps if s.time - began >= claim.amount), None),
+            "seconds": next(
+                (float(s.step) for s in record.steps if s.time - began >= claim.amount), None
+            ),
         }[claim.unit]
-        measured = [(event.step, event.perplexity) for event in record.evals if event.perplexity is not None]
+        measured = [
+            (event.step, event.perplexity) for event in record.evals if event.perplexity is not None
+        ]
         if at is None or not measured:
             return "no evaluation"
         step, value = min(measured, key=lambda one: abs(one[0] - at))

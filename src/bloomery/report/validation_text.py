@@ -72,9 +72,12 @@ def compare_models(
     if parameters > MOST_PARAMETERS:
         return "the model is too large to load it twice", []
     best = best_on_disk(checkpoints)
-    checkpoint = None if best is None else folder_of_step(checkpoints, best)  # the one that all commands use
+    # the one that all commands use
+    checkpoint = None if best is None else folder_of_step(checkpoints, best)
     if checkpoint is None or damage(checkpoint) is not None:
-        checkpoint = newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
+        checkpoint = (
+            newest_valid(checkpoints, on_damage=lambda _: None) if checkpoints.is_dir() else None
+        )
     if checkpoint is None:
         return "there is no checkpoint", []
     import torch
@@ -91,7 +94,8 @@ def compare_models(
         tokens, mask = excerpt(_validation(open_split(plan.data.prepared, "validation")), tokenizer)
         if plan.model.source is not None and not objective.reads_text:
             prompts = validation_prompts(plan.data.prepared, _PROMPTS_TRIED)
-            once = {tuple(each.prompt): each for each in reversed(prompts)}.values()  # pairs share a prompt
+            # pairs share a prompt
+            once = {tuple(each.prompt): each for each in reversed(prompts)}.values()
             chosen = sorted(once, key=lambda each: len(each.prompt))[:_PROMPTS]
     except UserError as error:
         return f"cannot read the validation split: {error.where} {error.problem}", []
@@ -107,20 +111,30 @@ def compare_models(
         for number, prompt in enumerate(chosen, 1):
             progress(f"response {number} of {len(chosen)} {when} training")
             completions.append(answer(decoder, tokenizer, prompt, max_new_tokens=MAX_TOKENS))
-        return spans, [_text(tokenizer, one.ids) + ("" if one.ended else " …") for one in completions]
+        return spans, [
+            _text(tokenizer, one.ids) + ("" if one.ended else " …") for one in completions
+        ]
 
     progress("loading the model before training")
     if plan.model.source is None:
         before = results(fresh_decoder(config, seed=plan.train.seed, device=use.device), "before")
     else:  # a base may lack tokens that the run added
         base = ModelFiles(plan.model.source, None, trained.tokenizer, trained.trained)
-        before = results(load_used(base, use, dtype=torch.float32, vocab_size=config.vocab_size), "before")
+        before = results(
+            load_used(base, use, dtype=torch.float32, vocab_size=config.vocab_size), "before"
+        )
     progress("loading the trained model")
     after = results(load_used(trained, use, dtype=torch.float32), "after")
-    before_it, after_it = _around(tokenizer) if chosen else ("", "")  # kept after another system message or turn
-    bare = [_text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip() for q in chosen]
+    # kept after another system message or turn
+    before_it, after_it = _around(tokenizer) if chosen else ("", "")
+    bare = [
+        _text(tokenizer, q.prompt).removesuffix(after_it).removeprefix(before_it).strip()
+        for q in chosen
+    ]
     references = [_text(tokenizer, q.reference) for q in chosen]
-    responses = [ResponsePair(*texts) for texts in zip(bare, references, before[1], after[1], strict=True)]
+    responses = [
+        ResponsePair(*texts) for texts in zip(bare, references, before[1], after[1], strict=True)
+    ]
     if len(tokens) < 2:
         return "the validation split is empty", responses
     return ValidationText(before[0], after[0], int(checkpoint.name.rpartition("-")[2])), responses
@@ -130,7 +144,11 @@ def _validation(split: Split) -> Iterable[Excerpt]:
     for index in range(len(split)):
         tokens: list[int] = split.document(index)[:_TOKENS].tolist()
         start = int(split.bounds[index])
-        flags = None if split.loss_mask is None else split.loss_mask[start : start + len(tokens)].astype(bool).tolist()
+        flags = (
+            None
+            if split.loss_mask is None
+            else split.loss_mask[start : start + len(tokens)].astype(bool).tolist()
+        )
         yield tokens, [True] * len(tokens) if flags is None else flags
 
 

@@ -38,8 +38,13 @@ class Member:
 
     @property
     def file_name(self) -> str:
-        texts = (text.replace("/", "_").replace("~", "_")[:60] for text in (self.started, self.host, self.launch))
-        return "~".join([str(self.rank), str(self.world), str(self.pid), *texts, str(int(self.refused))])
+        texts = (
+            text.replace("/", "_").replace("~", "_")[:60]
+            for text in (self.started, self.host, self.launch)
+        )
+        return "~".join(
+            [str(self.rank), str(self.world), str(self.pid), *texts, str(int(self.refused))]
+        )
 
     @classmethod
     def of(cls, file_name: str) -> "Member | None":
@@ -65,7 +70,9 @@ class Assembly:
     Files of processes that are gone do not count, so that a job may start again in the same folder.
     """
 
-    def __init__(self, run_dir: Path, *, rank: int, world: int, launch: str, variables: tuple[str, str]) -> None:
+    def __init__(
+        self, run_dir: Path, *, rank: int, world: int, launch: str, variables: tuple[str, str]
+    ) -> None:
         """`variables`: the names of those that gave rank and world."""
         self._run_dir, self._path = run_dir, run_dir / "ranks" / "present"
         self._variables = variables
@@ -101,7 +108,11 @@ class Assembly:
             return ""
         with suppress(OSError):
             named = [Member.of(path.name) for path in self._path.iterdir()]
-            present = {member.rank for member in named if member is not None and member.launch == self._own.launch}
+            present = {
+                member.rank
+                for member in named
+                if member is not None and member.launch == self._own.launch
+            }
             present = {rank for rank in present if rank < self._own.world}
             first = next((rank for rank in range(self._own.world) if rank not in present), None)
             if first is not None:
@@ -143,9 +154,13 @@ class Assembly:
             own_beat = (self._path / self._own.file_name).stat().st_mtime
         except OSError:
             return []
-        members = [member for member in named if member is not None and member.launch == self._own.launch]
+        members = [
+            member for member in named if member is not None and member.launch == self._own.launch
+        ]
         ranks, worlds = [member.rank for member in members], {member.world for member in members}
-        suspicious = [member for member in members if len(worlds) > 1 or ranks.count(member.rank) > 1]
+        suspicious = [
+            member for member in members if len(worlds) > 1 or ranks.count(member.rank) > 1
+        ]
         return [member for member in suspicious if self._counts(member, own_beat)]
 
     def _counts(self, member: Member, own_beat: float) -> bool:

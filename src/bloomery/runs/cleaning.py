@@ -51,16 +51,27 @@ def deletable(folder: Path) -> Leftover:
     """The run as something to delete. Raises UserError for one in progress and for a folder that is more than a run."""
     path = folder.absolute()
     if worked_on(folder):
-        problem, fix = "the run is running", f"`bloomery stop {RunFolder(path).name}`, then run this again"
+        problem, fix = (
+            "the run is running",
+            f"`bloomery stop {RunFolder(path).name}`, then run this again",
+        )
         raise UserError(problem, where=str(folder), fix=fix)
     names = {entry.name for entry in folder.iterdir()}
     here = Path.cwd()
-    if not names & {RUN_FILE, "lock", "events.jsonl"} or ".git" in names or path.resolve() in (here, *here.parents):
+    if (
+        not names & {RUN_FILE, "lock", "events.jsonl"}
+        or ".git" in names
+        or path.resolve() in (here, *here.parents)
+    ):
         problem = "the folder is not that of a run alone; nothing was deleted"
-        raise UserError(problem, where=str(folder), fix="delete it yourself, if you want that", code=2)
+        raise UserError(
+            problem, where=str(folder), fix="delete it yourself, if you want that", code=2
+        )
     steps = len(list((folder / "checkpoints").glob("step-*")))
     loss = counted(steps, "checkpoints") if steps else "no checkpoint"
-    users = sorted(other.name for other in all_runs() if other.absolute() != path and _starts_from(other, path))
+    users = sorted(
+        other.name for other in all_runs() if other.absolute() != path and _starts_from(other, path)
+    )
     if users:
         loss += f"; {', '.join(users)} started from it and cannot be resumed without it"
     return Leftover(folder, "run", size_of(folder), "named", loss)
@@ -77,12 +88,20 @@ def leftovers() -> tuple[list[Leftover], list[str]]:
         else:
             used[folder.resolve()] = run.name
     if unknown:
-        notes.append(f"all prepared datasets are kept: it is not known which one {', '.join(unknown)} uses")
+        notes.append(
+            f"all prepared datasets are kept: it is not known which one {', '.join(unknown)} uses"
+        )
     else:
         found += _unused_data(used)
     if used:
         notes.append(f"kept for runs: {counted(len(used), 'prepared datasets')}")
-    for place in (Path(), Path("prepared"), Path("runs"), *all_runs(), *(run / "checkpoints" for run in all_runs())):
+    for place in (
+        Path(),
+        Path("prepared"),
+        Path("runs"),
+        *all_runs(),
+        *(run / "checkpoints" for run in all_runs()),
+    ):
         if place.is_dir() and not worked_on(place):
             found += [
                 Leftover(path, "draft", size_of(path), "of a process that was killed")
@@ -113,7 +132,12 @@ def _starts_from(run: Path, other: Path) -> bool:
 def _unused_data(used: dict[Path, str]) -> Iterator[Leftover]:
     root = Path("prepared")
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if folder.name.startswith(".tmp-") or folder.resolve() in used or not folder.is_dir() or folder.is_symlink():
+        if (
+            folder.name.startswith(".tmp-")
+            or folder.resolve() in used
+            or not folder.is_dir()
+            or folder.is_symlink()
+        ):
             continue
         if any(each.is_relative_to(folder.resolve()) for each in used) or _is_prepared_now(folder):
             continue
@@ -121,7 +145,9 @@ def _unused_data(used: dict[Path, str]) -> Iterator[Leftover]:
             continue  # the plan has the path from before the folders were moved
         if (folder / MANIFEST).is_file() or (folder / ".lock").is_file():
             loss = "prepared again from its source when a recipe needs it"
-            yield Leftover(folder, "prepared dataset", size_of(folder), "no run in runs/ uses it", loss)
+            yield Leftover(
+                folder, "prepared dataset", size_of(folder), "no run in runs/ uses it", loss
+            )
 
 
 def _is_prepared_now(folder: Path) -> bool:
@@ -152,7 +178,9 @@ def delete(found: Sequence[Leftover]) -> Iterator[Leftover]:
     for one in found:
         path = one.path
         if one.kind == "run" and (not is_run(path) or worked_on(path)):
-            raise UserError("the run was started or changed meanwhile", where=str(path), fix="run this again")
+            raise UserError(
+                "the run was started or changed meanwhile", where=str(path), fix="run this again"
+            )
         try:
             if path.is_dir() and not path.is_symlink():
                 away = path.absolute().with_name(f".tmp-{path.name[:80]}-{os.getpid()}")

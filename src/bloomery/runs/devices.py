@@ -25,8 +25,12 @@ def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]
     words = [word.strip() for word in devices.split(",")]
     if set(words) == {"cpu"}:
         if len(words) > MOST_CPU_RANKS:
-            problem = f"{len(words):,} processes on one CPU: at most {MOST_CPU_RANKS} train together"
-            raise UserError(problem, where="--devices", fix="use -d cpu, which takes every core", code=2)
+            problem = (
+                f"{len(words):,} processes on one CPU: at most {MOST_CPU_RANKS} train together"
+            )
+            raise UserError(
+                problem, where="--devices", fix="use -d cpu, which takes every core", code=2
+            )
         return with_cached_probes(machine.model_copy(update={"accelerators": ()})), len(words)
     chosen = [_named(machine, word) for word in words]
     if len({device.index for device in chosen}) < len(chosen):
@@ -52,7 +56,9 @@ def devices_of_ranks(machine: Machine, count: int, ranks: int, launcher: str) ->
     if not machine.accelerators or count == 1 or count == ranks:
         return machine
     if count < ranks:
-        problem = f"{launcher} starts {ranks} ranks on this host, which has {count} GPUs of one model"
+        problem = (
+            f"{launcher} starts {ranks} ranks on this host, which has {count} GPUs of one model"
+        )
         raise UserError(problem, where="the launcher", fix="start one process per GPU", code=2)
     return only(machine, {device.index for device in _alike(machine)[:ranks]})
 
@@ -75,7 +81,11 @@ def device_count(
     exact = len(asked) == len(sizes)
     if product > count or count % product or (named and exact and product != count):
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
-        words = "cpu," * (product - 1) + "cpu" if not machine.accelerators else ",".join(map(str, range(product)))
+        words = (
+            "cpu," * (product - 1) + "cpu"
+            if not machine.accelerators
+            else ",".join(map(str, range(product)))
+        )
         fix = f"pass --devices {words}, or change parallel.replicate and parallel.shard"
         if started_by:
             fix = f"start {product} processes with {started_by}, or change parallel.replicate and parallel.shard"
@@ -106,14 +116,21 @@ def _alike(machine: Machine) -> list[Accelerator]:
     if best.integrated:
         return [best]
     same = (best.vendor, best.arch, best.name, best.memory_bytes)
-    return [each for each in visible_devices(machine) if (each.vendor, each.arch, each.name, each.memory_bytes) == same]
+    return [
+        each
+        for each in visible_devices(machine)
+        if (each.vendor, each.arch, each.name, each.memory_bytes) == same
+    ]
 
 
 def _named(machine: Machine, word: str) -> Accelerator:
     number = re.sub(r"^(cuda|hip|rocm):", "", word)
     found = next((device for device in machine.accelerators if str(device.index) == number), None)
     if found is None:
-        known = ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
+        known = (
+            ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators)
+            or "none"
+        )
         fix = f"use cpu or one of these GPUs: {known}"
         raise UserError(f"no such device: {word!r}", where="--devices", fix=fix, code=2)
     return found
@@ -129,8 +146,10 @@ def _only_these(machine: Machine, chosen: list[Accelerator]) -> Machine:
         hidden = next(device for device in chosen if device not in shown[: len(chosen)])
         raise UserError(
             f"cannot use device {hidden.index} ({hidden.name}): {mask}={value} selects {named}",
-            where="--devices", fix=f"unset {mask}", code=2,
-        )  # fmt: skip
+            where="--devices",
+            fix=f"unset {mask}",
+            code=2,
+        )
     return with_cached_probes(only(machine, {device.index for device in chosen}))
 
 
@@ -141,4 +160,6 @@ def same_devices(machine: Machine, before: Machine) -> Machine:
     if len(kept) == 1 and len(machine.accelerators) > 1:
         return _only_these(machine, kept)
     narrow = kept or not before.accelerators
-    return with_cached_probes(only(machine, {device.index for device in kept})) if narrow else machine
+    return (
+        with_cached_probes(only(machine, {device.index for device in kept})) if narrow else machine
+    )

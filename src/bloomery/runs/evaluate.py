@@ -16,7 +16,14 @@ from bloomery.data.examples import Example
 from bloomery.data.packing import truncated_lengths
 from bloomery.data.prepare.kinds import KINDS
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, ShardKind, open_split, read_manifest
-from bloomery.data.sources.documents import Dataset, ReadStats, open_dataset, read_documents, read_file, unpadded
+from bloomery.data.sources.documents import (
+    Dataset,
+    ReadStats,
+    open_dataset,
+    read_documents,
+    read_file,
+    unpadded,
+)
 from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.sources.formats import NAMES, RequiredFormat
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
@@ -59,13 +66,23 @@ class Text:
 
     @property
     def scored(self) -> int:
-        return max(len(self.tokens) - 1, 0) if self.loss_mask is None else int(self.loss_mask[1:].sum())
+        return (
+            max(len(self.tokens) - 1, 0)
+            if self.loss_mask is None
+            else int(self.loss_mask[1:].sum())
+        )
 
 
 def evaluate_model(
-    model: Path, data: Path | None, *, step: str = "best", bos: bool = True, template: str | None = None,
-    use: Use | None = None, on_load: OnText = lambda _: None,
-) -> tuple[TextScores | PairMetrics, list[str]]:  # fmt: skip
+    model: Path,
+    data: Path | None,
+    *,
+    step: str = "best",
+    bos: bool = True,
+    template: str | None = None,
+    use: Use | None = None,
+    on_load: OnText = lambda _: None,
+) -> tuple[TextScores | PairMetrics, list[str]]:
     """The scores on `data` (None: the validation set of a run), and notes that explain them. Raises UserError.
 
     `model`: an argument of `find_model`.
@@ -74,7 +91,9 @@ def evaluate_model(
     if data is None:
         if not (model / "plan.json").is_file():
             fix = "add --data PATH (a text; preference pairs for a reward model)"
-            raise UserError("no validation set: this model is not a run", where=str(model), fix=fix, code=2)
+            raise UserError(
+                "no validation set: this model is not a run", where=str(model), fix=fix, code=2
+            )
         plan = read_plan(model / "plan.json")
         data = plan.data.prepared
     decoder, tokenizer = load_to_evaluate(model, step=step, use=use, on_load=on_load)
@@ -106,7 +125,12 @@ def load_to_evaluate(
 
 
 def load_found(
-    files: ModelFiles, *, where: str, vocab_size: int = 0, use: Use | None = None, on_load: OnText = lambda _: None
+    files: ModelFiles,
+    *,
+    where: str,
+    vocab_size: int = 0,
+    use: Use | None = None,
+    on_load: OnText = lambda _: None,
 ) -> tuple[Decoder, Tokenizer]:
     """`load_to_evaluate` from `files`, with at least `vocab_size` tokens. Raises UserError for a reward model."""
     decoder, tokenizer = _load(files, vocab_size, use, on_load)
@@ -114,7 +138,9 @@ def load_found(
     return decoder, tokenizer
 
 
-def _load(files: ModelFiles, vocab_size: int, use: Use | None, on_load: OnText) -> tuple[Decoder, Tokenizer]:
+def _load(
+    files: ModelFiles, vocab_size: int, use: Use | None, on_load: OnText
+) -> tuple[Decoder, Tokenizer]:
     use = use or Use.local()
     dtype = torch.float32 if use.device == "cpu" else None
     decoder = load_used(files, use, dtype=dtype, vocab_size=vocab_size, on_load=on_load)
@@ -122,9 +148,14 @@ def _load(files: ModelFiles, vocab_size: int, use: Use | None, on_load: OnText) 
 
 
 def evaluate(
-    decoder: Decoder, tokenizer: Tokenizer, data: Path, *, bos: bool = True, context: int | None = None,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    data: Path,
+    *,
+    bos: bool = True,
+    context: int | None = None,
     template: str | None = None,
-) -> tuple[TextScores, list[str]]:  # fmt: skip
+) -> tuple[TextScores, list[str]]:
     """The scores, and notes that explain them.
 
     `data`: a text file (one document), a data file or folder as in recipes, or a prepared folder (its validation set).
@@ -136,18 +167,26 @@ def evaluate(
     refuse_values(decoder.config, where="the model")
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     texts = list(texts_of(data, tokenizer, bos=bos, template=template))
-    refuse_unknown_ids(chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size)
+    refuse_unknown_ids(
+        chain.from_iterable(text.tokens for text in texts), decoder.config.vocab_size
+    )
     result = evaluate_texts(decoder, texts, where=str(data), context=context)
     return result, notes_of(texts, tokenizer, bos=bos, context=context)
 
 
-def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -> tuple[TextScores, list[str]] | None:
+def evaluate_as_trained(
+    decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan
+) -> tuple[TextScores, list[str]] | None:
     """The scores of the run's own evaluation: the same packed sequences of its validation set.
 
     None where the loss is not per token, or without a validation set. Raises UserError when no token can be scored.
     """
     tokens = read_manifest(plan.data.prepared).validation.tokens
-    if plan.objective.spec.loss_unit != "token" or decoder.config.transformers_backend is not None or not tokens:
+    if (
+        plan.objective.spec.loss_unit != "token"
+        or decoder.config.transformers_backend is not None
+        or not tokens
+    ):
         return None
     own = plan.train.device == next(decoder.parameters()).device.type
     for module in decoder.modules():
@@ -156,26 +195,40 @@ def evaluate_as_trained(decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan) -
     loader, sizes = open_loader(plan, "validation"), tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)
     result = evaluate_validation(
-        decoder, loader, objective, plan=plan.eval, precision="float32", token_bytes=sizes, limit=plan.eval.sequences
+        decoder,
+        loader,
+        objective,
+        plan=plan.eval,
+        precision="float32",
+        token_bytes=sizes,
+        limit=plan.eval.sequences,
     )  # the decoder already computes in the run's precision
     where = str(plan.data.prepared)
     if result is None:
         raise UserError("no token to score", where=where, fix="add --data PATH")
     if not math.isfinite(result.loss) or result.perplexity is None:
         fix = "evaluate an earlier checkpoint with --step"
-        raise UserError("the loss is not a finite number: the weights are damaged", where=where, fix=fix)
+        raise UserError(
+            "the loss is not a finite number: the weights are damaged", where=where, fix=fix
+        )
     count = min(plan.eval.sequences or loader.sequences, loader.sequences)
     note = (
         f"same as in training: {count:,} of {loader.sequences:,} sequences of {plan.data.sequence_length:,} tokens;"
         f" --data {where} scores whole texts"
     )
-    return TextScores(result.loss, result.perplexity, result.bits_per_byte, result.tokens, result.bytes or 0), [note]
+    return TextScores(
+        result.loss, result.perplexity, result.bits_per_byte, result.tokens, result.bytes or 0
+    ), [note]
 
 
 def evaluate_pairs(
-    decoder: Decoder, tokenizer: Tokenizer, data: Path, *, template: str | None = None,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    data: Path,
+    *,
+    template: str | None = None,
     sequence_length: int | None = None,
-) -> tuple[PairMetrics, list[str]]:  # fmt: skip
+) -> tuple[PairMetrics, list[str]]:
     """The metrics of a reward model on the preference pairs in `data`, and notes that explain them.
 
     `data`: as in `evaluate`. `sequence_length`: shared by both responses, as in training; None: each response can fill
@@ -192,7 +245,10 @@ def evaluate_pairs(
     if not good.any():
         fix = "use pairs of a chosen and a rejected response: --data PATH"
         raise UserError("no pair to score", where=str(data), fix=fix)
-    kept = [(ids[:count], fits) for (ids, _), count, fits in zip(sides, lengths.ravel(), good.repeat(2), strict=True)]
+    kept = [
+        (ids[:count], fits)
+        for (ids, _), count, fits in zip(sides, lengths.ravel(), good.repeat(2), strict=True)
+    ]
     metrics = score_pairs(decoder, [ids for ids, fits in kept if fits])
     if not math.isfinite(metrics.loss):
         problem = "the values of the reward model are not finite numbers: the weights are damaged"
@@ -205,30 +261,46 @@ def evaluate_pairs(
     return metrics, notes
 
 
-def _sides_of(data: Path, tokenizer: Tokenizer, template: str | None) -> Iterator[tuple[list[int], int]]:
+def _sides_of(
+    data: Path, tokenizer: Tokenizer, template: str | None
+) -> Iterator[tuple[list[int], int]]:
     """The chosen and the rejected side of each pair in turn, each with the index of its first loss token."""
     if (data / "manifest.json").is_file():
         split = open_split(data, "validation")
         if split.kind != "pairs" or split.first is None:
-            raise _no_pairs({"text": "plain text", "kto": NAMES["kto"]}.get(split.kind, NAMES["chat"]), str(data))
-        yield from ((split.document(index).tolist(), int(split.first[index])) for index in range(len(split)))
+            raise _no_pairs(
+                {"text": "plain text", "kto": NAMES["kto"]}.get(split.kind, NAMES["chat"]),
+                str(data),
+            )
+        yield from (
+            (split.document(index).tolist(), int(split.first[index])) for index in range(len(split))
+        )
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         for content in _contents(data, tokenizer):
             if not isinstance(content, Example):
-                raise _no_pairs("plain text" if isinstance(content, str) else "token ids", str(data))
+                raise _no_pairs(
+                    "plain text" if isinstance(content, str) else "token ids", str(data)
+                )
             if content.kind != "pair":
                 raise _no_pairs(NAMES[content.kind], content.source)
             for side in renderer.encode(content):
-                yield side.ids, next((i for i, flag in enumerate(side.loss_mask) if flag and i), len(side.ids))
+                yield (
+                    side.ids,
+                    next((i for i, flag in enumerate(side.loss_mask) if flag and i), len(side.ids)),
+                )
 
 
 def _no_pairs(kind: str, where: str) -> UserError:
-    problem = f"a reward model requires pairs of a chosen and a rejected response; this data is {kind}"
+    problem = (
+        f"a reward model requires pairs of a chosen and a rejected response; this data is {kind}"
+    )
     return UserError(problem, where=where, fix="use preference pairs: --data PATH")
 
 
-def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None) -> TextScores:
+def evaluate_texts(
+    decoder: Decoder, texts: Iterable[Text], *, where: str, context: int | None = None
+) -> TextScores:
     """The mean over all scored tokens of all documents."""
     texts = list(texts)
     scores = score_documents(decoder, (text.tokens for text in texts), context=context)
@@ -248,7 +320,9 @@ def evaluate_texts(decoder: Decoder, texts: Iterable[Text], *, where: str, conte
     return TextScores(loss, math.exp(min(loss, 700.0)), bits, tokens, size)
 
 
-def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: str | None = None) -> Iterator[Text]:
+def texts_of(
+    data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: str | None = None
+) -> Iterator[Text]:
     """The documents of `data`, tokenized. Raises UserError when it is missing or unreadable."""
     if (data / "manifest.json").is_file():
         yield from _prepared(data, tokenizer, bos=bos)
@@ -260,7 +334,9 @@ def texts_of(data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: st
             if isinstance(content, Example):
                 if content.desirable is not False:
                     encoded = renderer.encode(content)[0]
-                    yield _masked(encoded.ids, np.array(encoded.loss_mask), sizes, KINDS[content.kind])
+                    yield _masked(
+                        encoded.ids, np.array(encoded.loss_mask), sizes, KINDS[content.kind]
+                    )
                 continue
             ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
             ids = ids if start and ids[:1] == start else start + ids
@@ -275,15 +351,21 @@ def _masked(ids: list[int], loss_mask: np.ndarray, sizes: np.ndarray, kind: Shar
 def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...] | Example]:
     root, glob = data, None
     places = [index for index, part in enumerate(data.parts) if any(mark in part for mark in "*?[")]
-    if places and not data.exists():  # the folder before the first wildcard, and the pattern after it
+    # the folder before the first wildcard, and the pattern after it
+    if places and not data.exists():
         root, glob = Path(*data.parts[: places[0]]), str(Path(*data.parts[places[0] :]))
     if root.is_file() and suffix_of(root) not in DATA | TABLES:
         yield read_file(root)
         return
     dataset = _open_any(Source(path=str(root), glob=glob))
-    whole = tuple(replace(file, format="code" if file.format == "text" else file.format) for file in dataset.files)
+    whole = tuple(
+        replace(file, format="code" if file.format == "text" else file.format)
+        for file in dataset.files
+    )
     ends = (tokenizer.bos_id, tokenizer.eos_id)
-    for document in read_documents(replace(dataset, files=whole), on_error="stop", stats=ReadStats()):
+    for document in read_documents(
+        replace(dataset, files=whole), on_error="stop", stats=ReadStats()
+    ):
         document = unpadded(document, pad_id=tokenizer.pad_id, ends=ends)
         yield document.content if document.tokens is None else document.tokens
 
@@ -302,7 +384,9 @@ def _open_any(source: Source) -> Dataset:
     raise failed
 
 
-def _bytes(content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *, whole: bool) -> int:
+def _bytes(
+    content: str | tuple[int, ...], ids: list[int], sizes: np.ndarray, *, whole: bool
+) -> int:
     """UTF-8 bytes of the tokens after the first; of the whole text after a BOS."""
     if isinstance(content, tuple):
         return int(sizes[np.asarray(ids[1:], dtype=np.int64)].sum())
@@ -330,10 +414,15 @@ def notes_of(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int
     longer = sum(len(text.tokens) > context for text in texts)
     if longer:
         count = f"{longer:,} of {len(texts):,} texts are" if len(texts) > 1 else "the text is"
-        notes.append(f"{count} longer than the context of {context:,} tokens and scored in half-overlapping windows")
+        notes.append(
+            f"{count} longer than the context of {context:,} tokens and scored in half-overlapping windows"
+        )
     masked = [text for text in texts if text.loss_mask is not None]
     if masked:
-        scored, whole = sum(text.scored for text in masked), sum(len(text.tokens) for text in masked)
+        scored, whole = (
+            sum(text.scored for text in masked),
+            sum(len(text.tokens) for text in masked),
+        )
         part = {
             "pairs": f"the chosen response of {counted(len(masked), 'pairs')}",
             "kto": f"{counted(len(masked), 'desirable responses')}",

@@ -117,7 +117,11 @@ class EventHub:
         self.began = True
         with ExitStack() as stack:
             if not self._quiet:
-                facts = RunFacts(name=name, every_steps=1) if plan is None else run_facts(plan, self._machine())
+                facts = (
+                    RunFacts(name=name, every_steps=1)
+                    if plan is None
+                    else run_facts(plan, self._machine())
+                )
                 before = read_events(self._folder.events) if plan is not None else ()
                 stream = cast("IO[str]", ClosableStream(sys.stdout))
                 console = Console(file=stream, force_terminal=False if self._lines else None)
@@ -146,7 +150,9 @@ class EventHub:
         for command in plan.logging.commands:
             if command not in hooks:
                 fix = f"to run it: bloomery resume {self._folder.name} 'logging.trackers=[{{command: ...}}]'"
-                self._warn(f"hook not started, because you did not request it for this folder: {command}; {fix}")
+                self._warn(
+                    f"hook not started, because you did not request it for this folder: {command}; {fix}"
+                )
         sinks = open_sinks(
             self._folder.path,
             plan.logging.trackers,

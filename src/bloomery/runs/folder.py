@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import abandoned, irregular, open_regular, read_whole, remove, try_lock, write_durably
+from bloomery.core.files import (
+    abandoned,
+    irregular,
+    open_regular,
+    read_whole,
+    remove,
+    try_lock,
+    write_durably,
+)
 from bloomery.core.text import closest, expanded
 from bloomery.core.units import format_bytes
 from bloomery.plan.store import RUN_FILE, begin
@@ -35,10 +43,17 @@ def host_name() -> str:
 def start_mark(pid: int) -> str | None:
     """A text that distinguishes this process from any later one with the same pid; None when it is dead."""
     if not sys.platform.startswith("linux"):
-        listed = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        listed = subprocess.run(
+            ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+        )
         return listed.stdout.strip() or None
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        after_name = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return None
@@ -49,8 +64,11 @@ def start_mark(pid: int) -> str | None:
 BEAT_SECONDS = 20.0  # the holder of a lock updates its time this often
 DEAD_SECONDS = 120.0  # a lock of another host without an update for this time is taken over
 PATIENCE_SECONDS = 5.0  # for the ranks of a run that was just killed
-_FIRST_DRAFTS = re.compile(r"\.tmp-(run\.json|recipe\.yaml|machine\.json|metrics\.json|lock|clock)-\d+")
-_BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")  # files of a run without a plan
+_FIRST_DRAFTS = re.compile(
+    r"\.tmp-(run\.json|recipe\.yaml|machine\.json|metrics\.json|lock|clock)-\d+"
+)
+# files of a run without a plan
+_BEFORE_A_PLAN = ("events.jsonl", "log.txt", "metrics.json", "machine.json")
 
 
 @final
@@ -215,8 +233,13 @@ def _acquire(folder: RunFolder, place: int, descriptor: int) -> str:
     holder = holder_of(folder.lock)
     if holder and (alive(holder) if holder["host"] == host_name() else beats(folder.lock)):
         raise _in_use(folder, holder)
-    who: dict[str, Any] = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()}
-    who |= {"receives_signals": receives_signals(), "since": time.time()}  # earlier events are another process's
+    who: dict[str, Any] = {
+        "pid": os.getpid(),
+        "started": start_mark(os.getpid()),
+        "host": host_name(),
+    }
+    # earlier events are another process's
+    who |= {"receives_signals": receives_signals(), "since": time.time()}
     text = json.dumps(who)
     with _explained(folder.path):
         os.ftruncate(descriptor, 0)
@@ -231,13 +254,21 @@ def holder_of(lock: Path) -> dict[str, Any]:
         entry: Any = json.loads(read_whole(lock, most=10_000))
     except (ValueError, OSError, RecursionError, UserError):
         return {}
-    whole = isinstance(entry, dict) and {"pid", "started", "host"} <= entry.keys() and isinstance(entry["pid"], int)
+    whole = (
+        isinstance(entry, dict)
+        and {"pid", "started", "host"} <= entry.keys()
+        and isinstance(entry["pid"], int)
+    )
     return entry if whole else {}
 
 
 def alive(holder: dict[str, Any]) -> bool:
     """Whether that process is alive on this host; a later one with the same pid is not it."""
-    return bool(holder) and holder["host"] == host_name() and start_mark(int(holder["pid"])) == holder["started"]
+    return (
+        bool(holder)
+        and holder["host"] == host_name()
+        and start_mark(int(holder["pid"])) == holder["started"]
+    )
 
 
 def worked_on(folder: Path) -> bool:
@@ -256,10 +287,13 @@ def worked_on(folder: Path) -> bool:
         if not lock.stat().st_size:  # emptied at the end of the run
             return False
         holder = holder_of(lock)
-        silent = abs(time.time() - lock.stat().st_mtime)  # a time far in the future is not an update
+        # a time far in the future is not an update
+        silent = abs(time.time() - lock.stat().st_mtime)
     except OSError:
         return False
-    return bool(holder) and (alive(holder) if holder["host"] == host_name() else silent < DEAD_SECONDS)
+    return bool(holder) and (
+        alive(holder) if holder["host"] == host_name() else silent < DEAD_SECONDS
+    )
 
 
 def beats(lock: Path) -> bool:
@@ -287,9 +321,15 @@ def _in_place(lock: Path, descriptor: int) -> bool:
 def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
     who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
     there = f" (on {holder['host']})" if holder and holder["host"] != host_name() else ""
-    stop = f"`bloomery stop {folder.name}`{there}" if holder else "wait until that process has ended"
+    stop = (
+        f"`bloomery stop {folder.name}`{there}" if holder else "wait until that process has ended"
+    )
     stop += f"; if that machine no longer exists, delete {folder.lock}" if there else ""
-    return UserError(f"the run is in use by {who}", where=str(folder.path), fix=f"{stop}; or use another --run-dir")
+    return UserError(
+        f"the run is in use by {who}",
+        where=str(folder.path),
+        fix=f"{stop}; or use another --run-dir",
+    )
 
 
 @contextmanager
@@ -299,7 +339,8 @@ def _beating(lock: Path, descriptor: int, text: str) -> Iterator[None]:
     def beat() -> None:
         while not ended.wait(BEAT_SECONDS):
             os.utime(descriptor)
-            with suppress(OSError, UserError):  # a full disk or a deleted folder: writing events reports that
+            # a full disk or a deleted folder: writing events reports that
+            with suppress(OSError, UserError):
                 if not _in_place(lock, descriptor) and holder_of(lock) in ({}, json.loads(text)):
                     write_durably(lock, text)  # the file was deleted
 
@@ -345,7 +386,9 @@ def find_run(name: str) -> Path:
         raise UserError(f"no run {name!r}: there are no runs", where=where, fix=fix, code=2)
     names = [folder.name for folder in runs]
     near = closest(name, ["last", *names], count=3, cutoff=0.4) or names[-3:]
-    raise UserError(f"no run {name!r}", where=where, fix="similar names: " + ", ".join(near), code=2)
+    raise UserError(
+        f"no run {name!r}", where=where, fix="similar names: " + ", ".join(near), code=2
+    )
 
 
 def model_path(name: str) -> Path:

@@ -61,7 +61,9 @@ class Model:
         self.decoder, self._tokenizer_folder = decoder, tokenizer_folder
 
     @staticmethod
-    def load(model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None) -> "Model":
+    def load(
+        model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None
+    ) -> "Model":
         """The model that `find_model` finds. Raises UserError."""
         files = find_model(model, step)
         decoder = load_used(files, use or Use.local(), on_load=on_load)
@@ -78,9 +80,13 @@ class Model:
         return "".join(generate(self.decoder, self.tokenizer, prompt, Sampling(**settings), stop))
 
     def chat(
-        self, messages: str | Sequence[Mapping[str, str]], *, template: str | None = None, stop: Sequence[str] = (),
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        *,
+        template: str | None = None,
+        stop: Sequence[str] = (),
         **settings: Any,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """The reply to a message, or to a conversation of {"role", "content"} messages, in the chat `template`
         (default: the model's own). Raises UserError.
         """
@@ -88,8 +94,13 @@ class Model:
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         told = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
         with _chat_form(self.tokenizer, template) as form:
-            sampling, ends = replace(Sampling(**settings), stop_ids=form.stop_ids), (*stop, *form.stop_strings)
-            return "".join(continued(self.decoder, self.tokenizer, form.encode(told), sampling, ends))
+            sampling, ends = (
+                replace(Sampling(**settings), stop_ids=form.stop_ids),
+                (*stop, *form.stop_strings),
+            )
+            return "".join(
+                continued(self.decoder, self.tokenizer, form.encode(told), sampling, ends)
+            )
 
 
 @final
@@ -124,9 +135,13 @@ class Speed:
 
 
 def generate(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: str, sampling: Sampling, stop: Sequence[str] = (),
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
     speed: Speed | None = None,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """The completion of `prompt`, in pieces that are whole characters, up to an EOS token or the first `stop` text.
 
     The prompt starts with the BOS token, if the tokenizer has one. Raises UserError when the prompt fills the context,
@@ -136,9 +151,14 @@ def generate(
 
 
 def speculation_of(
-    decoder: Decoder, tokenizer: Tokenizer, *, lookup: int | None, draft: Path | None, use: Use | None = None,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    lookup: int | None,
+    draft: Path | None,
+    use: Use | None = None,
     on_load: OnText = lambda _: None,
-) -> Speculation | None:  # fmt: skip
+) -> Speculation | None:
     """Prompt lookup of so many tokens, or a draft model. Raises UserError for a draft model of another vocabulary."""
     if lookup is not None:
         return Speculation(PromptLookup(lookup))
@@ -146,7 +166,10 @@ def speculation_of(
         return None
     smaller, words = load_model(draft, use=use, on_load=on_load)
     if words.hash != tokenizer.hash:
-        problem, fix = "the draft model has another tokenizer", "take a smaller model of the same family"
+        problem, fix = (
+            "the draft model has another tokenizer",
+            "take a smaller model of the same family",
+        )
         raise UserError(problem, where="--draft", fix=fix, code=2)
     return Speculation(DraftModel(smaller, decoder))
 
@@ -196,7 +219,9 @@ class JsonGrammars:
 
 def _unsupported(reason: str) -> UserError:
     problem = f"JSON schema not supported: {reason.splitlines()[0][:200]}"
-    return UserError(problem, where="the JSON schema", fix="see https://json-schema.org/learn", code=2)
+    return UserError(
+        problem, where="the JSON schema", fix="see https://json-schema.org/learn", code=2
+    )
 
 
 class GrammarFailed(UserError):
@@ -243,15 +268,24 @@ class Writer:
     def pieces(self, prompt: str) -> Iterator[str]:
         """The completion in pieces. Raises UserError."""
         constraint = None if self.constrain is None else self.constrain()
-        return continued(self.decoder, self.tokenizer, self.encode(prompt), self.sampling, self.stop,
-                         speed=self.speed, constraint=constraint)  # fmt: skip
+        return continued(
+            self.decoder,
+            self.tokenizer,
+            self.encode(prompt),
+            self.sampling,
+            self.stop,
+            speed=self.speed,
+            constraint=constraint,
+        )
 
     def complete(self, prompts: Sequence[str], slots: int = 8) -> Iterator[str]:
         """The completions in the order of the prompts; up to `slots` of them decode together. Raises UserError."""
         rows = [self.encode(prompt) for prompt in prompts]
         for ids in rows:
             refuse_prompt(ids, self.decoder.config)
-        ends = known_ids(self.tokenizer.eos_id, self.decoder.config.eos_token_id, *self.sampling.stop_ids)
+        ends = known_ids(
+            self.tokenizer.eos_id, self.decoder.config.eos_token_id, *self.sampling.stop_ids
+        )
         sampling, slots = replace(self.sampling, stop_ids=ends), min(slots, len(rows))
         longest = max(map(len, rows)) + sampling.max_new_tokens
         past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
@@ -261,7 +295,9 @@ class Writer:
         while waiting or batch.texts:
             while waiting and not batch.full:
                 number, ids = waiting.popleft()
-                text = batch.add(ids, sampling, constraint=None if self.constrain is None else self.constrain())
+                text = batch.add(
+                    ids, sampling, constraint=None if self.constrain is None else self.constrain()
+                )
                 open_[text] = number, [], TextStream(self.tokenizer, ids), Stops(self.stop)
             for drawn in self.speed.timed(batch.step):
                 if isinstance(drawn.ended, UserError):
@@ -286,9 +322,15 @@ class Writer:
 
 @contextmanager
 def writer(
-    decoder: Decoder, tokenizer: Tokenizer, sampling: Sampling, stop: Sequence[str] = (), *, chat: bool = False,
-    speed: Speed | None = None, schema: Mapping[str, Any] | None = None,
-) -> Iterator[Writer]:  # fmt: skip
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    *,
+    chat: bool = False,
+    speed: Speed | None = None,
+    schema: Mapping[str, Any] | None = None,
+) -> Iterator[Writer]:
     """Completes prompts or, with `chat`, replies to them in the chat template; with `schema`, in JSON of that schema.
 
     Raises UserError for a chat with a model without a chat template, and for a schema that is not supported.
@@ -332,9 +374,15 @@ def _chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForma
 
 
 def continued(
-    decoder: Decoder, tokenizer: Tokenizer, ids: Sequence[int], sampling: Sampling, stop: Sequence[str] = (),
-    past: Past | None = None, speed: Speed | None = None, constraint: Constraint | None = None,
-) -> Iterator[str]:  # fmt: skip
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    past: Past | None = None,
+    speed: Speed | None = None,
+    constraint: Constraint | None = None,
+) -> Iterator[str]:
     """`generate` from token ids. With a `past`, tokens in its cache are not computed again; all new ones are added.
 
     Raises UserError when the ids fill the context.
@@ -343,8 +391,12 @@ def continued(
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
     sampling = replace(sampling, stop_ids=ends)
     speculation = None if speed is None else speed.speculation
-    tokens = sample_tokens(decoder, ids, sampling, past, speculation=speculation, constraint=constraint)
-    return _pieces(tokens if speed is None else speed.measured(tokens), TextStream(tokenizer, ids), Stops(stop))
+    tokens = sample_tokens(
+        decoder, ids, sampling, past, speculation=speculation, constraint=constraint
+    )
+    return _pieces(
+        tokens if speed is None else speed.measured(tokens), TextStream(tokenizer, ids), Stops(stop)
+    )
 
 
 def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
@@ -353,8 +405,9 @@ def refuse_prompt(ids: Sequence[int], config: ModelConfig) -> None:
     if len(ids) >= config.max_positions:
         raise UserError(
             f"prompt too long: {len(ids):,} tokens, and the context is {config.max_positions:,}",
-            where="--prompt", fix="shorten the prompt",
-        )  # fmt: skip
+            where="--prompt",
+            fix="shorten the prompt",
+        )
 
 
 def _pieces(tokens: Iterator[int], text: "TextStream", stops: "Stops") -> Iterator[str]:

@@ -27,11 +27,14 @@ VARIABLES = (
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
     (
-        "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     ("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)  # fmt: skip
+)
 JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID", "SLURM_JOB_ID")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 MOST_RANKS = 2**17  # the largest machine that is planned for, Frontier, has 75,264 devices
@@ -63,7 +66,8 @@ class Launch:
     meeting: str
     address: str | None = None
     port: int | None = None
-    variables: tuple[str, str] = ("RANK", "WORLD_SIZE")  # that gave the rank and the number of ranks
+    # that gave the rank and the number of ranks
+    variables: tuple[str, str] = ("RANK", "WORLD_SIZE")
 
     @property
     def alone(self) -> bool:
@@ -86,11 +90,14 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
     """
     given = os.environ if given is None else given
     known = [
-        names for names in VARIABLES
-        if given.get(names[1]) and given.get(names[2])
+        names
+        for names in VARIABLES
+        if given.get(names[1])
+        and given.get(names[2])
         and (names[0] != "srun" or "SLURM_STEP_ID" in given or "SLURM_STEPID" in given)
-        and (names[2] != "SLURM_NTASKS" or "SLURM_STEP_NUM_TASKS" not in given)  # of the job, not of this step
-    ]  # fmt: skip
+        # of the job, not of this step
+        and (names[2] != "SLURM_NTASKS" or "SLURM_STEP_NUM_TASKS" not in given)
+    ]
     for names in known:
         _refuse_malformed(given, names)
     if not known:
@@ -101,10 +108,14 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
         return None
     if world > MOST_RANKS:
         problem = f"{names[2]}={world:,} ranks: at most {MOST_RANKS:,} train together"
-        raise UserError(problem, where="the environment", fix=f"unset {names[2]}, or correct it", code=2)
+        raise UserError(
+            problem, where="the environment", fix=f"unset {names[2]}, or correct it", code=2
+        )
     if not 0 <= rank < world:
         problem = f"{names[1]}={rank} is not a rank of {names[2]}={world}"
-        raise UserError(problem, where="the environment", fix=f"unset both, or start {world} processes", code=2)
+        raise UserError(
+            problem, where="the environment", fix=f"unset both, or start {world} processes", code=2
+        )
     address = given.get("MASTER_ADDR")
     local_world = _number(given, names[4])
     if local_world is None and names[0] == "srun":
@@ -125,21 +136,34 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
     # The agent of torchrun listens at its port itself.
     port = None if given.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _port(given)
     return Launch(
-        launcher, rank, world, rank % local_world if local_rank is None else local_rank, local_world, job,
+        launcher,
+        rank,
+        world,
+        rank % local_world if local_rank is None else local_rank,
+        local_world,
+        job,
         start="/".join([job, str(world), *store, *restarts]),
         meeting="/".join([*(store if by_hand else [job]), *restarts]),
-        address=address, port=port, variables=(names[1], names[2]),
-    )  # fmt: skip
+        address=address,
+        port=port,
+        variables=(names[1], names[2]),
+    )
 
 
 def _refuse_malformed(given: Mapping[str, str], names: Sequence[str]) -> None:
     """Raises UserError for a variable of this launcher that is not a number, and for zero ranks."""
     for name, least in ((names[1], 0), (names[2], 1), (names[3], 0), (names[4], 1)):
-        if not name or not given.get(name) or (given[name].isdecimal() and int(given[name]) >= least):
+        if (
+            not name
+            or not given.get(name)
+            or (given[name].isdecimal() and int(given[name]) >= least)
+        ):
             continue
         wanted = "a positive number" if least else "a rank, which is 0 or a positive number"
         fix = f"unset {names[1]} and {names[2]} to train without a launcher, or correct it"
-        raise UserError(f"{name}={given[name][:40]} is not {wanted}", where="the environment", fix=fix, code=2)
+        raise UserError(
+            f"{name}={given[name][:40]} is not {wanted}", where="the environment", fix=fix, code=2
+        )
 
 
 def _port(given: Mapping[str, str]) -> int | None:
@@ -147,7 +171,12 @@ def _port(given: Mapping[str, str]) -> int | None:
     text = given.get("MASTER_PORT", "")
     if text and not (text.isdecimal() and 0 < int(text) < 65536):
         problem = f"MASTER_PORT={text[:40]} is not a port"
-        raise UserError(problem, where="the environment", fix="unset it, or set a number from 1 to 65535", code=2)
+        raise UserError(
+            problem,
+            where="the environment",
+            fix="unset it, or set a number from 1 to 65535",
+            code=2,
+        )
     return int(text) if text else None
 
 
@@ -158,7 +187,9 @@ def _number(given: Mapping[str, str], name: str) -> int | None:
 def _local_tasks(given: Mapping[str, str]) -> int | None:
     """Of "4(x2),3": tasks of each node, in the order of the nodes."""
     counts = list[int]()
-    for word in given.get("SLURM_STEP_TASKS_PER_NODE", given.get("SLURM_TASKS_PER_NODE", "")).split(","):
+    for word in given.get("SLURM_STEP_TASKS_PER_NODE", given.get("SLURM_TASKS_PER_NODE", "")).split(
+        ","
+    ):
         if (part := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)) is not None:
             counts += [int(part[1])] * int(part[2] or 1)
     node = _number(given, "SLURM_NODEID") or 0
@@ -174,7 +205,8 @@ def _job(given: Mapping[str, str], launcher: str, *, alone: bool) -> str:
         named = given.get("TORCHELASTIC_RUN_ID", "none")
         if named != "none":
             return f"torchrun-{named}"
-        report = Path(given.get("TORCHELASTIC_ERROR_FILE", ""))  # LOGS/none_RANDOM/attempt_N/RANK/error.json
+        # LOGS/none_RANDOM/attempt_N/RANK/error.json
+        report = Path(given.get("TORCHELASTIC_ERROR_FILE", ""))
         if alone and len(report.parents) > 3:
             return f"torchrun-{report.parents[2].name}"
     else:
@@ -197,8 +229,10 @@ def new_folder(recipe_name: str) -> Path:
     if not launch.job:
         raise UserError(
             f"{launch.launcher} does not give its ranks a common name, so they cannot agree on a run folder",
-            where="--run-dir", fix="pass --run-dir DIR, the same to all ranks; or torchrun --rdzv-id NAME", code=2,
-        )  # fmt: skip
+            where="--run-dir",
+            fix="pass --run-dir DIR, the same to all ranks; or torchrun --rdzv-id NAME",
+            code=2,
+        )
     name = re.sub(r"[^\w.-]+", "-", f"{recipe_name[:80]}-{launch.job}").strip("-.")
     return Path("runs").absolute() / name[:200]
 
@@ -236,7 +270,11 @@ class Board:
         self._folder, self.launch = folder, launch
         self.path = folder.path / "ranks"
         self.assembly = Assembly(
-            folder.path, rank=launch.rank, world=launch.world, launch=launch.meeting, variables=launch.variables
+            folder.path,
+            rank=launch.rank,
+            world=launch.world,
+            launch=launch.meeting,
+            variables=launch.variables,
         )
         self.word: Word | None = None
         self.met = False  # as another rank: whether rank 0 has been seen at work
@@ -277,9 +315,12 @@ class Board:
 
     def conclude(self, code: int) -> None:
         """As rank 0: no rank starts again."""
-        last = self.word or Word(self.launch.start, self.launch.job, -1, resumed=False, address="", port=0)
+        last = self.word or Word(
+            self.launch.start, self.launch.job, -1, resumed=False, address="", port=0
+        )
         if last.code is None:
-            with suppress(OSError):  # a full disk, or a deleted folder: the others see that the lock is gone
+            # a full disk, or a deleted folder: the others see that the lock is gone
+            with suppress(OSError):
                 self.path.mkdir(exist_ok=True)
                 self._write(replace(last, code=code))
 
@@ -291,7 +332,9 @@ class Board:
         word = word_in(self._folder)
         return word if word is not None and word.start == self.launch.start else None
 
-    def wait(self, stopped: Callable[[], bool], say: Callable[[str], None] = lambda _: None) -> Word | None:
+    def wait(
+        self, stopped: Callable[[], bool], say: Callable[[str], None] = lambda _: None
+    ) -> Word | None:
         """As another rank: the word that begins the next attempt, or ends the run; it is then `word`.
 
         `say` gets a sentence where rank 0 does not come. None when it has ended without a word, or `stopped()` became
@@ -312,7 +355,9 @@ class Board:
                 deadline = time.monotonic() + GONE_SECONDS
             elif not self.met and not said and time.monotonic() - began > QUIET_SECONDS:
                 said = True
-                say(f"for rank 0, at most {patience:.0f} s: it does not work in {self._folder.path} yet")
+                say(
+                    f"for rank 0, at most {patience:.0f} s: it does not work in {self._folder.path} yet"
+                )
             if word is not None and word.code is not None:
                 since_ended = since_ended or time.monotonic()
                 # Of this start, or of one before that had the same variables: rank 0 is then about to begin.
@@ -331,13 +376,21 @@ class Board:
             self._checked_at, word = time.monotonic(), self._current()
             at = None if self.word is None else self.word.attempt
             self._is_over = (
-                word is None or word.attempt != at or word.code is not None or not worked_on(self._folder.path)
+                word is None
+                or word.attempt != at
+                or word.code is not None
+                or not worked_on(self._folder.path)
             )
         return self._is_over
 
     def leave(self, rank: int, ended: Ended) -> None:
         """How a rank ended, for rank 0."""
-        entry = {"code": ended.code, "report": ended.report, "tail": ended.tail, "host": host_name()}
+        entry = {
+            "code": ended.code,
+            "report": ended.report,
+            "tail": ended.tail,
+            "host": host_name(),
+        }
         with suppress(OSError):
             write_durably(self.path / f"end-{rank}.json", json.dumps(entry))
 
@@ -357,7 +410,9 @@ def word_in(folder: RunFolder) -> Word | None:
 def began_by(folder: RunFolder, launch: Launch) -> bool:
     """Whether an earlier start of the same job began the run of this folder."""
     word = word_in(folder)
-    return bool(launch.job) and word is not None and word.job == launch.job and folder.plan.is_file()
+    return (
+        bool(launch.job) and word is not None and word.job == launch.job and folder.plan.is_file()
+    )
 
 
 def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict[str, str]:
@@ -370,7 +425,8 @@ def rank_variables(launch: Launch, word: Word, given: Mapping[str, str]) -> dict
         "LOCAL_WORLD_SIZE": str(launch.local_world),
         "MASTER_ADDR": word.address,
         "MASTER_PORT": str(word.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # a later attempt would find the keys of an earlier one
+        # a later attempt would find the keys of an earlier one
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
     } | ({"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE} if loopback else {})
 
 

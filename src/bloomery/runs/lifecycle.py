@@ -31,7 +31,14 @@ from bloomery.monitor.sinks import LogFile, require, write_metrics
 from bloomery.plan.advise import advise, checkpoint_bytes, energy_kwh
 from bloomery.plan.gather import counted, facts_of, fetch, gather, left_aside
 from bloomery.plan.resolve import DETERMINISM, child_environment, resolve, wanted
-from bloomery.plan.store import dumped, read_plan, read_sealed, require_identity, write_plan, write_sealed
+from bloomery.plan.store import (
+    dumped,
+    read_plan,
+    read_sealed,
+    require_identity,
+    write_plan,
+    write_sealed,
+)
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_pipeline, refuse_recipe
 from bloomery.recipe.load import LoadedRecipe, dump_recipe, load_recipe
@@ -95,7 +102,8 @@ class _StopRequested(Exception):
 
 
 Edit = Callable[[RunPlan], RunPlan]  # of a new plan
-Watch = Callable[[Event, StopRequests], None]  # gets every event; may request a stop or a save, or raise
+# gets every event; may request a stop or a save, or raise
+Watch = Callable[[Event, StopRequests], None]
 
 
 @final
@@ -122,7 +130,9 @@ class _Flow:
             if plan.train.ranks != self.board.launch.world:
                 launch = self.board.launch
                 problem = f"{launch.launcher} started {launch.world} ranks, and the plan has {plan.train.ranks}"
-                raise UserError(problem, where="parallel", fix=f"start {plan.train.ranks} processes", code=2)
+                raise UserError(
+                    problem, where="parallel", fix=f"start {plan.train.ranks} processes", code=2
+                )
             self.board.begin(resumed="--resumed" in words)
         with self.hub.shown(plan, self.name):
             with sensing(self.folder, plan) if plan else nullcontext() as sense:
@@ -160,7 +170,11 @@ class _Flow:
         if not self.hub.ended:
             self.hub.emit(RunEnded(step=last_step(self.folder), status=status, error=error))
             try:
-                write_metrics(self.folder.path, self._planned(), best_saved=best_on_disk(self.folder.checkpoints))
+                write_metrics(
+                    self.folder.path,
+                    self._planned(),
+                    best_saved=best_on_disk(self.folder.checkpoints),
+                )
             except OSError as error:
                 self.hub.line(f"cannot write metrics.json: {error.strerror}")
 
@@ -169,7 +183,11 @@ class _Flow:
         if not self.folder.plan.exists():
             return {}
         plan = read_plan(self.folder.plan)
-        rate = plan.step_seconds.inverse(plan.train.tokens_per_step).value if plan.step_seconds is not None else None
+        rate = (
+            plan.step_seconds.inverse(plan.train.tokens_per_step).value
+            if plan.step_seconds is not None
+            else None
+        )
         return {
             "max_steps": plan.train.steps,
             "tokens_per_second": rate,
@@ -228,7 +246,17 @@ def start(
         new_run(loaded, path) as (folder, lock),
         event_hub(folder, quiet=quiet, lines=launch is not None) as hub,
     ):
-        flow = _Flow(folder, lock, hub, requests, loaded.name, recover, edit, watch, _board(folder, launch, hub))
+        flow = _Flow(
+            folder,
+            lock,
+            hub,
+            requests,
+            loaded.name,
+            recover,
+            edit,
+            watch,
+            _board(folder, launch, hub),
+        )
         _allow_hooks(flow, loaded)
         return _ended(flow, lambda: _started(flow, loaded, devices, resumed=False))
 
@@ -267,7 +295,9 @@ def resume(
         require(loaded.recipe.logging.libraries)
         with event_hub(folder, quiet=quiet, lines=launch is not None) as hub:
             board = _board(folder, launch, hub)
-            flow = _Flow(folder, lock, hub, requests, loaded.name, recover, watch=watch, board=board)
+            flow = _Flow(
+                folder, lock, hub, requests, loaded.name, recover, watch=watch, board=board
+            )
             if any(word.startswith("logging.trackers") for word in overrides):
                 _allow_hooks(flow, loaded)
             if step is None and reported_done and not done:
@@ -284,7 +314,9 @@ def _allow_hooks(flow: _Flow, loaded: LoadedRecipe) -> None:
     try:
         remember(flow.folder.path, flow.hub.hooks)
     except OSError as error:
-        reason = f"the hooks of this run will not start after a resume: cannot write {error.filename}"
+        reason = (
+            f"the hooks of this run will not start after a resume: cannot write {error.filename}"
+        )
         flow.hub.emit(Warned(reason=f"{reason}: {error.strerror}"))
 
 
@@ -326,7 +358,9 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
             try:
                 plan = read_plan(folder.plan)
                 machine = _rank_machine(launch, devices)
-                plan = plan.model_copy(update={"environment": build_profile(machine).environment.value})
+                plan = plan.model_copy(
+                    update={"environment": build_profile(machine).environment.value}
+                )
                 with closing(LogFile(board.path / f"rank-{launch.rank}.log")) as log:
                     ending = run_stage(
                         "train",
@@ -349,7 +383,10 @@ def _follow(launch: Launch, path: Path, devices: str | None) -> EndedRun:
             board.leave(launch.rank, ending)
     if word is not None and word.code is not None:
         if word.code == FAILED:
-            print(f"ended      by rank 0, which failed: see its error, or {folder.log}", file=sys.stderr)
+            print(
+                f"ended      by rank 0, which failed: see its error, or {folder.log}",
+                file=sys.stderr,
+            )
         return EndedRun(folder.path, word.code, rank=launch.rank)
     if requests.asked:
         board.leave(launch.rank, StageResult("train", STOPPED, None, ()))
@@ -388,7 +425,8 @@ def _outcome(flow: _Flow, work: Callable[[], int]) -> EndedRun:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except UserError as error:
-        if flow.hub.began or not flow.folder.events.exists():  # after a usage error, the last RunEnded stays
+        # after a usage error, the last RunEnded stays
+        if flow.hub.began or not flow.folder.events.exists():
             flow.end("failed", error.problem)
         raise
     except BaseException as error:
@@ -408,18 +446,28 @@ def _started(flow: _Flow, loaded: LoadedRecipe, devices: str | None, *, resumed:
     facts = gather(loaded, machine, prepared=data)
     report = advise(loaded, resolve(loaded, facts, gpus=count, nodes=hosts), facts)
     plan = report.plan if flow.edit is None else flow.edit(report.plan)
-    refuse_little_disk(flow.folder.path, round(checkpoint_bytes(plan) * CHECKPOINT_MARGIN) + CHECKPOINT_SLACK)
+    refuse_little_disk(
+        flow.folder.path, round(checkpoint_bytes(plan) * CHECKPOINT_MARGIN) + CHECKPOINT_SLACK
+    )
     memory = plan.memory
     tight = f"may not fit: {format_bytes(memory.total)} estimated, {format_bytes(memory.limit)} available"
     small = size_warnings(read_manifest(data), sequence_length=loaded.recipe.data.sequence_length)
-    for reason in (*report.warnings, *([] if memory.fits else [tight]), *left_aside(loaded.recipe), *small):
+    for reason in (
+        *report.warnings,
+        *([] if memory.fits else [tight]),
+        *left_aside(loaded.recipe),
+        *small,
+    ):
         flow.hub.emit(Warned(reason=reason))
     _write(flow.folder, plan, machine)
     return _train(flow, plan, machine, resumed=resumed)
 
 
 def _write(
-    folder: RunFolder, plan: RunPlan, machine: Machine, others: Mapping[str, str] = MappingProxyType({})
+    folder: RunFolder,
+    plan: RunPlan,
+    machine: Machine,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes plan and machine, replaced together with `others`."""
     files = {folder.plan.name: dumped(plan), folder.machine.name: machine.model_dump_json(indent=1)}
@@ -459,20 +507,34 @@ def _prepare(flow: _Flow, data: Path) -> None:
         raise failure(ending, flow.folder, step=0)
 
 
-def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Sequence[str], devices: str | None) -> int:
+def _resumed(
+    flow: _Flow,
+    loaded: LoadedRecipe,
+    step: int | None,
+    overrides: Sequence[str],
+    devices: str | None,
+) -> int:
     folder = flow.folder
     if step is not None:
         _go_back(flow, step)
     gone = [path.name for path in (folder.plan, folder.machine) if not path.exists()]
     if gone:
         if saved_steps(folder.checkpoints):
-            flow.hub.emit(Warned(reason=f"missing {' and '.join(gone)}: planned again from recipe.yaml"))
+            flow.hub.emit(
+                Warned(reason=f"missing {' and '.join(gone)}: planned again from recipe.yaml")
+            )
         write_sealed(folder.path, {folder.recipe.name: dump_recipe(loaded)})
         return _started(flow, loaded, devices, resumed=True)
     fallback_after = take_fallback(folder)
-    plan = _fall_back(flow, fallback_after) if fallback_after is not None and flow.recover else read_plan(folder.plan)
+    plan = (
+        _fall_back(flow, fallback_after)
+        if fallback_after is not None and flow.recover
+        else read_plan(folder.plan)
+    )
     if not (plan.data.prepared / MANIFEST).is_file():
-        flow.hub.emit(Warned(reason=f"prepared dataset missing: {plan.data.prepared}; preparing it again"))
+        flow.hub.emit(
+            Warned(reason=f"prepared dataset missing: {plan.data.prepared}; preparing it again")
+        )
         _prepare(flow, plan.data.prepared)
     _refuse_other_dataset(flow, loaded, plan)
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
@@ -483,14 +545,21 @@ def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Seq
         hosts = launch.hosts if machine.accelerators else 1
     elif devices is None:
         machine = same_devices(detect(), before)
-        count = min(plan.train.ranks, len(machine.accelerators)) if machine.accelerators else plan.train.ranks
+        count = (
+            min(plan.train.ranks, len(machine.accelerators))
+            if machine.accelerators
+            else plan.train.ranks
+        )
     else:
         machine, count = chosen_devices(detect(), devices)
     if count != plan.train.ranks and not any(word.startswith("parallel.") for word in overrides):
-        overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")  # sizes of other devices
+        # sizes of other devices
+        overrides = (*overrides, "parallel.replicate=auto", "parallel.shard=auto")
         loaded = load_recipe(folder.recipe, overrides)
     if launch is None:
-        machine, count = device_count(loaded.recipe, machine, count, named=devices not in (None, "auto"))
+        machine, count = device_count(
+            loaded.recipe, machine, count, named=devices not in (None, "auto")
+        )
     changes = differences(before, machine)
     if count != plan.train.ranks:
         changes.append(f"devices changed: {plan.train.ranks} -> {count}")
@@ -502,7 +571,11 @@ def _resumed(flow: _Flow, loaded: LoadedRecipe, step: int | None, overrides: Seq
         fresh = resolve(loaded, facts, gpus=count // hosts, nodes=hosts)
         if changes:
             plan, choices = moved(plan, fresh)
-            rounding = () if UP_TO_ROUNDING in choices else (f"rounding may differ on this machine: {UP_TO_ROUNDING}",)
+            rounding = (
+                ()
+                if UP_TO_ROUNDING in choices
+                else (f"rounding may differ on this machine: {UP_TO_ROUNDING}",)
+            )
             for reason in (*changes, *choices, *rounding):
                 flow.hub.emit(Warned(step=last_step(folder), reason=reason))
         plan = prolonged(plan, fresh, overrides) if overrides else plan
@@ -521,8 +594,13 @@ def _refuse_other_dataset(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> N
     """Raises UserError when the prepared dataset or its tokenizer is not the one of the run."""
     data, checkpoints = plan.data.prepared, flow.folder.checkpoints
     same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.dataset
-    saved = [step_folder(checkpoints, step) / name for step in saved_steps(checkpoints) for name in TOKENIZERS]
-    used = [path for path in saved if path.is_file()]  # one may be damaged, all are copies of the same
+    saved = [
+        step_folder(checkpoints, step) / name
+        for step in saved_steps(checkpoints)
+        for name in TOKENIZERS
+    ]
+    # one may be damaged, all are copies of the same
+    used = [path for path in saved if path.is_file()]
     here = {name: (data / name).read_bytes() for name in TOKENIZERS if (data / name).is_file()}
     same_tokenizer = not used or any(path.read_bytes() == here.get(path.name) for path in used)
     if not (same_text and same_tokenizer):
@@ -544,14 +622,18 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
         ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
         if ending.code in (DONE, STOPPED):
             return ending.code
-        if flow.requests.asked and ending.code == -signal.SIGTERM:  # before its signal handler: nothing to save
+        # before its signal handler: nothing to save
+        if flow.requests.asked and ending.code == -signal.SIGTERM:
             raise _StopRequested
         # Read again: training may have changed its plan.
         fallback_after = next_fallback(read_plan(flow.folder.plan), ending, bfloat16=bfloat16)
         if fallback_after is None or flow.requests.asked:
             break
-        counts = not fallback_after.unasked or plan.train.ranks > 1  # one rank alone also recovers by itself
-        if (counts and restarts == MOST_RESTARTS) or (not fallback_after.unasked and not flow.recover):
+        # one rank alone also recovers by itself
+        counts = not fallback_after.unasked or plan.train.ranks > 1
+        if (counts and restarts == MOST_RESTARTS) or (
+            not fallback_after.unasked and not flow.recover
+        ):
             break
         restarts += counts
         plan, resumed = _fall_back(flow, fallback_after), True
@@ -570,7 +652,11 @@ def _fall_back(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
     write_plan(fallback_after.fallback.plan, flow.folder.plan)
     step = last_step(flow.folder)
     flow.hub.emit(
-        Recovered(step=step, reason=fallback_after.reason, action=f"restarted: {fallback_after.fallback.action}")
+        Recovered(
+            step=step,
+            reason=fallback_after.reason,
+            action=f"restarted: {fallback_after.fallback.action}",
+        )
     )
     return fallback_after.fallback.plan
 
@@ -578,12 +664,15 @@ def _fall_back(flow: _Flow, fallback_after: FallbackAfter) -> RunPlan:
 def _environment(flow: _Flow, plan: RunPlan, machine: Machine) -> dict[str, str]:
     """Variables to set before torch is imported. The user's own values stay; warns where they differ."""
     profile = build_profile(machine)
-    plan = plan.model_copy(update={"environment": profile.environment.value})  # the user's values may have changed
+    # the user's values may have changed
+    plan = plan.model_copy(update={"environment": profile.environment.value})
     environment = child_environment(plan, os.environ)
     conflicts = {name: (ours, reason) for name, (_, ours, reason) in profile.overridden.items()}
     fixed = {name: value for name, value in wanted(plan).items() if name in DETERMINISM}
     conflicts |= {name: (value, "required by train.deterministic") for name, value in fixed.items()}
-    flow.hub.line(f"training on the {'GPU' if profile.accelerator else 'CPU'}: {profile.device.reason}")
+    flow.hub.line(
+        f"training on the {'GPU' if profile.accelerator else 'CPU'}: {profile.device.reason}"
+    )
     for name, (default, reason) in conflicts.items():
         if os.environ.get(name, default) != default:
             warning = f"{name}={os.environ[name]} is set; Bloomery would set {default}: {reason}"
@@ -598,7 +687,9 @@ def _go_back(flow: _Flow, step: int) -> None:
     wrong = damage(step_folder(folder, step)) if step in steps else "it does not exist"
     if wrong is not None:
         fix = f"use one of these steps: {', '.join(map(str, steps)) or 'none'}"
-        raise UserError(f"cannot use the checkpoint of step {step}: {wrong}", where=str(folder), fix=fix)
+        raise UserError(
+            f"cannot use the checkpoint of step {step}: {wrong}", where=str(folder), fix=fix
+        )
     newer = [step_folder(folder, later) for later in steps if later > step]
     newer += [weights_folder(folder, later) for later in best_weight_steps(folder) if later > step]
     if newer:

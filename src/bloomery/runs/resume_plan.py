@@ -34,12 +34,21 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
     "data": ("pin_memory", "prefetch"),
     "optimizer": ("fused",),
     "train": (
-        "micro_batch_size", "accumulation", "empty_sequences", "precision", "compile", "activation_checkpointing",
-        "deterministic", "threads", "device", "replicate", "shard",
+        "micro_batch_size",
+        "accumulation",
+        "empty_sequences",
+        "precision",
+        "compile",
+        "activation_checkpointing",
+        "deterministic",
+        "threads",
+        "device",
+        "replicate",
+        "shard",
     ),
     "checkpoint": ("async_save",),
     "eval": ("micro_batch_size",),
-}  # fmt: skip
+}
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
 UP_TO_ROUNDING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
 
@@ -64,7 +73,9 @@ def refuse_overrides(words: Sequence[str]) -> None:
 
 
 def _may_change(key: str) -> bool:
-    return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED)
+    return any(
+        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in ALLOWED
+    )
 
 
 def refuse_other_recipe(folder: RunFolder, stored: Recipe, given: Recipe, *, job: str) -> None:
@@ -77,7 +88,9 @@ def refuse_other_recipe(folder: RunFolder, stored: Recipe, given: Recipe, *, job
         else:
             yield path, value
 
-    old, new = (dict(leaves(recipe.model_dump(mode="json", by_alias=True))) for recipe in (stored, given))
+    old, new = (
+        dict(leaves(recipe.model_dump(mode="json", by_alias=True))) for recipe in (stored, given)
+    )
     changed = [key for key in new | old if new.get(key) != old.get(key) and not _may_change(key)]
     if changed:
         key = changed[0]
@@ -104,7 +117,9 @@ def differences(before: Machine, now: Machine) -> list[str]:
 
 
 def _devices(machine: Machine) -> str:
-    return ", ".join(f"{device.name} ({device.arch})" for device in machine.accelerators) or "no GPU"
+    return (
+        ", ".join(f"{device.name} ({device.arch})" for device in machine.accelerators) or "no GPU"
+    )
 
 
 def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
@@ -116,8 +131,13 @@ def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
     exact = True
     for section, fields in MACHINE_DEPENDENT.items():
         old, new = getattr(stored, section), getattr(fresh, section)
-        free = [field for field in fields if f"{section}.{field}" not in stored.recovered]  # a fallback's choice stays
-        changed = {field: getattr(new, field) for field in free if getattr(old, field) != getattr(new, field)}
+        # a fallback's choice stays
+        free = [field for field in fields if f"{section}.{field}" not in stored.recovered]
+        changed = {
+            field: getattr(new, field)
+            for field in free
+            if getattr(old, field) != getattr(new, field)
+        }
         sections[section] = old.model_copy(update=changed)
         for field, value in changed.items():
             key = f"{section}.{field}"
@@ -126,7 +146,10 @@ def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
         exact = exact and not (changed and section in BITWISE)
     if not exact:
         changes.append(UP_TO_ROUNDING)
-    facts = {name: getattr(fresh, name) for name in ("memory", "step_seconds", "torch", "choices", "parallel")}
+    facts = {
+        name: getattr(fresh, name)
+        for name in ("memory", "step_seconds", "torch", "choices", "parallel")
+    }
     return stored.model_copy(update=sections | facts), changes
 
 
@@ -140,7 +163,11 @@ def _of_the_same_batch(fresh: RunPlan, stored: RunPlan) -> RunPlan:
         return fresh
     sequences = tokens // stored.data.sequence_length
     each = -(-sequences // train.ranks)  # of the rank that gets most
-    sizes = (each,) if stored.optimizer.fused_backward else range(min(train.micro_batch_size, each), 0, -1)
+    sizes = (
+        (each,)
+        if stored.optimizer.fused_backward
+        else range(min(train.micro_batch_size, each), 0, -1)
+    )
     size = next(size for size in sizes if each % size == 0)
     same = {
         "tokens_per_step": tokens,
@@ -155,13 +182,17 @@ def prolonged(stored: RunPlan, fresh: RunPlan, words: Sequence[str]) -> RunPlan:
     """The stored plan with what `words` override, as `fresh` resolved it: length, evaluation, checkpoints, logging."""
     named = {word.partition("=")[0].partition(".")[0] for word in words}
     update: dict[str, object] = {
-        section: getattr(fresh, section) for section in ("eval", "sample", "checkpoint", "logging") if section in named
+        section: getattr(fresh, section)
+        for section in ("eval", "sample", "checkpoint", "logging")
+        if section in named
     }
     if "train" in named:
         fields = ("steps", "seconds", "min_steps", "blocks")
         length = {name: getattr(fresh.train, name) for name in fields}
         update["train"] = stored.train.model_copy(update=length)
-        update["optimizer"] = stored.optimizer.model_copy(update={"decay_steps": fresh.optimizer.decay_steps})
+        update["optimizer"] = stored.optimizer.model_copy(
+            update={"decay_steps": fresh.optimizer.decay_steps}
+        )
         update["total_tokens"] = fresh.total_tokens
     if fresh.lengths is not None:
         update["lengths"] = fresh.lengths
@@ -187,7 +218,9 @@ class FallbackAfter:
     unasked: bool = False
 
 
-def next_fallback(plan: RunPlan, ending: StageResult, *, bfloat16: bool = False) -> FallbackAfter | None:
+def next_fallback(
+    plan: RunPlan, ending: StageResult, *, bfloat16: bool = False
+) -> FallbackAfter | None:
     """The fallback after a failed stage; None where none helps: a recipe error, a full disk, a missing dataset.
 
     `bfloat16`: whether the device has bf16 matmuls.
@@ -202,7 +235,9 @@ def next_fallback(plan: RunPlan, ending: StageResult, *, bfloat16: bool = False)
     elif ending.report is not None and ending.code in (OUT_OF_MEMORY, UNSOUND, DIVERGED):
         reason = str(ending.report["problem"])
     elif ending.report is None and ending.code == FAILED:
-        reason = next((line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None)
+        reason = next(
+            (line.strip()[:200] for line in reversed(ending.tail) if KERNEL.search(line)), None
+        )
     if reason is None:
         return None
     if ending.code in (-signal.SIGKILL, OUT_OF_MEMORY):
@@ -210,11 +245,15 @@ def next_fallback(plan: RunPlan, ending: StageResult, *, bfloat16: bool = False)
     elif ending.code == DIVERGED:
         fallback = steadier(plan, reason, bfloat16=bfloat16)
     else:
-        fallback = (blockwise(plan, reason) if ending.code == UNSOUND else None) or plainer(plan, reason)
+        fallback = (blockwise(plan, reason) if ending.code == UNSOUND else None) or plainer(
+            plan, reason
+        )
     return (
         None
         if fallback is None
-        else FallbackAfter(fallback, reason, unasked=ending.code == OUT_OF_MEMORY and fallback.only_time)
+        else FallbackAfter(
+            fallback, reason, unasked=ending.code == OUT_OF_MEMORY and fallback.only_time
+        )
     )
 
 
@@ -231,7 +270,9 @@ def store_fallback(folder: RunFolder, fallback_after: FallbackAfter) -> None:
 def take_fallback(folder: RunFolder) -> FallbackAfter | None:
     """Removes and returns the stored fallback; None when there is none, or it is from another version."""
     try:
-        stored = json.loads(read_sealed(folder.fallback, fix="delete it, and resume without --recover"))
+        stored = json.loads(
+            read_sealed(folder.fallback, fix="delete it, and resume without --recover")
+        )
         plan = RunPlan.model_validate_json(stored["plan"])
         fallback = FallbackAfter(Fallback(plan, stored["action"]), stored["reason"])
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError, ValidationError):

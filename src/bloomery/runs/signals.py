@@ -40,7 +40,9 @@ class StopRequests:
             self.save_asked = True
 
     @contextmanager
-    def handled_by(self, listener: Callable[[], None], saver: Callable[[], None] | None = None) -> Iterator[None]:
+    def handled_by(
+        self, listener: Callable[[], None], saver: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """Inside the block `listener` gets the first stop request, also an earlier one; `saver` likewise."""
         self.listener, self.saver = listener, saver
         try:

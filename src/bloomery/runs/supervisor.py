@@ -33,7 +33,8 @@ Stage = Literal["prepare", "train"]
 TAIL_LINES = 200  # kept of a child's output
 KILL_WAIT_SECONDS = 10.0
 LAST_WORDS_SECONDS = 3.0  # after the first failed rank: the others report, then all are killed
-PEER_WORDS_SECONDS = 8.0  # the same where other processes supervise them, maybe over a slow file system
+# the same where other processes supervise them, maybe over a slow file system
+PEER_WORDS_SECONDS = 8.0
 STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
 STOPPED = 75
 RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: the file where the ranks of one machine meet
@@ -83,9 +84,13 @@ class _Process:
     """One child, its last lines and its report."""
 
     def __init__(
-        self, command: Sequence[str], words: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int],
+        self,
+        command: Sequence[str],
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        inherited: Sequence[int],
         on_line: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._report, child_end = os.pipe()
         with held_back(SAVE_SIGNAL):
@@ -99,7 +104,8 @@ class _Process:
                 errors="replace",
                 env=dict(environment),
                 pass_fds=(child_end, *inherited),
-                start_new_session=True,  # Ctrl+C reaches only the parent, and the group can be killed as a whole
+                # Ctrl+C reaches only the parent, and the group can be killed as a whole
+                start_new_session=True,
             )
         os.close(child_end)
 
@@ -133,7 +139,9 @@ class _Process:
         report = b""
         with suppress(BlockingIOError):  # killed: no report
             report = os.read(self._report, 2**16)
-        return StageResult(stage, code, dict(json.loads(report)) if report else None, tuple(self.tail), rank)
+        return StageResult(
+            stage, code, dict(json.loads(report)) if report else None, tuple(self.tail), rank
+        )
 
     def close(self) -> None:
         kill_group(self.child.pid)
@@ -167,7 +175,9 @@ class _Peer:
     def result(self, stage: Stage, rank: int | None) -> StageResult:
         ended = self._ended or {"code": -signal.SIGKILL}
         host = "" if ended.get("host") == host_name() else str(ended.get("host", ""))
-        return StageResult(stage, int(ended["code"]), ended.get("report"), tuple(ended.get("tail", ())), rank, host)
+        return StageResult(
+            stage, int(ended["code"]), ended.get("report"), tuple(ended.get("tail", ())), rank, host
+        )
 
 
 @final
@@ -180,9 +190,12 @@ class _Group:
     """
 
     def __init__(
-        self, members: Mapping[int, Member], world: int, stacks: Path,
+        self,
+        members: Mapping[int, Member],
+        world: int,
+        stacks: Path,
         over_elsewhere: Callable[[], bool] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.members, self.ended = members, list[int]()  # ranks in the order of their ends
         self._world, self._stacks, self._over_elsewhere = world, stacks, over_elsewhere
         self._has_peers = any(isinstance(member, _Peer) for member in members.values())
@@ -211,7 +224,8 @@ class _Group:
 
     @property
     def _good(self) -> tuple[int, ...]:
-        return (0, STOPPED) if self._saves else (0,)  # without an agreed save, a rank that stopped is missing
+        # without an agreed save, a rank that stopped is missing
+        return (0, STOPPED) if self._saves else (0,)
 
     def _end_the_rest(self, now: float) -> None:
         failed = any(self.members[rank].poll() not in self._good for rank in self.ended)
@@ -235,7 +249,9 @@ class _Group:
     def _dumped(self) -> dict[int, str]:
         """The stacks that ranks without progress have left, by rank."""
         files = {rank: self._file(rank) for rank in self.members}
-        texts = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
+        texts = {
+            rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()
+        }
         return {rank: text for rank, text in texts.items() if text}
 
     def result(self, stage: Stage) -> StageResult:
@@ -243,17 +259,28 @@ class _Group:
 
         The others may be seen to end first: they lose their connection at once.
         """
-        results = [self.members[rank].result(stage, rank if self._world > 1 else None) for rank in self.ended]
+        results = [
+            self.members[rank].result(stage, rank if self._world > 1 else None)
+            for rank in self.ended
+        ]
         if self._world == 1:
             return results[0]
         asked = [each for each in results if each.code == STOPPED]
-        lost = [each for each in results if each.report is None and (each.code >= 0 or each.rank in self._silent)]
-        if self._overdue or (asked and len(lost) == len(results)):  # the others only lost the one that was asked
+        lost = [
+            each
+            for each in results
+            if each.report is None and (each.code >= 0 or each.rank in self._silent)
+        ]
+        # the others only lost the one that was asked
+        if self._overdue or (asked and len(lost) == len(results)):
             return replace((asked or results)[0], code=STOPPED)
-        if any(each.code == 1 and each.report is None for each in results) and (stacks := self._dumped()):
+        if any(each.code == 1 and each.report is None for each in results) and (
+            stacks := self._dumped()
+        ):
             return self._hung(results, stacks)
         early = [each for each in results if each.code not in (0, STOPPED)]
-        killed = [each for each in early if each.code < 0 and each.rank not in self._silent]  # not by this process
+        # not by this process
+        killed = [each for each in early if each.code < 0 and each.rank not in self._silent]
         reported = [each for each in early if each.report is not None]
         if len(reported) > 1 and all(each.report == reported[0].report for each in reported):
             reported[0] = replace(reported[0], rank=None)  # the ranks agreed on it
@@ -268,7 +295,11 @@ class _Group:
         host = f" on {known.host}" if known.host else ""
         if silent:
             begun = self._file(silent[0]).exists()
-            how = "it is stopped, or stuck in a driver" if begun else "it was not started, or has not begun"
+            how = (
+                "it is stopped, or stuck in a driver"
+                if begun
+                else "it was not started, or has not begun"
+            )
             problem = f"rank {silent[0]}{host} does not respond: {how}"
         elif outside and len(outside) < len(places):
             problem = f"rank {outside[0]}{host} hangs in {places[outside[0]].line}, and the others wait for it"
@@ -276,7 +307,12 @@ class _Group:
             line = next(iter(places.values())).line
             problem = f"training hangs on all ranks, in {line}"
         fix = f"bloomery resume {name_of(self._stacks.parent)}"
-        report = {"problem": problem, "where": f"stacks of the ranks in {self._stacks}", "fix": fix, "code": 1}
+        report = {
+            "problem": problem,
+            "where": f"stacks of the ranks in {self._stacks}",
+            "fix": fix,
+            "code": 1,
+        }
         return replace(known, code=1, report=report, rank=None)
 
 
@@ -334,7 +370,9 @@ def run_stage(
             ranks = board.launch.world
         elif ranks > 1:
             meeting = stack.enter_context(TemporaryDirectory(prefix="bloomery-"))
-            variables = {rank: rank_environment(rank, ranks, f"{meeting}/ranks") for rank in range(ranks)}
+            variables = {
+                rank: rank_environment(rank, ranks, f"{meeting}/ranks") for rank in range(ranks)
+            }
         if 0 in variables and stacks.is_dir():
             for old in stacks.glob("rank-*.txt"):
                 old.unlink(missing_ok=True)
@@ -373,7 +411,11 @@ class _Absence:
             return
         self._due = math.inf
         if absent := self._board.assembly.absent():
-            self._on_event(Warned(reason=f"training waits for {absent}: start all of them, with the same --run-dir"))
+            self._on_event(
+                Warned(
+                    reason=f"training waits for {absent}: start all of them, with the same --run-dir"
+                )
+            )
 
 
 def _over(group: _Group, board: Board | None, absence: _Absence | None) -> bool:
@@ -416,7 +458,9 @@ def failure(result: StageResult, folder: RunFolder, *, step: int) -> UserError:
     again = f"bloomery resume {folder.name}"
     known = _recognized(result, folder)
     if known is not None:
-        how = f"killed{after} by {signal_name(-result.code)}" if result.code < 0 else f"failed{after}"
+        how = (
+            f"killed{after} by {signal_name(-result.code)}" if result.code < 0 else f"failed{after}"
+        )
         steps = [  # with this run's recipe instead of RECIPE
             step.replace("RECIPE", str(folder.recipe)).removeprefix("# ")
             for step in known.fix
@@ -461,5 +505,7 @@ def existing(folder: Path) -> RunFolder:
     """The run in `folder`. Raises UserError when there is none."""
     run = RunFolder(expanded(folder).absolute())
     if not run.recipe.is_file():
-        raise UserError("not a run folder", where=str(run.path), fix="`bloomery runs` lists the runs in runs/")
+        raise UserError(
+            "not a run folder", where=str(run.path), fix="`bloomery runs` lists the runs in runs/"
+        )
     return run

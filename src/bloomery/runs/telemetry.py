@@ -50,9 +50,15 @@ class Guard:
 
     def check(self, readings: Sequence[SensorReading], now: float) -> Change | None:
         """`now`: seconds of any clock."""
-        known = [(r, r.temperature, limit) for r in readings if r.temperature and (limit := self._limit(r)) is not None]
+        known = [
+            (r, r.temperature, limit)
+            for r in readings
+            if r.temperature and (limit := self._limit(r)) is not None
+        ]
         if self._held_by is not None:
-            return self._paused(self._held_by, [(r, heat, limit - COOLER_DEGREES) for r, heat, limit in known], now)
+            return self._paused(
+                self._held_by, [(r, heat, limit - COOLER_DEGREES) for r, heat, limit in known], now
+            )
         for reading, heat, limit in known:
             samples = self._over_limit.get(reading.device, 0) + 1 if heat > limit else 0
             self._over_limit[reading.device] = samples
@@ -60,7 +66,10 @@ class Guard:
             if samples >= SAMPLES_OVER_LIMIT or (at_once and samples):
                 self.since, self._held_by, self._last_reading = now, reading, now
                 resumes = f"training resumes below {limit - COOLER_DEGREES:.0f} °C"
-                return Change(True, f"{_name(reading)} at {heat:.0f} °C, limit {limit:.0f} °C: paused; {resumes}")
+                return Change(
+                    True,
+                    f"{_name(reading)} at {heat:.0f} °C, limit {limit:.0f} °C: paused; {resumes}",
+                )
         return None
 
     def _paused(
@@ -72,7 +81,11 @@ class Guard:
         silent = now - self._last_reading > BLIND_SECONDS
         if not (temperatures or silent) or any(heat >= below for _, heat, below in known):
             return None
-        state = f"at {temperatures[0]:.0f} °C" if temperatures else f"without a reading for {BLIND_SECONDS:.0f} s"
+        state = (
+            f"at {temperatures[0]:.0f} °C"
+            if temperatures
+            else f"without a reading for {BLIND_SECONDS:.0f} s"
+        )
         reason = f"training resumed after {now - self.since:.0f} s: {_name(device)} {state}"
         self.since = self._held_by = None
         self._over_limit.clear()
@@ -97,7 +110,9 @@ class Waiting:
     `most`: the largest of each number over all ranks: all of them wait, and none inside a collective.
     """
 
-    def __init__(self, pause: Path, emit: Emit, most: Callable[..., Sequence[float]] = lambda *own: own) -> None:
+    def __init__(
+        self, pause: Path, emit: Emit, most: Callable[..., Sequence[float]] = lambda *own: own
+    ) -> None:
         self._pause, self._emit, self._step, self._most = pause, emit, 0, most
 
     def emit(self, event: Event) -> None:
@@ -174,7 +189,9 @@ def _rounded(value: float | None) -> float | None:
 class Watcher:
     """`on_event` gets the run's events, `begin` starts the thread, `end` stops it; none of them waits for a sensor."""
 
-    def __init__(self, reader: SensorReader, guard: Guard, emit: Callable[[Event], None], pause: Path) -> None:
+    def __init__(
+        self, reader: SensorReader, guard: Guard, emit: Callable[[Event], None], pause: Path
+    ) -> None:
         self._reader, self._guard, self._emit, self._pause = reader, guard, emit, pause
         self._step = 0
         self._stretches: dict[int, Stretch] = {}
@@ -235,7 +252,9 @@ class Watcher:
 
 
 @contextmanager
-def sensing(folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")) -> Iterator[Callable[[Event], None]]:
+def sensing(
+    folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")
+) -> Iterator[Callable[[Event], None]]:
     """Inside the block the sensors of the run's machine are read; yields a function that gets the run's events.
 
     Writes events to events.jsonl only; the reader of that file shows them, like those of the training process.
@@ -245,11 +264,15 @@ def sensing(folder: RunFolder, plan: RunPlan, *, root: Path = Path("/")) -> Iter
     with EventLog(folder.events) as emit:
         devices = [
             SensorDevice(
-                index=gpu.index, vendor=gpu.vendor, name=gpu.name, node=gpu.node, pci_address=gpu.pci_address,
+                index=gpu.index,
+                vendor=gpu.vendor,
+                name=gpu.name,
+                node=gpu.node,
+                pci_address=gpu.pci_address,
                 device_id=gpu.device_id,
             )
             for gpu in machine.accelerators
-        ]  # fmt: skip
+        ]
         reader = SensorReader(
             [] if on_cpu else devices,
             on_problem=lambda reason: emit(Warned(reason=reason)),

@@ -34,7 +34,8 @@ STEPS = 20  # of the median time: a longer step hangs
 MEET_SECONDS = 900.0  # until all ranks have arrived (`mesh.JOIN_SECONDS`) and are connected
 FIRST_SECONDS = 1800.0  # before the first step: a compilation, a slow file system, the other ranks
 SAVE_SECONDS = 1800.0
-OVERRIDE = "BLOOMERY_HANG_SECONDS"  # variable: replaces LEAST_SECONDS; the others become ten times as long
+# variable: replaces LEAST_SECONDS; the others become ten times as long
+OVERRIDE = "BLOOMERY_HANG_SECONDS"
 
 
 @final
@@ -48,7 +49,9 @@ class Deadline:
         faulthandler.register(STACK_SIGNAL, file=self._file, all_threads=True)
         given = float(os.environ.get(OVERRIDE, "0"))
         self._least = given or LEAST_SECONDS
-        self._first, self._save = (10 * given, 10 * given) if given else (FIRST_SECONDS, SAVE_SECONDS)
+        self._first, self._save = (
+            (10 * given, 10 * given) if given else (FIRST_SECONDS, SAVE_SECONDS)
+        )
         self._meet = 10 * given or MEET_SECONDS
         self._seconds = deque[float](maxlen=50)  # of the last steps
 
@@ -59,7 +62,9 @@ class Deadline:
     def arm(self) -> None:
         """There is progress: from now on a step may take its time."""
         wanted = STEPS * statistics.median(self._seconds) if self._seconds else self._first
-        self._set(max(self._least, wanted if self._least == LEAST_SECONDS or not self._seconds else 0.0))
+        self._set(
+            max(self._least, wanted if self._least == LEAST_SECONDS or not self._seconds else 0.0)
+        )
 
     def extend(self) -> None:
         """A save or a rewind may follow."""
@@ -150,7 +155,12 @@ def main(arguments: Sequence[str]) -> int:
         error = failed if isinstance(failed, UserError) else of_the_system(failed)
         if error is None:
             raise
-        report = {"problem": error.problem, "where": error.where, "fix": error.fix, "code": error.code}
+        report = {
+            "problem": error.problem,
+            "where": error.where,
+            "fix": error.fix,
+            "code": error.code,
+        }
         os.write(words.report, json.dumps(report).encode())
         kinds = ((Unsound, UNSOUND), (OutOfMemory, OUT_OF_MEMORY), (Diverged, DIVERGED))
         return next((code for kind, code in kinds if isinstance(error, kind)), FAILED)
@@ -194,7 +204,9 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
         from bloomery.train.recover import agreed_checkpoint
 
     plan = read_plan(folder.plan)
-    deadline = Deadline(folder.path, int(os.environ.get("RANK", "0"))) if plan.train.ranks > 1 else None
+    deadline = (
+        Deadline(folder.path, int(os.environ.get("RANK", "0"))) if plan.train.ranks > 1 else None
+    )
     if deadline is not None:
         deadline.meet()
     mesh = meet(plan.train)
@@ -206,7 +218,9 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     emit = emit if mesh.first else _no_event
     if mesh.first:
         clear_drafts(folder.checkpoints)
-    checkpoint = agreed_checkpoint(mesh, folder.checkpoints, lambda reason: emit(Warned(reason=reason)))
+    checkpoint = agreed_checkpoint(
+        mesh, folder.checkpoints, lambda reason: emit(Warned(reason=reason))
+    )
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
     waiting = Waiting(folder.path / PAUSE, flag.watching(emit), mesh.most)
@@ -259,4 +273,5 @@ if __name__ == "__main__":
     ended = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(ended)  # everything is saved; a normal exit of torch and a driver takes seconds, and may crash
+    # everything is saved; a normal exit of torch and a driver takes seconds, and may crash
+    os._exit(ended)

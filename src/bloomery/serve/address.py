@@ -15,9 +15,11 @@ def token_for(host: str, environment: Mapping[str, str]) -> str | None:
     token = environment.get(TOKEN)
     if host not in LOCAL and not token:
         raise UserError(
-            f"{host} can be reached from other machines", where="--host", code=2,
+            f"{host} can be reached from other machines",
+            where="--host",
+            code=2,
             fix=f"set {TOKEN}, which clients send as their API key: export {TOKEN}=$(openssl rand -hex 16)",
-        )  # fmt: skip
+        )
     if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
         problem, fix = f"{TOKEN} is too short, or not plain ASCII", "use 8 characters or more"
         raise UserError(problem, where="the environment", fix=fix, code=2)

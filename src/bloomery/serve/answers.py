@@ -24,7 +24,9 @@ class Answer(Protocol):
     async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
         """Raises Refused where a completion failed."""
 
-    def streamed(self, events: Events, prompt_tokens: int, *, with_usage: bool) -> AsyncIterator[str]:
+    def streamed(
+        self, events: Events, prompt_tokens: int, *, with_usage: bool
+    ) -> AsyncIterator[str]:
         """Server-sent events."""
 
 
@@ -35,11 +37,21 @@ class Shape:
     """
 
     def __init__(
-        self, kind: str, prefix: str, name: str, model: Served, top: int | None, tools: ToolFormat | None = None
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        prefix: str,
+        name: str,
+        model: Served,
+        top: int | None,
+        tools: ToolFormat | None = None,
+    ) -> None:
         self.tools = tools
         self.kind, self.model, self.chat, self.top = kind, model, kind == "chat.completion", top
-        self.head = {"id": prefix + secrets.token_hex(12), "created": int(time.time()), "model": name}
+        self.head = {
+            "id": prefix + secrets.token_hex(12),
+            "created": int(time.time()),
+            "model": name,
+        }
 
     async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
         """Raises Refused where a completion failed."""
@@ -65,11 +77,16 @@ class Shape:
                 choice["text"] = text
             choices.append(choice | {"logprobs": self._logprobs(chances)})
         new = sum(end.tokens for end in ends.values())
-        return {**self.head, "object": self.kind, "choices": choices, "usage": _usage(prompt_tokens, new)}
+        return {
+            **self.head,
+            "object": self.kind,
+            "choices": choices,
+            "usage": _usage(prompt_tokens, new),
+        }
 
     async def streamed(
         self, events: Events, prompt_tokens: int, *, with_usage: bool
-    ) -> AsyncIterator[str]:  # fmt: skip
+    ) -> AsyncIterator[str]:
         """Server-sent events. `with_usage`: the last one reports the tokens."""
         kind = "chat.completion.chunk" if self.chat else self.kind
         new, begun = 0, set[int]()
@@ -92,7 +109,9 @@ class Shape:
                 text, chances = event.text, [event.chance] if event.chance is not None else []
             logprobs = self._logprobs(chances) if chances else None
             if not self.chat:
-                yield line([{"index": index, "finish_reason": reason, "text": text, "logprobs": logprobs}])
+                yield line(
+                    [{"index": index, "finish_reason": reason, "text": text, "logprobs": logprobs}]
+                )
                 continue
             if self.tools is None:
                 deltas: list[Json] = [{"content": text}] if reason is None else []
@@ -107,7 +126,11 @@ class Shape:
                 last = number == len(deltas)
                 role = {} if index in begun else {"role": "assistant"}
                 begun.add(index)
-                choice = {"index": index, "finish_reason": reason if last else None, "delta": role | delta}
+                choice = {
+                    "index": index,
+                    "finish_reason": reason if last else None,
+                    "delta": role | delta,
+                }
                 yield line([choice | {"logprobs": logprobs if last else None}])
         if with_usage:
             yield line([], usage=_usage(prompt_tokens, new))
@@ -117,16 +140,23 @@ class Shape:
         if self.top is None:
             return None
         if self.chat:
-            return {"content": [_chance(each) | {"top_logprobs": list(map(_chance, each.top))} for each in chances],
-                    "refusal": None}  # fmt: skip
+            return {
+                "content": [
+                    _chance(each) | {"top_logprobs": list(map(_chance, each.top))}
+                    for each in chances
+                ],
+                "refusal": None,
+            }
         offsets, at = [], 0
         for each in chances:
             offsets.append(at)
             at += len(each.text)
         return {
-            "tokens": [each.text for each in chances], "token_logprobs": [each.logprob for each in chances],
-            "top_logprobs": [{top.text: top.logprob for top in each.top} for each in chances], "text_offset": offsets,
-        }  # fmt: skip
+            "tokens": [each.text for each in chances],
+            "token_logprobs": [each.logprob for each in chances],
+            "top_logprobs": [{top.text: top.logprob for top in each.top} for each in chances],
+            "text_offset": offsets,
+        }
 
 
 def _called(form: ToolFormat, text: str, reason: str) -> Json:
@@ -135,13 +165,26 @@ def _called(form: ToolFormat, text: str, reason: str) -> Json:
     for part in (*parser.push(text), *parser.flush()):
         content += part.content
         if part.name is not None:
-            calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+            calls.append(
+                {
+                    "id": part.id,
+                    "type": "function",
+                    "function": {"name": part.name, "arguments": ""},
+                }
+            )
         elif part.call is not None:
             calls[part.call]["function"]["arguments"] += part.arguments
-    message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+    message: Json = {
+        "role": "assistant",
+        "content": content if content or not calls else None,
+        "refusal": None,
+    }
     if calls:
         message["tool_calls"] = calls
-    return {"message": message, "finish_reason": "tool_calls" if calls and reason == "stop" else reason}
+    return {
+        "message": message,
+        "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
+    }
 
 
 def _delta(part: Delta) -> Json:
@@ -153,11 +196,19 @@ def _delta(part: Delta) -> Json:
 
 
 def _chance(each: Chance) -> Json:
-    return {"token": each.text, "logprob": max(each.logprob, -9999.0), "bytes": list(each.text.encode())}
+    return {
+        "token": each.text,
+        "logprob": max(each.logprob, -9999.0),
+        "bytes": list(each.text.encode()),
+    }
 
 
 def _usage(prompt_tokens: int, new: int) -> Json:
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": new, "total_tokens": prompt_tokens + new}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new,
+        "total_tokens": prompt_tokens + new,
+    }
 
 
 def failed(end: End) -> Refused:

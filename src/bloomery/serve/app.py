@@ -16,7 +16,13 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as Event
@@ -45,7 +51,8 @@ from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
 from bloomery.serve.tools import ToolFormat
 
 BODY_SECONDS = 30.0  # for a client to send its request
-DRAIN_SECONDS, DRAIN_BYTES = 1.0, 4 * 2**20  # of a request that is refused, so that its client reads the answer
+# of a request that is refused, so that its client reads the answer
+DRAIN_SECONDS, DRAIN_BYTES = 1.0, 4 * 2**20
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -59,9 +66,14 @@ class Server:
 
     def __init__(
         self, engine: Engine, *, token: str | None = None, defaults: Mapping[str, Any] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.defaults = dict(defaults or {})
-        self.engine, self.limits, self.token, self.begun = engine, engine.limits, token, int(time.time())
+        self.engine, self.limits, self.token, self.begun = (
+            engine,
+            engine.limits,
+            token,
+            int(time.time()),
+        )
         self.tokenizing = Tokenizing(engine.limits.slots + engine.limits.queue)
         self._body_bytes = 0  # of requests that are read or tokenized
         # model name -> (model, adapter)
@@ -76,17 +88,27 @@ class Server:
         own; empty: any.
         """
         routes = [
-            Route("/", self.page), Route("/health", self.health), Route("/metrics", self.metrics),
-            Route("/v1/models", self.list_models), Route("/v1/models/{name:path}", self.one_model),
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/responses", self.respond, methods=["POST"]),
             Route("/v1/embeddings", self.embed, methods=["POST"]),
-        ]  # fmt: skip
+        ]
         handlers: Mapping[Any, Callable[[Request, Exception], Response]] = {
-            Refused: _refusal, HTTPException: _http_error, ClientDisconnect: lambda *_: Response(status_code=499),
-        }  # fmt: skip
-        return Guard(Starlette(routes=routes, exception_handlers=handlers), self.token, hosts, self.limits.requests)
+            Refused: _refusal,
+            HTTPException: _http_error,
+            ClientDisconnect: lambda *_: Response(status_code=499),
+        }
+        return Guard(
+            Starlette(routes=routes, exception_handlers=handlers),
+            self.token,
+            hosts,
+            self.limits.requests,
+        )
 
     def close(self) -> None:
         """Requests that wait to be tokenized end."""
@@ -94,10 +116,14 @@ class Server:
 
     async def page(self, _: Request) -> Response:
         text = files("bloomery.serve").joinpath("page.html").read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
+        return HTMLResponse(
+            text, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"}
+        )
 
     async def health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok" if self.engine.alive else "closing"}, 200 if self.engine.alive else 503)
+        return JSONResponse(
+            {"status": "ok" if self.engine.alive else "closing"}, 200 if self.engine.alive else 503
+        )
 
     async def metrics(self, _: Request) -> Response:
         """In the text format of Prometheus."""
@@ -111,28 +137,45 @@ class Server:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def list_models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in self.models]})
+        return JSONResponse(
+            {"object": "list", "data": [self._described(name) for name in self.models]}
+        )
 
     async def one_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
-            raise Refused(404, "no such model: the name is empty", code="model_not_found", parameter="model")
+            raise Refused(
+                404, "no such model: the name is empty", code="model_not_found", parameter="model"
+            )
         self._model(name)
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> Json:
         model, adapter = self.models[name]
-        facts = {"max_model_len": model.context, "parent": model.name if adapter else None,
-                 "chat": model.form is not None}  # fmt: skip
-        return {"id": name, "object": "model", "created": self.begun, "owned_by": "bloomery", **facts}
+        facts = {
+            "max_model_len": model.context,
+            "parent": model.name if adapter else None,
+            "chat": model.form is not None,
+        }
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.begun,
+            "owned_by": "bloomery",
+            **facts,
+        }
 
     def _model(self, name: str) -> tuple[Served, str | None]:
         if not name and len(self.engine.models) == 1:
             return self.engine.models[0], None
         if name not in self.models:
             known = ", ".join(self.models)
-            raise Refused(404, f"no such model: {name[:80]!r}; served: {known}", code="model_not_found",
-                          parameter="model")  # fmt: skip
+            raise Refused(
+                404,
+                f"no such model: {name[:80]!r}; served: {known}",
+                code="model_not_found",
+                parameter="model",
+            )
         return self.models[name]
 
     async def chat(self, request: Request) -> Response:
@@ -150,7 +193,7 @@ class Server:
 
     async def _encoded(
         self, request: Request, asked: ChatAsked
-    ) -> tuple[Served, str | None, list[int], ToolFormat | None]:  # fmt: skip
+    ) -> tuple[Served, str | None, list[int], ToolFormat | None]:
         """Model, adapter, token ids of the conversation, and how calls are written where there are tools."""
         model, adapter = self._model(asked.model)
         if model.form is None:
@@ -167,23 +210,32 @@ class Server:
         except UserError as error:
             raise Refused(400, f"{error.problem} ({error.fix})", parameter="tools") from error
         try:
-            ids = await self._work(request, lane, partial(model.encode_chat, messages, offered, lane))
+            ids = await self._work(
+                request, lane, partial(model.encode_chat, messages, offered, lane)
+            )
         except UserError as error:
-            raise Refused(400, f"the chat template refuses this: {error.problem}", parameter="messages") from error
+            raise Refused(
+                400, f"the chat template refuses this: {error.problem}", parameter="messages"
+            ) from error
         return model, adapter, ids, tools
 
     async def _reply(
         self, request: Request, asked: ChatAsked, form: Answer, adapter: str | None, ids: list[int]
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         model = form.model
         assert model.form is not None
         ends, texts = (*model.form.stop_ids, *model.ends), model.form.stop_strings
         grammar = None
         if asked.callable_tools:
             if schema_of(asked) is not None:
-                raise Refused(400, "tools and response_format exclude each other", parameter="response_format")
+                raise Refused(
+                    400, "tools and response_format exclude each other", parameter="response_format"
+                )
             grammar = partial(
-                model.tool_text, asked.callable_tools, required=asked.must_call, parallel=asked.parallel_tool_calls
+                model.tool_text,
+                asked.callable_tools,
+                required=asked.must_call,
+                parallel=asked.parallel_tool_calls,
             )
         return await self._answer(request, asked, form, adapter, [ids], ends, texts, grammar)
 
@@ -201,7 +253,11 @@ class Server:
             model, adapter = self._model(asked.model)
             width = model.decoder.config.hidden_size
             if asked.dimensions not in (None, width):
-                raise Refused(400, f"the embeddings of {model.name} have {width} dimensions", parameter="dimensions")
+                raise Refused(
+                    400,
+                    f"the embeddings of {model.name} have {width} dimensions",
+                    parameter="dimensions",
+                )
             texts = prompts_of(asked.input)
             if len(texts) > MOST_INPUTS:
                 problem = f"{len(texts):,} inputs in one request; at most {MOST_INPUTS}"
@@ -227,11 +283,13 @@ class Server:
             work.canceled = True
         if isinstance(result, End):
             raise failed(result)
-        return JSONResponse(embedded(result, asked, asked.model or model.name, sum(map(len, prompts))))
+        return JSONResponse(
+            embedded(result, asked, asked.model or model.name, sum(map(len, prompts)))
+        )
 
     async def _prompts(
         self, request: Request, model: Served, texts: Sequence[str | list[int]], parameter: str
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """The ids of texts, each measured before it is tokenized; ids stay as they are. Raises Refused."""
         for text in texts:
             if isinstance(text, str):
@@ -248,13 +306,17 @@ class Server:
                 raise Refused(400, error.problem, parameter=parameter) from error
         return prompts
 
-    def _refuse_ids(self, model: Served, prompts: Sequence[Sequence[int]], parameter: str, *, room: int) -> None:
+    def _refuse_ids(
+        self, model: Served, prompts: Sequence[Sequence[int]], parameter: str, *, room: int
+    ) -> None:
         """Raises Refused for prompts without tokens, with unknown ones, or that leave less room in the context."""
         for ids in prompts or [[]]:
             if not ids:
                 raise Refused(400, f"the {parameter} is empty", parameter=parameter)
             if max(ids) >= model.decoder.config.vocab_size:
-                raise Refused(400, f"token {max(ids)} is not in the vocabulary", parameter=parameter)
+                raise Refused(
+                    400, f"token {max(ids)} is not in the vocabulary", parameter=parameter
+                )
             if len(ids) + room > model.context:
                 problem = f"the {parameter} has {len(ids):,} tokens, which leaves no room in {self._context(model)}"
                 raise Refused(400, problem, code="context_length_exceeded", parameter=parameter)
@@ -270,7 +332,10 @@ class Server:
     @asynccontextmanager
     async def _read(self, request: Request, kind: type[A]) -> AsyncIterator[A]:
         """The request, checked. Its size counts until the end of the block. Raises Refused."""
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        if (
+            request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            != "application/json"
+        ):
             raise Refused(415, "the content type must be application/json")
         body = bytearray()
         try:
@@ -280,11 +345,17 @@ class Server:
                         body += some
                         self._body_bytes += len(some)
                         if len(body) > self.limits.body_bytes:
-                            raise Refused(413, f"the request is larger than {self.limits.body_bytes:,} bytes")
+                            raise Refused(
+                                413, f"the request is larger than {self.limits.body_bytes:,} bytes"
+                            )
                         if self._body_bytes > MOST_OPEN_BODIES * self.limits.body_bytes:
-                            raise Refused(503, "too many large requests; try again later", code="queue_full")
+                            raise Refused(
+                                503, "too many large requests; try again later", code="queue_full"
+                            )
             except TimeoutError as error:
-                raise Refused(408, f"the request did not arrive within {BODY_SECONDS:g} seconds") from error
+                raise Refused(
+                    408, f"the request did not arrive within {BODY_SECONDS:g} seconds"
+                ) from error
             parse = partial(parsed, kind, bytes(body))
             yield parse() if len(body) <= SHORT_BYTES else await self._work(request, "long", parse)
         finally:
@@ -297,12 +368,18 @@ class Server:
     def _measure(self, model: Served, num_bytes: int, parameter: str) -> None:
         """Raises Refused for a text that is too long whatever its tokens are, before it is tokenized."""
         if num_bytes > model.prompt_bytes:
-            problem = f"the prompt has {num_bytes:,} bytes, which is more than {self._context(model)}"
+            problem = (
+                f"the prompt has {num_bytes:,} bytes, which is more than {self._context(model)}"
+            )
             raise Refused(400, problem, code="context_length_exceeded", parameter=parameter)
 
     def _context(self, model: Served) -> str:
         """The context, and the option that raises it."""
-        more = ", the model's own" if model.context == model.longest else "; --max-context of the server raises it"
+        more = (
+            ", the model's own"
+            if model.context == model.longest
+            else "; --max-context of the server raises it"
+        )
         return f"the context of {model.context:,} tokens{more}"
 
     def _refuse_many(self, count: int) -> None:
@@ -312,15 +389,28 @@ class Server:
             raise Refused(400, problem, parameter="n")
 
     async def _answer(
-        self, request: Request, asked: Asked, form: Answer, adapter: str | None, prompts: list[list[int]],
-        ends: Sequence[int], texts: Sequence[str], grammar: Callable[[], JsonText] | None,
-    ) -> Response:  # fmt: skip
+        self,
+        request: Request,
+        asked: Asked,
+        form: Answer,
+        adapter: str | None,
+        prompts: list[list[int]],
+        ends: Sequence[int],
+        texts: Sequence[str],
+        grammar: Callable[[], JsonText] | None,
+    ) -> Response:
         model = form.model
-        asked = asked.model_copy(update={k: v for k, v in self.defaults.items() if k not in asked.model_fields_set})
+        asked = asked.model_copy(
+            update={k: v for k, v in self.defaults.items() if k not in asked.model_fields_set}
+        )
         must_follow = isinstance(asked, ChatAsked) and asked.must_call
         parameter = "tools"
         if (schema := schema_of(asked)) is not None:
-            grammar, must_follow, parameter = partial(model.json_text, schema), True, "response_format"
+            grammar, must_follow, parameter = (
+                partial(model.json_text, schema),
+                True,
+                "response_format",
+            )
         if grammar is not None and asked.min_tokens:
             raise Refused(400, "min_tokens and JSON exclude each other", parameter="min_tokens")
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
@@ -328,7 +418,9 @@ class Server:
             raise Refused(400, f"more than {MOST_STOPS} stop texts", parameter="stop")
         self._refuse_many(len(prompts) * asked.n)
         if (most := asked.most_tokens) is not None and most > self.limits.new_tokens:
-            problem = f"max_tokens is {most:,}; this server generates at most {self.limits.new_tokens:,}"
+            problem = (
+                f"max_tokens is {most:,}; this server generates at most {self.limits.new_tokens:,}"
+            )
             raise Refused(400, problem, parameter="max_tokens")
         self._refuse_ids(model, prompts, "prompt", room=1)
         if grammar is not None:
@@ -337,12 +429,18 @@ class Server:
             texts = ()  # nothing but the grammar ends its text
         seed = secrets.randbits(63) if asked.seed is None else asked.seed % 2**63
         sampling = Sampling(
-            max_new_tokens=asked.most_tokens or self.limits.new_tokens, repetition_penalty=asked.repetition_penalty,
-            frequency_penalty=asked.frequency_penalty, presence_penalty=asked.presence_penalty,
-            no_repeat_ngram_size=asked.no_repeat_ngram_size, min_new_tokens=asked.min_tokens,
-            temperature=asked.temperature, top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p,
+            max_new_tokens=asked.most_tokens or self.limits.new_tokens,
+            repetition_penalty=asked.repetition_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            presence_penalty=asked.presence_penalty,
+            no_repeat_ngram_size=asked.no_repeat_ngram_size,
+            min_new_tokens=asked.min_tokens,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
             stop_ids=known_ids(*ends),
-        )  # fmt: skip
+        )
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | End]]()
 
         def put_at(index: int) -> Callable[[Piece | End], None]:
@@ -354,25 +452,38 @@ class Server:
 
         constraints = await self._constraints(request, grammar, len(prompts) * asked.n, parameter)
         jobs = [
-            Job(model, ids, replace(sampling, seed=(seed + choice) % 2**63), (*stops, *texts),
-                put_at(number * asked.n + choice), adapter, form.top, constraints[number * asked.n + choice])
-            for number, ids in enumerate(prompts) for choice in range(asked.n)
-        ]  # fmt: skip
+            Job(
+                model,
+                ids,
+                replace(sampling, seed=(seed + choice) % 2**63),
+                (*stops, *texts),
+                put_at(number * asked.n + choice),
+                adapter,
+                form.top,
+                constraints[number * asked.n + choice],
+            )
+            for number, ids in enumerate(prompts)
+            for choice in range(asked.n)
+        ]
         self._submit(lambda: self.engine.submit(jobs))
         usage = sum(len(ids) for ids in prompts)
         if asked.stream:
             wanted = bool((asked.stream_options or {}).get("include_usage"))
             events = form.streamed(_events(arrived, jobs), usage, with_usage=wanted)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+            return StreamingResponse(
+                events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            )
         try:
-            return JSONResponse(await _unless_gone(request, form.whole(_events(arrived, jobs), len(jobs), usage)))
+            return JSONResponse(
+                await _unless_gone(request, form.whole(_events(arrived, jobs), len(jobs), usage))
+            )
         finally:
             for job in jobs:
                 job.canceled = True
 
     async def _constraints(
         self, request: Request, grammar: Callable[[], JsonText] | None, count: int, parameter: str
-    ) -> "list[JsonText] | list[None]":  # fmt: skip
+    ) -> "list[JsonText] | list[None]":
         """One for each completion. Raises Refused for a schema that is not supported."""
         if grammar is None:
             return [None] * count
@@ -401,9 +512,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(arrived: "asyncio.Queue[tuple[int, Piece | End]]", jobs: Sequence[Job]) -> AsyncIterator[
-    tuple[int, Piece | End]
-]:  # fmt: skip
+async def _events(
+    arrived: "asyncio.Queue[tuple[int, Piece | End]]", jobs: Sequence[Job]
+) -> AsyncIterator[tuple[int, Piece | End]]:
     """The engine's events of each completion. Ending it early frees the slots."""
     left = len(jobs)
     try:
@@ -424,13 +535,17 @@ def _refused(error: Refused) -> Response:
 def _refusal(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return JSONResponse(
-        error.body, error.status, headers={"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None
+        error.body,
+        error.status,
+        headers={"Retry-After": str(RETRY_SECONDS)} if error.status == 503 else None,
     )
 
 
 def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return JSONResponse(Refused(error.status_code, error.detail).body, error.status_code, headers=error.headers)
+    return JSONResponse(
+        Refused(error.status_code, error.detail).body, error.status_code, headers=error.headers
+    )
 
 
 @final
@@ -441,7 +556,13 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str], most: int) -> None:
-        self.app, self.token, self.hosts, self.most, self.open = app, token, frozenset(hosts), most, 0
+        self.app, self.token, self.hosts, self.most, self.open = (
+            app,
+            token,
+            frozenset(hosts),
+            most,
+            0,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -451,7 +572,9 @@ class Guard:
         # The token comes first: a stranger learns nothing of a server, not even that it is busy.
         refused = self._stranger(scope)
         if refused is None and scope["path"] != "/health" and self.open >= self.most:
-            refused = Refused(503, f"{self.open} requests are open; try again later", code="queue_full")
+            refused = Refused(
+                503, f"{self.open} requests are open; try again later", code="queue_full"
+            )
         if refused is not None:
             await _refused(refused)(scope, body.receive, body.send)
             return
@@ -464,7 +587,11 @@ class Guard:
     def _stranger(self, scope: Scope) -> Refused | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        host = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() and not host.endswith("]") else host
+        host = (
+            host.rpartition(":")[0]
+            if host.rpartition(":")[2].isdecimal() and not host.endswith("]")
+            else host
+        )
         if self.hosts and host not in self.hosts:
             return Refused(403, f"this server is not {host[:80]!r}")
         if self.token is not None and scope["path"] not in ("/", "/health"):

@@ -53,7 +53,8 @@ class Embedding:
     def step(self) -> bool:
         """True when every text is embedded, and `put` was called."""
         ids, decoder = self.prompts[len(self._found)], self.model.decoder
-        exact = in_one_forward(decoder.config)  # else a token depends on the piece in which it is read
+        # else a token depends on the piece in which it is read
+        exact = in_one_forward(decoder.config)
         if self._cache is None:
             self._cache = Cache(decoder.config, len(ids))
         piece = ids[self._read : self._read + PIECE] if exact else ids
@@ -61,7 +62,9 @@ class Embedding:
             self.model.adapters.choose([self.adapter])
         device = decoder.model.embed_tokens.weight.device
         with torch.no_grad():
-            hidden_TD = decoder(torch.tensor([list(piece)], device=device), head=_HIDDEN, cache=self._cache)[0]
+            hidden_TD = decoder(
+                torch.tensor([list(piece)], device=device), head=_HIDDEN, cache=self._cache
+            )[0]
         summed = hidden_TD[-1] if self.pooling == "last" else hidden_TD.sum(0)
         self._sum = summed if self._sum is None or self.pooling == "last" else self._sum + summed
         self._read += len(piece)
@@ -78,7 +81,9 @@ class Embedding:
         self.put(end)
 
 
-def embedded(vectors: Sequence[Sequence[float]], asked: EmbeddingAsked, name: str, tokens: int) -> Json:
+def embedded(
+    vectors: Sequence[Sequence[float]], asked: EmbeddingAsked, name: str, tokens: int
+) -> Json:
     """As OpenAI words it; base64 is of little-endian float32."""
     data = []
     for index, vector in enumerate(vectors):
@@ -86,4 +91,9 @@ def embedded(vectors: Sequence[Sequence[float]], asked: EmbeddingAsked, name: st
         if asked.encoding_format == "base64":
             value = base64.b64encode(torch.tensor(vector).numpy().astype("<f4").tobytes()).decode()
         data.append({"object": "embedding", "index": index, "embedding": value})
-    return {"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    return {
+        "object": "list",
+        "data": data,
+        "model": name,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }

@@ -68,7 +68,9 @@ class Job:
 
     def __post_init__(self) -> None:
         room = self.model.context - len(self.ids)  # a single slot would grow beyond it
-        self.sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room))
+        self.sampling = replace(
+            self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, room)
+        )
         self.stream, self.held = TextStream(self.model.tokenizer, self.ids), Stops(self.stops)
 
 
@@ -153,14 +155,20 @@ class Engine:
         if work.canceled:
             return
         if time.monotonic() - work.born > self.limits.seconds:
-            work.fail(End("timeout", 0, f"the request took more than {self.limits.seconds:g} seconds"))
+            work.fail(
+                End("timeout", 0, f"the request took more than {self.limits.seconds:g} seconds")
+            )
             return
         try:
             if not work.step():
                 self._works.append(work)
         except Exception as error:  # such as out of memory: this request ends, the server does not
             traceback.print_exc(file=sys.stderr)
-            problem = error.problem if isinstance(error, UserError) else f"internal error: {type(error).__name__}"
+            problem = (
+                error.problem
+                if isinstance(error, UserError)
+                else f"internal error: {type(error).__name__}"
+            )
             work.fail(End("error", 0, problem))
 
     def _left_waiting(self, jobs: Sequence[Job]) -> int:
@@ -199,8 +207,12 @@ class Engine:
                 left.append(job)
                 continue
             text = job.model.batch.add(
-                job.ids, job.sampling, adapter=job.adapter, logprobs=job.logprobs, constraint=job.constraint,
-            )  # fmt: skip
+                job.ids,
+                job.sampling,
+                adapter=job.adapter,
+                logprobs=job.logprobs,
+                constraint=job.constraint,
+            )
             self._running[text] = job
         self._waiting = left
 
@@ -216,7 +228,12 @@ class Engine:
             self._end(job, End("closed", tokens, "canceled"))
             return True
         if time.monotonic() - job.born > self.limits.seconds:
-            self._end(job, End("timeout", tokens, f"the request took more than {self.limits.seconds:g} seconds"))
+            self._end(
+                job,
+                End(
+                    "timeout", tokens, f"the request took more than {self.limits.seconds:g} seconds"
+                ),
+            )
             return True
         return False
 
@@ -224,9 +241,15 @@ class Engine:
         try:
             for drawn in model.batch.step():
                 self._give(self._running[drawn.text], drawn)
-        except Exception as error:  # such as out of memory: the requests of this model end, the server does not
+        except (
+            Exception
+        ) as error:  # such as out of memory: the requests of this model end, the server does not
             traceback.print_exc(file=sys.stderr)
-            problem = error.problem if isinstance(error, UserError) else f"internal error: {type(error).__name__}"
+            problem = (
+                error.problem
+                if isinstance(error, UserError)
+                else f"internal error: {type(error).__name__}"
+            )
             for text, job in [each for each in self._running.items() if each[1].model is model]:
                 del self._running[text]
                 self._end(job, End("error", len(text.new), problem))
@@ -244,7 +267,9 @@ class Engine:
             self.counts["generated_tokens"] += 1
             chance = None
             if drawn.logprob is not None:
-                top = tuple(Chance(token, tokenizer.decode([token]), value) for token, value in drawn.top)
+                top = tuple(
+                    Chance(token, tokenizer.decode([token]), value) for token, value in drawn.top
+                )
                 chance = Chance(drawn.token, tokenizer.decode([drawn.token]), drawn.logprob, top)
             piece = job.held.push(job.stream.push(drawn.token))
             if piece or chance is not None:

@@ -29,7 +29,9 @@ class Limits:
 class Refused(Exception):
     """An answer other than 200, as OpenAI words it."""
 
-    def __init__(self, status: int, problem: str, *, code: str | None = None, parameter: str | None = None) -> None:
+    def __init__(
+        self, status: int, problem: str, *, code: str | None = None, parameter: str | None = None
+    ) -> None:
         super().__init__(problem)
         self.status = status
         kind = "server_error" if status >= 500 else "invalid_request_error"

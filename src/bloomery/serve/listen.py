@@ -16,7 +16,13 @@ from starlette.types import ASGIApp
 
 from bloomery.serve.address import LOCAL, taken
 from bloomery.serve.app import Server
-from bloomery.serve.connections import ACCEPTED_AT_ONCE, Waiting, most_connections, protocol_of, quiet_accept
+from bloomery.serve.connections import (
+    ACCEPTED_AT_ONCE,
+    Waiting,
+    most_connections,
+    protocol_of,
+    quiet_accept,
+)
 from bloomery.serve.engine import Engine
 from bloomery.serve.limits import Limits
 from bloomery.serve.served import Served
@@ -31,15 +37,31 @@ def uvicorn_config(app: ASGIApp, limits: Limits, **more: Any) -> uvicorn.Config:
     """Connections of `connections.py`; uvicorn's own limit would count silent ones as requests."""
     waiting = Waiting(most_connections(limits.requests))
     return uvicorn.Config(
-        app, http=protocol_of(waiting), ws="none", log_level="error", access_log=False, lifespan="off",
-        timeout_graceful_shutdown=GRACE, timeout_keep_alive=10, server_header=False, backlog=ACCEPTED_AT_ONCE, **more,
-    )  # fmt: skip
+        app,
+        http=protocol_of(waiting),
+        ws="none",
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE,
+        timeout_keep_alive=10,
+        server_header=False,
+        backlog=ACCEPTED_AT_ONCE,
+        **more,
+    )
 
 
 def serve(
-    models: Sequence[Served], limits: Limits, listener: socket.socket, *, host: str, token: str | None = None,
-    on_ready: Callable[[str], None] = lambda _: None, show: bool = False, defaults: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+    models: Sequence[Served],
+    limits: Limits,
+    listener: socket.socket,
+    *,
+    host: str,
+    token: str | None = None,
+    on_ready: Callable[[str], None] = lambda _: None,
+    show: bool = False,
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
     """Answers requests until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser; `defaults`:
     sampling settings of requests that leave these out. Raises UserError where the listener cannot listen any more.
     """

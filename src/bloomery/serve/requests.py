@@ -3,14 +3,31 @@
 import json
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from bloomery.data.examples import Message
 from bloomery.serve.limits import Refused
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 16, 20
 MOST_TURNS, MOST_TOOLS = 4096, 128
-MEDIA = ("image", "input_image", "image_url", "input_audio", "audio", "input_file", "file", "video", "video_url")
+MEDIA = (
+    "image",
+    "input_image",
+    "image_url",
+    "input_audio",
+    "audio",
+    "input_file",
+    "file",
+    "video",
+    "video_url",
+)
 Json = dict[str, Any]
 Text = Annotated[str, StringConstraints(max_length=2**21)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -52,7 +69,9 @@ class Asked(BaseModel, extra="forbid", strict=True):
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     user: str | None = None
-    response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(None, discriminator="type")
+    response_format: TextFormat | ObjectFormat | SchemaFormat | None = Field(
+        None, discriminator="type"
+    )
     top_k: int | None = Field(None, ge=1)
     min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100.0, allow_inf_nan=False)
@@ -74,7 +93,9 @@ def refuse_media(content: object) -> object:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in MEDIA:
-            what = "images" if "image" in kind else "audio" if "audio" in kind else "files and videos"
+            what = (
+                "images" if "image" in kind else "audio" if "audio" in kind else "files and videos"
+            )
             raise ValueError(f"{what} are not supported; send text parts alone")
     return content
 
@@ -180,7 +201,9 @@ class ChatAsked(Asked):
         if len(set(names)) < len(names):
             raise ValueError("two tools have one name")
         if isinstance(self.tool_choice, Chosen) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is no tool of the request")
+            raise ValueError(
+                f"tool_choice names {self.tool_choice.function.name!r}, which is no tool of the request"
+            )
         if self.tool_choice in ("auto", "required") and not names:
             raise ValueError("tool_choice needs tools")
         return self
@@ -264,7 +287,9 @@ def _place(path: tuple[int | str, ...], body: bytes) -> str:
         return ""
     names = list[str]()
     for depth, part in enumerate(path):
-        if isinstance(value, dict) and (part in value or (depth == len(path) - 1 and str(part).isidentifier())):
+        if isinstance(value, dict) and (
+            part in value or (depth == len(path) - 1 and str(part).isidentifier())
+        ):
             value = value.get(str(part))
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]

@@ -59,7 +59,9 @@ class TextSettings(BaseModel, extra="forbid", strict=True):
 
 def _no_state(value: object) -> object:
     if value is not None:
-        raise ValueError("not supported: this server keeps no responses; send the whole conversation as input")
+        raise ValueError(
+            "not supported: this server keeps no responses; send the whole conversation as input"
+        )
     return value
 
 
@@ -101,23 +103,44 @@ class ResponseAsked(BaseModel, extra="forbid", strict=True):
 
     def chat(self) -> ChatAsked:
         """The same request of /v1/chat/completions."""
-        turns = [] if self.instructions is None else [Turn(role="system", content=self.instructions)]
-        for item in [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input:
-            parts = item.content if isinstance(item.content, str) else [
-                Part(type="text", text=part.text) for part in item.content
-            ]  # fmt: skip
+        turns = (
+            [] if self.instructions is None else [Turn(role="system", content=self.instructions)]
+        )
+        for item in (
+            [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        ):
+            parts = (
+                item.content
+                if isinstance(item.content, str)
+                else [Part(type="text", text=part.text) for part in item.content]
+            )
             turns.append(Turn(role=item.role, content=parts))
-        same = ("model", "stream", "temperature", "top_p", "user", "seed", "top_k", "min_p", "repetition_penalty")
+        same = (
+            "model",
+            "stream",
+            "temperature",
+            "top_p",
+            "user",
+            "seed",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+        )
         given = {name: value for name in same if (value := getattr(self, name)) is not None}
         asked = ChatAsked(messages=turns, **given)
         return asked.model_copy(
-            update={"max_completion_tokens": self.max_output_tokens, "response_format": self._format()}
+            update={
+                "max_completion_tokens": self.max_output_tokens,
+                "response_format": self._format(),
+            }
         )
 
     def _format(self) -> TextFormat | ObjectFormat | SchemaFormat | None:
         wanted = None if self.text is None else self.text.format
         if isinstance(wanted, FlatSchema):
-            return SchemaFormat(type="json_schema", json_schema=NamedSchema(name=wanted.name, schema=wanted.content))
+            return SchemaFormat(
+                type="json_schema", json_schema=NamedSchema(name=wanted.name, schema=wanted.content)
+            )
         return wanted
 
 
@@ -144,7 +167,9 @@ class ResponseShape:
             return self._response(text, event, prompt_tokens)
         raise Refused(500, "the response did not end")
 
-    async def streamed(self, events: Events, prompt_tokens: int, *, with_usage: bool) -> AsyncIterator[str]:
+    async def streamed(
+        self, events: Events, prompt_tokens: int, *, with_usage: bool
+    ) -> AsyncIterator[str]:
         """Server-sent events, as the `openai` client reads them. The last one always reports the usage."""
         del with_usage
         number, text = 0, ""
@@ -159,7 +184,11 @@ class ResponseShape:
         yield line("response.created", response=begun)
         yield line("response.in_progress", response=begun)
         place = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        yield line("response.output_item.added", output_index=0, item=self._item("", "in_progress", empty=True))
+        yield line(
+            "response.output_item.added",
+            output_index=0,
+            item=self._item("", "in_progress", empty=True),
+        )
         yield line("response.content_part.added", **place, part=_part(""))
         async for _, event in events:
             if isinstance(event, Piece):
@@ -170,7 +199,9 @@ class ResponseShape:
             if event.problem:
                 error = failed(event).body["error"]
                 wrong = {"code": "server_error", "message": error["message"]}
-                yield line("response.failed", response={**begun, "status": "failed", "error": wrong})
+                yield line(
+                    "response.failed", response={**begun, "status": "failed", "error": wrong}
+                )
                 return
             response = self._response(text, event, prompt_tokens)
             yield line("response.output_text.done", **place, text=text, logprobs=[])
@@ -185,25 +216,50 @@ class ResponseShape:
             status = "completed" if end.reason == "stop" else "incomplete"
             why = None if end.reason == "stop" else {"reason": "max_output_tokens"}
             usage = {
-                "input_tokens": prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": end.tokens, "output_tokens_details": {"reasoning_tokens": 0},
+                "input_tokens": prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": end.tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt_tokens + end.tokens,
-            }  # fmt: skip
+            }
         asked = self.asked
         form = None if asked.text is None or asked.text.format is None else asked.text.format
         return {
-            "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
-            "incomplete_details": why, "instructions": asked.instructions, "metadata": asked.metadata or {},
-            "model": asked.model or self.model.name, "max_output_tokens": asked.max_output_tokens,
-            "output": [] if end is None else [self._item(text, status)], "parallel_tool_calls": True,
-            "previous_response_id": None, "store": False, "temperature": asked.temperature, "top_p": asked.top_p,
-            "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True)},
-            "tool_choice": "auto", "tools": [], "truncation": "disabled", "usage": usage, "user": asked.user,
-        }  # fmt: skip
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": why,
+            "instructions": asked.instructions,
+            "metadata": asked.metadata or {},
+            "model": asked.model or self.model.name,
+            "max_output_tokens": asked.max_output_tokens,
+            "output": [] if end is None else [self._item(text, status)],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "text": {
+                "format": {"type": "text"} if form is None else form.model_dump(by_alias=True)
+            },
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+            "usage": usage,
+            "user": asked.user,
+        }
 
     def _item(self, text: str, status: str, *, empty: bool = False) -> Json:
         content = [] if empty else [_part(text)]
-        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+        return {
+            "id": self.item_id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
 
 
 def _part(text: str) -> Json:

@@ -33,20 +33,36 @@ class Served:
     """A model with its tokenizer, chat template and slots. `adapters`: by name; None where there are none."""
 
     def __init__(
-        self, name: str, decoder: Decoder, tokenizer: Tokenizer, form: ChatFormat | None, limits: Limits,
-        adapters: Adapters | None = None, open_form: Callable[[], ChatFormat] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        form: ChatFormat | None,
+        limits: Limits,
+        adapters: Adapters | None = None,
+        open_form: Callable[[], ChatFormat] | None = None,
+    ) -> None:
         """`open_form` makes a second chat format, for long conversations."""
-        self.name, self.decoder, self.tokenizer, self.form, self.adapters = name, decoder, tokenizer, form, adapters
+        self.name, self.decoder, self.tokenizer, self.form, self.adapters = (
+            name,
+            decoder,
+            tokenizer,
+            form,
+            adapters,
+        )
         self.slots, self.longest = limits.slots, decoder.config.max_positions
         self.context = min(limits.context or self.longest, self.longest)
-        self.prompt_bytes = most_bytes(tokenizer, self.context)  # a longer text has more tokens than the context
+        # a longer text has more tokens than the context
+        self.prompt_bytes = most_bytes(tokenizer, self.context)
         self.ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
         self._open_form = open_form
         # A template is rendered in a child process, one conversation at a time: those of short conversations do not
         # wait for the long ones.
         self._forms: dict[Lane, ChatFormat] = {} if form is None else {"short": form}
-        self._rendering: dict[Lane, threading.Lock] = {"short": threading.Lock(), "long": threading.Lock()}
+        self._rendering: dict[Lane, threading.Lock] = {
+            "short": threading.Lock(),
+            "long": threading.Lock(),
+        }
         self.reset()
 
     def reset(self) -> None:
@@ -65,7 +81,9 @@ class Served:
 
     def tool_text(self, tools: Sequence[Json], *, required: bool, parallel: bool) -> JsonText:
         """What keeps calls to the schemas of the tools. Raises UserError. For the thread of grammars."""
-        grammar = tool_grammar(self.tools, self.tokenizer, tools, required=required, parallel=parallel)
+        grammar = tool_grammar(
+            self.tools, self.tokenizer, tools, required=required, parallel=parallel
+        )
         return self._grammars.follow(grammar)
 
     @cached_property
@@ -81,7 +99,7 @@ class Served:
 
     def encode_chat(
         self, messages: Sequence[Message], tools: tuple[Json, ...] = (), lane: Lane = "short"
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Raises UserError for turns that the template refuses."""
         assert self.form is not None
         with self._rendering[lane]:
@@ -91,17 +109,27 @@ class Served:
 
 
 def load_served(
-    model: Path, name: str, limits: Limits, stack: ExitStack, *, step: str = "best", use: Use | None = None,
-    template: str | None = None, adapters: Mapping[str, Path] | None = None, parts: int = 1,
+    model: Path,
+    name: str,
+    limits: Limits,
+    stack: ExitStack,
+    *,
+    step: str = "best",
+    use: Use | None = None,
+    template: str | None = None,
+    adapters: Mapping[str, Path] | None = None,
+    parts: int = 1,
     on_load: Callable[[str], None],
-) -> Served:  # fmt: skip
+) -> Served:
     """A model ready to be served. `stack`: closes the child process of its template. `parts`: how many models share the
     memory. Raises UserError.
     """
     found = find_model(model, step)
     use = use or Use.local()
     if limits.context is None:
-        decoder, context = load_fitting(found, use, slots=limits.slots, parts=parts, on_load=on_load)
+        decoder, context = load_fitting(
+            found, use, slots=limits.slots, parts=parts, on_load=on_load
+        )
         limits = replace(limits, context=context)
     else:
         decoder = load_used(found, use, on_load=on_load, cached=(limits.slots, limits.context))
@@ -113,17 +141,26 @@ def load_served(
             refuse_other_base(folder, found.weights)
         many = Adapters(decoder, folders)
     compile_step(decoder, on_load)
-    return serve_loaded(decoder, load_tokenizer(found.tokenizer), name, limits, stack, template, many)
+    return serve_loaded(
+        decoder, load_tokenizer(found.tokenizer), name, limits, stack, template, many
+    )
 
 
 def serve_loaded(
-    decoder: Decoder, tokenizer: Tokenizer, name: str, limits: Limits, stack: ExitStack, template: str | None = None,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    name: str,
+    limits: Limits,
+    stack: ExitStack,
+    template: str | None = None,
     adapters: Adapters | None = None,
-) -> Served:  # fmt: skip
+) -> Served:
     """Raises UserError for an unknown template."""
     chats = template is not None or bool(own_templates(tokenizer.config))
 
     def open_form() -> ChatFormat:
         return stack.enter_context(chat_format(tokenizer, template))
 
-    return Served(name, decoder, tokenizer, open_form() if chats else None, limits, adapters, open_form)
+    return Served(
+        name, decoder, tokenizer, open_form() if chats else None, limits, adapters, open_form
+    )

@@ -48,7 +48,9 @@ class Tokenizing:
         for lane, threads in lanes.items():
             self._calls[lane], self._pending[lane] = queue.SimpleQueue(), 0
             for _ in range(threads):
-                threading.Thread(target=self._serve, args=(lane,), name=f"{lane} requests", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(lane,), name=f"{lane} requests", daemon=True
+                ).start()
 
     def _serve(self, lane: Lane) -> None:
         while True:
@@ -63,7 +65,9 @@ class Tokenizing:
             raise Refused(503, "the server is shutting down", code="closed")
         if self._pending[lane] >= self._waiting:
             raise Refused(
-                503, f"{self._pending[lane]} requests wait to be tokenized; try again later", code="queue_full"
+                503,
+                f"{self._pending[lane]} requests wait to be tokenized; try again later",
+                code="queue_full",
             )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()

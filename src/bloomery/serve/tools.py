@@ -32,7 +32,9 @@ _TOOL: Json = {
     },
 }
 _ARGUMENTS = re.escape(json.dumps(_CALL["arguments"]))
-_HERMES = re.compile(rf'<tool_call>\n\{{"name": "{MARKER}", "arguments": {_ARGUMENTS}\}}\n</tool_call>')
+_HERMES = re.compile(
+    rf'<tool_call>\n\{{"name": "{MARKER}", "arguments": {_ARGUMENTS}\}}\n</tool_call>'
+)
 _MISTRAL = re.compile(rf'\[TOOL_CALLS\]( ?)\[\{{"name": "{MARKER}", "arguments": {_ARGUMENTS}')
 _LLAMA = re.compile(rf'\{{"name": "{MARKER}", "parameters": {_ARGUMENTS}\}}')
 # Between keys and items models write what json.dumps does; free white space is where small ones never end.
@@ -68,7 +70,10 @@ def tool_format(render: RenderTurns) -> ToolFormat:
         problem = f"the chat template takes no tools: {error.problem}"
         raise UserError(problem, where=error.where, fix=error.fix) from error
     if MARKER not in with_tools:
-        problem, fix = "the chat template takes no tools", "serve a model whose template does, or pass --template qwen"
+        problem, fix = (
+            "the chat template takes no tools",
+            "serve a model whose template does, or pass --template qwen",
+        )
         raise UserError(problem, where="the chat template", fix=fix)
     if _HERMES.search(text):
         return ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>")
@@ -78,18 +83,23 @@ def tool_format(render: RenderTurns) -> ToolFormat:
         return ToolFormat("", "", "parameters", "")
     raise UserError(
         "the chat template writes tool calls in a form that is not supported; supported are those of Hermes and Qwen, "
-        "Llama 3.1 and Mistral", where="the chat template", fix="pass --template qwen, or leave out tools",
-    )  # fmt: skip
+        "Llama 3.1 and Mistral",
+        where="the chat template",
+        fix="pass --template qwen, or leave out tools",
+    )
 
 
 def tool_grammar(
     form: ToolFormat, tokenizer: Tokenizer, tools: Sequence[Json], *, required: bool, parallel: bool
-) -> str:  # fmt: skip
+) -> str:
     """In llguidance's Lark. `required`: a call and nothing else; `parallel`: or several."""
     opening, closing = _marker(form.opening, tokenizer), _marker(form.closing.strip(), tokenizer)
     lines = ["%llguidance {}"]
     for number, tool in enumerate(tools):
-        schema = tool["function"].get("parameters") or {"type": "object", "additionalProperties": False}
+        schema = tool["function"].get("parameters") or {
+            "type": "object",
+            "additionalProperties": False,
+        }
         head = f'{{"name": {json.dumps(tool["function"]["name"])}, "{form.arguments}": '
         lines.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': _SPACING})}")
         lines.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
@@ -100,10 +110,16 @@ def tool_grammar(
         lines.append("calls: call")
     elif form.several:
         more = ' (", " call)*' if parallel else ""
-        lines += [f"calls: {opening} {before} call{more} {after}", f"begun: {before} call{more} {after}"]
+        lines += [
+            f"calls: {opening} {before} call{more} {after}",
+            f"begun: {before} call{more} {after}",
+        ]
     else:
         more = f' ("\\n" {opening} {before} call {after})*' if parallel else ""
-        lines += [f"calls: {opening} {before} call {after}{more}", f"begun: {before} call {after}{more}"]
+        lines += [
+            f"calls: {opening} {before} call {after}{more}",
+            f"begun: {before} call {after}{more}",
+        ]
     # Free text may hold every token but the one that opens a call.
     if required:
         start = "start: calls"
@@ -140,9 +156,13 @@ class ToolParser:
     def __init__(self, form: ToolFormat) -> None:
         self.form, self.calls = form, 0
         self._text, self._inside = "", False
-        self._state: Literal["content", "head", "arguments", "tail"] = "content" if form.opening else "head"
+        self._state: Literal["content", "head", "arguments", "tail"] = (
+            "content" if form.opening else "head"
+        )
         self._depth, self._quoted, self._escaped = 0, False, False
-        self._head = re.compile(rf'[\s\[,]*\{{\s*"name":\s*"([^"]*)",\s*"{form.arguments}":\s*(?=\{{)')
+        self._head = re.compile(
+            rf'[\s\[,]*\{{\s*"name":\s*"([^"]*)",\s*"{form.arguments}":\s*(?=\{{)'
+        )
 
     def push(self, piece: str) -> list[Delta]:
         """What is certain so far."""
@@ -180,7 +200,9 @@ class ToolParser:
             return Delta(content="" if self.calls and not content.strip() else content)
         # The beginning of an opening is held back, and white space that may stand before one.
         opening = self.form.opening
-        kept = next((n for n in range(len(opening) - 1, 0, -1) if self._text.endswith(opening[:n])), 0)
+        kept = next(
+            (n for n in range(len(opening) - 1, 0, -1) if self._text.endswith(opening[:n])), 0
+        )
         certain = self._text[: len(self._text) - kept].rstrip()
         self._text = self._text[len(certain) :]
         return Delta(content=certain) if certain else None
@@ -191,7 +213,9 @@ class ToolParser:
             self._text, self._state = self._text[match.end() :], "arguments"
             self.calls += 1
             name = secrets.token_hex(16)[: self.form.id_length]
-            return Delta(call=self.calls - 1, name=match[1], id=name if self.form.several else f"call_{name}")
+            return Delta(
+                call=self.calls - 1, name=match[1], id=name if self.form.several else f"call_{name}"
+            )
         beginning = self._text.lstrip(" \n[,")
         if not self.form.opening and beginning and not beginning.startswith("{"):
             content, self._text = self._text, ""  # an answer that is no call
@@ -212,7 +236,11 @@ class ToolParser:
             elif letter in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    piece, self._text, self._state = self._text[: at + 1], self._text[at + 1 :], "tail"
+                    piece, self._text, self._state = (
+                        self._text[: at + 1],
+                        self._text[at + 1 :],
+                        "tail",
+                    )
                     return Delta(call=self.calls - 1, arguments=piece)
         piece, self._text = self._text, ""
         return Delta(call=self.calls - 1, arguments=piece) if piece else None

@@ -58,7 +58,11 @@ class Simulated:
 
 
 def simulate(
-    plan: RunPlan, machine: Machine, *, seconds: float = SECONDS, progress: Callable[[str], None] = lambda _text: None
+    plan: RunPlan,
+    machine: Machine,
+    *,
+    seconds: float = SECONDS,
+    progress: Callable[[str], None] = lambda _text: None,
 ) -> Simulated:
     """Runs two steps of the plan's own code on fake tensors for its device, which need not be here; the second's peak.
 
@@ -106,18 +110,30 @@ def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
     """Parts of the simulation that differ from the real run."""
     notes, gpu, attention = [], plan.train.device != "cpu", plan.model.attention
     if gpu and attention in FLASH_LIKE and fused:
-        notes.append(f"{attention} attention is counted as FlashAttention-2: its kernel needs the GPU")
+        notes.append(
+            f"{attention} attention is counted as FlashAttention-2: its kernel needs the GPU"
+        )
     elif gpu and attention in FLASH_LIKE | {"mask"}:
-        notes.append(f"{attention} attention is counted with every score kept: this GPU has no flash attention")
+        notes.append(
+            f"{attention} attention is counted with every score kept: this GPU has no flash attention"
+        )
     if plan.train.compile:
-        notes.append("compiled blocks are counted as torch.compile partitions their graphs, without its kernels")
+        notes.append(
+            "compiled blocks are counted as torch.compile partitions their graphs, without its kernels"
+        )
     if split.shard > 1:
         copies = f"in {split.replicate} copies, " if split.replicate > 1 else ""
         devices = f"{split.shard} devices, {copies}with a fake process group"
         notes.append(f"FSDP2 shards weights, gradients and states over {devices}")
     elif split.pipeline > 1:
-        replicas = f"; one of {split.replicate} copies, without gradient buckets" if split.replicate > 1 else ""
-        notes.append(f"stages are simulated one by one, with the micro-batches in flight of 1F1B{replicas}")
+        replicas = (
+            f"; one of {split.replicate} copies, without gradient buckets"
+            if split.replicate > 1
+            else ""
+        )
+        notes.append(
+            f"stages are simulated one by one, with the micro-batches in flight of 1F1B{replicas}"
+        )
     elif split.replicate > 1:
         notes.append(f"one of {split.replicate} whole copies; gradient buckets are not included")
     return notes
@@ -135,7 +151,12 @@ class SimulationResult:
         """With the plan's fragmentation and contexts."""
         reply = self.plan.memory
         loose = reply.parts.get("fragmentation", 0.0)
-        return self.simulated.peak * (1 + loose / reply.allocated) + reply.total - reply.allocated - loose
+        return (
+            self.simulated.peak * (1 + loose / reply.allocated)
+            + reply.total
+            - reply.allocated
+            - loose
+        )
 
     @property
     def fits(self) -> bool:
@@ -154,18 +175,30 @@ class SimulationResult:
         apart = round(memory.allocated / peak - 1, 2)
         compared = f"{abs(apart):.0%} {'more' if apart > 0 else 'less'}" if apart else "the same"
         counted = f"estimated from shapes {memory.allocated / size:.{digits}f}, {compared}"
-        where = f"the peak of the fullest of {stages[-1].number} stages" if stages else "the peak of the second step"
+        where = (
+            f"the peak of the fullest of {stages[-1].number} stages"
+            if stages
+            else "the peak of the second step"
+        )
         yield from joined([f"{peak / size:.{digits}f} {unit} of tensors at {where}", counted])
-        yield from joined([
-            f"stage {stage.number}: {stage.peak / size:.{digits}f} {unit} with {stage.under_way} "
-            f"micro-batch{'es' if stage.under_way > 1 else ''}"
-            for stage in stages
-        ])  # fmt: skip
+        yield from joined(
+            [
+                f"stage {stage.number}: {stage.peak / size:.{digits}f} {unit} with {stage.under_way} "
+                f"micro-batch{'es' if stage.under_way > 1 else ''}"
+                for stage in stages
+            ]
+        )
         parts = sorted(self.simulated.parts.items(), key=lambda part: -part[1])
         least = 0.5 * size / 10**digits  # parts that round to 0 are left out
-        yield from joined([f"{name} {value / size:.{digits}f}" for name, value in parts if value >= least])
+        yield from joined(
+            [f"{name} {value / size:.{digits}f}" for name, value in parts if value >= least]
+        )
         unit, size = unit_of(memory.limit)
-        added = "Python and PyTorch" if self.plan.train.device == "cpu" else "fragmentation and contexts"
+        added = (
+            "Python and PyTorch"
+            if self.plan.train.device == "cpu"
+            else "fragmentation and contexts"
+        )
         verdict = "fits" if self.fits else "too much"
         yield f"with {added} {self.total / size:.1f} of {memory.limit / size:,.1f} {unit}: {verdict}"
 
@@ -181,11 +214,15 @@ class SimulationResult:
             "seconds": self.simulated.seconds,
             "notes": self.simulated.notes,
             "stages": [
-                {"stage": stage.number, "micro_batches": stage.under_way, "parts": _in_gib(stage.parts),
-                 "peak": stage.peak / GIB}
+                {
+                    "stage": stage.number,
+                    "micro_batches": stage.under_way,
+                    "parts": _in_gib(stage.parts),
+                    "peak": stage.peak / GIB,
+                }
                 for stage in self.simulated.stages
             ],
-        }  # fmt: skip
+        }
 
 
 def _in_gib(parts: dict[str, float]) -> dict[str, float]:
@@ -202,14 +239,22 @@ def main() -> None:
     with loading():
         from bloomery.simulate.step import simulated_stage, simulated_step, stage_positions
 
-    plan, split, fused = RunPlan.model_validate(job["plan"]), MeshSplit(**job["split"]), job["fused"]
+    plan, split, fused = (
+        RunPlan.model_validate(job["plan"]),
+        MeshSplit(**job["split"]),
+        job["fused"],
+    )
 
     def on_progress(doing: str) -> None:
         reply(job, {"doing": doing})
 
     if split.pipeline > 1:
         stages = [
-            (place.index + 1, place.under_way(plan), simulated_stage(plan, place, fused=fused, on_progress=on_progress))
+            (
+                place.index + 1,
+                place.under_way(plan),
+                simulated_stage(plan, place, fused=fused, on_progress=on_progress),
+            )
             for place in stage_positions(split.pipeline)
         ]
     else:

@@ -33,7 +33,13 @@ from bloomery.data.loader import Batch
 from bloomery.model.acting import acting_as, kind_of
 from bloomery.model.attention import blockwise, compiled, per_document
 from bloomery.model.attention.attend import DocumentLayout
-from bloomery.model.attention.blockwise import Options, QueryDocuments, attention_operator, like_projection, sums_like
+from bloomery.model.attention.blockwise import (
+    Options,
+    QueryDocuments,
+    attention_operator,
+    like_projection,
+    sums_like,
+)
 from bloomery.model.decoder import Backbone, Block, Decoder
 from bloomery.model.limits import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES
 from bloomery.model.norms import RMSNormFunction, widened
@@ -48,7 +54,14 @@ from bloomery.train.objectives import build_objective, meta_teacher, with_text_s
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model
-from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, scale_gradients, train_step
+from bloomery.train.step import (
+    LossScale,
+    ModelAndOptimizer,
+    clip_factor,
+    global_norm,
+    scale_gradients,
+    train_step,
+)
 
 _aten, _native = torch.ops.aten, torch.ops.bloomery
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -65,9 +78,11 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.gradients, self.hidden = gradients, False
         self.peak: dict[str, float] = {}
-        self._kinds: dict[int, tuple[str, int]] = {}  # by a storage's identity, for as long as it lives
+        # by a storage's identity, for as long as it lives
+        self._kinds: dict[int, tuple[str, int]] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._flat: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # FSDP frees and fills such as it goes
+        # FSDP frees and fills such as it goes
+        self._flat: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._totals: dict[str, float] = {"gradients": 0.0}
         self._now = self._highest = 0
 
@@ -117,9 +132,14 @@ class MemoryTracker(TorchDispatchMode):
         self._kinds[key] = kind, size
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        for key, reference in list(self._flat.items()):  # a storage is resized where no dispatch mode sees it
+        # a storage is resized where no dispatch mode sees it
+        for key, reference in list(self._flat.items()):
             resized = reference()
             if resized is not None and resized.nbytes() != self._kinds[key][1]:
                 self._note(key, self._kinds[key][0], resized.nbytes())
@@ -174,11 +194,17 @@ class FakeResults(TorchDispatchMode):
             _native.compiled.default: _compiled,
             _native.compiled_backward.default: _compiled_backward,
             _native.quantized_matmul.default: lambda x, *rest: F.linear(x, _weight(x, rest)),
-            _native.quantized_matmul_backward.default: lambda grad, *rest: grad @ _weight(grad, rest),
+            _native.quantized_matmul_backward.default: lambda grad, *rest: (
+                grad @ _weight(grad, rest)
+            ),
         }
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         answer = None if self._tracker.hidden else self._answers.get(func)
         if answer is None:
@@ -238,9 +264,13 @@ def _blockwise_backward(
     return wholes
 
 
-def _per_document(q: Tensor, k: Tensor, v: Tensor, first_BT: Tensor, _reach: None, seed: Any, *rest: Any) -> Any:
+def _per_document(
+    q: Tensor, k: Tensor, v: Tensor, first_BT: Tensor, _reach: None, seed: Any, *rest: Any
+) -> Any:
     """One document per sequence: document starts are values, and one document needs most memory."""
-    return per_document.forward(q, k, v, [first_BT.shape[1]] * len(first_BT), seed, Options(*rest), _Task)
+    return per_document.forward(
+        q, k, v, [first_BT.shape[1]] * len(first_BT), seed, Options(*rest), _Task
+    )
 
 
 def _per_document_backward(*given: Any) -> Any:
@@ -253,7 +283,9 @@ def _compiled(q: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return like_projection(q), sums_like(q)
 
 
-def _compiled_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, ...]:
+def _compiled_backward(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any
+) -> tuple[Tensor, ...]:
     compiled.by_head(q, k)
     return like_projection(q), like_projection(k), like_projection(v)
 
@@ -278,13 +310,19 @@ class GpuFunctions(TorchFunctionMode):
         return run
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.dropout:
             return _dropout(*args, **(kwargs or {}))
         if func is F.rms_norm:
             given = kwargs or {}
-            return RMSNormFunction.apply(args[0], widened(given["weight"]), given["eps"], args[0].dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
+            return RMSNormFunction.apply(
+                args[0], widened(given["weight"]), given["eps"], args[0].dtype
+            )  # type: ignore[no-untyped-call]  # torch's `apply`
         return func(*args, **(kwargs or {}))
 
 
@@ -306,7 +344,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, _layout: DocumentLayout, options: Opt
     return _flash(q, k, v, QueryDocuments(None, None, None), options)
 
 
-def _flash_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, sums: Tensor, *_: Any) -> Any:
+def _flash_backward(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, sums: Tensor, *_: Any
+) -> Any:
     """With its temporary memory: the queries' gradient in float32, and one more value per query."""
     gradients = tuple(like_projection(x) for x in (q, k, v))
     summed = torch.empty(q.shape, dtype=torch.float32), torch.empty_like(sums)
@@ -332,14 +372,23 @@ class _Graphs:
     def __init__(self, block: Block, tracker: MemoryTracker) -> None:
         self._tracker, self._inside = tracker, nn.Module()
         self._inside.block, self._inside.forward = block, block.forward
-        self._names = [name for name, _ in (*self._inside.named_parameters(), *self._inside.named_buffers())]
+        self._names = [
+            name for name, _ in (*self._inside.named_parameters(), *self._inside.named_buffers())
+        ]
         self._traced: dict[bool, Callable[..., Tensor]] = {}  # by whether there is a rotation
 
     def forward_of(self, block: Block) -> Callable[..., Tensor]:
-        def forward(x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: None = None) -> Tensor:
+        def forward(
+            x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: None = None
+        ) -> Tensor:
             assert cache is None, "training has no cache"
-            names = [field.name for field in fields(layout) if getattr(layout, field.name) is not None]
-            seen, tables = [getattr(layout, name) for name in names], [] if rotary is None else list(rotary)
+            names = [
+                field.name for field in fields(layout) if getattr(layout, field.name) is not None
+            ]
+            seen, tables = (
+                [getattr(layout, name) for name in names],
+                [] if rotary is None else list(rotary),
+            )
             given = [*block.parameters(), *block.buffers()], tables, seen, x_BTD
             if (turns := rotary is not None) not in self._traced:
                 self._traced[turns] = self._trace(names, turns=turns)
@@ -353,9 +402,17 @@ class _Graphs:
         from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]  # part of torch
         from torch._inductor.decomposition import select_decomp_table
 
-        def whole(parameters: list[Tensor], tables: list[Tensor], seen: list[Tensor], x_BTD: Tensor) -> Any:
-            given = x_BTD, Rotary(*tables) if turns else None, DocumentLayout(**dict(zip(names, seen, strict=True)))
-            return torch.func.functional_call(self._inside, dict(zip(self._names, parameters, strict=True)), given)
+        def whole(
+            parameters: list[Tensor], tables: list[Tensor], seen: list[Tensor], x_BTD: Tensor
+        ) -> Any:
+            given = (
+                x_BTD,
+                Rotary(*tables) if turns else None,
+                DocumentLayout(**dict(zip(names, seen, strict=True))),
+            )
+            return torch.func.functional_call(
+                self._inside, dict(zip(self._names, parameters, strict=True)), given
+            )
 
         def compiled(graph: torch.fx.GraphModule, _inputs: object) -> Callable[[list[Tensor]], Any]:
             def run(inputs: list[Tensor]) -> Any:
@@ -365,9 +422,11 @@ class _Graphs:
             return run
 
         traced: Callable[..., Any] = aot_function(
-            whole, fw_compiler=compiled, partition_fn=min_cut_rematerialization_partition,
+            whole,
+            fw_compiler=compiled,
+            partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
-        )  # fmt: skip
+        )
         return traced
 
 
@@ -397,15 +456,23 @@ def _library(node: Node) -> bool:
 
 
 def _is_read(node: Node) -> bool:
-    views = [u for u in node.users if getattr(u.target, "is_view", False) or u.target is operator.getitem]
-    return any(u.op == "output" or _library(u) for u in node.users) or any(_is_read(view) for view in views)
+    views = [
+        u for u in node.users if getattr(u.target, "is_view", False) or u.target is operator.getitem
+    ]
+    return any(u.op == "output" or _library(u) for u in node.users) or any(
+        _is_read(view) for view in views
+    )
 
 
 OnProgress = Callable[[str], None]
 
 
 def simulated_step(
-    plan: RunPlan, *, fused: bool, split: MeshSplit = ONE_DEVICE, on_progress: OnProgress = lambda _text: None
+    plan: RunPlan,
+    *,
+    fused: bool,
+    split: MeshSplit = ONE_DEVICE,
+    on_progress: OnProgress = lambda _text: None,
 ) -> dict[str, float]:
     """Bytes by part at the peak of the second step; `fused`: the plan's GPU has fused attention kernels.
 
@@ -418,11 +485,16 @@ def simulated_step(
         batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
         teacher = meta_teacher(plan) if plan.objective.spec.extra_forwards else None
         tracker.call("weights", [] if teacher is None else weights(teacher))
-        tracker.call("inputs", [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None])
+        tracker.call(
+            "inputs",
+            [tensor for batch in batches for tensor in vars(batch).values() if tensor is not None],
+        )
         objective = build_objective(plan, lambda _: teacher or meta_teacher(plan))
 
         def step(count: int) -> None:
-            train_step(model_and_optimizer, batches[:count], objective, plan=plan.train, lr_scale=1.0)
+            train_step(
+                model_and_optimizer, batches[:count], objective, plan=plan.train, lr_scale=1.0
+            )
 
         return _peak(plan, model_and_optimizer, tracker, step, len(batches), on_progress)
 
@@ -450,7 +522,11 @@ def stage_positions(stages: int) -> list[StagePosition]:
 
 
 def simulated_stage(
-    plan: RunPlan, place: StagePosition, *, fused: bool, on_progress: OnProgress = lambda _text: None
+    plan: RunPlan,
+    place: StagePosition,
+    *,
+    fused: bool,
+    on_progress: OnProgress = lambda _text: None,
 ) -> dict[str, float]:
     """Bytes by part at the peak of the stage's second step; `fused` as in `simulated_step`.
 
@@ -473,8 +549,15 @@ def simulated_stage(
 
         def ahead() -> Tensor | GradientEdge:
             batch = _batch(plan)
-            output = forward(model_and_optimizer.model, batch, objective.head(batch), precision=plan.train.precision)
-            return objective.loss(output, batch).total * factor if last else get_gradient_edge(output)
+            output = forward(
+                model_and_optimizer.model,
+                batch,
+                objective.head(batch),
+                precision=plan.train.precision,
+            )
+            return (
+                objective.loss(output, batch).total * factor if last else get_gradient_edge(output)
+            )
 
         def step(count: int) -> None:
             under_way = deque[Tensor | GradientEdge]()
@@ -491,7 +574,13 @@ def simulated_stage(
 
         named = f"stage {place.index + 1} of {place.stages}, "
         return _peak(
-            plan, model_and_optimizer, tracker, step, min(place.ahead + 2, plan.train.accumulation), on_progress, named
+            plan,
+            model_and_optimizer,
+            tracker,
+            step,
+            min(place.ahead + 2, plan.train.accumulation),
+            on_progress,
+            named,
         )
 
 
@@ -520,7 +609,9 @@ def _peak(
             step(count)
         tracker.call("optimizer", _states(model_and_optimizer))
     away = plan.train.device != "cpu" and plan.optimizer.offload  # in CPU memory
-    return {kind: 0.0 if away and kind == "optimizer" else size for kind, size in tracker.peak.items()}
+    return {
+        kind: 0.0 if away and kind == "optimizer" else size for kind, size in tracker.peak.items()
+    }
 
 
 def _model_and_optimizer(
@@ -555,7 +646,9 @@ def _model_and_optimizer(
     ranks = ALONE
     if mesh is not None:
         shard(model, train, mesh)
-        ranks = Mesh(0, mesh.size() // mesh.size(mesh.ndim - 1), mesh.size(mesh.ndim - 1), "cpu", mesh)
+        ranks = Mesh(
+            0, mesh.size() // mesh.size(mesh.ndim - 1), mesh.size(mesh.ndim - 1), "cpu", mesh
+        )
     optimizer = build_optimizer(model, plan.optimizer, mesh=ranks)
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))
@@ -582,17 +675,23 @@ def _fake_mesh(split: MeshSplit) -> DeviceMesh:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=split.replicate * split.shard)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=split.replicate * split.shard
+    )
     if split.replicate == 1:
         return init_device_mesh("cpu", (split.shard,))
-    return init_device_mesh("cpu", (split.replicate, split.shard), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        "cpu", (split.replicate, split.shard), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _batch(plan: RunPlan) -> Batch:
     """A micro-batch."""
     shape = plan.train.micro_batch_size, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
-    return with_text_structure(Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan)
+    return with_text_structure(
+        Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3]), plan
+    )
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:

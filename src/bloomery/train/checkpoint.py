@@ -100,7 +100,12 @@ class Saver:
 
         `tokenizer`: a folder with the tokenizer to copy.
         """
-        self.folder, self.keep, self.async_save, self.tokenizer = folder, keep, async_save, tokenizer
+        self.folder, self.keep, self.async_save, self.tokenizer = (
+            folder,
+            keep,
+            async_save,
+            tokenizer,
+        )
         self._writer = writer
         self._emit = emit
         self._thread: threading.Thread | None = None
@@ -113,10 +118,20 @@ class Saver:
     def follow(self, checkpoint: Path | None) -> None:
         """The next checkpoint follows this one; None: the start of the run."""
         self.drain()
-        self._before = None if checkpoint is None else (read_state(checkpoint)["step"], seal_of(checkpoint) or "")
+        self._before = (
+            None
+            if checkpoint is None
+            else (read_state(checkpoint)["step"], seal_of(checkpoint) or "")
+        )
 
     def save(
-        self, step: int, parts: Parts, state: dict[str, Any], *, best: bool = False, weights_only: bool = False
+        self,
+        step: int,
+        parts: Parts,
+        state: dict[str, Any],
+        *,
+        best: bool = False,
+        weights_only: bool = False,
     ) -> None:
         """Checkpoint after `step`: tensors by part and name, and `state` as JSON.
 
@@ -127,10 +142,12 @@ class Saver:
         copied = self._staged(step, parts)
         state = json.loads(json.dumps({**state, "step": step}, allow_nan=False))
         writer = None if self._writer is None else self._writer()
-        with suppress(UserError):  # damaged during the run: keep the last one; `bloomery resume` reports it
+        # damaged during the run: keep the last one; `bloomery resume` reports it
+        with suppress(UserError):
             self._head = read_identity(self.folder.parent)
         head, before = self._head, self._before
-        if before is not None and before[0] == step:  # saved again: it follows what the one that it replaces followed
+        # saved again: it follows what the one that it replaces followed
+        if before is not None and before[0] == step:
             before = before_of(step_folder(self.folder, step))
         lineage = Lineage() if head is None else Lineage(head.run, "".join(head.plans[-1:]), before)
         staged = _Staged(step, copied, writer, state, best, weights_only, lineage)
@@ -148,7 +165,10 @@ class Saver:
             if not self.async_save or not out_of_memory(error):
                 raise
         self.async_save = False
-        self._warn(step, "out of memory for a copy of the training state: checkpoints are now written synchronously")
+        self._warn(
+            step,
+            "out of memory for a copy of the training state: checkpoints are now written synchronously",
+        )
         return self._staged(step, parts)
 
     def poll(self) -> None:
@@ -174,7 +194,11 @@ class Saver:
         if self._failed is not None:
             try:
                 kept = saved_steps(self.folder)
-                safe = f"the newest checkpoint is of step {kept[-1]}" if kept else "there is no older checkpoint"
+                safe = (
+                    f"the newest checkpoint is of step {kept[-1]}"
+                    if kept
+                    else "there is no older checkpoint"
+                )
             except UserError as error:
                 safe = error.problem
             raise UserError(
@@ -198,7 +222,9 @@ class Saver:
             except OSError as error:
                 if error.errno not in FULL or not self._prune(keep=1):
                     raise
-                self._warn(staged.step, "the disk is full: older checkpoints were deleted to make room")
+                self._warn(
+                    staged.step, "the disk is full: older checkpoints were deleted to make room"
+                )
                 self._commit(staged)
         except OSError as error:
             why = f"{error.strerror or error} ({format_bytes(staged.bytes + SLACK)} are needed)"
@@ -210,10 +236,14 @@ class Saver:
         seconds = time.monotonic() - begun
         self._events.append(
             Saved(
-                step=staged.step, path=str(target), bytes=written, seconds=seconds, best=staged.best,
+                step=staged.step,
+                path=str(target),
+                bytes=written,
+                seconds=seconds,
+                best=staged.best,
                 weights_only=staged.weights_only,
             )
-        )  # fmt: skip
+        )
         return None
 
     def _target(self, staged: _Staged) -> Path:
@@ -248,7 +278,9 @@ class Saver:
         try:
             self._prune(keep=self.keep)
         except OSError as error:
-            self._warn(staged.step, f"older checkpoints cannot be deleted: {error.strerror or error}")
+            self._warn(
+                staged.step, f"older checkpoints cannot be deleted: {error.strerror or error}"
+            )
 
     def _write(self, staged: _Staged, draft: Path) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -273,13 +305,20 @@ class Saver:
         """
         try:
             steps, best = saved_steps(self.folder), best_step(self.folder)
-            needed = {best, *(_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:])}
+            needed = {
+                best,
+                *(_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:]),
+            }
             weights = best_weight_steps(self.folder)
         except UserError:
             return False
         doomed = [step_folder(self.folder, step) for step in steps[:-keep] if step not in needed]
         # The checkpoint of a step has its weights, too.
-        doomed += [weights_folder(self.folder, step) for step in weights if step not in needed or step in steps]
+        doomed += [
+            weights_folder(self.folder, step)
+            for step in weights
+            if step not in needed or step in steps
+        ]
         for folder in doomed:
             remove_folder(folder)
         return bool(doomed)
@@ -315,7 +354,10 @@ def _system_errors() -> Iterator[None]:
 def stage(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
     """The tensors on the CPU, contiguous; `copy`: never sharing memory with the originals."""
     with torch.no_grad():
-        return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
+        return {
+            name: tensor.detach().to("cpu", copy=copy).contiguous()
+            for name, tensor in tensors.items()
+        }
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:

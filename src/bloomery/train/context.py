@@ -35,8 +35,20 @@ from bloomery.train.diagnostics.step_health import HealthCheck, Stragglers, chec
 from bloomery.train.evaluation.answers import Prompts, open_prompts
 from bloomery.train.length import Timer
 from bloomery.train.model_folder import restore_best
-from bloomery.train.objectives import Objective, ReferenceProgress, build_objective, precompute, reference_file
-from bloomery.train.process import allocator_sample, build_kernels, peak_memory_gib, set_up_process, training_device
+from bloomery.train.objectives import (
+    Objective,
+    ReferenceProgress,
+    build_objective,
+    precompute,
+    reference_file,
+)
+from bloomery.train.process import (
+    allocator_sample,
+    build_kernels,
+    peak_memory_gib,
+    set_up_process,
+    training_device,
+)
 from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
 
@@ -54,7 +66,9 @@ def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = ALONE) -> RunPlan:
         copy_tokenizer(plan.data.prepared, draft)
         draft.rename(folder)
     mesh.barrier()
-    return plan.model_copy(update={"model": plan.model.model_copy(update={"source": folder.resolve()})})
+    return plan.model_copy(
+        update={"model": plan.model.model_copy(update={"source": folder.resolve()})}
+    )
 
 
 class BatchSource(Protocol):
@@ -106,7 +120,9 @@ class RunContext:
     @property
     def finished(self) -> bool:
         """Whether the planned length is reached, or early stopping ends the run."""
-        return self.stops_early or (self.plan.train.steps is not None and self.step >= self.plan.train.steps)
+        return self.stops_early or (
+            self.plan.train.steps is not None and self.step >= self.plan.train.steps
+        )
 
     @property
     def stops_early(self) -> bool:
@@ -117,18 +133,30 @@ class RunContext:
         """Micro-batches from the current position in the data."""
         data, train = self.plan.data, self.plan.train
         return Prefetcher(
-            self.loader, self.state.cursor, sequences=train.micro_batch_size * train.ranks,
-            per_step=train.sequences_per_step, depth=data.prefetch, pin_memory=data.pin_memory,
-        )  # fmt: skip
+            self.loader,
+            self.state.cursor,
+            sequences=train.micro_batch_size * train.ranks,
+            per_step=train.sequences_per_step,
+            depth=data.prefetch,
+            pin_memory=data.pin_memory,
+        )
 
     def emit_step(
-        self, result: StepResult, batches: Sequence[Batch], *, lr_scale: float, seconds: float, waited: float
+        self,
+        result: StepResult,
+        batches: Sequence[Batch],
+        *,
+        lr_scale: float,
+        seconds: float,
+        waited: float,
     ) -> None:
         """Emit StepDone, and the health of the step where it was measured."""
         plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
         clock, sizes = self.mesh.clock, axes(plan)
         own = seconds - clock.waited, *(clock.of_axes().get(axis, 0.0) for axis in sizes)
-        memory, works, *communication = zip(*self.mesh.each(peak_memory_gib(plan.device), *own), strict=True)
+        memory, works, *communication = zip(
+            *self.mesh.each(peak_memory_gib(plan.device), *own), strict=True
+        )
         self.emit(
             StepDone(
                 step=self.step,
@@ -154,26 +182,40 @@ class RunContext:
                 self.emit(Warned(step=self.step, reason=reason))
         if model_and_optimizer.health_check is not None:
             self.emit(
-                model_and_optimizer.health_check.report(self.step, batches, self.objective, compiled=plan.compile)
+                model_and_optimizer.health_check.report(
+                    self.step, batches, self.objective, compiled=plan.compile
+                )
             )
             if plan.device == "cuda":
-                self.emit(allocator_sample(torch.cuda.memory_stats(), step=self.step, device=self.device))
+                self.emit(
+                    allocator_sample(torch.cuda.memory_stats(), step=self.step, device=self.device)
+                )
 
 
 def open_context(
-    plan: RunPlan, run_dir: Path, emit: Emit, resume_from: Path | None, stop: Callable[[], bool] = lambda: False,
-    mesh: Mesh = ALONE, *, began: float,
-) -> RunContext:  # fmt: skip
+    plan: RunPlan,
+    run_dir: Path,
+    emit: Emit,
+    resume_from: Path | None,
+    stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh = ALONE,
+    *,
+    began: float,
+) -> RunContext:
     """Prepare everything that the first step needs. `began`: when the process did, on time.perf_counter.
 
     Raises Stopped when `stop` returns True before the first step.
     """
     set_up_process(plan)
-    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", "plain sdpa does not keep documents apart"
+    assert plan.data.layout != "packed" or plan.model.attention != "sdpa", (
+        "plain sdpa does not keep documents apart"
+    )
     plan = with_base(plan, run_dir, mesh)
     if isinstance(plan.objective, Distill) and mesh.first:
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
-    state = build_state(plan, resume_from=resume_from, run_dir=run_dir if mesh.first else None, mesh=mesh)
+    state = build_state(
+        plan, resume_from=resume_from, run_dir=run_dir if mesh.first else None, mesh=mesh
+    )
     build_kernels(plan)
     check_attention(state.model, plan)
     prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
@@ -185,7 +227,9 @@ def open_context(
     head = read_identity(run_dir)
     run = "" if head is None else head.run  # a plan may be trained outside a run folder
     references = reference_files(plan, run_dir, run, splits, state, emit, resume_from, stop)
-    loaders = {split: open_loader(plan, split, references.get(split), run, mesh) for split in splits}
+    loaders = {
+        split: open_loader(plan, split, references.get(split), run, mesh) for split in splits
+    }
     context = RunContext(
         plan=plan,
         run_dir=run_dir,
@@ -205,7 +249,9 @@ def open_context(
             emit=emit,
         ),
         # Without an adapter every parameter should be trainable: a frozen one is reported.
-        health_check=HealthCheck({name: p for name, p in named if p.requires_grad or not adapts}, is_adapter=adapts),
+        health_check=HealthCheck(
+            {name: p for name, p in named if p.requires_grad or not adapts}, is_adapter=adapts
+        ),
         recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was interrupted is saved again with its result.
@@ -224,17 +270,22 @@ def follow(context: RunContext, checkpoint: Path | None) -> None:
     context.saver.follow(checkpoint)
     context.restored_step = None if checkpoint is None else context.step
     progress, checkpoints = context.state.progress, context.saver.folder
-    lost = context.mesh.first and not restore_best(checkpoints, step=context.step, best=progress.best_step)
+    lost = context.mesh.first and not restore_best(
+        checkpoints, step=context.step, best=progress.best_step
+    )
     if context.mesh.any(lost):
         missing = f"the best checkpoint, of step {progress.best_step}, is missing"
-        context.emit(Warned(step=context.step, reason=f"{missing}: the next evaluation becomes the best"))
+        context.emit(
+            Warned(step=context.step, reason=f"{missing}: the next evaluation becomes the best")
+        )
         progress.best_loss = progress.best_step = None
 
 
 def announce(context: RunContext) -> None:
     """Emit RunStarted."""
     plan = context.plan
-    adapters = sum(p.numel() for name, p in context.model.named_parameters() if is_adapter(name))  # whole, not a shard
+    # whole, not a shard
+    adapters = sum(p.numel() for name, p in context.model.named_parameters() if is_adapter(name))
     parameters = parameter_count(plan.model.config) + adapters
     trained = sum(p.numel() for p in context.state.optimizer.parameters)
     context.emit(
@@ -251,11 +302,14 @@ def announce(context: RunContext) -> None:
             device=plan.train.device,
             loss_unit=context.objective.per,
             epochs=in_epochs(plan),
-            reasons={decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices},
+            reasons={
+                decision.key: f"{decision.value}: {decision.reason}" for decision in plan.choices
+            },
         )
     )
     if plan.train.compile:
-        context.emit(Phase(step=context.step, name="compile"))  # compilation happens in the first step
+        # compilation happens in the first step
+        context.emit(Phase(step=context.step, name="compile"))
 
 
 def axes(plan: TrainPlan) -> dict[str, int]:
@@ -265,13 +319,22 @@ def axes(plan: TrainPlan) -> dict[str, int]:
 
 
 def reference_files(
-    plan: RunPlan, run_dir: Path, run: str, splits: Sequence[SplitName], state: TrainState, emit: Emit,
-    resume_from: Path | None, stop: Callable[[], bool],
-) -> dict[SplitName, Path]:  # fmt: skip
+    plan: RunPlan,
+    run_dir: Path,
+    run: str,
+    splits: Sequence[SplitName],
+    state: TrainState,
+    emit: Emit,
+    resume_from: Path | None,
+    stop: Callable[[], bool],
+) -> dict[SplitName, Path]:
     """The files of the reference model's log-probabilities by split, computed where missing; {} if not needed."""
     if reference_of(plan.objective, plan.adapter).value != "precomputed":
         return {}
-    mesh, files = state.model_and_optimizer.mesh, {split: reference_file(run_dir, split) for split in splits}
+    mesh, files = (
+        state.model_and_optimizer.mesh,
+        {split: reference_file(run_dir, split) for split in splits},
+    )
     missing = {split: file for split, file in files.items() if mesh.number(not file.is_file())}
     if missing and resume_from is not None:
         go_back(state, plan, None)
@@ -279,10 +342,16 @@ def reference_files(
     done, total = 0, sum(loader.stored_sequences for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
-            state.model, loader, files[split], batch_size=plan.eval.micro_batch_size,
-            score_chunk=plan.model.score_chunk, precision=plan.train.precision, run=run,
-            progress=ReferenceProgress(emit, stop, done, total), mesh=mesh,
-        )  # fmt: skip
+            state.model,
+            loader,
+            files[split],
+            batch_size=plan.eval.micro_batch_size,
+            score_chunk=plan.model.score_chunk,
+            precision=plan.train.precision,
+            run=run,
+            progress=ReferenceProgress(emit, stop, done, total),
+            mesh=mesh,
+        )
         done += loader.stored_sequences
     if missing and resume_from is not None:
         go_back(state, plan, resume_from, policy=True)
@@ -290,10 +359,21 @@ def reference_files(
 
 
 def open_loader(
-    plan: RunPlan, split: SplitName, reference: Path | None = None, run: str = "", mesh: Mesh = ALONE
+    plan: RunPlan,
+    split: SplitName,
+    reference: Path | None = None,
+    run: str = "",
+    mesh: Mesh = ALONE,
 ) -> Loader:
     data = plan.data
     return Loader(
-        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=plan.train.seed, split=split,
-        rank=mesh.rank, world=mesh.world, reference=reference, run=run,
-    )  # fmt: skip
+        data.prepared,
+        sequence_length=data.sequence_length,
+        layout=data.layout,
+        seed=plan.train.seed,
+        split=split,
+        rank=mesh.rank,
+        world=mesh.world,
+        reference=reference,
+        run=run,
+    )

@@ -65,7 +65,10 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Tens
     isolated = model.model.backend != "sdpa"
     with precision_context(precision, batch.tokens.device.type):
         output: Tensor = model(
-            batch.tokens, positions_BT=batch.positions, documents_BT=batch.documents if isolated else None, head=head
+            batch.tokens,
+            positions_BT=batch.positions,
+            documents_BT=batch.documents if isolated else None,
+            head=head,
         )
     return output
 
@@ -75,7 +78,10 @@ def drops(model: Decoder) -> bool:
     config = model.config
     rates: list[object] = [getattr(model.model, "embedding_noise", 0.0)]
     rates += [config.embedding_dropout, config.residual_dropout, config.attention_dropout]
-    rates += [each.p if isinstance(each, nn.Dropout) else getattr(each, "dropout", 0) for each in model.modules()]
+    rates += [
+        each.p if isinstance(each, nn.Dropout) else getattr(each, "dropout", 0)
+        for each in model.modules()
+    ]
     return model.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
@@ -90,5 +96,6 @@ def eval_mode(model: Decoder) -> Iterator[None]:
     finally:
         model.train(training)
         for module in (model, *model.model.layers):
-            if isinstance(module, FSDPModule):  # without a backward, embeddings, head and last layer stay gathered
+            # without a backward, embeddings, head and last layer stay gathered
+            if isinstance(module, FSDPModule):
                 module.reshard()

@@ -14,7 +14,13 @@ from statistics import median
 from typing import Literal, final
 
 from bloomery.core.units import Duration
-from bloomery.plan.lengths import MEASURED_STEPS, UNKNOWN_STEPS, complete, on_evaluations, provisional_steps
+from bloomery.plan.lengths import (
+    MEASURED_STEPS,
+    UNKNOWN_STEPS,
+    complete,
+    on_evaluations,
+    provisional_steps,
+)
 from bloomery.plan.types import RunPlan, ScheduleBlock
 from bloomery.train.optim.schedules import block_at, fraction_done, fraction_of_run
 
@@ -52,7 +58,12 @@ class Costs:
         assert steps is not None
         evaluations = _left("evaluation", plan, done, fraction)
         saves = _left("checkpoint", plan, done, fraction)
-        return (steps - done) * self.step + evaluations * self.evaluation(plan) + saves * self.save + self.end
+        return (
+            (steps - done) * self.step
+            + evaluations * self.evaluation(plan)
+            + saves * self.save
+            + self.end
+        )
 
 
 def _left(what: Repeated, plan: RunPlan, done: int, fraction: float) -> int:
@@ -104,7 +115,8 @@ class Timer:
     costs: Costs | None = None
     steps: int = 0  # taken since `forget`
     last: float = math.inf  # seconds of the last of them
-    _laps: deque[float] = field(default_factory=lambda: deque(maxlen=1000))  # of steps, once they are warm
+    # of steps, once they are warm
+    _laps: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     _begun: float = 0.0  # start of the current step
     _aside: float = 0.0  # seconds since then that do not belong to the step
 
@@ -135,7 +147,9 @@ class Timer:
 
     def note_evaluation(self, seconds: float, plan: RunPlan) -> None:
         if self.costs is not None and self.costs.sequences:
-            self.costs.sequence = seconds / min(plan.eval.sequences or self.costs.sequences, self.costs.sequences)
+            self.costs.sequence = seconds / min(
+                plan.eval.sequences or self.costs.sequences, self.costs.sequences
+            )
 
     def note_samples(self, seconds: float) -> None:
         if self.costs is not None:
@@ -204,7 +218,9 @@ def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
         if blocks:
             guessed = blocks[-1].steps
         elif step:  # a run resumed for longer than planned
-            guessed = step + max(1, round((seconds - timer.elapsed) / max(timer.elapsed / step, _EPSILON)))
+            guessed = step + max(
+                1, round((seconds - timer.elapsed) / max(timer.elapsed / step, _EPSILON))
+            )
         else:
             typical = None if plan.step_seconds is None else plan.step_seconds.value
             provisional = provisional_steps(Duration(seconds, "seconds"), typical)
@@ -218,13 +234,24 @@ def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
     plan = fitted(plan, timer.costs, done=step, seconds=seconds - timer.elapsed, fraction=fraction)
     steps = plan.train.steps
     assert steps is not None
-    length = max(1, min(int(BLOCK * seconds / lasts), (steps - step + 2) // 3)) if steps > step else 0
+    length = (
+        max(1, min(int(BLOCK * seconds / lasts), (steps - step + 2) // 3)) if steps > step else 0
+    )
     ends = timer.elapsed + timer.costs.until_the_end(plan, done=step, fraction=fraction)
-    block = ScheduleBlock(step=step, until=step + length, fraction=fraction, steps=steps, step_seconds=lasts, ends=ends)
+    block = ScheduleBlock(
+        step=step,
+        until=step + length,
+        fraction=fraction,
+        steps=steps,
+        step_seconds=lasts,
+        ends=ends,
+    )
     return _with(plan, steps, (*blocks, block))
 
 
-def fitted(plan: RunPlan, costs: Costs, *, done: int, seconds: float, fraction: float = 0.0) -> RunPlan:
+def fitted(
+    plan: RunPlan, costs: Costs, *, done: int, seconds: float, fraction: float = 0.0
+) -> RunPlan:
     """The plan with the number of steps that ends `seconds` from now, to half a step, evaluations and saves included.
 
     At least `done`, and at least the recipe's minimum.
@@ -244,7 +271,11 @@ def _longer(plan: RunPlan, steps: int, step_seconds: float) -> RunPlan:
     return complete(plan, steps=steps, step_seconds=step_seconds) if first else _with(plan, steps)
 
 
-def _with(plan: RunPlan, steps: int | None, blocks: tuple[ScheduleBlock, ...] | None = None) -> RunPlan:
+def _with(
+    plan: RunPlan, steps: int | None, blocks: tuple[ScheduleBlock, ...] | None = None
+) -> RunPlan:
     train: dict[str, object] = {"steps": steps, **({} if blocks is None else {"blocks": blocks})}
     total = None if steps is None else steps * plan.train.tokens_per_step
-    return plan.model_copy(update={"train": plan.train.model_copy(update=train), "total_tokens": total})
+    return plan.model_copy(
+        update={"train": plan.train.model_copy(update=train), "total_tokens": total}
+    )

@@ -16,7 +16,16 @@ from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
 from bloomery.train.length import Timer, due
 from bloomery.train.objectives import Stopped
 from bloomery.train.optim.schedules import planned_lr_scale
-from bloomery.train.recover import Action, AllocationFailed, attempt, check_step, rewind, save, save_best, shrink
+from bloomery.train.recover import (
+    Action,
+    AllocationFailed,
+    attempt,
+    check_step,
+    rewind,
+    save,
+    save_best,
+    shrink,
+)
 from bloomery.train.step import train_step
 
 Outcome = Literal["done", "stopped"]
@@ -92,14 +101,26 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     lr_scale = planned_lr_scale(context.step, context.plan)
-    measured = context.mesh.first and context.health_check.due(context.step + 1, context.plan.logging.every_steps)
+    measured = context.mesh.first and context.health_check.due(
+        context.step + 1, context.plan.logging.every_steps
+    )
     state.model_and_optimizer.health_check = context.health_check if measured else None
     objective = context.recorder.objective(context.objective)
-    listing = partial(context.recorder.record_out_of_memory, context.plan, context.step + 1, f"step {context.step + 1}")
+    listing = partial(
+        context.recorder.record_out_of_memory,
+        context.plan,
+        context.step + 1,
+        f"step {context.step + 1}",
+    )
     work = partial(
-        train_step, state.model_and_optimizer, batches, objective,
-        plan=plan, lr_scale=lr_scale, position=state.cursor.consumed,
-    )  # fmt: skip
+        train_step,
+        state.model_and_optimizer,
+        batches,
+        objective,
+        plan=plan,
+        lr_scale=lr_scale,
+        position=state.cursor.consumed,
+    )
     result = attempt(work, state, listing)
     if isinstance(result, AllocationFailed):
         return shrink(context, result)
@@ -107,7 +128,9 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     state.cursor = Cursor(state.cursor.seed, sequences.stop)
     state.progress.step += 1
     state.progress.tokens += plan.tokens_per_step
-    context.emit_step(result, batches, lr_scale=lr_scale, seconds=time.perf_counter() - begun, waited=waited)
+    context.emit_step(
+        result, batches, lr_scale=lr_scale, seconds=time.perf_counter() - begun, waited=waited
+    )
     return check_step(context, result, sequences, batches[0])
 
 

@@ -55,7 +55,9 @@ def mean_of(values: Tensor, there: Tensor) -> Tensor:
 
 def added(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Metrics summed over two micro-batches."""
-    return dict(sums) | {name: sums[name] + some if name in sums else some for name, some in more.items()}
+    return dict(sums) | {
+        name: sums[name] + some if name in sums else some for name, some in more.items()
+    }
 
 
 def means(sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -107,7 +109,9 @@ def pair_parts(losses_P: Tensor, rewards_P: tuple[Tensor, Tensor], there_P: Tens
     return LossParts(torch.where(there_P, losses_P, 0).sum(), there_P.sum(), metrics)
 
 
-def dpo_loss(pairs: PairScores, reference: PairScores, *, beta: float, label_smoothing: float) -> LossParts:
+def dpo_loss(
+    pairs: PairScores, reference: PairScores, *, beta: float, label_smoothing: float
+) -> LossParts:
     """-log sigmoid(beta * (log-ratio of the chosen - log-ratio of the rejected response)); arXiv:2305.18290, eq. 7.
 
     `label_smoothing` e, the share of swapped labels: (1 - e) of it and e of the loss of the swapped pair (Mitchell,
@@ -116,7 +120,10 @@ def dpo_loss(pairs: PairScores, reference: PairScores, *, beta: float, label_smo
     chosen_P = beta * (pairs.chosen.score_P - reference.chosen.score_P)
     rejected_P = beta * (pairs.rejected.score_P - reference.rejected.score_P)
     margins_P = chosen_P - rejected_P
-    losses_P = -F.logsigmoid(margins_P) * (1 - label_smoothing) - F.logsigmoid(-margins_P) * label_smoothing
+    losses_P = (
+        -F.logsigmoid(margins_P) * (1 - label_smoothing)
+        - F.logsigmoid(-margins_P) * label_smoothing
+    )
     return pair_parts(losses_P, (chosen_P, rejected_P), pairs.there_P)
 
 
@@ -134,7 +141,9 @@ def ipo_loss(pairs: PairScores, reference: PairScores, *, beta: float) -> LossPa
 def simpo_loss(pairs: PairScores, *, beta: float, gamma: float) -> LossParts:
     """-log sigmoid(beta * difference of mean log-probabilities - gamma); arXiv:2405.14734, eq. 6."""
     chosen_P, rejected_P = beta * pairs.chosen.mean_P, beta * pairs.rejected.mean_P
-    return pair_parts(-F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.there_P)
+    return pair_parts(
+        -F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.there_P
+    )
 
 
 def orpo_loss(pairs: PairScores, *, beta: float) -> LossParts:
@@ -142,9 +151,13 @@ def orpo_loss(pairs: PairScores, *, beta: float) -> LossParts:
 
     The probability of a response is the geometric mean of its tokens' probabilities.
     """
-    chosen_P, rejected_P = (torch.where(pairs.there_P, side.mean_P, -1.0) for side in (pairs.chosen, pairs.rejected))
+    chosen_P, rejected_P = (
+        torch.where(pairs.there_P, side.mean_P, -1.0) for side in (pairs.chosen, pairs.rejected)
+    )
     odds_P = log_odds(chosen_P) - log_odds(rejected_P)
-    parts = pair_parts(-chosen_P - beta * F.logsigmoid(odds_P), (beta * chosen_P, beta * rejected_P), pairs.there_P)
+    parts = pair_parts(
+        -chosen_P - beta * F.logsigmoid(odds_P), (beta * chosen_P, beta * rejected_P), pairs.there_P
+    )
     more = {"nats": mean_of(-chosen_P, pairs.there_P), "log_odds": mean_of(odds_P, pairs.there_P)}
     return parts._replace(metrics={**parts.metrics, **more})
 
@@ -167,9 +180,14 @@ def kto_kl(mismatched: ResponseScores, reference: ResponseScores, there_P: Tenso
 
 
 def kto_loss(
-    pairs: PairScores, reference: PairScores, desirable_P: Tensor, kl: Tensor, *, beta: float,
+    pairs: PairScores,
+    reference: PairScores,
+    desirable_P: Tensor,
+    kl: Tensor,
+    *,
+    beta: float,
     weights: tuple[float, float],
-) -> LossParts:  # fmt: skip
+) -> LossParts:
     """weight * (1 - sigmoid(beta * (r - kl))) of a desirable response, beta * (kl - r) of an undesirable one.
 
     arXiv:2402.01306, eq. 7. r is the log-ratio of policy and reference model. The rejected side of a pair is its

@@ -47,7 +47,9 @@ def seal(folder: Path, lineage: Lineage = Lineage()) -> None:
         path.chmod(mode)
         flush_to_disk(path)
         files[path.name] = {"sha256": _digest(path), "bytes": path.stat().st_size}
-    (folder / MANIFEST).write_text(stamped({"format": FORMAT, **asdict(lineage), "files": files}), encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        stamped({"format": FORMAT, **asdict(lineage), "files": files}), encoding="utf-8"
+    )
     flush_to_disk(folder / MANIFEST)
     flush_to_disk(folder)
 
@@ -116,7 +118,11 @@ def _file_damage(path: Path, entry: dict[str, Any]) -> str | None:
             return f"{path.name} is not a regular file"
         if size != entry["bytes"]:
             return f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}"
-        return None if _digest(path) == entry["sha256"] else f"{path.name} has changed since it was written"
+        return (
+            None
+            if _digest(path) == entry["sha256"]
+            else f"{path.name} has changed since it was written"
+        )
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
@@ -156,7 +162,11 @@ def best_weight_steps(checkpoints: Path) -> list[int]:
 def _steps_of(checkpoints: Path, prefix: str) -> list[int]:
     """Raises UserError when the folder exists and cannot be read."""
     try:
-        names = [path.name for path in checkpoints.iterdir() if path.name.startswith(prefix) and path.is_dir()]
+        names = [
+            path.name
+            for path in checkpoints.iterdir()
+            if path.name.startswith(prefix) and path.is_dir()
+        ]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -322,7 +332,9 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
     """
     if not run_or_folder.is_dir():
         raise UserError(
-            f"no such folder: {run_or_folder.name}", where=str(run_or_folder), fix="name a run or a model folder"
+            f"no such folder: {run_or_folder.name}",
+            where=str(run_or_folder),
+            fix="name a run or a model folder",
         )
     checkpoints = run_or_folder / "checkpoints"
     if (run_or_folder / "config.json").is_file() or is_adapter_folder(run_or_folder):
@@ -330,27 +342,34 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
             problem = f"not a run, so --step {step} does not apply"
             raise UserError(problem, where=str(run_or_folder), fix="leave out --step", code=2)
         if (run_or_folder / MANIFEST).is_file():
-            _refuse_unsound(run_or_folder, f"name another folder; delete {MANIFEST} if you changed the files yourself")
+            _refuse_unsound(
+                run_or_folder,
+                f"name another folder; delete {MANIFEST} if you changed the files yourself",
+            )
         return run_or_folder
     steps = sorted({*saved_steps(checkpoints), *best_weight_steps(checkpoints)})
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
         refuse_pickles(run_or_folder)
         raise UserError(
-            f"neither a model nor a run: {run_or_folder.name}", where=str(run_or_folder),
+            f"neither a model nor a run: {run_or_folder.name}",
+            where=str(run_or_folder),
             fix="name a run, or a folder with config.json and model.safetensors",
-        )  # fmt: skip
+        )
     if not steps:
         raise UserError(
-            "no checkpoint yet", where=str(checkpoints),
+            "no checkpoint yet",
+            where=str(checkpoints),
             fix="wait for the first checkpoint, or continue with `bloomery resume`",
-        )  # fmt: skip
+        )
     if step not in ("best", "last"):
         kept = ", ".join(str(number) for number in steps)
         if not step.isdecimal() or int(step) not in steps:
             raise UserError(
-                f"no such checkpoint: {step[:40]!r}", where=str(checkpoints), code=2,
+                f"no such checkpoint: {step[:40]!r}",
+                where=str(checkpoints),
+                code=2,
                 fix=f"choose best, last or one of {kept}",
-            )  # fmt: skip
+            )
         folder = folder_of_step(checkpoints, int(step))
         _refuse_unsound(folder, f"choose another of {kept}")
         return folder
@@ -360,8 +379,13 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         if (wrong := damage(folder)) is None:
             refuse_other_run(folder)
             return folder
-        print(f"warning: best checkpoint {folder.name} is damaged, using the last: {wrong}", file=sys.stderr)
-    newest = newest_valid(checkpoints, on_damage=lambda problem: print(f"warning: {problem}", file=sys.stderr))
+        print(
+            f"warning: best checkpoint {folder.name} is damaged, using the last: {wrong}",
+            file=sys.stderr,
+        )
+    newest = newest_valid(
+        checkpoints, on_damage=lambda problem: print(f"warning: {problem}", file=sys.stderr)
+    )
     if newest is None and not saved_steps(checkpoints):
         fix = "use --step best, wait for the first checkpoint, or continue with `bloomery resume`"
         raise UserError("no checkpoint yet, only the best weights", where=str(checkpoints), fix=fix)

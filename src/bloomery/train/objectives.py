@@ -78,9 +78,17 @@ def reference_file(run_dir: Path, split: SplitName) -> Path:
 
 
 def precompute(
-    model: Decoder, loader: Loader, path: Path, *, batch_size: int, score_chunk: int, precision: str, run: str,
-    progress: ReferenceProgress, mesh: Mesh = ALONE,
-) -> None:  # fmt: skip
+    model: Decoder,
+    loader: Loader,
+    path: Path,
+    *,
+    batch_size: int,
+    score_chunk: int,
+    precision: str,
+    run: str,
+    progress: ReferenceProgress,
+    mesh: Mesh = ALONE,
+) -> None:
     """Write the log-probability of every loss token of the split; resumes a killed computation. Raises Stopped.
 
     `model` must be as before the first step. Ranks share out the sequences; the first one writes.
@@ -88,7 +96,9 @@ def precompute(
     device, last = next(model.parameters()).device, 0.0
     with ExitStack() as stack:
         stack.enter_context(eval_mode(model))
-        writer = stack.enter_context(ReferenceWriter(path, loader.tokens, run)) if mesh.first else None
+        writer = (
+            stack.enter_context(ReferenceWriter(path, loader.tokens, run)) if mesh.first else None
+        )
         for number, (batch, stored) in enumerate(loader.stored_batches(batch_size)):
             if mesh.number(time.monotonic() - last > REPORT_SECONDS):
                 last = time.monotonic()
@@ -96,7 +106,9 @@ def precompute(
             places = [each.numpy() for each in mesh.gathered(stored)]
             if mesh.number(writer is not None and all(map(writer.has, places))):
                 continue
-            scores_BT = scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision)
+            scores_BT = scores_of(
+                model, to_device(batch, device), score_chunk=score_chunk, precision=precision
+            )
             scored = mesh.gathered(scores_BT.cpu())
             if writer is not None:
                 for place, scores in zip(places, scored, strict=True):
@@ -111,14 +123,18 @@ def scores_of(model: Decoder, batch: Batch, *, score_chunk: int, precision: str)
     return forward(model, batch, head, precision=precision)
 
 
-def without_adapters(model: Decoder, batches: Sequence[Batch], *, score_chunk: int, precision: str) -> list[Batch]:
+def without_adapters(
+    model: Decoder, batches: Sequence[Batch], *, score_chunk: int, precision: str
+) -> list[Batch]:
     """The same batches with the log-probabilities of the base model."""
     device = next(model.parameters()).device
     with eval_mode(model), adapters_disabled(model):
         return [
             replace(
                 batch,
-                reference=scores_of(model, to_device(batch, device), score_chunk=score_chunk, precision=precision),
+                reference=scores_of(
+                    model, to_device(batch, device), score_chunk=score_chunk, precision=precision
+                ),
             )
             for batch in batches
         ]
@@ -131,7 +147,9 @@ def load_teacher(plan: RunPlan) -> Decoder:
     """
     assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
-    refuse_other_words(load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder))
+    refuse_other_words(
+        load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder)
+    )
     attention = teacher_attention(read_config(folder), plan, where=str(folder))
     return _loaded(folder, product_dtype(plan.train.precision), plan.train.device, attention)
 
@@ -143,17 +161,25 @@ def teacher_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
     """
     length = plan.data.sequence_length
     refuse_few_positions(config, length, where=where)
-    windows = [window for window in map(config.window, range(config.num_layers)) if window is not None]
+    windows = [
+        window for window in map(config.window, range(config.num_layers)) if window is not None
+    ]
     unfit = supports(
-        plan.model.attention, device_type=plan.train.device, packed=plan.data.layout == "packed",
-        window=any(window < length for window in windows), softcap=config.attention_softcap is not None, dropout=False,
-    )  # fmt: skip
+        plan.model.attention,
+        device_type=plan.train.device,
+        packed=plan.data.layout == "packed",
+        window=any(window < length for window in windows),
+        softcap=config.attention_softcap is not None,
+        dropout=False,
+    )
     return plan.model.attention if unfit is None else "blockwise"
 
 
 @lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
 def _loaded(folder: Path, dtype: torch.dtype, device: str, attention: str) -> Decoder:
-    return load_decoder(folder, dtype=dtype, device=device, attention=attention).requires_grad_(False)
+    return load_decoder(folder, dtype=dtype, device=device, attention=attention).requires_grad_(
+        False
+    )
 
 
 def divergence_of(batch: Batch, teacher: Decoder, asked: Distill, *, chunk: int) -> Divergence:
@@ -175,7 +201,9 @@ def distil_loss(output_2BT: Tensor, loss_mask_BT: Tensor, asked: Distill) -> Los
     """
     scores_BT, divergence_BT = output_2BT
     mask_BT = loss_mask_BT != 0
-    each_BT = asked.kd_ratio * asked.temperature**2 * divergence_BT - (1 - asked.kd_ratio) * scores_BT
+    each_BT = (
+        asked.kd_ratio * asked.temperature**2 * divergence_BT - (1 - asked.kd_ratio) * scores_BT
+    )
     metrics = {"kl": mean_of(divergence_BT, mask_BT), "nats": mean_of(-scores_BT, mask_BT)}
     return LossParts((each_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)
 
@@ -189,7 +217,10 @@ def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
         later_T = (torch.arange(length) >= length // 2).long()
         halves = 2 * torch.arange(rows)[:, None] + later_T
         batch = replace(batch, sequences=halves, kto_labels=torch.ones_like(batch.tokens))
-    if batch.reference is None and reference_of(plan.objective, plan.adapter).value == "precomputed":
+    if (
+        batch.reference is None
+        and reference_of(plan.objective, plan.adapter).value == "precomputed"
+    ):
         batch = replace(batch, reference=torch.zeros_like(batch.loss_mask))
     return batch
 
@@ -244,25 +275,40 @@ class Scoring:
     native: bool = False
 
     def __call__(self, batch: Batch) -> LabelScores:
-        return LabelScores(batch.labels, batch.loss_mask, self.chunk, self.compiled, into_grad=True, native=self.native)
+        return LabelScores(
+            batch.labels,
+            batch.loss_mask,
+            self.chunk,
+            self.compiled,
+            into_grad=True,
+            native=self.native,
+        )
 
 
 def build_objective(
     plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher, mesh: Mesh = ALONE
 ) -> Objective:
     """The plan's objective. `teacher` loads the model to distill."""
-    scoring = Scoring(plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled")
+    scoring = Scoring(
+        plan.model.score_chunk, plan.train.compile, native=plan.model.scores == "compiled"
+    )
     asked = plan.objective
     if isinstance(asked, Sft) and asked.loss == "dft":
-        return Objective(head=scoring, loss=lambda scores_BT, batch: dft_loss(scores_BT, batch.loss_mask))
+        return Objective(
+            head=scoring, loss=lambda scores_BT, batch: dft_loss(scores_BT, batch.loss_mask)
+        )
     if asked.kind in ("pretrain", "sft"):
         return likelihood(scoring)
     disabled = reference_of(asked, plan.adapter).value == "adapters"
-    ask = partial(without_adapters, score_chunk=plan.model.score_chunk, precision=plan.train.precision)
+    ask = partial(
+        without_adapters, score_chunk=plan.model.score_chunk, precision=plan.train.precision
+    )
     if isinstance(asked, Preference | SimPo | OrPo):
         return preference(asked, scoring, before=ask if disabled else None)
     if isinstance(asked, Kto):
-        return marked(asked, scoring, plan.train.precision, reference=ask if disabled else None, mesh=mesh)
+        return marked(
+            asked, scoring, plan.train.precision, reference=ask if disabled else None, mesh=mesh
+        )
     if asked.kind == "reward":
         return rewarding()
     if isinstance(asked, Distill):
@@ -277,10 +323,14 @@ def pretraining(*, score_chunk: int, compiled: bool = False, native: bool = Fals
 
 def likelihood(scoring: Scoring) -> Objective:
     """Cross-entropy per loss token; pretraining and supervised fine-tuning differ in the loss mask alone."""
-    return Objective(head=scoring, loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.loss_mask))
+    return Objective(
+        head=scoring, loss=lambda scores_BT, batch: next_token_loss(scores_BT, batch.loss_mask)
+    )
 
 
-def preference(asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Before | None = None) -> Objective:
+def preference(
+    asked: Preference | SimPo | OrPo, scoring: Scoring, *, before: Before | None = None
+) -> Objective:
     """DPO, IPO, SimPO and ORPO. `before`: computes the reference log-probabilities where no file has them."""
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:
@@ -317,7 +367,12 @@ def rewarding() -> Objective:
 
 
 def marked(
-    asked: Kto, scoring: Scoring, precision: str, *, reference: Before | None = None, mesh: Mesh = ALONE
+    asked: Kto,
+    scoring: Scoring,
+    precision: str,
+    *,
+    reference: Before | None = None,
+    mesh: Mesh = ALONE,
 ) -> Objective:
     """KTO. Its KL term is estimated over the whole step of all ranks, without dropout.
 
@@ -330,7 +385,11 @@ def marked(
 
     def mismatched(batch: Batch) -> LabelScores:  # scores sequences 2i + 1 only
         assert batch.sequences is not None
-        return replace(scoring(batch), loss_mask_BT=batch.loss_mask * (batch.sequences % 2 == 1), into_grad=False)
+        return replace(
+            scoring(batch),
+            loss_mask_BT=batch.loss_mask * (batch.sequences % 2 == 1),
+            into_grad=False,
+        )
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         batches = list(batches) if reference is None else reference(model, batches)
@@ -339,7 +398,10 @@ def marked(
         device = next(model.parameters()).device
         with eval_mode(model):
             there = (to_device(batch, device) for batch in batches)
-            sums = [kl(forward(model, batch, mismatched(batch), precision=precision), batch) for batch in there]
+            sums = [
+                kl(forward(model, batch, mismatched(batch), precision=precision), batch)
+                for batch in there
+            ]
         baseline = _at_least_0(mesh.summed(sum(sums[1:], start=sums[0])))
         return [replace(batch, baseline=baseline) for batch in batches]
 
@@ -351,9 +413,13 @@ def marked(
         desirable = sequence_sums(batch.kto_labels, batch.sequences).view(-1, 2)[:, 0] > 0
         pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
         weights = asked.desirable_weight, asked.undesirable_weight
-        return kto_loss(pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights)
+        return kto_loss(
+            pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights
+        )
 
-    return Objective(head=scoring, loss=loss, count=_count_pairs, before=before, together=True, per="answer")
+    return Objective(
+        head=scoring, loss=loss, count=_count_pairs, before=before, together=True, per="answer"
+    )
 
 
 def _at_least_0(kl: Tensor) -> Tensor:

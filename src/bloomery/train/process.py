@@ -18,7 +18,8 @@ from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import DeviceStats
 from bloomery.plan.types import RunPlan
 
-LIBRARIES = 120 * MIB  # of Python and PyTorch, mapped by a training process on a CPU; a part of the plan's runtime
+# of Python and PyTorch, mapped by a training process on a CPU; a part of the plan's runtime
+LIBRARIES = 120 * MIB
 
 
 def set_up_process(plan: RunPlan) -> None:
@@ -70,10 +71,13 @@ def training_device(machine: Path) -> tuple[int, str]:
     return (0, "") if used is None else (used.index, used.name)
 
 
-def allocator_sample(stats: Mapping[str, int], *, step: int, device: tuple[int, str]) -> DeviceStats:
+def allocator_sample(
+    stats: Mapping[str, int], *, step: int, device: tuple[int, str]
+) -> DeviceStats:
     """The state of PyTorch's allocator. `stats`: `torch.cuda.memory_stats()`."""
     reserved = stats.get("reserved_bytes.all.current", 0)
-    between = stats.get("inactive_split_bytes.all.current", 0)  # a segment with a live tensor cannot be freed
+    # a segment with a live tensor cannot be freed
+    between = stats.get("inactive_split_bytes.all.current", 0)
     return DeviceStats(
         step=step,
         device=device[0],
@@ -104,7 +108,9 @@ def peak_memory_gib(device: str) -> float:
     status = Path("/proc/self/status")
     if status.is_file():  # not ru_maxrss, which on Linux starts at the parent's memory
         text = status.read_text()
-        peak, of_files = (int(text.split(f"{key}:")[1].split()[0]) * 1024 for key in ("VmHWM", "RssFile"))
+        peak, of_files = (
+            int(text.split(f"{key}:")[1].split()[0]) * 1024 for key in ("VmHWM", "RssFile")
+        )
         return (peak - max(0, of_files - LIBRARIES)) / GIB
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB

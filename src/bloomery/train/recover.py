@@ -44,10 +44,14 @@ class AllocationFailed:
 
     def at(self, place: str) -> str:
         """`place`: "at step 3"."""
-        return f"out of memory {place}" + (f" ({self.requested} allocation failed)" if self.requested else "")
+        return f"out of memory {place}" + (
+            f" ({self.requested} allocation failed)" if self.requested else ""
+        )
 
 
-def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str) -> R | AllocationFailed:
+def attempt(
+    work: Callable[[], R], state: TrainState, listing: Callable[[], str] = str
+) -> R | AllocationFailed:
     """The result of `work`, or `AllocationFailed` with the state as before.
 
     `listing` runs before memory is freed and returns the name of the file that it wrote. Gradients are dropped and the
@@ -62,11 +66,14 @@ def attempt(work: Callable[[], R], state: TrainState, listing: Callable[[], str]
             raise
         full = AllocationFailed(_requested(str(error)), listing())
         if state.model_and_optimizer.mesh.world > 1:
-            where = f"rank {state.model_and_optimizer.mesh.rank}" + (f", {full.listed}" if full.listed else "")
+            where = f"rank {state.model_and_optimizer.mesh.rank}" + (
+                f", {full.listed}" if full.listed else ""
+            )
             raise OutOfMemory(
-                full.at(f"after step {state.progress.step}"), where=where,
+                full.at(f"after step {state.progress.step}"),
+                where=where,
                 fix="lower train.micro_batch_size, or set train.activation_checkpointing=full",
-            ) from error  # fmt: skip
+            ) from error
     # Outside the handler: the traceback holds every tensor of the attempt.
     state.optimizer.zero_grad()
     gc.collect()  # a compiled graph may be part of a cycle
@@ -80,7 +87,11 @@ def _requested(text: str) -> str:
     found = re.search(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]?i?B)", text, re.IGNORECASE)
     if found is None:
         return ""
-    return format_bytes(int(float(found[1]))) if found[2].lower() == "bytes" else f"{found[1]} {found[2]}"
+    return (
+        format_bytes(int(float(found[1])))
+        if found[2].lower() == "bytes"
+        else f"{found[1]} {found[2]}"
+    )
 
 
 def shrink(context: RunContext, full: AllocationFailed) -> Action:
@@ -98,11 +109,14 @@ def shrink(context: RunContext, full: AllocationFailed) -> Action:
     if fallback is None:
         whole = f"micro-batch {size} of {plan.data.sequence_length:,} tokens"
         whole += " (a fused backward cannot accumulate gradients)" if size > 1 else ""
-        if plan.train.device == "cuda":  # memory of this GPU used by other processes, and their names
+        # memory of this GPU used by other processes, and their names
+        if plan.train.device == "cuda":
             free, total = torch.cuda.mem_get_info()
             others = total - free - torch.cuda.memory_reserved()
             whole += other_processes(gpu_processes(), others=others, total=total)
-        raise OutOfMemory(f"{problem}, {whole}", where=f"train.micro_batch_size={size}{listed}", fix=_fix(plan))
+        raise OutOfMemory(
+            f"{problem}, {whole}", where=f"train.micro_batch_size={size}{listed}", fix=_fix(plan)
+        )
     replan(context, fallback.plan)
     action = fallback.action
     if updating:
@@ -126,9 +140,17 @@ def _fix(plan: RunPlan) -> str:
         return f"start a new run with train.micro_batch_size={size // 2} train.tokens_per_step={size // 2 * length}"
     edits = [edit for edit in plan.suggestions if not edit.startswith("train.micro_batch_size")]
     if not edits:
-        edits += ["train.activation_checkpointing=full"] if train.activation_checkpointing != "full" else []
+        edits += (
+            ["train.activation_checkpointing=full"]
+            if train.activation_checkpointing != "full"
+            else []
+        )
         edits += ["optimizer.kind=adafactor"] if plan.optimizer.kind == "adamw" else []
-        edits += ["train.precision=auto"] if train.precision == "float32" and train.device != "cpu" else []
+        edits += (
+            ["train.precision=auto"]
+            if train.precision == "float32" and train.device != "cpu"
+            else []
+        )
     return (
         f"start a new run with {' or '.join(edits) or 'a smaller model'}; `bloomery plan` prints what each saves. "
         "Lower data.sequence_length last"
@@ -143,7 +165,8 @@ def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: in
     if others < GIB:
         return ""
     named = ", ".join(
-        f"{process.name} (process {process.pid}) {format_bytes(process.bytes)}" for process in processes[:3]
+        f"{process.name} (process {process.pid}) {format_bytes(process.bytes)}"
+        for process in processes[:3]
     )
     used = f"; other processes use {format_bytes(others)} of this GPU's {format_bytes(total)}"
     return used + (f" (on all GPUs: {named})" if named else "")
@@ -164,7 +187,9 @@ def check_step(context: RunContext, result: StepResult, sequences: range, first:
     reason = f"non-finite {what} at step {context.step} ({where}): the step was {result.left}"
     context.emit(Warned(step=context.step, reason=reason))
     exhausted = scale is not None and what == "gradient"
-    return policy.decide(False, step=context.step, sequences=sequences, what=what, exhausted=exhausted)
+    return policy.decide(
+        False, step=context.step, sequences=sequences, what=what, exhausted=exhausted
+    )
 
 
 def rewind(context: RunContext) -> None:
@@ -183,10 +208,13 @@ def rewind(context: RunContext) -> None:
 
 def return_to_checkpoint(context: RunContext, *, policy: bool = False) -> None:
     """Restore the newest valid checkpoint or the initial weights; with `policy` the count of non-finite steps too."""
-    context.before_save()  # to write the last checkpoint, to check and to read one takes minutes, too
+    # to write the last checkpoint, to check and to read one takes minutes, too
+    context.before_save()
     context.saver.drain()
     folder = agreed_checkpoint(
-        context.mesh, context.saver.folder, lambda problem: context.emit(Warned(step=context.step, reason=problem))
+        context.mesh,
+        context.saver.folder,
+        lambda problem: context.emit(Warned(step=context.step, reason=problem)),
     )
     go_back(context.state, context.plan, folder, policy=policy)
     follow(context, folder)
@@ -212,13 +240,19 @@ def save_best(context: RunContext) -> None:
     context.timer.note_best(seconds)
 
 
-def _write(context: RunContext, live_parts: Callable[[], Parts], *, weights_only: bool = False) -> float:
+def _write(
+    context: RunContext, live_parts: Callable[[], Parts], *, weights_only: bool = False
+) -> float:
     """Save the parts of this step; seconds that training waited.
 
     Raises Diverged for non-finite weights: they are never saved, and older checkpoints stay.
     """
     context.before_save()
-    trained = ((name, local(weight)) for name, weight in context.model.named_parameters() if weight.requires_grad)
+    trained = (
+        (name, local(weight))
+        for name, weight in context.model.named_parameters()
+        if weight.requires_grad
+    )
     bad = next((name for name, weight in trained if not bool(weight.isfinite().all())), None)
     if context.mesh.any(bad is not None):
         context.saver.drain()

@@ -58,7 +58,10 @@ class History:
         """One sentence; None when every event is present."""
         parts = []
         if self.missing:
-            spans = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 1 else f"{run[0]:,}" for run in self.missing]
+            spans = [
+                f"{run[0]:,} to {run[-1]:,}" if len(run) > 1 else f"{run[0]:,}"
+                for run in self.missing
+            ]
             more = f" and {len(spans) - 5:,} more ranges" if len(spans) > 5 else ""
             parts.append(f"events.jsonl has no event of steps {', '.join(spans[:5])}{more}")
         if self.unreadable_lines:
@@ -100,7 +103,13 @@ def planned_end(run_dir: Path) -> tuple[int | None, int | None]:
 def contradicted(run_dir: Path, ended: RunEnded | None, step: int) -> bool:
     """Whether RunEnded reports "done" before the planned steps, without early stopping."""
     planned, patience = planned_end(run_dir)
-    return ended is not None and ended.status == "done" and planned is not None and patience is None and step < planned
+    return (
+        ended is not None
+        and ended.status == "done"
+        and planned is not None
+        and patience is None
+        and step < planned
+    )
 
 
 def is_done(run_dir: Path) -> bool:

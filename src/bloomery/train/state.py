@@ -49,7 +49,13 @@ class NonFinite:
     _rewound: int = 0
 
     def decide(
-        self, finite: bool, *, step: int, sequences: range, what: str = "loss", exhausted: bool = False
+        self,
+        finite: bool,
+        *,
+        step: int,
+        sequences: range,
+        what: str = "loss",
+        exhausted: bool = False,
     ) -> Action:
         """How to continue after step `step`, which trained on `sequences`.
 
@@ -67,7 +73,11 @@ class NonFinite:
             self._rewound += 1
             return "rewind"
         tried = f"skipping {self.skips} consecutive steps"
-        tried += " and lowering the loss scale to 1" if exhausted else f" and rewinding {self.rewinds} times"
+        tried += (
+            " and lowering the loss scale to 1"
+            if exhausted
+            else f" and rewinding {self.rewinds} times"
+        )
         raise Diverged(
             f"non-finite {what} at step {step}, sequences {sequences.start} to {sequences.stop - 1}; "
             f"{tried} did not help",
@@ -130,7 +140,11 @@ class CheckpointedModel:
         """The live tensors by part; `writer` writes the part MODEL."""
         if self.method is not None:
             return {MODEL: self.method.file_tensors(), METHOD: self.method.resume_tensors()}
-        return {MODEL: dict(self.model.named_parameters()) if self.settings is None else trained_state(self.model)}
+        return {
+            MODEL: dict(self.model.named_parameters())
+            if self.settings is None
+            else trained_state(self.model)
+        }
 
     def weights(self) -> Parts:
         """The live tensors of the part MODEL alone."""
@@ -148,7 +162,9 @@ class CheckpointedModel:
         assert self.base is not None, "a saved adapter names its base model"
         name = self.base.name
         if settings is not None:
-            return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=name)
+            return lambda tensors, folder: write_adapter(
+                tensors, settings, config, folder, base=name
+            )
         assert self.method is not None
         config_now = self.method.file_settings(name)  # AdaLoRA's ranks change with every step
         return lambda tensors, folder: write_named(tensors, config_now, folder)
@@ -193,7 +209,9 @@ class RunProgress:
     @classmethod
     def of(cls, stored: dict[str, Any]) -> "RunProgress":
         """From a checkpoint. Checkpoints of other versions may lack some of the counters, or have more."""
-        return cls(**{name: value for name, value in stored.items() if name in cls.__dataclass_fields__})
+        return cls(
+            **{name: value for name, value in stored.items() if name in cls.__dataclass_fields__}
+        )
 
     def note_evaluation(self, loss: float) -> bool:
         """Whether the evaluation of this step is the best so far. A non-finite loss is no improvement."""
@@ -258,7 +276,11 @@ class TrainState:
 
 
 def build_state(
-    plan: RunPlan, *, resume_from: Path | None = None, run_dir: Path | None = None, mesh: Mesh = ALONE
+    plan: RunPlan,
+    *,
+    resume_from: Path | None = None,
+    run_dir: Path | None = None,
+    mesh: Mesh = ALONE,
 ) -> TrainState:
     """The state before the first step, or of a checkpoint: built on the meta device, sharded there, filled in place.
 
@@ -279,11 +301,20 @@ def build_state(
     alone = mesh.world == 1 and not plan.optimizer.fused_backward
     weight = model.model.embed_tokens.weight
     model.model.adds_rows = (
-        alone and plan.model.scores == "compiled" and weight.requires_grad and weight.dtype == torch.float32
+        alone
+        and plan.model.scores == "compiled"
+        and weight.requires_grad
+        and weight.dtype == torch.float32
     )
-    start, adapter = InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir), plan.adapter
+    start, adapter = (
+        InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir),
+        plan.adapter,
+    )
     base = None if start.source is None or isinstance(adapter, NoAdapter) else base_of(start.source)
-    method, settings = None, adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None
+    method, settings = (
+        None,
+        adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None,
+    )
     if isinstance(adapter, Peft):
         start.fill(model)  # PEFT initializes its parameters from the base weights
         config = method_config(adapter, plan.model.config, steps=plan.train.steps)
@@ -291,10 +322,21 @@ def build_state(
         apply(model, plan.train)
     scale = LossScale() if plan.train.precision == "float16" else None
     model_and_optimizer = ModelAndOptimizer(
-        model, build_optimizer(model, plan.optimizer, seed=plan.train.seed, mesh=mesh), scale, method=method, mesh=mesh
+        model,
+        build_optimizer(model, plan.optimizer, seed=plan.train.seed, mesh=mesh),
+        scale,
+        method=method,
+        mesh=mesh,
     )
     checkpointed = CheckpointedModel(model, start, base, settings, method)
-    state = TrainState(model_and_optimizer, Cursor(plan.train.seed, 0), RunProgress(), NonFinite(), checkpointed, base)
+    state = TrainState(
+        model_and_optimizer,
+        Cursor(plan.train.seed, 0),
+        RunProgress(),
+        NonFinite(),
+        checkpointed,
+        base,
+    )
     model_and_optimizer.average = average_of(model, plan.train.ema_decay)
     if resume_from is not None:
         if base is not None and (noted := read_state(resume_from).get("base")) is not None:
@@ -336,7 +378,9 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
     stored = read_state(folder)
     if stored["cursor"]["seed"] != state.cursor.seed:
         problem = f"the checkpoint is of a run with train.seed={stored['cursor']['seed']}, not {state.cursor.seed}"
-        raise UserError(problem, where=str(folder), fix="move it out of the run's checkpoints folder")
+        raise UserError(
+            problem, where=str(folder), fix="move it out of the run's checkpoints folder"
+        )
     state.checkpointed.read(folder)
     if state.average is not None:
         state.average.restore(read_part(folder, TRAINED), stored["averaged"])

@@ -28,7 +28,8 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    overflowed: bool = False  # float16: finite loss, non-finite scaled gradients; the loss scale was lowered
+    # float16: finite loss, non-finite scaled gradients; the loss scale was lowered
+    overflowed: bool = False
     loss_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # finite means over the step
     fused_backward: bool = False
@@ -42,7 +43,11 @@ class StepResult:
     def left(self) -> str:
         """How a step ended that was not taken."""
         halfway = self.fused_backward and math.isfinite(self.loss)
-        return "interrupted in backward, before the layers below the non-finite gradient" if halfway else "skipped"
+        return (
+            "interrupted in backward, before the layers below the non-finite gradient"
+            if halfway
+            else "skipped"
+        )
 
 
 @dataclass
@@ -71,11 +76,14 @@ class ModelAndOptimizer:
     health_check: HealthCheck | None = None  # measures the next update
     method: PeftAdapter | None = None  # a PEFT method with a schedule of its own
     average: WeightAverage | None = None
-    updating: bool = False  # True outside a step: an update was interrupted, weights and states are inconsistent
+    # True outside a step: an update was interrupted, weights and states are inconsistent
+    updating: bool = False
     mesh: Mesh = ALONE
 
 
-def compute_loss(model: Decoder, batch: Batch, objective: Objective, *, precision: str) -> LossParts:
+def compute_loss(
+    model: Decoder, batch: Batch, objective: Objective, *, precision: str
+) -> LossParts:
     """Forward of one micro-batch on the model's device."""
     return objective.loss(forward(model, batch, objective.head(batch), precision=precision), batch)
 
@@ -96,12 +104,18 @@ def train_step(
     for loss and norm; the update then runs while the host continues. `position`: the first sequence of the step, which
     keys dropout, so that no generator state is part of a run.
     """
-    model, optimizer, scale = model_and_optimizer.model, model_and_optimizer.optimizer, model_and_optimizer.scale
+    model, optimizer, scale = (
+        model_and_optimizer.model,
+        model_and_optimizer.optimizer,
+        model_and_optimizer.scale,
+    )
     method, health_check = model_and_optimizer.method, model_and_optimizer.health_check
     mesh = model_and_optimizer.mesh
     device = next(model.parameters()).device
     own_count = sum(objective.count(batch) for batch in batches)
-    loss_tokens, count = mesh.total(sum(float(batch.loss_mask.sum()) for batch in batches), own_count)
+    loss_tokens, count = mesh.total(
+        sum(float(batch.loss_mask.sum()) for batch in batches), own_count
+    )
     count = max(1.0, count)
     if objective.before is not None:
         batches = objective.before(model, batches)
@@ -110,14 +124,17 @@ def train_step(
     fused_norm: Tensor | None = None  # computed by the fused optimizer, which frees the gradients
     for number, batch in enumerate(batches):
         seed = mix(plan.seed, position, number, mesh.rank) >> 1
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback per kind of absent GPU
+        # torch.manual_seed formats a traceback per kind of absent GPU
+        torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed_all(seed)
         parts = compute_loss(model, to_device(batch, device), objective, precision=plan.precision)
         scaled = parts.total * (factor / count)
         if optimizer.fused_backward:
             assert len(batches) == 1, "the plan refuses gradient accumulation with a fused backward"
-            fused_norm = total.new_tensor(fused_step(model_and_optimizer, scaled, plan, factor, lr_scale))
+            fused_norm = total.new_tensor(
+                fused_step(model_and_optimizer, scaled, plan, factor, lr_scale)
+            )
         else:
             scaled.backward()
         total += parts.total.detach()
@@ -131,10 +148,14 @@ def train_step(
     means = [some[0] / some[1] for some in sums.values()]
     loss, norm, *values = torch.stack([total / count, norm_now, *means]).tolist()
     overflowed = factor > 1 and math.isfinite(loss) and not math.isfinite(norm)
-    metrics = {name: value for name, value in zip(sums, values, strict=True) if math.isfinite(value)}
+    metrics = {
+        name: value for name, value in zip(sums, values, strict=True) if math.isfinite(value)
+    }
     result = StepResult(loss, norm, overflowed, round(loss_tokens), metrics, fused_norm is not None)
     if result.taken and fused_norm is None:
-        scale_gradients([local(each) for each in gradients], clip_factor(norm, plan.max_grad_norm) / factor)
+        scale_gradients(
+            [local(each) for each in gradients], clip_factor(norm, plan.max_grad_norm) / factor
+        )
         model_and_optimizer.updating = True
         with nullcontext() if health_check is None else health_check.watching():
             optimizer.step(lr_scale)
@@ -150,7 +171,11 @@ def train_step(
 
 
 def fused_step(
-    model_and_optimizer: ModelAndOptimizer, scaled: Tensor, plan: TrainPlan, factor: float, lr_scale: float
+    model_and_optimizer: ModelAndOptimizer,
+    scaled: Tensor,
+    plan: TrainPlan,
+    factor: float,
+    lr_scale: float,
 ) -> float:
     """Backward with the optimizer fused into it: the norm over all gradients, non-finite where it stopped halfway.
 
@@ -175,9 +200,13 @@ def summed(total: Tensor, sums: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, 
     """
     if mesh.world == 1:
         return total, sums
-    flat = mesh.summed(torch.cat([total.reshape(1), *(some.reshape(-1).to(total) for some in sums.values())]))
+    flat = mesh.summed(
+        torch.cat([total.reshape(1), *(some.reshape(-1).to(total) for some in sums.values())])
+    )
     parts = flat[1:].split([some.numel() for some in sums.values()]) if sums else ()
-    return flat[0], {name: part.view_as(some) for (name, some), part in zip(sums.items(), parts, strict=True)}
+    return flat[0], {
+        name: part.view_as(some) for (name, some), part in zip(sums.items(), parts, strict=True)
+    }
 
 
 def global_norm(gradients: Sequence[Tensor], mesh: Mesh = ALONE) -> Tensor:
@@ -185,12 +214,22 @@ def global_norm(gradients: Sequence[Tensor], mesh: Mesh = ALONE) -> Tensor:
 
     Of gradients in shards, this rank's rows and then those of the others; one that every rank has counts once.
     """
-    exact = {} if all(gradient.dtype == torch.float32 for gradient in gradients) else {"dtype": torch.float32}
-    norms = torch.stack(torch._foreach_norm([local(gradient) for gradient in gradients], 2, **exact))
+    exact = (
+        {}
+        if all(gradient.dtype == torch.float32 for gradient in gradients)
+        else {"dtype": torch.float32}
+    )
+    norms = torch.stack(
+        torch._foreach_norm([local(gradient) for gradient in gradients], 2, **exact)
+    )
     if mesh.shard > 1:
         split = torch.tensor([is_split(gradient) for gradient in gradients], device=norms.device)
-        norms = torch.stack([mesh.norm_over_shards(torch.linalg.vector_norm(norms * split)),
-                             torch.linalg.vector_norm(norms * ~split)])  # fmt: skip
+        norms = torch.stack(
+            [
+                mesh.norm_over_shards(torch.linalg.vector_norm(norms * split)),
+                torch.linalg.vector_norm(norms * ~split),
+            ]
+        )
     norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 

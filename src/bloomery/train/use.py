@@ -24,7 +24,8 @@ from bloomery.train.model_folder import ModelFiles
 
 CONTEXT = 4096  # tokens of the KV cache in the memory check, at most
 LEAST_CONTEXT = 512  # tokens: a server with less serves nobody
-CACHE_SHARE = {"cpu": 0.5, "cuda": 0.9}  # of the memory beside the weights, for a cache whose size nobody asked for
+# of the memory beside the weights, for a cache whose size nobody asked for
+CACHE_SHARE = {"cpu": 0.5, "cuda": 0.9}
 WORKSPACE = 256 * 2**20  # bytes of a forward in addition to weights and KV cache
 OnText = Callable[[str], None]
 
@@ -46,7 +47,10 @@ class Use:
     def local() -> "Use":
         """The GPU if available."""
         gpu = torch.cuda.is_available()
-        return Use("cuda" if gpu else "cpu", bfloat16=gpu and torch.cuda.is_bf16_supported(including_emulation=False))
+        return Use(
+            "cuda" if gpu else "cpu",
+            bfloat16=gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        )
 
     @staticmethod
     def of(profile: Profile, quantize: str | None, *, machine: Machine, asked: str) -> "Use":
@@ -103,13 +107,22 @@ def load_fitting(
 
 
 def _load(
-    files: ModelFiles, use: Use, dtype: torch.dtype | None, vocab_size: int, on_load: OnText,
-    cached: tuple[int, int | None], parts: int = 1,
-) -> tuple[Decoder, int]:  # fmt: skip
+    files: ModelFiles,
+    use: Use,
+    dtype: torch.dtype | None,
+    vocab_size: int,
+    on_load: OnText,
+    cached: tuple[int, int | None],
+    parts: int = 1,
+) -> tuple[Decoder, int]:
     trained = files.trained
     kept = trained.quantize if trained is not None else Quantize()
-    quantize = kept if use.quantize is None or use.quantize == kept.kind else Quantize(kind=use.quantize)
-    method = is_adapter_folder(files.weights) and read_settings(files.weights)["peft_type"] != "LORA"
+    quantize = (
+        kept if use.quantize is None or use.quantize == kept.kind else Quantize(kind=use.quantize)
+    )
+    method = (
+        is_adapter_folder(files.weights) and read_settings(files.weights)["peft_type"] != "LORA"
+    )
     if method and quantize.kind != "none":
         problem = "not supported: a quantized base under a PEFT method other than LoRA"
         raise UserError(problem, where="--quantize", fix="leave out --quantize", code=2)
@@ -123,10 +136,14 @@ def _load(
         reader = dequantizer(use.machine, quantize.kind, device=use.device, compiled=False).value
     if trained is not None and quantize.kind != trained.quantize.kind:
         bases = {"none": "weights that are not quantized"}
-        then, now = (bases.get(base, f"{base} weights") for base in (trained.quantize.kind, quantize.kind))
+        then, now = (
+            bases.get(base, f"{base} weights") for base in (trained.quantize.kind, quantize.kind)
+        )
         on_load(f"the run trained over {then}, this base has {now}: results differ from the run's")
     if trained is not None and precision is None:
-        on_load(f"the run used {trained.precision}, which {use.name} lacks: results differ by rounding")
+        on_load(
+            f"the run used {trained.precision}, which {use.name} lacks: results differ by rounding"
+        )
 
     context = 0
 
@@ -148,7 +165,12 @@ def _load(
             )
 
     decoder = load_decoder(
-        files.weights, dtype=dtype, device=use.device, base=files.base, vocab_size=vocab_size, arrange=arrange
+        files.weights,
+        dtype=dtype,
+        device=use.device,
+        base=files.base,
+        vocab_size=vocab_size,
+        arrange=arrange,
     )
     in_precision(decoder, precision or "float32")
     return decoder, context
@@ -165,7 +187,12 @@ def _freeze(decoder: Decoder, *, whole: bool) -> None:
 
 
 def _refuse_full(
-    decoder: Decoder, quantize: Quantize, use: Use, where: str, on_load: OnText, cached: tuple[int, int]
+    decoder: Decoder,
+    quantize: Quantize,
+    use: Use,
+    where: str,
+    on_load: OnText,
+    cached: tuple[int, int],
 ) -> None:
     """Report the memory needed. Raises UserError with a command when it exceeds the free memory."""
     weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
@@ -184,8 +211,9 @@ def _refuse_full(
         smaller = "decode fewer requests at once (--max-requests), or shorter ones (--max-context)"
     raise UserError(
         f"the model does not fit: it needs {format_bytes(needed)}, {use.name} has {format_bytes(free)} free",
-        where=where, fix=smaller,
-    )  # fmt: skip
+        where=where,
+        fix=smaller,
+    )
 
 
 def _cache_bytes(config: ModelConfig, tokens: int, item: int) -> int:
@@ -209,18 +237,29 @@ def _fitting_context(decoder: Decoder, use: Use, slots: int) -> int:
         return config.max_positions
     least = min(LEAST_CONTEXT, config.max_positions)
     sizes = range(least, config.max_positions, least)
-    fitting = bisect_right(sizes, room, key=lambda tokens: slots * _cache_bytes(config, tokens, item))
+    fitting = bisect_right(
+        sizes, room, key=lambda tokens: slots * _cache_bytes(config, tokens, item)
+    )
     return sizes[max(0, fitting - 1)] if len(sizes) else least
 
 
 def _smaller(decoder: Decoder, quantize: Quantize, use: Use, needed: int, free: int) -> str:
     """The command that fits, if any."""
-    inside = [
-        module.weight for name, module in decoder.named_modules()
-        if name.startswith("model.layers.") and isinstance(module, nn.Linear) and module.weight is not None
-    ] if quantize.kind == "none" else []  # fmt: skip
+    inside = (
+        [
+            module.weight
+            for name, module in decoder.named_modules()
+            if name.startswith("model.layers.")
+            and isinstance(module, nn.Linear)
+            and module.weight is not None
+        ]
+        if quantize.kind == "none"
+        else []
+    )
     for base in ("int8", "nf4"):
-        saved = sum(weight.nbytes - storage_bytes(tuple(weight.shape), base, True) for weight in inside)
+        saved = sum(
+            weight.nbytes - storage_bytes(tuple(weight.shape), base, True) for weight in inside
+        )
         if inside and needed - saved <= free:
             return f"pass --quantize {base}, which needs {format_bytes(needed - saved)}"
     if use.device == "cuda" and needed <= use.host_free_bytes:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 Turn = dict[str, Any]
 Span = tuple[int, int]
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes: 65,534 characters each
-_OPEN, _CLOSE, _CALL = range(3)  # marks of a turn: around its content, and after the name of its last call
+# marks of a turn: around its content, and after the name of its last call
+_OPEN, _CLOSE, _CALL = range(3)
 MAX_TURNS = 0xFFF0 // 3
 _BEGINS, _ENDS = 0xFFF8, 0xFFF9  # the marks of `{% generation %}`, at the top of a plane
 _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
@@ -93,7 +94,9 @@ def free_plane(turns: Iterable[Turn], tools: object) -> int:
     for plane in _PLANES:
         if not _pattern(plane).search(whole):
             return plane
-    raise Unclear("the conversation uses both private planes of Unicode, whose characters mark its turns")
+    raise Unclear(
+        "the conversation uses both private planes of Unicode, whose characters mark its turns"
+    )
 
 
 def unmarked(text: str, plane: int) -> Marked:
@@ -142,12 +145,15 @@ class RenderedConversation:
     turns: Sequence[Turn]
     tools: list[dict[str, Any]] | None
     enders: re.Pattern[str]  # the tokenizer's special tokens, any of which may end a turn
-    cuts: dict[tuple[str, ...], int]  # where pieces of template between two contents were split before
+    # where pieces of template between two contents were split before
+    cuts: dict[tuple[str, ...], int]
 
     def __post_init__(self) -> None:
         """Raises Unclear for a conversation of too many turns."""
         if len(self.turns) > MAX_TURNS:
-            raise Unclear(f"the conversation has {len(self.turns):,} turns, and {MAX_TURNS:,} is the limit")
+            raise Unclear(
+                f"the conversation has {len(self.turns):,} turns, and {MAX_TURNS:,} is the limit"
+            )
         self.plane = free_plane(self.turns, self.tools)
         self.text = self.render(self.turns)
         self._marked: Marked | None = None
@@ -157,7 +163,10 @@ class RenderedConversation:
         """Characters to train on, of the turns with these numbers. Raises Unclear."""
         self._mark()
         try:
-            spans = [self._marked_span(turn) if self._marked else self._plain_span(turn) for turn in turns]
+            spans = [
+                self._marked_span(turn) if self._marked else self._plain_span(turn)
+                for turn in turns
+            ]
         except Refused as error:
             raise Unclear(f"of the first turns alone, {error}") from error
         for (_, before), (start, end) in zip([(0, 0), *spans], spans, strict=False):
@@ -166,9 +175,12 @@ class RenderedConversation:
         return spans
 
     def _mark(self) -> None:
-        for both in (True, False):  # a mark before a content changes templates that test how it begins
+        # a mark before a content changes templates that test how it begins
+        for both in (True, False):
             try:
-                marked = unmarked(self.render(_with_marks(self.turns, self.plane, both)), self.plane)
+                marked = unmarked(
+                    self.render(_with_marks(self.turns, self.plane, both)), self.plane
+                )
             except Refused:
                 continue
             if marked.text == self.text:
@@ -178,7 +190,9 @@ class RenderedConversation:
     def _prefix(self, count: int, *, prompt: bool) -> Marked:
         """The first turns alone, with marks."""
         turns = self.turns[:count]
-        marked = unmarked(self.render(_with_marks(turns, self.plane, self._both), prompt=prompt), self.plane)
+        marked = unmarked(
+            self.render(_with_marks(turns, self.plane, self._both), prompt=prompt), self.plane
+        )
         if marked.text != self.render(turns, prompt=prompt):
             raise Unclear("the template writes the first turns alone differently")
         return marked
@@ -188,7 +202,8 @@ class RenderedConversation:
         start = self._start(turn)
         end = self._end(turn, start)
         if self.turns[turn]["content"].strip():
-            self._marked.place(3 * turn + _CLOSE)  # some templates omit the content of turns with calls
+            # some templates omit the content of turns with calls
+            self._marked.place(3 * turn + _CLOSE)
         places = [*self._marked.places(3 * turn + _OPEN), *self._marked.places(3 * turn + _CLOSE)]
         if self.turns[turn].get("tool_calls"):
             places.append(self._marked.marks[self._marked.place(3 * turn + _CALL, nth=0)][1])
@@ -218,7 +233,8 @@ class RenderedConversation:
         except (Refused, Unclear):
             if turn:
                 raise
-            return self._marked.marks[self._marked.place(_OPEN)][1]  # no turn before it: train on its content alone
+            # no turn before it: train on its content alone
+            return self._marked.marks[self._marked.place(_OPEN)][1]
         index = self._marked.last_of(asked)
         cut = _agreed(asked.after(len(asked.marks) - 1), self._marked.after(index))
         if key is not None and asked.marks[-1][0] == before:
@@ -233,7 +249,8 @@ class RenderedConversation:
         mark = _last_mark(self.turns[turn], turn)
         if mark is not None and self._marked.once(mark):
             within = self._marked.after(self._marked.place(mark))
-            beyond = within  # the template text after the name of a call, without the arguments of the call
+            # the template text after the name of a call, without the arguments of the call
+            beyond = within
             if calls := self.turns[turn].get("tool_calls"):
                 arguments = json.dumps(calls[-1]["function"]["arguments"], ensure_ascii=False)
                 beyond = within.replace(arguments, "\0", 1)
@@ -244,7 +261,8 @@ class RenderedConversation:
         if not whole.marks:
             raise Unclear("the template does not write the first turns")
         index = self._marked.last_of(whole)
-        header = max(0, start - self._marked.marks[index][1])  # a turn without any mark has none after its header
+        # a turn without any mark has none after its header
+        header = max(0, start - self._marked.marks[index][1])
         within = self._marked.after(index)
         cut = self._ended(whole.after(len(whole.marks) - 1), within, header)
         if key is not None and whole.marks[-1][0] == mark:
@@ -254,14 +272,19 @@ class RenderedConversation:
     def _ended(self, alone: str, within: str, header: int = 0) -> int:
         """The end of a turn in `within`, given the end of the last turn, `alone`."""
         common = _common(alone, within)
-        ends = [match.end() for match in self.enders.finditer(alone, header) if match.end() <= common]
+        ends = [
+            match.end() for match in self.enders.finditer(alone, header) if match.end() <= common
+        ]
         if not ends and common < min(len(alone), len(within)):
             raise Unclear("the template ends the last turn differently")
         return ends[-1] if ends else max(header, len(alone[:common].rstrip()))
 
     def _plain_span(self, turn: int) -> Span:
         """Without marks: the rendering must begin with the rendering of its first turns."""
-        asked, ended = self.render(self.turns[:turn], prompt=True), self.render(self.turns[: turn + 1])
+        asked, ended = (
+            self.render(self.turns[:turn], prompt=True),
+            self.render(self.turns[: turn + 1]),
+        )
         start = len(asked)
         if not self.text.startswith(asked) or _common(ended, self.text) < start:
             raise Unclear("the template changes earlier turns when a conversation continues")
@@ -305,7 +328,9 @@ def generated_spans(marked: Marked) -> list[Span]:
     """Characters between the marks of `{% generation %}`. Raises Unclear when they are not in pairs."""
     places = [(mark, place) for mark, place in marked.marks if mark in (_BEGINS, _ENDS)]
     begins, ends = places[::2], places[1::2]
-    if [mark for mark, _ in begins] != [_BEGINS] * len(ends) or any(mark != _ENDS for mark, _ in ends):
+    if [mark for mark, _ in begins] != [_BEGINS] * len(ends) or any(
+        mark != _ENDS for mark, _ in ends
+    ):
         raise Unclear("the template's {% generation %} blocks are nested or incomplete")
     return [(start, end) for (_, start), (_, end) in zip(begins, ends, strict=True)]
 

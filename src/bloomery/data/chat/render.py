@@ -18,13 +18,21 @@ from bloomery.core.units import format_bytes
 from bloomery.data.chat.masks import loss_tokens
 from bloomery.data.examples import BadRow, Example, Message, check_turns, num_equal
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
-from bloomery.data.tokenizer.templates import BUILTIN, NONE, ChatTemplate, find_template, formats_texts, own_templates
+from bloomery.data.tokenizer.templates import (
+    BUILTIN,
+    NONE,
+    ChatTemplate,
+    find_template,
+    formats_texts,
+    own_templates,
+)
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 TrainOn = Literal["assistant", "all", "last"]
 BATCH = 256  # conversations per message to the child
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
-_MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")  # markup that templates use as one token
+# markup that templates use as one token
+_MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")
 _FIX = "remove the row, set data.on_error=skip, or set data.chat.template to another"
 _UNCLEAR = "add {% generation %} and {% endgeneration %} to the template, or set data.chat.template to another"
 _TRIAL = (Message("user", "a"), Message("assistant", "b"))
@@ -52,7 +60,9 @@ EncodedExample = tuple[EncodedText, ...]
 class TemplateProcess:
     """Renders batches of conversations with one template. The child starts with the first batch; `close` ends it."""
 
-    def __init__(self, template: ChatTemplate, names: Mapping[str, str], enders: Sequence[str]) -> None:
+    def __init__(
+        self, template: ChatTemplate, names: Mapping[str, str], enders: Sequence[str]
+    ) -> None:
         self._template, self._names, self._enders = template, dict(names), list(enders)
         self._child: Child | None = None
         self._deaths = self._answered = 0
@@ -76,15 +86,24 @@ class TemplateProcess:
         return [{"error": reason}]
 
     def error(self, problem: str) -> UserError:
-        return UserError(f"the chat template failed: {problem}", where=self._template.origin, fix=_TEMPLATE_FIX)
+        return UserError(
+            f"the chat template failed: {problem}", where=self._template.origin, fix=_TEMPLATE_FIX
+        )
 
     def _start(self) -> Child:
         """Start the child with only the environment variables that Python needs: no token, no key."""
         environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
         paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}
-        settings = {"text": self._template.text, "names": self._names, "enders": self._enders, "seconds": CPU_SECONDS}
-        self._child = Child("bloomery.data.chat.sandbox_worker", settings, environment=environment).start()
+        settings = {
+            "text": self._template.text,
+            "names": self._names,
+            "enders": self._enders,
+            "seconds": CPU_SECONDS,
+        }
+        self._child = Child(
+            "bloomery.data.chat.sandbox_worker", settings, environment=environment
+        ).start()
         ready = self._child.next(WALL_SECONDS + CPU_SECONDS)
         if isinstance(ready, str):
             raise self.error(self._ended(ready))
@@ -118,7 +137,12 @@ class Renderer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, template: str | None, train_on: TrainOn, verbatim: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: str | None,
+        train_on: TrainOn,
+        verbatim: bool = False,
     ) -> None:
         """`template`: a name, a file, "none", or None for the tokenizer's own. It is loaded when a row needs it.
 
@@ -134,7 +158,10 @@ class Renderer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -151,7 +178,9 @@ class Renderer:
 
     def missing_tokens(self) -> list[str]:
         """Markup of the template, such as <|im_end|>, that the tokenizer splits into several tokens."""
-        names = dict.fromkeys(_MARKUP.findall(re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL)))
+        names = dict.fromkeys(
+            _MARKUP.findall(re.sub(r"\{#.*?#\}", "", self.template.text, flags=re.DOTALL))
+        )
         return [name for name in names if self._tokenizer.id_of(name) is None]
 
     def encode(self, example: Example) -> EncodedExample:
@@ -182,14 +211,23 @@ class Renderer:
 
     def _turned(self, example: Example) -> Example:
         """A prompt and responses that are texts as turns, where the template formats them. Raises BadRow."""
-        if not self._formats or example.implicit or not isinstance(example.prompt, str) or not example.prompt:
+        if (
+            not self._formats
+            or example.implicit
+            or not isinstance(example.prompt, str)
+            or not example.prompt
+        ):
             return example
-        if mark := next((mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None):
+        if mark := next(
+            (mark for mark in self._marks if example.prompt.lstrip().startswith(mark)), None
+        ):
             problem = f"begins with {mark}, which {self.template.origin} writes: the prompt is already formatted"
             fix = f"set data.chat.template={NONE} to train on texts as they are"
             raise BadRow(f"{example.source}, prompt", problem, fix)
         prompt = Message("user", example.prompt)
-        responses = [(Message("assistant", text),) for text in example.responses if isinstance(text, str)]
+        responses = [
+            (Message("assistant", text),) for text in example.responses if isinstance(text, str)
+        ]
         for response in responses:
             check_turns((prompt, *response), example.source)
         return replace(example, prompt=(prompt,), responses=tuple(responses))
@@ -199,8 +237,16 @@ class Renderer:
         """Markup that the template writes around turns."""
         text = self.template.text
         control = [name for name in self._tokenizer.control_tokens() if name in text]
-        begin = [_name(self._tokenizer.config["bos_token"])] if self._tokenizer.bos_id is not None else []
-        return list(dict.fromkeys([*control, *begin, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]))
+        begin = (
+            [_name(self._tokenizer.config["bos_token"])]
+            if self._tokenizer.bos_id is not None
+            else []
+        )
+        return list(
+            dict.fromkeys(
+                [*control, *begin, *_MARKUP.findall(text), *re.findall(r"\[INST\]", text)]
+            )
+        )
 
     def prompt(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> list[int]:
         """The prompt for the next assistant turn as ids. A control token that a message spells out stays text. Raises
@@ -230,7 +276,10 @@ class Renderer:
         """
         assert isinstance(example.prompt, str)
         prompt, prefix = example.prompt, self._tokenizer.prefix
-        texts = [prompt, *(prompt + answer for answer in example.responses if isinstance(answer, str))]
+        texts = [
+            prompt,
+            *(prompt + answer for answer in example.responses if isinstance(answer, str)),
+        ]
         for text in texts:
             if (error := self._tokenizer.too_long(text, special=True)) is not None:
                 raise BadRow(example.source, error.problem, error.fix)
@@ -242,11 +291,15 @@ class Renderer:
         end, encoded = self._tokenizer.eos_id, []
         for ids in wholes:
             whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
-            encoded.append(EncodedText(whole, [index >= len(prefix) + start for index in range(len(whole))]))
+            encoded.append(
+                EncodedText(whole, [index >= len(prefix) + start for index in range(len(whole))])
+            )
         return tuple(encoded)
 
     def _render(self, examples: list[Example], tools: bool) -> list[EncodedExample | BadRow]:
-        jobs = [self._job(example, response) for example in examples for response in example.responses]
+        jobs = [
+            self._job(example, response) for example in examples for response in example.responses
+        ]
         answers = self._process(tools).read(jobs)
         for answer in answers:  # a rendering too large to encode in memory
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
@@ -261,7 +314,9 @@ class Renderer:
             own = [next(left) for _ in example.responses]
             if refused := next((answer for answer in own if "error" in answer), None):
                 problem = f"cannot be formatted with {self.template.origin}: {refused['error']}"
-                encoded.append(BadRow(example.source, problem, _UNCLEAR if refused.get("unclear") else _FIX))
+                encoded.append(
+                    BadRow(example.source, problem, _UNCLEAR if refused.get("unclear") else _FIX)
+                )
             else:
                 encoded.append(tuple(answer["encoded"] for answer in own))
         return encoded
@@ -288,10 +343,17 @@ class Renderer:
             config, tokenizer = self._tokenizer.config, self._tokenizer
             names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
             template = ChatTemplate(text, self.template.origin)
-            self._processes[text] = process = TemplateProcess(template, names, tokenizer.control_tokens())
-            trial = {"messages": [as_turn(message) for message in _TRIAL], "tools": [], "train_on": None}
+            self._processes[text] = process = TemplateProcess(
+                template, names, tokenizer.control_tokens()
+            )
+            trial = {
+                "messages": [as_turn(message) for message in _TRIAL],
+                "tools": [],
+                "train_on": None,
+            }
             error = process.read([trial])[0].get("error", "")
-            if error and not error.startswith("it refuses"):  # it fails for the simplest conversation, so for all
+            # it fails for the simplest conversation, so for all
+            if error and not error.startswith("it refuses"):
                 raise process.error(error)
         return self._processes[text]
 
@@ -341,18 +403,28 @@ class ChatFormat:
 def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
     """For the named template or the tokenizer's own; without one the model continues a text. Raises UserError."""
     if template is None and not own_templates(tokenizer.config):
-        description = "no chat template: the model continues your text. Set one with --template chatml"
+        description = (
+            "no chat template: the model continues your text. Set one with --template chatml"
+        )
         yield ChatFormat(continuation(tokenizer), (), (), description)
         return
     with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
         turns = (Message("user", "a"), Message("assistant", "b"))
-        tried = [Example("the template", "chat", (), (each,)) for each in (turns, (Message("system", "c"), *turns))]
-        whole = next((each[0] for each in renderer.encode_batch(tried) if not isinstance(each, BadRow)), None)
+        tried = [
+            Example("the template", "chat", (), (each,))
+            for each in (turns, (Message("system", "c"), *turns))
+        ]
+        whole = next(
+            (each[0] for each in renderer.encode_batch(tried) if not isinstance(each, BadRow)), None
+        )
         if whole is None:
             (whole,) = renderer.encode(tried[0])  # raises its error
         control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
-        response = [token for token, trained in zip(whole.ids, whole.loss_mask, strict=True) if trained]
-        ends = tuple(token for token in dict.fromkeys(response) if token in control)  # after the content
+        response = [
+            token for token, trained in zip(whole.ids, whole.loss_mask, strict=True) if trained
+        ]
+        # after the content
+        ends = tuple(token for token in dict.fromkeys(response) if token in control)
         stops = () if ends else tuple(renderer.missing_tokens())
         yield ChatFormat(renderer.prompt, ends, stops, renderer.template.origin, renderer.rendered)
 

@@ -54,17 +54,25 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _tojson(
-    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None,
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
     sort_keys: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """jinja's own escapes HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def environment() -> ImmutableSandboxedEnvironment:
     """The environment of transformers (utils/chat_template_utils.py), so that templates render equally."""
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], cache_size=0
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+        cache_size=0,
     )
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise_exception
@@ -88,18 +96,31 @@ class Template:
         self._compiled = self._environment.from_string(self.text)
         self.marks_itself = bool(_GENERATION.search(self.text))
 
-    def render(self, turns: Sequence[Turn], tools: list[Json] | None, *, prompt: bool = False, plane: int = 0) -> str:
+    def render(
+        self,
+        turns: Sequence[Turn],
+        tools: list[Json] | None,
+        *,
+        prompt: bool = False,
+        plane: int = 0,
+    ) -> str:
         """Raises Refused with the reason when the template fails."""
         vars(self._environment)["generation_marks"] = generation_marks(plane) if plane else ("", "")
         given = {
-            **self.names, "messages": list(turns), "tools": tools, "documents": None, "add_generation_prompt": prompt,
-        }  # fmt: skip
+            **self.names,
+            "messages": list(turns),
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
         pieces, size = list[str](), 0
         try:
             for piece in self._compiled.generate(**given):
                 size += len(piece)
                 if size > MAX_OUTPUT:
-                    raise Refused(f"it writes more than {MAX_OUTPUT:,} characters for one conversation")
+                    raise Refused(
+                        f"it writes more than {MAX_OUTPUT:,} characters for one conversation"
+                    )
                 pieces.append(piece)
             return "".join(pieces)
         except (Refused, Unclear):
@@ -121,23 +142,39 @@ class Template:
         rendered = RenderedConversation(render, turns, tools, self.enders, self.cuts)
         return {"text": rendered.text, "spans": rendered.spans(job["train_on"])}
 
-    def _read_marks(self, turns: Sequence[Turn], tools: list[Json] | None, train_on: Sequence[int]) -> Json:
+    def _read_marks(
+        self, turns: Sequence[Turn], tools: list[Json] | None, train_on: Sequence[int]
+    ) -> Json:
         plane = free_plane(turns, tools)
         whole = unmarked(self.render(turns, tools, plane=plane), plane)
         spans = generated_spans(whole)
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-        if list(train_on) != answers:  # the blocks of a turn are those that the turns before it do not have
-            counts = {count: self._blocks(turns[:count], tools, plane) for i in train_on for count in (i, i + 1)}
+        # the blocks of a turn are those that the turns before it do not have
+        if list(train_on) != answers:
+            counts = {
+                count: self._blocks(turns[:count], tools, plane)
+                for i in train_on
+                for count in (i, i + 1)
+            }
             spans = [span for i in train_on for span in spans[counts[i] : counts[i + 1]]]
         return {"text": whole.text, "spans": spans}
 
     def _blocks(self, turns: Sequence[Turn], tools: list[Json] | None, plane: int) -> int:
-        return len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane))) if turns else 0
+        return (
+            len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane)))
+            if turns
+            else 0
+        )
 
 
 def _short(message: object) -> str:
     """One line without its full stop, in characters that every terminal can print."""
-    return " ".join(str(message).split())[:240].removesuffix(".").encode(errors="backslashreplace").decode()
+    return (
+        " ".join(str(message).split())[:240]
+        .removesuffix(".")
+        .encode(errors="backslashreplace")
+        .decode()
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -157,7 +194,8 @@ def _reason(error: Exception) -> str:
 
 
 def _answer(template: Template, job: Json) -> Json:
-    signal.setitimer(signal.ITIMER_PROF, template.seconds)  # SIGPROF ends this process; Python code could not in time
+    # SIGPROF ends this process; Python code could not in time
+    signal.setitimer(signal.ITIMER_PROF, template.seconds)
     try:
         answer = template.read(job)
         try:
@@ -196,7 +234,11 @@ def _compile(settings: Json) -> Template | str:
 def main() -> None:
     """Read the template, then lists of conversations; answer each list."""
     job = accept()
-    for kind, limit in ((resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+    for kind, limit in (
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
         resource.setrlimit(kind, (limit, limit))
     made = _compile(job)
     reply(job, {"error": made} if isinstance(made, str) else {"ready": True})

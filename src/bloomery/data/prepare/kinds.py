@@ -43,7 +43,9 @@ class Kinds(NamedTuple):
 
     def formatted(self, asked: str | None, config: Mapping[str, Any], *, verbatim: bool) -> bool:
         """Whether any of it is formatted with the chat template. `verbatim`: texts are not."""
-        return self.turns or (self.texts == "prompts" and not verbatim and formats_texts(asked, config))
+        return self.turns or (
+            self.texts == "prompts" and not verbatim and formats_texts(asked, config)
+        )
 
     @property
     def plain(self) -> frozenset[int]:
@@ -65,7 +67,9 @@ def kinds_among(firsts: Sequence[Document | None]) -> Kinds:
     spelt = [example for example in examples if isinstance(example.responses[0], str)]
     prompted = any(not example.implicit for example in spelt)
     texts: Texts = "prompts" if prompted else "whole" if spelt else "none"
-    return Kinds(whole, tuple(whole if first is None else kind_of(first) for first in firsts), turns, texts)
+    return Kinds(
+        whole, tuple(whole if first is None else kind_of(first) for first in firsts), turns, texts
+    )
 
 
 def refuse_mixture(document: Document, kind: ShardKind) -> None:
@@ -103,7 +107,9 @@ class KtoPairCheck:
     Raises UserError when a source has only one prompt.
     """
 
-    def __init__(self, dataset: Dataset, split_of: Callable[[Document], str], *, on_error: str) -> None:
+    def __init__(
+        self, dataset: Dataset, split_of: Callable[[Document], str], *, on_error: str
+    ) -> None:
         self._dataset, self._split_of, self._on_error = dataset, split_of, on_error
         self._last: dict[str, Example] = {}  # of each split
         self._other: dict[str, Example] = {}  # the latest example with another prompt than `_last`
@@ -118,7 +124,8 @@ class KtoPairCheck:
         if split not in self._other:
             self._other[split] = self._first_other(example, split)
         own, response = example.responses[0], self._other[split].responses[0]
-        if isinstance(own, str) and not isinstance(response, str):  # in the form of its own response
+        # in the form of its own response
+        if isinstance(own, str) and not isinstance(response, str):
             response = "\n".join(turn.content for turn in response)
         elif isinstance(response, str) and not isinstance(own, str):
             response = (replace(own[-1], content=response, calls=(), thinking=None),)

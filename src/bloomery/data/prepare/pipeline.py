@@ -22,9 +22,22 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
 from bloomery.data.examples import BadRow, texts_of
-from bloomery.data.prepare.kinds import KtoPairCheck, checked_tokens, kinds_among, refuse_mixture, train_on
+from bloomery.data.prepare.kinds import (
+    KtoPairCheck,
+    checked_tokens,
+    kinds_among,
+    refuse_mixture,
+    train_on,
+)
 from bloomery.data.prepare.split import SPLIT_RULE, content_key, make_splitter, validation_datasets
-from bloomery.data.prepare.workers import Array, EncodedBatch, Rendering, count_workers, encode_in_order, encoders
+from bloomery.data.prepare.workers import (
+    Array,
+    EncodedBatch,
+    Rendering,
+    count_workers,
+    encode_in_order,
+    encoders,
+)
 from bloomery.data.shards import (
     DOCUMENTS_PER_UNIT,
     JOURNAL,
@@ -38,10 +51,22 @@ from bloomery.data.shards import (
     file_record,
     write_manifest,
 )
-from bloomery.data.sources.documents import Dataset, Document, ReadStats, open_datasets, read_documents, unpadded
+from bloomery.data.sources.documents import (
+    Dataset,
+    Document,
+    ReadStats,
+    open_datasets,
+    read_documents,
+    unpadded,
+)
 from bloomery.data.sources.files import SourceFile
 from bloomery.data.tokenizer.templates import NONE, find_template
-from bloomery.data.tokenizer.tokenizer import TOKENIZER_FILES, Tokenizer, find_tokenizer, load_tokenizer
+from bloomery.data.tokenizer.tokenizer import (
+    TOKENIZER_FILES,
+    Tokenizer,
+    find_tokenizer,
+    load_tokenizer,
+)
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.recipe.schema import Recipe
 
@@ -70,13 +95,17 @@ def file_states(datasets: list[Dataset]) -> list[FileState]:
                 status = file.path.stat()
             except OSError as error:
                 fix = "check its owner, its permissions and the disk"
-                raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=fix) from error
+                raise UserError(
+                    f"cannot be read: {error.strerror}", where=str(file.path), fix=fix
+                ) from error
             states.append(FileState(source, file.name, status.st_size, status.st_mtime_ns))
     return states
 
 
 def _digest(states: list[FileState]) -> str:
-    return hashlib.sha256("\n".join(json.dumps(asdict(state)) for state in states).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(json.dumps(asdict(state)) for state in states).encode()
+    ).hexdigest()
 
 
 def _sha256(file: SourceFile) -> str:
@@ -85,7 +114,10 @@ def _sha256(file: SourceFile) -> str:
 
 
 def record_sources(
-    datasets: list[Dataset], before: list[FileState], folder: Path, report: Callable[[float, float], None]
+    datasets: list[Dataset],
+    before: list[FileState],
+    folder: Path,
+    report: Callable[[float, float], None],
 ) -> tuple[SourceRecord, ...]:
     """Write the checksum of every file to FINGERPRINT. Raises UserError when a file changed since `before`."""
     files = [file for dataset in datasets for file in dataset.files]
@@ -99,9 +131,10 @@ def record_sources(
     if _digest(now) != _digest(before):
         changed = sorted({state.name for state in set(before) ^ set(now)})
         raise UserError(
-            "the dataset changed while it was read", where=changed[0] if changed else "data",
+            "the dataset changed while it was read",
+            where=changed[0] if changed else "data",
             fix="wait until nothing writes there, then run the same command again",
-        )  # fmt: skip
+        )
     write_durably(folder / FINGERPRINT, "".join(json.dumps(asdict(state)) + "\n" for state in sums))
     records = []
     for index, dataset in enumerate(datasets):
@@ -122,12 +155,18 @@ def stale(folder: Path, datasets: list[Dataset]) -> str | None:
         before = [FileState(**json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError) as error:
         fix = f"delete {folder} and prepare again"
-        raise UserError("file is missing or damaged", where=str(folder / FINGERPRINT), fix=fix) from error
+        raise UserError(
+            "file is missing or damaged", where=str(folder / FINGERPRINT), fix=fix
+        ) from error
     known = {(state.source, state.name): state for state in before}
     files = [file for dataset in datasets for file in dataset.files]
     for state, file in zip(file_states(datasets), files, strict=True):
         old = known.pop((state.source, state.name), None)
-        if old is None or old.bytes != state.bytes or (old.mtime_ns != state.mtime_ns and old.sha256 != _sha256(file)):
+        if (
+            old is None
+            or old.bytes != state.bytes
+            or (old.mtime_ns != state.mtime_ns and old.sha256 != _sha256(file))
+        ):
             return str(file.path)
     return next(iter(known))[1] if known else None
 
@@ -166,15 +205,23 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
         if found and (found.identity, found.sources) == (fresh.identity, fresh.sources):
             return found
         # remove an unfinished attempt; the journal last, as it names the recipe of these files
-        written = ("train-*.bin", "validation-*.bin", "tokenizer*", FINGERPRINT, "special_tokens_map.json", JOURNAL)
+        written = (
+            "train-*.bin",
+            "validation-*.bin",
+            "tokenizer*",
+            FINGERPRINT,
+            "special_tokens_map.json",
+            JOURNAL,
+        )
         for old in [old for pattern in written for old in sorted(folder.glob(pattern))]:
             old.unlink()
     others = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if others:
         raise UserError(
-            f"the folder has files that `prepare` did not write: {others[0]}", where=str(folder),
+            f"the folder has files that `prepare` did not write: {others[0]}",
+            where=str(folder),
             fix="set data.prepared to an empty or a new folder",
-        )  # fmt: skip
+        )
     write_durably(path, fresh.model_dump_json())
     return fresh
 
@@ -210,33 +257,44 @@ class EncodeTask:
 def untokenised() -> UserError:
     """The error for token ids without a tokenizer in the recipe."""
     return UserError(
-        "the dataset has token ids, and the recipe names no tokenizer", where="tokenizer.from",
+        "the dataset has token ids, and the recipe names no tokenizer",
+        where="tokenizer.from",
         fix="set tokenizer.from to the folder of the tokenizer that made them",
-    )  # fmt: skip
+    )
 
 
 def no_documents(datasets: list[Dataset], skipped: int, first: str) -> UserError:
     rows = f"; {skipped} rows skipped, the first: {first}" if skipped else ""
     return UserError(
-        f"the dataset is empty{rows}", where=f"data: {', '.join(dataset.path for dataset in datasets)}",
+        f"the dataset is empty{rows}",
+        where=f"data: {', '.join(dataset.path for dataset in datasets)}",
         fix="add text, or set data.path and data.glob",
-    )  # fmt: skip
+    )
 
 
 @final
 class Preparation:
     """One `prepare`, from its journal to the manifest."""
 
-    def __init__(self, recipe: Recipe, name: str, identity: str, folder: Path, report: Report, limits: Limits) -> None:
+    def __init__(
+        self, recipe: Recipe, name: str, identity: str, folder: Path, report: Report, limits: Limits
+    ) -> None:
         self._recipe, self._data, self._name, self._identity = recipe, recipe.data, name, identity
         self._folder, self._report, self._limits = folder, report, limits
         self._datasets = streams(recipe)
-        self._num_train = len(self._datasets) - len(validation_datasets(recipe.data, recipe.objective.spec.data_kind))
+        self._num_train = len(self._datasets) - len(
+            validation_datasets(recipe.data, recipe.objective.spec.data_kind)
+        )
         self._states = file_states(self._datasets)
         self._bytes = sum(state.bytes for state in self._states)
-        self._journal = open_journal(folder, identity=identity, sources=f"{_digest(self._states)} {SPLIT_RULE}")
+        self._journal = open_journal(
+            folder, identity=identity, sources=f"{_digest(self._states)} {SPLIT_RULE}"
+        )
         self._summary = ReadStats()
-        firsts = (read_documents(one, on_error=self._data.on_error, stats=ReadStats()) for one in self._datasets)
+        firsts = (
+            read_documents(one, on_error=self._data.on_error, stats=ReadStats())
+            for one in self._datasets
+        )
         self.kinds = kinds_among([next(documents, None) for documents in firsts])
         self.kind = self.kinds.whole
 
@@ -276,7 +334,9 @@ class Preparation:
         try:
             self._open_writers()
         except Lost:  # the disk lost writes: begin the shards again
-            self._journal = PrepareJournal(identity=self._journal.identity, sources=self._journal.sources)
+            self._journal = PrepareJournal(
+                identity=self._journal.identity, sources=self._journal.sources
+            )
             self._open_writers()
         try:
             size = sum(dataset.text_bytes for dataset in self._datasets)
@@ -296,7 +356,9 @@ class Preparation:
     def _open_writers(self) -> None:
         dtype, size = self._tokenizer.dtype, self._limits.shard_tokens
         self._writers = {
-            name: SplitWriter(self._folder, name, dtype, size, getattr(self._journal, name), self.kind)
+            name: SplitWriter(
+                self._folder, name, dtype, size, getattr(self._journal, name), self.kind
+            )
             for name in SPLITS
         }
 
@@ -309,7 +371,9 @@ class Preparation:
             found.save(self._folder)
             return found
         self._report("tokenizer", 0, 0)
-        return train_tokenizer(self._train_texts(), found, self._folder, partial(self._report, "tokenizer"))
+        return train_tokenizer(
+            self._train_texts(), found, self._folder, partial(self._report, "tokenizer")
+        )
 
     def _train_texts(self) -> Iterator[str]:
         """Texts of the train split, up to `tokenizer_bytes`."""
@@ -331,7 +395,11 @@ class Preparation:
 
     def _empty(self, stats: ReadStats) -> UserError:
         journal = self._journal
-        return no_documents(self._datasets, stats.skipped + journal.failed, stats.first_skipped or journal.first_failed)
+        return no_documents(
+            self._datasets,
+            stats.skipped + journal.failed,
+            stats.first_skipped or journal.first_failed,
+        )
 
     def _tasks(self, start: PrepareJournal, *, only: int | None = None) -> Iterator[EncodeTask]:
         """Batches of about batch_bytes, after the documents in the journal `start`. The end of a source ends its batch.
@@ -348,12 +416,18 @@ class Preparation:
                 read += 1
                 refuse_mixture(whole, self.kinds.sources[source])
                 behind = source < start.source or read <= passed
-                document = unpadded(whole, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id))
+                document = unpadded(
+                    whole, pad_id=tokenizer.pad_id, ends=(tokenizer.bos_id, tokenizer.eos_id)
+                )
                 self._summary.padding += document.padding or 0
                 if behind and self.kind != "kto":
                     continue
                 name = self._split_of(source, whole) if document.tokens != () else "empty"
-                if name in SPLITS and document.example is None and (error := tokenizer.too_long(document.text)):
+                if (
+                    name in SPLITS
+                    and document.example is None
+                    and (error := tokenizer.too_long(document.text))
+                ):
                     bad_row, name = BadRow(document.source, error.problem, error.fix), "bad"
                     if on_error != "skip":
                         raise bad_row
@@ -370,7 +444,9 @@ class Preparation:
                         held_files[file] = held_files.get(file, 0) + 1
                 if name in SPLITS:
                     batch.append((name, document))
-                    size += len(document.wire if document.example else document.text) + 4 * len(document.tokens or ())
+                    size += len(document.wire if document.example else document.text) + 4 * len(
+                        document.tokens or ()
+                    )
                 if size >= self._limits.batch_bytes:
                     yield EncodeTask(batch, source, read, empty, held_back, dict(held_files))
                     batch, size = [], 0
@@ -399,10 +475,14 @@ class Preparation:
                 if self._data.on_error != "skip":
                     raise bad_row
                 self._journal.failed += 1
-                self._journal.first_failed = self._journal.first_failed or f"{bad_row.where}: {bad_row.reason}"
+                self._journal.first_failed = (
+                    self._journal.first_failed or f"{bad_row.where}: {bad_row.reason}"
+                )
             self._add(task, batch)
             text_bytes = sum(writer.progress.bytes for writer in self._writers.values())
-            self._report("tokens", min(max(text_bytes, self._summary.bytes_read), self._bytes), self._bytes)
+            self._report(
+                "tokens", min(max(text_bytes, self._summary.bytes_read), self._bytes), self._bytes
+            )
             if time.monotonic() - written >= self._limits.journal_seconds:
                 self._commit()
                 written = time.monotonic()
@@ -411,7 +491,9 @@ class Preparation:
         """Append the documents of a batch to their splits, in order. An example has one document per response, a
         refused one none. Pre-tokenized documents keep their tokens.
         """
-        made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {name: [] for name in SPLITS}
+        made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {
+            name: [] for name in SPLITS
+        }
         responses, ends = DOCUMENTS_PER_UNIT[self.kind], [0, *np.cumsum(encoded.lengths).tolist()]
         number, loss_mask = 0, encoded.loss_mask
         for name, document in task.documents:
@@ -426,7 +508,9 @@ class Preparation:
             if number not in encoded.bad_rows:
                 place = slice(int(ends[first]), int(ends[last]))
                 flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[place]
-                made[name].append((document, encoded.ids[place], encoded.lengths[first:last], flags))
+                made[name].append(
+                    (document, encoded.ids[place], encoded.lengths[first:last], flags)
+                )
             number += 1
         for name, mine in ((name, mine) for name, mine in made.items() if mine):
             ids = np.concatenate([part for _, part, _, _ in mine])
@@ -435,10 +519,15 @@ class Preparation:
                 size = sum(len(document.text.encode()) for document, *_ in mine)
                 self._writers[name].add(ids, lengths, size)
                 continue
-            desirable = [document.example is not None and document.example.desirable is True for document, *_ in mine]
+            desirable = [
+                document.example is not None and document.example.desirable is True
+                for document, *_ in mine
+            ]
             kto_labels = np.repeat(np.array(desirable, np.uint8), responses)
             size = int(self._tokenizer.token_bytes()[ids].sum())
-            self._writers[name].add(ids, lengths, size, np.concatenate([part for *_, part in mine]), kto_labels)
+            self._writers[name].add(
+                ids, lengths, size, np.concatenate([part for *_, part in mine]), kto_labels
+            )
 
     def _commit(self) -> None:
         """Flush the shards, then write the journal: after a kill, `prepare` resumes from here."""
@@ -460,23 +549,47 @@ class Preparation:
             raise self._empty(self._summary)
         self._commit()
         weights = [dataset.weight for dataset in self._datasets]
-        splits = {name: writer.finish(weights, self.kinds.plain) for name, writer in self._writers.items()}
-        sources = record_sources(self._datasets, self._states, self._folder, partial(self._report, "checksums"))
-        template, summary, journal, tokenizer = self._data.chat.template, self._summary, self._journal, self._tokenizer
+        splits = {
+            name: writer.finish(weights, self.kinds.plain) for name, writer in self._writers.items()
+        }
+        sources = record_sources(
+            self._datasets, self._states, self._folder, partial(self._report, "checksums")
+        )
+        template, summary, journal, tokenizer = (
+            self._data.chat.template,
+            self._summary,
+            self._journal,
+            self._tokenizer,
+        )
         verbatim = self._recipe.objective.spec.reads_text
         formatted = self.kinds.formatted(template, tokenizer.config, verbatim=verbatim)
         manifest = Manifest(
-            recipe=self._name, identity=self._identity, tokenizer_hash=tokenizer.hash, vocab_size=tokenizer.vocab_size,
-            bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id, unk_id=tokenizer.unk_id,
-            dtype=tokenizer.dtype, shard_tokens=self._limits.shard_tokens, train=splits["train"],
-            validation=splits["validation"], sources=sources, skipped=summary.skipped + journal.failed,
-            first_skipped=summary.first_skipped or journal.first_failed, empty=journal.empty,
-            held_back=journal.held_back, held_files=tuple(journal.held_files.items()), kind=self.kind,
+            recipe=self._name,
+            identity=self._identity,
+            tokenizer_hash=tokenizer.hash,
+            vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            unk_id=tokenizer.unk_id,
+            dtype=tokenizer.dtype,
+            shard_tokens=self._limits.shard_tokens,
+            train=splits["train"],
+            validation=splits["validation"],
+            sources=sources,
+            skipped=summary.skipped + journal.failed,
+            first_skipped=summary.first_skipped or journal.first_failed,
+            empty=journal.empty,
+            held_back=journal.held_back,
+            held_files=tuple(journal.held_files.items()),
+            kind=self.kind,
             formats=tuple(sorted(summary.formats)),
-            padding=summary.padding, turns=formatted,
+            padding=summary.padding,
+            turns=formatted,
             template=find_template(template, tokenizer.config).origin if formatted else "",
-            texts=self.kinds.texts, snapshot=file_record(self._folder / FINGERPRINT),
-        )  # fmt: skip
+            texts=self.kinds.texts,
+            snapshot=file_record(self._folder / FINGERPRINT),
+        )
         manifest = write_manifest(self._folder, manifest)
         (self._folder / JOURNAL).unlink()
         return manifest

@@ -16,7 +16,14 @@ from bloomery.data.packing import count_sequences, pairs_need_packing
 from bloomery.data.prepare.kinds import train_on
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO
-from bloomery.data.shards import FORMAT, MANIFEST, Manifest, check_record, check_shards, read_manifest
+from bloomery.data.shards import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    check_record,
+    check_shards,
+    read_manifest,
+)
 from bloomery.data.sources import builtin
 from bloomery.data.sources.formats import FORMATS
 from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
@@ -27,8 +34,15 @@ from bloomery.recipe.schema import Chat, Data, Recipe
 
 DEFAULT = Limits()
 _NOT_TOKENS = {  # keys that change no token
-    "sequence_length", "packing", "document_masking", "chat", "prepared", "num_proc", "pin_memory", "prefetch",
-}  # fmt: skip
+    "sequence_length",
+    "packing",
+    "document_masking",
+    "chat",
+    "prepared",
+    "num_proc",
+    "pin_memory",
+    "prefetch",
+}
 
 
 def identity(loaded: LoadedRecipe) -> str:
@@ -46,7 +60,11 @@ def identity(loaded: LoadedRecipe) -> str:
         mined = recipe.data.builtin in ("stdlib-chat", "stdlib-pairs")
         formatted = mined or recipe.data.chat != Chat() or bool(formats & set(FORMATS))
     else:
-        formatted = recipe.data.builtin != "stdlib-code" and not formats <= {"text", "code", "tokens"}
+        formatted = recipe.data.builtin != "stdlib-code" and not formats <= {
+            "text",
+            "code",
+            "tokens",
+        }
     if formatted:
         template = recipe.data.chat.template  # its text; None for the tokenizer's own
         if template in BUILTIN:
@@ -69,7 +87,11 @@ def prepared_folder(loaded: LoadedRecipe, root: Path) -> Path:
 
 
 def prepare(
-    loaded: LoadedRecipe, folder: Path, *, report: Report = lambda *_: None, limits: Limits = DEFAULT
+    loaded: LoadedRecipe,
+    folder: Path,
+    *,
+    report: Report = lambda *_: None,
+    limits: Limits = DEFAULT,
 ) -> Manifest:
     """Write the recipe's dataset to `folder` as tokens. A finished folder is checked and kept.
 
@@ -89,7 +111,11 @@ def prepare(
 
 @contextmanager
 def preparation(
-    loaded: LoadedRecipe, folder: Path, *, report: Report = lambda *_: None, limits: Limits = DEFAULT
+    loaded: LoadedRecipe,
+    folder: Path,
+    *,
+    report: Report = lambda *_: None,
+    limits: Limits = DEFAULT,
 ) -> Iterator[Preparation]:
     """The folder, created and locked, with its Preparation. Raises UserError as `prepare` does."""
     if not (folder / MANIFEST).is_file():
@@ -109,10 +135,18 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
     manifest = read_manifest(folder)
     if manifest.identity != identity(loaded):
         problem = f"the folder was prepared for other data or tokenizer settings (recipe {manifest.recipe})"
-        raise UserError(problem, where=str(folder), fix="set data.prepared to another folder, or delete this one")
-    if manifest.padding is None and (not manifest.train.bytes or any("tokens" in kind for kind in manifest.formats)):
+        raise UserError(
+            problem,
+            where=str(folder),
+            fix="set data.prepared to another folder, or delete this one",
+        )
+    if manifest.padding is None and (
+        not manifest.train.bytes or any("tokens" in kind for kind in manifest.formats)
+    ):
         problem = "an earlier version prepared these token ids with their padding"
-        raise UserError(problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}")
+        raise UserError(
+            problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}"
+        )
     data = loaded.recipe.data
     paths = [data.path] if data.path else [source.path for source in data.sources]
     if not paths or any(data_place(path).exists() for path in paths):
@@ -121,7 +155,9 @@ def finished(loaded: LoadedRecipe, folder: Path) -> Manifest | None:
         changed = stale(folder, streams(loaded.recipe))
         if changed is not None:
             problem = f"the dataset changed after it was prepared: {changed}"
-            raise UserError(problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}")
+            raise UserError(
+                problem, where=str(folder), fix=f"delete it and prepare again: rm -r {folder}"
+            )
     check_sequences(manifest, data, folder)
     return manifest
 
@@ -140,10 +176,17 @@ def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
         if data.layout == "padded" or longest > length:
             return
         problem = f"the dataset has {manifest.train.tokens:,} tokens, less than one sequence of {length:,}"
-        raise UserError(problem, where="data.sequence_length", fix=f"set it below {longest:,}, or add text")
+        raise UserError(
+            problem, where="data.sequence_length", fix=f"set it below {longest:,}, or add text"
+        )
     found = count_sequences(folder, manifest, sequence_length=length, layout=data.layout)
-    structured = any(part.documents for part in parts if not part.plain)  # plain text does not replace it
-    if any(count for count, part in zip(found.counts, parts, strict=True) if not (structured and part.plain)):
+    # plain text does not replace it
+    structured = any(part.documents for part in parts if not part.plain)
+    if any(
+        count
+        for count, part in zip(found.counts, parts, strict=True)
+        if not (structured and part.plain)
+    ):
         return
     if not any(packed.dropped for packed in found.packed):
         raise UserError(
@@ -152,9 +195,10 @@ def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
             fix="set data.chat.train_on=all, or print the loss mask: bloomery prepare RECIPE --preview 3",
         )
     raise UserError(
-        f"no loss tokens: the first {length:,} labels of every row are masked", where="data.sequence_length",
+        f"no loss tokens: the first {length:,} labels of every row are masked",
+        where="data.sequence_length",
         fix="raise it, or print the loss mask: bloomery prepare RECIPE --preview 3",
-    )  # fmt: skip
+    )
 
 
 @contextmanager
@@ -166,7 +210,10 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
             if not try_lock(file.fileno()):
-                problem, fix = "another process is preparing this folder", "wait until it ends, then run again"
+                problem, fix = (
+                    "another process is preparing this folder",
+                    "wait until it ends, then run again",
+                )
                 raise UserError(problem, where=str(folder), fix=fix)
             yield
     except OSError as error:

@@ -42,7 +42,11 @@ def content_key(document: Document) -> int:
     if example is not None and example.kind == "kto" and example.prompt:
         content = repr(example.prompt).encode()
     else:
-        content = document.wire if document.tokens is None else np.array(document.tokens, np.uint32).tobytes()
+        content = (
+            document.wire
+            if document.tokens is None
+            else np.array(document.tokens, np.uint32).tobytes()
+        )
     return int.from_bytes(blake2b(content, digest_size=8, salt=_SALT).digest(), "big")
 
 
@@ -57,7 +61,9 @@ class Splitter:
         return key < self.threshold
 
 
-def validation_of(data: Data, required_format: RequiredFormat = "text") -> tuple[float, list[Dataset]]:
+def validation_of(
+    data: Data, required_format: RequiredFormat = "text"
+) -> tuple[float, list[Dataset]]:
     """`data.validation`: a share, or datasets. Those are a path, a split of the sources that have it, or with auto the
     validation split of each source. Raises UserError for a share outside 0 to 1, and for no such path or split.
     """
@@ -65,21 +71,40 @@ def validation_of(data: Data, required_format: RequiredFormat = "text") -> tuple
     if asked != AUTO:
         with suppress(ValueError):  # not a number
             percent = isinstance(asked, str) and asked.rstrip().endswith("%")
-            share = float(asked.rstrip("% ") if isinstance(asked, str) else asked) / (100 if percent else 1)
+            share = float(asked.rstrip("% ") if isinstance(asked, str) else asked) / (
+                100 if percent else 1
+            )
             if not 0 <= share < 1:
                 fix = "set a share such as 5%, 0, a path, or the name of a split of the dataset"
-                raise UserError(f"{asked} is not a share of the dataset", where="data.validation", fix=fix)
+                raise UserError(
+                    f"{asked} is not a share of the dataset", where="data.validation", fix=fix
+                )
             return share, []
-    splits = [(source, other_splits(source, rows=required_format in ROW_FORMATS)) for source in sources_of(data)]
+    splits = [
+        (source, other_splits(source, rows=required_format in ROW_FORMATS))
+        for source in sources_of(data)
+    ]
     if asked == AUTO:
         own = [(source, validation_split(names)) for source, names in splits]
-        held = [open_dataset(source, required_format, split=split) for source, split in own if split is not None]
+        held = [
+            open_dataset(source, required_format, split=split)
+            for source, split in own
+            if split is not None
+        ]
         return (0.0 if held else _USUAL_SHARE), held
     name = str(asked)
-    held = [open_dataset(source, required_format, split=name) for source, names in splits if name in names]
+    held = [
+        open_dataset(source, required_format, split=name)
+        for source, names in splits
+        if name in names
+    ]
     if not held and not data_place(name).exists() and not name.startswith(PREFIX):
         present = sorted({split for _, names in splits for split in names})
-        others = f"one of its splits: {', '.join(present)}" if present else "the path of a file or folder"
+        others = (
+            f"one of its splits: {', '.join(present)}"
+            if present
+            else "the path of a file or folder"
+        )
         problem, where = "no such file, folder or split of the dataset", f"data.validation: {name}"
         raise UserError(problem, where=where, fix=f"set a share such as 1%, or {others}")
     whole = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
@@ -104,7 +129,9 @@ class FileRoles:
 
     def __str__(self) -> str:
         """ "training: train.jsonl; validation: validation.jsonl; left out: test.jsonl"."""
-        validation = _named(self.validation) or (f"{100 * self.share:g}% of them" if self.share else "none")
+        validation = _named(self.validation) or (
+            f"{100 * self.share:g}% of them" if self.share else "none"
+        )
         left_out = f"; left out: {_named(self.left_out)}" if self.left_out else ""
         return f"training: {_named(self.train)}; validation: {validation}{left_out}"
 
@@ -112,7 +139,11 @@ class FileRoles:
 def _named(files: Sequence[SourceFile]) -> str:
     """Up to two files by name, the others by number."""
     names = [file.shown for file in files]
-    return ", ".join(names) if len(names) <= 2 else f"{names[0]} and {counted(len(names) - 1, 'other files')}"
+    return (
+        ", ".join(names)
+        if len(names) <= 2
+        else f"{names[0]} and {counted(len(names) - 1, 'other files')}"
+    )
 
 
 def file_roles(data: Data, required_format: RequiredFormat = "text") -> FileRoles | None:
@@ -126,12 +157,16 @@ def file_roles(data: Data, required_format: RequiredFormat = "text") -> FileRole
     train = [file for dataset in open_datasets(data, required_format) for file in dataset.files]
     validation = [file for dataset in held for file in dataset.files]
     read = {file.path for file in (*train, *validation)}
-    splits = [files for source in sources_of(data) for files in other_splits(source, rows=rows).values()]
+    splits = [
+        files for source in sources_of(data) for files in other_splits(source, rows=rows).values()
+    ]
     left_out = [file for files in splits for file in files if file.path not in read]
     return FileRoles(tuple(train), tuple(validation), tuple(left_out), share)
 
 
-def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: RequiredFormat = "text") -> Splitter:
+def make_splitter(
+    datasets: Iterable[Dataset], data: Data, required_format: RequiredFormat = "text"
+) -> Splitter:
     """Documents whose key is below the share of all keys. Reads until they can measure a loss: MEASURABLE_ROWS
     documents or MEASURABLE_BYTES of text. Where the whole dataset has fewer below it, the lowest keys are added until
     that holds, up to a fifth of the documents.
@@ -141,7 +176,9 @@ def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: Requ
     """
     share, held = validation_of(data, required_format)
     if held:
-        return Splitter(0, frozenset().union(*(_held_keys(dataset, on_error=data.on_error) for dataset in held)))
+        return Splitter(
+            0, frozenset().union(*(_held_keys(dataset, on_error=data.on_error) for dataset in held))
+        )
     threshold = round(share * 2**64)
     sizes: dict[int, int] = {}  # of the documents with the lowest keys
     distinct = set[int]()  # keys, as many as the fifth needs
@@ -159,13 +196,17 @@ def make_splitter(datasets: Iterable[Dataset], data: Data, required_format: Requ
                 if len(sizes) > MEASURABLE_ROWS:
                     del sizes[max(sizes)]
             below = [size for lowest, size in sizes.items() if lowest < threshold]
-            if threshold <= highest and (len(below) >= MEASURABLE_ROWS or sum(below) >= MEASURABLE_BYTES):
+            if threshold <= highest and (
+                len(below) >= MEASURABLE_ROWS or sum(below) >= MEASURABLE_BYTES
+            ):
                 return Splitter(threshold)
     if len(distinct) < 2:
         return Splitter(0)
     allowed = max(1, len(distinct) // SHARE_OF_SMALL)
     for number, key in enumerate(sorted(sizes), start=1):
-        needed = sum(size for lowest, size in sizes.items() if lowest < threshold) < MEASURABLE_BYTES
+        needed = (
+            sum(size for lowest, size in sizes.items() if lowest < threshold) < MEASURABLE_BYTES
+        )
         if key >= threshold and needed and number <= allowed:
             threshold = key + 1
     return Splitter(min(threshold, highest))
@@ -179,7 +220,11 @@ def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
         yield f"only {counted(rows, 'rows')} to train on: the model will memorize them; use a few hundred or more"
     if 0 < validation.tokens < sequence_length:
         learned = validation.loss_tokens
-        loss = f", {learned:,} of them with a loss" if learned is not None and learned < validation.tokens else ""
+        loss = (
+            f", {learned:,} of them with a loss"
+            if learned is not None and learned < validation.tokens
+            else ""
+        )
         yield f"the validation set has {validation.tokens:,} tokens{loss}, less than one sequence: its loss is noisy"
     for file, number in manifest.held_files:
         rest = "is also in the validation set" if number == 1 else "are also in the validation set"
@@ -190,7 +235,9 @@ def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:
     """Raises UserError for an empty validation set."""
     stats = ReadStats()
     documents = read_documents(held, on_error=on_error, stats=stats)
-    keys = frozenset(content_key(document) for document in documents if document.content or document.tokens)
+    keys = frozenset(
+        content_key(document) for document in documents if document.content or document.tokens
+    )
     if not keys:
         skipped = f": {counted(stats.skipped, 'rows')} skipped, the first: {stats.first_skipped}"
         fix = "set data.validation to another file, to a share such as 1%, or to 0 for no validation set"

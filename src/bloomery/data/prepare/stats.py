@@ -16,7 +16,14 @@ from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
 from bloomery.data.prepare.split import size_warnings
 from bloomery.data.prepare.workers import LocalEncoder
-from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, ShardKind, Split, open_split, read_manifest
+from bloomery.data.shards import (
+    DOCUMENTS_PER_UNIT,
+    Manifest,
+    ShardKind,
+    Split,
+    open_split,
+    read_manifest,
+)
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
 SAMPLE_TOKENS = 2**20  # of a split: the entropy of 50,000 tokens to about 0.02 nats
@@ -49,25 +56,36 @@ def unigram_nats(split: Split) -> float:
     ids = [np.zeros(0, np.int64)]
     for start in range(0, total, max(each, total // STRETCHES)) if total else ():
         stretch = split.tokens[start : start + each]
-        ids.append(stretch if split.loss_mask is None else stretch[split.loss_mask[start : start + each] > 0])
+        ids.append(
+            stretch
+            if split.loss_mask is None
+            else stretch[split.loss_mask[start : start + each] > 0]
+        )
     loss_mask = np.concatenate(ids)
     counts = np.unique(loss_mask, return_counts=True)[1] / max(1, len(loss_mask))
-    return float(-(counts * np.log(counts)).sum() + (len(counts) - 1) / (2 * max(1, len(loss_mask))))
+    return float(
+        -(counts * np.log(counts)).sum() + (len(counts) - 1) / (2 * max(1, len(loss_mask)))
+    )
 
 
 def duplicates(split: Split) -> float:
     """Share of the first documents that repeat one before them, token for token."""
     within = int(np.searchsorted(split.bounds, SAMPLE_TOKENS, side="right"))
     count = min(len(split), SAMPLE_DOCUMENTS, max(1, within))
-    seen = {blake2b(split.document(index).tobytes(), digest_size=16).digest() for index in range(count)}
+    seen = {
+        blake2b(split.document(index).tobytes(), digest_size=16).digest() for index in range(count)
+    }
     return 1 - len(seen) / max(1, count)
 
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 _CHUNK = 2**20  # tokens read at once
 UNITS: dict[ShardKind, str] = {
-    "text": "documents", "chat": "conversations", "pairs": "pairs", "kto": "labeled responses",
-}  # fmt: skip
+    "text": "documents",
+    "chat": "conversations",
+    "pairs": "pairs",
+    "kto": "labeled responses",
+}
 
 
 def unit_name(manifest: Manifest) -> str:
@@ -119,17 +137,25 @@ def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> Pack
     if not found.packed:
         return None
     plain = list[Lengths]()  # per text of a source: the number of labels
-    for part, (_, begin), (_, end) in zip(split.record.parts, split.part_starts, split.part_starts[1:], strict=False):
+    for part, (_, begin), (_, end) in zip(
+        split.record.parts, split.part_starts, split.part_starts[1:], strict=False
+    ):
         if part.plain:
             bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
             plain.append(bounds[1:] - bounds[:-1] - 1)
     longer = [np.maximum(labels - sequence_length, 0) for labels in plain if layout == "padded"]
     cut = sum(int(more.sum()) for more in longer)
-    texts = sum(int(labels.sum()) if layout == "padded" else max(int((labels + 1).sum()) - 1, 0) for labels in plain)
+    texts = sum(
+        int(labels.sum()) if layout == "padded" else max(int((labels + 1).sum()) - 1, 0)
+        for labels in plain
+    )
     return PackingStats(
         sequences=sum(found.counts),
-        positions=sum(int(packed.lengths[packed.units].sum()) for packed in found.packed) + texts - cut,
-        truncated=sum(packed.truncated for packed in found.packed) + sum(int((more > 0).sum()) for more in longer),
+        positions=sum(int(packed.lengths[packed.units].sum()) for packed in found.packed)
+        + texts
+        - cut,
+        truncated=sum(packed.truncated for packed in found.packed)
+        + sum(int((more > 0).sum()) for more in longer),
         cut=sum(packed.cut for packed in found.packed) + cut,
         dropped=sum(packed.dropped for packed in found.packed),
         all_masked=sum(packed.all_masked for packed in found.packed),
@@ -151,29 +177,52 @@ def check_dataset(
     lengths: Lengths = bounds[1:] - bounds[:-1]
     sequences = PackedSequences(split, sequence_length=sequence_length, layout=layout, pad_id=None)
     packing = packing_stats(split, sequence_length=sequence_length, layout=layout)
-    longest = sequence_length if packing else sequence_length + 1  # the last token of plain text is only a label
+    # the last token of plain text is only a label
+    longest = sequence_length if packing else sequence_length + 1
     longer = lengths[lengths > longest]
     lost = int((longer - longest).sum()) if layout == "padded" else 0
     ends = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
-    duplicates, double_bos, missing_eos, other_eos = _texts(split, manifest, {end for end in ends if end is not None})
+    duplicates, double_bos, missing_eos, other_eos = _texts(
+        split, manifest, {end for end in ends if end is not None}
+    )
     unknown, unk_id = 0, manifest.unk_id
     for start in range(0, len(split.tokens), _CHUNK) if unk_id is not None else ():
         unknown += int((split.tokens[start : start + _CHUNK] == unk_id).sum())
     histogram = tuple[tuple[int, int], ...]()  # units by length, in powers of two
     if len(lengths):
         edges = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-        histogram = tuple((2 ** int(edge), int((edges == edge).sum())) for edge in range(edges.min(), edges.max() + 1))
+        histogram = tuple(
+            (2 ** int(edge), int((edges == edge).sum()))
+            for edge in range(edges.min(), edges.max() + 1)
+        )
     found = DatasetCheck(
-        kind=split.kind, units=len(lengths), empty=manifest.empty, skipped=manifest.skipped,
-        held_back=manifest.held_back, duplicates=duplicates, unknown=unknown,
-        tokens=manifest.train.tokens, sequences=sum(sequences.counts), longer=len(longer),
+        kind=split.kind,
+        units=len(lengths),
+        empty=manifest.empty,
+        skipped=manifest.skipped,
+        held_back=manifest.held_back,
+        duplicates=duplicates,
+        unknown=unknown,
+        tokens=manifest.train.tokens,
+        sequences=sum(sequences.counts),
+        longer=len(longer),
         cut=packing.cut if packing else lost,
-        double_bos=double_bos, missing_eos=missing_eos, other_eos=other_eos, lengths=histogram, packing=packing,
+        double_bos=double_bos,
+        missing_eos=missing_eos,
+        other_eos=other_eos,
+        lengths=histogram,
+        packing=packing,
         unit_name=unit_name(manifest),
-    )  # fmt: skip
-    labels = [] if split.kto_labels is None else np.unique(split.kto_labels[:: DOCUMENTS_PER_UNIT[split.kind]]).tolist()
+    )
+    labels = (
+        []
+        if split.kto_labels is None
+        else np.unique(split.kto_labels[:: DOCUMENTS_PER_UNIT[split.kind]]).tolist()
+    )
     one_sided = {
-        (1,): "desirable: KTO needs undesirable ones too; objective.kind=sft trains on desirable ones in less time",
+        (
+            1,
+        ): "desirable: KTO needs undesirable ones too; objective.kind=sft trains on desirable ones in less time",
         (0,): "undesirable: KTO needs desirable ones too; are the labels inverted?",
     }.get(tuple(labels))
     warnings = (
@@ -204,7 +253,11 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
             else:
                 flags = split.loss_mask[int(split.bounds[index]) : int(split.bounds[index + 1])] > 0
                 loss_mask = set(ids[flags].tolist())
-            if manifest.eos_id in loss_mask or not loss_mask or (manifest.kind == "kto" and index % 2):
+            if (
+                manifest.eos_id in loss_mask
+                or not loss_mask
+                or (manifest.kind == "kto" and index % 2)
+            ):
                 continue
             ended = bool(ends & loss_mask)
             other, missing = other + ended, missing + (not ended)
@@ -231,12 +284,23 @@ def _warnings(check: DatasetCheck, manifest: Manifest) -> Iterator[str]:
         yield f"{texts} begin with two BOS tokens (id {manifest.bos_id}); models are trained with one"
 
 
-def _chat_warnings(check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]) -> Iterator[str]:
+def _chat_warnings(
+    check: DatasetCheck, manifest: Manifest, tokenizer: Tokenizer, missing: list[str]
+) -> Iterator[str]:
     asked = sum(part.documents for part in manifest.train.parts if not part.plain)
-    texts = asked // (2 if check.kind == "kto" else 1)  # the response for the KL term does not count
+    # the response for the KL term does not count
+    texts = asked // (2 if check.kind == "kto" else 1)
     units = UNITS[check.kind]
-    end = "(the tokenizer has none)" if manifest.eos_id is None else tokenizer.decode([manifest.eos_id])
-    if check.kind == "text" and manifest.eos_id is not None and (check.missing_eos or check.other_eos):
+    end = (
+        "(the tokenizer has none)"
+        if manifest.eos_id is None
+        else tokenizer.decode([manifest.eos_id])
+    )
+    if (
+        check.kind == "text"
+        and manifest.eos_id is not None
+        and (check.missing_eos or check.other_eos)
+    ):
         yield f"{check.missing_eos + check.other_eos:,} of {texts:,} texts do not end with the EOS token {end}"
     if check.kind != "text" and check.missing_eos:
         yield (
@@ -283,7 +347,9 @@ class Preview:
     kind: str = ""
 
 
-def preview(work: Preparation, count: int, *, sequence_length: int, layout: Layout) -> Iterator[Preview]:
+def preview(
+    work: Preparation, count: int, *, sequence_length: int, layout: Layout
+) -> Iterator[Preview]:
     """The first `count` documents, some of each source. Of a pair both responses; for KTO only the example's own, as
     the response for the KL term is not trained on. Trains and saves the tokenizer when it does not exist yet; writes
     nothing else.
@@ -295,14 +361,23 @@ def preview(work: Preparation, count: int, *, sequence_length: int, layout: Layo
             if work.rendering is not None and (kind_of(document) == "text" or work.kinds.plain):
                 kind = "text" if kind_of(document) == "text" else "conversation"
             if document.tokens is not None:
-                sides.append((list(document.tokens), list(document.loss_mask or [True] * len(document.tokens))))
+                sides.append(
+                    (
+                        list(document.tokens),
+                        list(document.loss_mask or [True] * len(document.tokens)),
+                    )
+                )
             else:
                 batch = encoder.encode([document])
                 if batch.bad_rows:
                     problem = batch.bad_rows[0].reason
                     yield Preview(document.source, name, [], [], 0, 0, bad_row=problem, kind=kind)
                     continue
-                flags = np.ones(len(batch.ids), np.uint8) if batch.loss_mask is None else batch.loss_mask
+                flags = (
+                    np.ones(len(batch.ids), np.uint8)
+                    if batch.loss_mask is None
+                    else batch.loss_mask
+                )
                 ends = np.cumsum(batch.lengths)[:-1].astype(np.int64)
                 parts = zip(np.split(batch.ids, ends), np.split(flags > 0, ends), strict=True)
                 sides += [(ids.tolist(), mask.tolist()) for ids, mask in parts]
@@ -311,18 +386,39 @@ def preview(work: Preparation, count: int, *, sequence_length: int, layout: Layo
                 cut = max(len(ids) - 1 - sequence_length, 0) if layout == "padded" else 0
                 sequences = 1 if layout == "padded" else -(-len(ids) // sequence_length)
                 text = pieces(ids, tokenizer)
-                yield Preview(document.source, name, ids, text, sequences, cut, mask if kind else None, kind=kind)
+                yield Preview(
+                    document.source,
+                    name,
+                    ids,
+                    text,
+                    sequences,
+                    cut,
+                    mask if kind else None,
+                    kind=kind,
+                )
                 continue
             roles = [""]
             if example is not None and example.kind == "pair":
                 roles = ["chosen", "rejected"]
             elif example is not None and example.kind == "kto":
                 roles = ["desirable" if example.desirable else "undesirable"]
-            kept = truncated_lengths(np.array([[len(ids) for ids, _ in sides]], np.int64), sequence_length)[0].tolist()
+            kept = truncated_lengths(
+                np.array([[len(ids) for ids, _ in sides]], np.int64), sequence_length
+            )[0].tolist()
             fits = all(any(mask[1:count]) for (_, mask), count in zip(sides, kept, strict=True))
             for (ids, mask), left, role in zip(sides, kept, roles, strict=False):
                 text = pieces(ids, tokenizer)
-                yield Preview(document.source, name, ids, text, int(fits), len(ids) - left, mask, role, kind=kind)
+                yield Preview(
+                    document.source,
+                    name,
+                    ids,
+                    text,
+                    int(fits),
+                    len(ids) - left,
+                    mask,
+                    role,
+                    kind=kind,
+                )
 
 
 def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:

@@ -50,7 +50,9 @@ class Rendering:
     verbatim: bool = False  # for pretraining: texts are not formatted
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
-        return Renderer(tokenizer, template=self.template, train_on=self.train_on, verbatim=self.verbatim)
+        return Renderer(
+            tokenizer, template=self.template, train_on=self.train_on, verbatim=self.verbatim
+        )
 
 
 @final
@@ -60,11 +62,16 @@ class LocalEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, rendering: Rendering | None) -> None:
-        self._tokenizer, self._dtype, self._rendering = tokenizer, np.dtype(tokenizer.dtype), rendering
+        self._tokenizer, self._dtype, self._rendering = (
+            tokenizer,
+            np.dtype(tokenizer.dtype),
+            rendering,
+        )
         self._renderer = rendering.renderer(tokenizer) if rendering is not None else None
         ends = tokenizer.eos_id if tokenizer.eos_id != tokenizer.bos_id else None
         self._bos, self._eos = (
-            np.array([] if token is None else [token], self._dtype).tobytes() for token in (tokenizer.bos_id, ends)
+            np.array([] if token is None else [token], self._dtype).tobytes()
+            for token in (tokenizer.bos_id, ends)
         )
 
     def encode(self, documents: list[Document]) -> EncodedBatch:
@@ -73,7 +80,9 @@ class LocalEncoder:
         rendered = iter(self._renderer.encode_batch(examples) if self._renderer is not None else [])
         for number, document in enumerate(documents):
             if document.example is None:
-                parts.append(self._bos + self._tokenizer.encode_array(document.text).tobytes() + self._eos)
+                parts.append(
+                    self._bos + self._tokenizer.encode_array(document.text).tobytes() + self._eos
+                )
                 loss_mask.append(np.ones(len(parts[-1]) // self._dtype.itemsize, np.uint8))
                 continue
             assert self._rendering is not None
@@ -88,7 +97,9 @@ class LocalEncoder:
         lengths = np.array([len(part) // self._dtype.itemsize for part in parts], np.uint64)
         if self._renderer is None:
             return EncodedBatch(ids, lengths)
-        return EncodedBatch(ids, lengths, np.concatenate([np.zeros(0, np.uint8), *loss_mask]), bad_rows)
+        return EncodedBatch(
+            ids, lengths, np.concatenate([np.zeros(0, np.uint8), *loss_mask]), bad_rows
+        )
 
     def close(self) -> None:
         if self._renderer is not None:
@@ -110,11 +121,16 @@ class _ChildEncoder:
         asked = {"sizes": [len(part) for part in parts], "sources": sources}
         response = self._child.ask(asked, b"".join(parts), seconds=_HOURS)
         if isinstance(response, str):
-            raise UserError(f"a tokenizing process died (code {self._child.code})", where="prepare",
-                            fix="if it was out of memory, set data.num_proc to a smaller number")  # fmt: skip
+            raise UserError(
+                f"a tokenizing process died (code {self._child.code})",
+                where="prepare",
+                fix="if it was out of memory, set data.num_proc to a smaller number",
+            )
         if "refused" in response:
             problem, where, fix = response["refused"]
-            raise UserError(problem, where=where or "prepare", fix=fix or "use another tokenizer file")
+            raise UserError(
+                problem, where=where or "prepare", fix=fix or "use another tokenizer file"
+            )
         content, lengths = response.get("content", b""), np.array(response["lengths"], np.uint64)
         end = int(lengths.sum()) * self._dtype.itemsize
         ids = np.frombuffer(content[:end], self._dtype)
@@ -193,7 +209,9 @@ def main() -> None:
         content, documents, end = asked.get("content", b""), list[Document](), 0
         for size, source in zip(asked["sizes"], asked["sources"], strict=True):
             text = content[end : end + size].decode()
-            documents.append(Document("", text) if source is None else Document(source, from_wire(text, source)))
+            documents.append(
+                Document("", text) if source is None else Document(source, from_wire(text, source))
+            )
             end += size
         try:
             made = encoder.encode(documents)
@@ -201,8 +219,14 @@ def main() -> None:
             reply(job, {"refused": [error.problem, error.where, error.fix]})
             continue
         loss_mask = b"" if made.loss_mask is None else made.loss_mask.tobytes()
-        bad_rows = {number: (bad.where, bad.reason, bad.fix) for number, bad in made.bad_rows.items()}
-        reply(job, {"lengths": made.lengths.tolist(), "bad_rows": bad_rows}, made.ids.tobytes() + loss_mask)
+        bad_rows = {
+            number: (bad.where, bad.reason, bad.fix) for number, bad in made.bad_rows.items()
+        }
+        reply(
+            job,
+            {"lengths": made.lengths.tolist(), "bad_rows": bad_rows},
+            made.ids.tobytes() + loss_mask,
+        )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ _PHRASES = (
 def conversations(files: tuple[SourceFile, ...]) -> Iterator[Example]:
     """One prompt and response per function."""
     for source, prompt, response in _functions(files):
-        yield Example(source, "chat", (), ((Message("user", prompt), Message("assistant", response)),))
+        yield Example(
+            source, "chat", (), ((Message("user", prompt), Message("assistant", response)),)
+        )
 
 
 def pairs(files: tuple[SourceFile, ...]) -> Iterator[Example]:
@@ -74,7 +76,11 @@ def _functions(files: tuple[SourceFile, ...]) -> list[tuple[str, str, str]]:
         except (SyntaxError, ValueError, RecursionError):
             continue
         lines = text.splitlines(keepends=True)
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        functions = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
         for node in sorted(functions, key=lambda node: node.lineno):
             does = _summary(ast.get_docstring(node) or "")
             response = _response_of(node, lines) if does else None
@@ -96,11 +102,15 @@ def _summary(docstring: str) -> str | None:
     first, _, rest = sentence.partition(" ")
     verb = first.lower()
     if verb not in _KNOWN:
-        verb = next((stem for stem in (verb[:-1], verb[:-2]) if verb.endswith("s") and stem in _KNOWN), "")
+        verb = next(
+            (stem for stem in (verb[:-1], verb[:-2]) if verb.endswith("s") and stem in _KNOWN), ""
+        )
     if verb.endswith(("s", "sh", "ch", "x", "z")):
         third_person = f"{verb}es"
     else:
-        third_person = f"{verb[:-1]}ies" if verb.endswith("y") and verb[-2] not in "aeiou" else f"{verb}s"
+        third_person = (
+            f"{verb[:-1]}ies" if verb.endswith("y") and verb[-2] not in "aeiou" else f"{verb}s"
+        )
     fits = first[:1].isupper() and rest and rest.isascii() and len(sentence) <= MAX_QUESTION
     return f"{third_person} {rest}" if verb and fits and ">>>" not in rest else None
 
@@ -109,7 +119,12 @@ def _response_of(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str])
     """The source without the docstring, dedented; None when it is empty or too long."""
     docstring, *body = node.body
     begin = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    if not body or docstring.end_lineno is None or node.end_lineno is None or body[0].lineno <= docstring.end_lineno:
+    if (
+        not body
+        or docstring.end_lineno is None
+        or node.end_lineno is None
+        or body[0].lineno <= docstring.end_lineno
+    ):
         return None
     kept = lines[begin - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
     response = textwrap.dedent("".join(kept)).strip()
@@ -127,7 +142,16 @@ def _is_python(text: str) -> bool:
 
 
 # Character tables and documentation topics are data in the shape of code; tests repeat what they test.
-_LEFT_OUT = {"encodings", "pydoc_data", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_LEFT_OUT = {
+    "encodings",
+    "pydoc_data",
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 
 
 def stdlib_files() -> list[SourceFile]:

@@ -25,13 +25,21 @@ from bloomery.data.sources.formats import (
     refuse_text,
     refuse_unknown_roles,
 )
-from bloomery.data.sources.readers import CHARACTERS, TABLES, Value, column_types, delimiter_of, read_values
+from bloomery.data.sources.readers import (
+    CHARACTERS,
+    TABLES,
+    Value,
+    column_types,
+    delimiter_of,
+    read_values,
+)
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
 _IGNORED = -100  # the label that torch and transformers mask
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
-MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")  # a label of -100 is masked
+# a label of -100 is masked
+MASK_COLUMNS = ("labels", "assistant_masks", "completion_mask", "loss_mask")
 ATTENTION = "attention_mask"  # 0 for padding
 _PEEKED = 100  # rows, until one can be read
 
@@ -108,12 +116,20 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
     """
     given = [name for name in ("path", "builtin", "sources") if getattr(data, name)]
     if len(given) != 1:
-        problem = "names no dataset" if not given else f"names {' and '.join(given)}, which exclude each other"
+        problem = (
+            "names no dataset"
+            if not given
+            else f"names {' and '.join(given)}, which exclude each other"
+        )
         fix = "set one of data.path, data.sources and data.builtin"
         raise UserError(f"the recipe {problem}", where="data", fix=fix)
     if data.builtin:
         if data.builtin != "stdlib-code" and required_format == "text":
-            raise UserError(f"{data.builtin} is not for pretraining", where="data.builtin", fix="use stdlib-code")
+            raise UserError(
+                f"{data.builtin} is not for pretraining",
+                where="data.builtin",
+                fix="use stdlib-code",
+            )
         files = tuple(builtin.stdlib_files())
         return [Dataset(data.builtin, files, required_format=required_format, builtin=data.builtin)]
     return [open_dataset(source, required_format) for source in sources_of(data)]
@@ -125,16 +141,26 @@ def sources_of(data: Data) -> list[Source]:
     return [] if data.builtin else data.sources or [whole]
 
 
-def open_dataset(source: Source, required_format: RequiredFormat = "text", *, split: str | None = None) -> Dataset:
+def open_dataset(
+    source: Source, required_format: RequiredFormat = "text", *, split: str | None = None
+) -> Dataset:
     """Raises UserError as `open_datasets` does. `split`: a split other than train."""
     if source.format in FORMATS and required_format == "text":
         problem = f"format {source.format} is not plain text"
-        raise UserError(problem, where="data.format", fix="set data.format to text, code, jsonl, ...")
+        raise UserError(
+            problem, where="data.format", fix="set data.format to text, code, jsonl, ..."
+        )
     refuse_unknown_roles(source)
     rows = required_format in ROW_FORMATS
-    files = list_files(source, rows=rows) if split is None else other_splits(source, rows=rows).get(split, [])
+    files = (
+        list_files(source, rows=rows)
+        if split is None
+        else other_splits(source, rows=rows).get(split, [])
+    )
     path = source.path if split is None else f"{source.path}, split {split}"
-    return Dataset(path, tuple(files), source.columns, source.weight, source.format, required_format)
+    return Dataset(
+        path, tuple(files), source.columns, source.weight, source.format, required_format
+    )
 
 
 def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iterator[Document]:
@@ -143,7 +169,9 @@ def read_documents(dataset: Dataset, *, on_error: str, stats: ReadStats) -> Iter
     """
     if dataset.builtin in ("stdlib-chat", "stdlib-pairs"):
         stats.formats.add(dataset.path)
-        for example in (builtin.pairs if dataset.builtin == "stdlib-pairs" else builtin.conversations)(dataset.files):
+        for example in (
+            builtin.pairs if dataset.builtin == "stdlib-pairs" else builtin.conversations
+        )(dataset.files):
             for one in documents_of(example, dataset.required_format):
                 yield Document(one.source, one)
         stats.bytes_read += dataset.bytes
@@ -171,8 +199,16 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
     try:
         if file.format in TABLES:
             types = column_types(file.path, file.format)
-            columns = None if dataset.required_format == "text" else columns_of_examples(dataset.columns, types)
-            first = next(read_values(file.path, file.shown, file.format, columns), None) if columns else None
+            columns = (
+                None
+                if dataset.required_format == "text"
+                else columns_of_examples(dataset.columns, types)
+            )
+            first = (
+                next(read_values(file.path, file.shown, file.format, columns), None)
+                if columns
+                else None
+            )
             read, columns = _reader(first, types, dataset, stats, columns, file.shown)
         for value in read_values(file.path, file.shown, file.format, columns):
             if isinstance(value, BadRow):
@@ -182,7 +218,9 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
             if row and read is None:
                 read, _ = _reader(value, _types(value.content), dataset, stats, None, value.where)
             try:
-                yield from read(value) if row and read is not None else [_document(value, "text", "")]
+                yield from (
+                    read(value) if row and read is not None else [_document(value, "text", "")]
+                )
             except BadRow as bad_row:
                 yield bad_row
     except UnicodeDecodeError:
@@ -190,8 +228,14 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             fix = "check its owner, its permissions and the disk"
-            raise UserError(f"cannot be read: {error.strerror}", where=str(file.path), fix=fix) from error
-        damage = f"is no {file.format} file, or a damaged one" if file.format in TABLES else "is truncated or damaged"
+            raise UserError(
+                f"cannot be read: {error.strerror}", where=str(file.path), fix=fix
+            ) from error
+        damage = (
+            f"is no {file.format} file, or a damaged one"
+            if file.format in TABLES
+            else "is truncated or damaged"
+        )
         reason = (str(error).splitlines() or ["it ends too early"])[0][:120]
         yield BadRow(file.shown, f"{damage}: {reason}", "copy or download it again")
 
@@ -200,7 +244,9 @@ def _types(row: object) -> dict[str, str]:
     """The kinds of values in the columns of a row, as in `column_types`; "" for others."""
 
     def holds(value: Any) -> str:
-        numbers = isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16])
+        numbers = (
+            isinstance(value, list) and value and all(isinstance(item, int) for item in value[:16])
+        )
         return "text" if isinstance(value, str) else "tokens" if numbers else ""
 
     return {name: holds(value) for name, value in row.items()} if isinstance(row, dict) else {}
@@ -218,16 +264,26 @@ def _reader(
     found = _format_of(first, dataset, types)
     if found is not None:
         format, named = found
-        stats.formats.add(format if named == dataset.columns else f"{format} ({describe_columns(named)})")
+        stats.formats.add(
+            format if named == dataset.columns else f"{format} ({describe_columns(named)})"
+        )
 
         def read(value: Value) -> list[Document]:
             example = read_example(value.content, format=format, columns=named, where=value.where)
-            return [Document(one.source, one) for one in documents_of(example, dataset.required_format)]
+            return [
+                Document(one.source, one) for one in documents_of(example, dataset.required_format)
+            ]
 
         return read, columns
     role, column = _choose(types, dataset, where)
-    flags = [name for name in types if types[name] == "tokens" or "bool" in types[name]] if role == "tokens" else []
-    mask = next((name for name in MASK_COLUMNS if name in flags and dataset.required_format == "sft"), None)
+    flags = (
+        [name for name in types if types[name] == "tokens" or "bool" in types[name]]
+        if role == "tokens"
+        else []
+    )
+    mask = next(
+        (name for name in MASK_COLUMNS if name in flags and dataset.required_format == "sft"), None
+    )
     masks = [name for name in (ATTENTION, mask) if name is not None and name in flags]
     if mask is not None:
         stats.formats.add(f"tokens with {mask}")
@@ -240,10 +296,16 @@ def _format_of(
     """The format of the examples in rows such as `first`, and their columns; None for text and tokens."""
     if dataset.format in FORMATS:
         return dataset.format, dataset.columns
-    if not isinstance(first, Value) or dataset.format == "tokens" or {"text", "tokens"} & set(dataset.columns):
+    if (
+        not isinstance(first, Value)
+        or dataset.format == "tokens"
+        or {"text", "tokens"} & set(dataset.columns)
+    ):
         return None
     plain = any(types.get(name) == "text" for name in TEXT_COLUMNS)
-    return format_of_row(first.content, dataset.columns, required_format=dataset.required_format, plain=plain)
+    return format_of_row(
+        first.content, dataset.columns, required_format=dataset.required_format, plain=plain
+    )
 
 
 def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str, str]:
@@ -253,11 +315,15 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
         problem = f"the dataset {problem}; it has: {', '.join(list(types)[:12])}"
         return UserError(problem, where=where, fix=f"name it: data.columns={{{role}: NAME}}")
 
-    for role, column in ((role, name) for role, name in dataset.columns.items() if role in ("text", "tokens")):
+    for role, column in (
+        (role, name) for role, name in dataset.columns.items() if role in ("text", "tokens")
+    ):
         if column not in types:
             raise refused(f"has no column {column!r}")
         return role, column
-    names = {role: [name for name, kind in types.items() if kind == role] for role in ("text", "tokens")}
+    names = {
+        role: [name for name, kind in types.items() if kind == role] for role in ("text", "tokens")
+    }
     usual_text = [name for name in TEXT_COLUMNS if name in names["text"]]
     usual_tokens = [name for name in TOKEN_COLUMNS if name in names["tokens"]]
     tokens = dataset.format == "tokens"
@@ -267,10 +333,15 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
         return "tokens", (usual_tokens or names["tokens"])[0]
     if len(names["text"]) == 1 and not tokens:
         return "text", names["text"][0]
-    meant = {"text": "text", "any": "text", "sft": "messages or a response"}.get(dataset.required_format)
-    role = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(dataset.required_format, "text")
+    meant = {"text": "text", "any": "text", "sft": "messages or a response"}.get(
+        dataset.required_format
+    )
+    role = {"sft": "messages", "pairs": "chosen", "kto": "label"}.get(
+        dataset.required_format, "text"
+    )
     error = refused(
-        f"has no column with a usual name for the {'tokens' if tokens else meant or 'text or a response'}", role
+        f"has no column with a usual name for the {'tokens' if tokens else meant or 'text or a response'}",
+        role,
     )
     if any(name not in types for name in dataset.columns.values()):
         error.fix = "set data.columns={}: it maps another dataset"
@@ -287,7 +358,9 @@ def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -
         content = content[column]
     if role == "text":
         return Document(value.where, text_of(content, where))
-    if not isinstance(content, list) or not all(type(item) is int and 0 <= item < 2**32 for item in content):
+    if not isinstance(content, list) or not all(
+        type(item) is int and 0 <= item < 2**32 for item in content
+    ):
         raise BadRow(where, f"is {kind_of(content)}, not a list of token ids")
     found, attended = Document(value.where, tokens=tuple(content)), None
     for mask in masks:
@@ -310,7 +383,9 @@ def _kept(document: Document, flags: Sequence[bool]) -> Document:
     assert document.tokens is not None
     tokens, loss_mask = tuple(compress(document.tokens, flags)), document.loss_mask
     flagged = None if loss_mask is None else tuple(compress(loss_mask, flags))
-    return replace(document, tokens=tokens, loss_mask=flagged, padding=len(document.tokens) - len(tokens))
+    return replace(
+        document, tokens=tokens, loss_mask=flagged, padding=len(document.tokens) - len(tokens)
+    )
 
 
 def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | None]) -> Document:
@@ -318,7 +393,12 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
     removed; of a padding token that is also BOS or EOS (`ends`) one stays in each run.
     """
     tokens = document.tokens
-    if tokens is None or document.padding is not None or pad_id is None or pad_id not in (tokens[:1] + tokens[-1:]):
+    if (
+        tokens is None
+        or document.padding is not None
+        or pad_id is None
+        or pad_id not in (tokens[:1] + tokens[-1:])
+    ):
         return document
     size, spared = len(tokens), int(pad_id in ends)
     front = next((index for index, token in enumerate(tokens) if token != pad_id), size)
@@ -338,7 +418,11 @@ def peek(source: Source) -> tuple[str, dict[str, str]] | None:
         for value in islice(read_values(file.path, file.shown, file.format), _PEEKED):
             if isinstance(value, Value):
                 content = value.content
-                return _format_of(value, dataset, _types(content)) if isinstance(content, dict) else None
+                return (
+                    _format_of(value, dataset, _types(content))
+                    if isinstance(content, dict)
+                    else None
+                )
             bad_row = bad_row or value
     except (EOFError, OSError, zlib.error):  # which reading the dataset reports
         return None
@@ -356,11 +440,19 @@ def describe_rows(source: Source, required_format: RequiredFormat) -> str | None
     dataset = open_dataset(source, required_format)
     file = dataset.files[0]
     parts = list[str]()
-    if file.format in ("csv", "tsv") and (delimiter := delimiter_of(file.path, file.shown)) is not None:
+    if (
+        file.format in ("csv", "tsv")
+        and (delimiter := delimiter_of(file.path, file.shown)) is not None
+    ):
         parts.append(f"separated by {CHARACTERS[delimiter]}s")
     try:
         first = next(read_values(file.path, file.shown, file.format), None)
-    except (UserError, EOFError, OSError, zlib.error):  # which reading the dataset reports, of the columns it needs
+    except (
+        UserError,
+        EOFError,
+        OSError,
+        zlib.error,
+    ):  # which reading the dataset reports, of the columns it needs
         first = None
     if isinstance(first, Value) and isinstance(first.content, dict):
         parts += _chosen_columns(first, dataset)
@@ -380,9 +472,15 @@ def _chosen_columns(first: Value, dataset: Dataset) -> list[str]:
     except UserError:  # which reading the dataset raises
         return []
     others = [name for name in first.content if name != column]
-    if role != "text" or "text" in dataset.columns or (column in TEXT_COLUMNS and not like_examples(others)):
+    if (
+        role != "text"
+        or "text" in dataset.columns
+        or (column in TEXT_COLUMNS and not like_examples(others))
+    ):
         return []
-    unread = f"; not read: {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}" if others else ""
+    unread = (
+        f"; not read: {', '.join(others[:4])}{' ...' if len(others) > 4 else ''}" if others else ""
+    )
     lines = [f"column {column!r} is plain text, every token of it is trained on{unread}"]
     example = format_of_row(first.content, {}, required_format="sft", plain=False)
     if example is not None:

@@ -20,7 +20,8 @@ from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 
 DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}  # data or configuration, depending on the other files
+# data or configuration, depending on the other files
+TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
 TEXT = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text"}
 CODE_SUFFIXES = """
 asm bash c cc clj cmake cpp cs css cu cuh cxx d dart el erl ex exs f f90 fs go h hip hpp hs html java jl js jsx kt lisp
@@ -59,7 +60,10 @@ def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
     try:
         return _listed(source, rows=rows)
     except OSError as error:
-        problem, fix = f"cannot be read: {error.strerror}", "check its owner, its permissions and the disk"
+        problem, fix = (
+            f"cannot be read: {error.strerror}",
+            "check its owner, its permissions and the disk",
+        )
         raise UserError(problem, where=str(error.filename or source.path), fix=fix) from error
     except UnicodeEncodeError as error:
         problem, fix = "the locale cannot encode this name", "set LANG=C.UTF-8"
@@ -72,10 +76,14 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
         fix = f"bloomery download {source.path.removeprefix(PREFIX)} --dataset"
         raise UserError("the dataset is not downloaded", where=f"data.path: {source.path}", fix=fix)
     if not root.exists():
-        raise UserError("no such file or folder", where=f"data.path: {source.path}", fix=_near(root))
+        raise UserError(
+            "no such file or folder", where=f"data.path: {source.path}", fix=_near(root)
+        )
     if not root.is_file() and not root.is_dir():
         fix = "set data.path to a file or a folder of files"
-        raise UserError("the path is neither a file nor a folder", where=f"data.path: {source.path}", fix=fix)
+        raise UserError(
+            "the path is neither a file nor a folder", where=f"data.path: {source.path}", fix=fix
+        )
     shown = _shown(source.path, root)
     if root.is_file():
         return [SourceFile(root, root.name, _format(root, source.format), str(shown))]
@@ -115,9 +123,14 @@ def _shown(name: str, root: Path) -> Path:
 def _near(root: Path) -> str:
     """The fix for a path that does not exist: the closest name in its folder."""
     others = list(root.parent.iterdir()) if root.parent.is_dir() else []
-    names = {path.stem: path for path in sorted(others, key=lambda path: (path.suffix == root.suffix, path.name))}
+    names = {
+        path.stem: path
+        for path in sorted(others, key=lambda path: (path.suffix == root.suffix, path.name))
+    }
     near = closest(root.stem, names)  # without the suffix, which would make names similar
-    return f"did you mean data.path={shlex.quote(str(names[near[0]]))}?" if near else "set data.path"
+    return (
+        f"did you mean data.path={shlex.quote(str(names[near[0]]))}?" if near else "set data.path"
+    )
 
 
 def _walk(root: Path, glob: str | None) -> Iterator[str]:
@@ -133,10 +146,14 @@ def _walk(root: Path, glob: str | None) -> Iterator[str]:
             folders.clear()
             continue
         entered.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and name != "__pycache__"
+        )
         for name in files:
             below = os.path.relpath(Path(folder, name), root)
-            matches = glob is None or fnmatch.fnmatch(below if "/" in glob else name, glob.removeprefix("**/"))
+            matches = glob is None or fnmatch.fnmatch(
+                below if "/" in glob else name, glob.removeprefix("**/")
+            )
             if matches and not name.startswith(".") and Path(folder, name).is_file():
                 yield below
 
@@ -168,10 +185,14 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
     found = sorted(_walk(root, source.glob))
     chosen = found if source.glob else _recognized(found, rows=rows or source.format in FORMATS)
     named = _divided(source, chosen).others if chosen else {}
-    return {split: [_file(source, root, shown, name) for name in names] for split, names in named.items()}
+    return {
+        split: [_file(source, root, shown, name) for name in names]
+        for split, names in named.items()
+    }
 
 
-_SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", "tokenizer")  # of programs, not data
+# of programs, not data
+_SETTINGS = ("config", "dataset_info", "metadata", "package", "special_tokens", "tokenizer")
 
 
 def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=") -> str | None:
@@ -179,11 +200,18 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
     and the glob that reads them. `key`: the option before the glob. None without such files.
     """
     root = data_place(source.path)
-    if source.glob or not root.is_dir() or (root / "state.json").is_file() or (root / "dataset_dict.json").is_file():
+    if (
+        source.glob
+        or not root.is_dir()
+        or (root / "state.json").is_file()
+        or (root / "dataset_dict.json").is_file()
+    ):
         return None
     found, rows = sorted(_walk(root, None)), rows or source.format in FORMATS
     taken = _recognized(found, rows=rows)
-    aside = [name for name in found if name not in set(taken) and _may_be_data(name, taken, rows=rows)]
+    aside = [
+        name for name in found if name not in set(taken) and _may_be_data(name, taken, rows=rows)
+    ]
     if not aside:
         return None
     such = f"is not read: {aside[0]}" if len(aside) == 1 else f"are not read, such as {aside[0]}"
@@ -223,12 +251,18 @@ def _nothing(root: Path, glob: str | None, names: list[str]) -> UserError:
     if glob:
         names = sorted(_walk(root, None))
     if not names:
-        return UserError("the folder is empty", where=f"data.path: {root}", fix="add files, or set data.path")
+        return UserError(
+            "the folder is empty", where=f"data.path: {root}", fix="add files, or set data.path"
+        )
     suffixes = Counter(suffix_of(Path(name)) for name in names).most_common(3)
     kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)
     if glob:
-        meant = next((f'set data.glob="*{suffix}"' for suffix, _ in suffixes if suffix), "set data.glob")
-        return UserError(f"no file matches {glob!r}; most are {kinds}", where=f"data.path: {root}", fix=meant)
+        meant = next(
+            (f'set data.glob="*{suffix}"' for suffix, _ in suffixes if suffix), "set data.glob"
+        )
+        return UserError(
+            f"no file matches {glob!r}; most are {kinds}", where=f"data.path: {root}", fix=meant
+        )
     problem = f"no file of a known format; most are {kinds}"
     return UserError(problem, where=f"data.path: {root}", fix='set data.glob="*.xyz"')
 
@@ -241,7 +275,10 @@ def _saved_dataset(root: Path, shown: Path) -> list[SourceFile]:
             problem = f"none of its splits is called train: {', '.join(splits)}"
             raise UserError(problem, where=str(root), fix=f"set data.path to {root}/<split>")
         return _saved_dataset(root / "train", shown / "train")
-    names = _read_saved(root / "state.json", lambda state: [str(entry["filename"]) for entry in state["_data_files"]])
+    names = _read_saved(
+        root / "state.json",
+        lambda state: [str(entry["filename"]) for entry in state["_data_files"]],
+    )
     missing = [name for name in names if Path(name).name != name or not (root / name).is_file()]
     if missing:
         raise UserError(f"{missing[0]} is missing", where=str(root), fix="save the dataset again")
@@ -253,7 +290,9 @@ def _names_of_splits(root: Path) -> list[str]:
 
     def checked(description: Any) -> list[str]:
         names = description["splits"]
-        plain = (isinstance(name, str) and name != ".." and Path(name).name == name for name in names)
+        plain = (
+            isinstance(name, str) and name != ".." and Path(name).name == name for name in names
+        )
         if not isinstance(names, list) or not all(plain):
             raise TypeError("splits is no list of names")
         return names
@@ -266,5 +305,8 @@ def _read_saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
     try:
         return names(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        problem, fix = "not a folder of datasets' save_to_disk, or damaged", "save the dataset again"
+        problem, fix = (
+            "not a folder of datasets' save_to_disk, or damaged",
+            "save the dataset again",
+        )
         raise UserError(problem, where=str(path), fix=fix) from error

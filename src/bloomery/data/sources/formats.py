@@ -9,17 +9,38 @@ from typing import Any, Literal, cast
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
-from bloomery.data.examples import BadRow, Example, Message, Role, Turns, check_turns, kind_of, num_equal, text_of
+from bloomery.data.examples import (
+    BadRow,
+    Example,
+    Message,
+    Role,
+    Turns,
+    check_turns,
+    kind_of,
+    num_equal,
+    text_of,
+)
 from bloomery.recipe.schema import Source
 
 MAX_CONVERSATION = 2 * MIB  # of text: half a million tokens, which take half a gigabyte to encode
 ROLES: dict[str, Role] = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
-    "function_call": "assistant", "tool_call": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
-}  # fmt: skip
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
 _CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
 _ROLE_KEYS, _TEXT_KEYS = ("role", "from"), ("content", "value")
 _THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the same three
@@ -56,12 +77,15 @@ def refuse_size(size: int, where: str) -> None:
     """Raises BadRow for a conversation above the size limit."""
     if size > MAX_CONVERSATION:
         raise BadRow(
-            where, f"is a conversation of {format_bytes(size)}; the limit is {format_bytes(MAX_CONVERSATION)}",
+            where,
+            f"is a conversation of {format_bytes(size)}; the limit is {format_bytes(MAX_CONVERSATION)}",
             "cut it into several conversations, or set data.on_error=skip",
-        )  # fmt: skip
+        )
 
 
-def _message(turn: object, where: str, role_keys: Sequence[str], text_keys: Sequence[str]) -> Message:
+def _message(
+    turn: object, where: str, role_keys: Sequence[str], text_keys: Sequence[str]
+) -> Message:
     if not isinstance(turn, dict):
         raise BadRow(where, f"is {kind_of(turn)}, not a message with a role and a content")
     role_key = next((key for key in role_keys if turn.get(key) is not None), None)
@@ -74,7 +98,11 @@ def _message(turn: object, where: str, role_keys: Sequence[str], text_keys: Sequ
         raise BadRow(f"{where}.{role_key}", f"is an unknown role, {name[:40]!r}; {known}")
     role = ROLES[name]
     text_key = next((key for key in text_keys if key in turn), text_keys[0])
-    calls = _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls") if role == "assistant" else ()
+    calls = (
+        _calls(_parsed(turn.get("tool_calls")), f"{where}.tool_calls")
+        if role == "assistant"
+        else ()
+    )
     content, place = "", f"{where}.{text_key}"
     if turn.get(text_key) is not None or not calls:
         if text_key not in turn:
@@ -86,14 +114,25 @@ def _message(turn: object, where: str, role_keys: Sequence[str], text_keys: Sequ
             raise BadRow(place, "is not a call: a function_call is JSON with a name and arguments")
         calls, content = _calls(parsed if isinstance(parsed, list) else [parsed], place), ""
     thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
-    optional = {"name": turn.get("name"), "thinking": thinking, "tool_call_id": turn.get("tool_call_id")}
+    optional = {
+        "name": turn.get("name"),
+        "thinking": thinking,
+        "tool_call_id": turn.get("tool_call_id"),
+    }
     speaker, thought, call_id = (
-        None if value is None else text_of(value, f"{where}.{key}") for key, value in optional.items()
+        None if value is None else text_of(value, f"{where}.{key}")
+        for key, value in optional.items()
     )
     weight = turn.get("weight")
     if weight is not None and (type(weight) not in (int, float, bool) or weight not in (0, 1)):
-        raise BadRow(f"{where}.weight", "is neither 0 (masked) nor 1 (trained on)", "write 0 or 1, or remove it")
-    return Message(role, content, calls, speaker, thought, call_id, trained_on=weight is None or bool(weight))
+        raise BadRow(
+            f"{where}.weight",
+            "is neither 0 (masked) nor 1 (trained on)",
+            "write 0 or 1, or remove it",
+        )
+    return Message(
+        role, content, calls, speaker, thought, call_id, trained_on=weight is None or bool(weight)
+    )
 
 
 def _content(value: object, where: str) -> str:
@@ -107,8 +146,12 @@ def _content(value: object, where: str) -> str:
             raise BadRow(place, f"is {kind_of(part)}, not a part with a type and a text")
         if isinstance(part, dict):
             if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-                problem = f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
-                raise BadRow(place, problem, "leave such conversations out, or set data.on_error=skip")
+                problem = (
+                    f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
+                )
+                raise BadRow(
+                    place, problem, "leave such conversations out, or set data.on_error=skip"
+                )
             part = part["text"]
         texts.append(text_of(part, place))
     return "".join(texts)
@@ -131,18 +174,45 @@ def _calls(value: object, where: str) -> tuple[dict[str, Any], ...]:
         if isinstance(arguments, str):  # JSON in JSON, not checked so far
             arguments = plain_json(_parsed(arguments), f"{place}.arguments")
         kept = {"id": checked["id"]} if isinstance(checked.get("id"), str) else {}
-        calls.append({"type": "function", **kept, "function": {"name": function["name"], "arguments": arguments}})
+        calls.append(
+            {
+                "type": "function",
+                **kept,
+                "function": {"name": function["name"], "arguments": arguments},
+            }
+        )
     return tuple(calls)
 
 
 LISTS = ("messages", "conversations", "conversation")
 # Other usual names, in any case, of alpaca's instruction, output, input and system. The first present one counts.
 _USUAL: dict[str, tuple[str, ...]] = {
-    "instruction": ("instruction", "question", "query", "prompt", "input", "human", "user", "problem", "task"),
-    "output": ("output", "response", "answer", "completion", "assistant", "target", "reply", "solution", "bot", "gpt"),
+    "instruction": (
+        "instruction",
+        "question",
+        "query",
+        "prompt",
+        "input",
+        "human",
+        "user",
+        "problem",
+        "task",
+    ),
+    "output": (
+        "output",
+        "response",
+        "answer",
+        "completion",
+        "assistant",
+        "target",
+        "reply",
+        "solution",
+        "bot",
+        "gpt",
+    ),
     "input": ("input", "context", "passage"),
     "system": ("system", "system_prompt"),
-}  # fmt: skip
+}
 _PAIR_FIX = "remove the pair, or set data.on_error=skip"
 
 
@@ -172,7 +242,10 @@ class Row:
             raise BadRow(where, "has no messages")
         role_keys = (self.named["role"],) if "role" in self.named else _ROLE_KEYS
         text_keys = (self.named["content"],) if "content" in self.named else _TEXT_KEYS
-        messages = tuple(_message(turn, f"{where}[{index}]", role_keys, text_keys) for index, turn in enumerate(value))
+        messages = tuple(
+            _message(turn, f"{where}[{index}]", role_keys, text_keys)
+            for index, turn in enumerate(value)
+        )
         refuse_size(sum(len(message.content) for message in messages), where)
         return messages
 
@@ -199,7 +272,9 @@ class Row:
 def _chat(row: Row) -> Example:
     """Lists of turns in the formats of OpenAI and ShareGPT; "system" may be a separate column."""
     given = [role for role in ("messages", "conversations") if role in row.named]
-    value, place = row.cell(given[0] if given else next((name for name in LISTS if name in row.cells), LISTS[0]))
+    value, place = row.cell(
+        given[0] if given else next((name for name in LISTS if name in row.cells), LISTS[0])
+    )
     messages = row.turns(value, place)
     system, system_place = row.cell("system", needed=False)
     if system is not None and text_of(system, system_place).strip():
@@ -220,10 +295,18 @@ def _alpaca(row: Row) -> Example:
     turns = [Message("system", texts["system"])] if texts["system"].strip() else []
     history, place = row.cell("history", needed=False)
     if history is not None:
-        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        if not isinstance(history, list) or not all(
+            isinstance(pair, list) and len(pair) == 2 for pair in history
+        ):
             raise BadRow(place, "is not a list of pairs of a prompt and its response")
-        parts = [text_of(part, f"{place}[{index}]") for index, pair in enumerate(history) for part in pair]
-        before = [Message("assistant" if index % 2 else "user", part) for index, part in enumerate(parts)]
+        parts = [
+            text_of(part, f"{place}[{index}]")
+            for index, pair in enumerate(history)
+            for part in pair
+        ]
+        before = [
+            Message("assistant" if index % 2 else "user", part) for index, part in enumerate(parts)
+        ]
         check_turns(before, place, responses=False)
         turns += before
     prompt = "\n".join(part for part in (texts["instruction"], texts["input"]) if part.strip())
@@ -244,7 +327,9 @@ def _kto(row: Row) -> Example:
     example = _completion(row)
     label, place = row.cell("label")
     if isinstance(label, str):  # tables have only text
-        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
+        label = {"true": True, "1": True, "false": False, "0": False}.get(
+            label.strip().lower(), label
+        )
     if isinstance(label, float) and math.isnan(label):
         raise BadRow(place, "is NaN, not true or false")
     if label not in (0, 1) or type(label) not in (bool, int):
@@ -261,13 +346,19 @@ def _preference(row: Row) -> Example:
     if "prompt" in row.named or row.cells.get("prompt") is not None:
         prompt, place = row.side("prompt")
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise BadRow(row.where, "has one side as text and one as messages", "use one format for both sides")
+        raise BadRow(
+            row.where, "has one side as text and one as messages", "use one format for both sides"
+        )
     implicit = isinstance(chosen, str) and not prompt
     repeats = False
     if prompt and not isinstance(chosen, str):
         turns = [turn for turn in chosen if turn.role != "system"]
         if isinstance(prompt, str):
-            repeats = len(turns) > 1 and turns[0].role == "user" and turns[0].content.strip() == prompt.strip()
+            repeats = (
+                len(turns) > 1
+                and turns[0].role == "user"
+                and turns[0].content.strip() == prompt.strip()
+            )
         else:
             repeats = len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt
     if not prompt or repeats:
@@ -275,11 +366,15 @@ def _preference(row: Row) -> Example:
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
         if not prompt:
             fix = "name the prompt's column: data.columns={prompt: NAME}"
-            raise BadRow(row.where, "has no prompt: chosen and rejected have no common beginning", fix)
+            raise BadRow(
+                row.where, "has no prompt: chosen and rejected have no common beginning", fix
+            )
         if not chosen or not rejected:
             raise BadRow(row.where, "has a side that is the beginning of the other", _PAIR_FIX)
     prompt, responses = _joined(
-        (prompt, place or f"{row.where}, prompt"), (chosen, chosen_place), (rejected, rejected_place)
+        (prompt, place or f"{row.where}, prompt"),
+        (chosen, chosen_place),
+        (rejected, rejected_place),
     )
     return Example(row.where, "pair", prompt, responses, tools=row.tools(), implicit=implicit)
 
@@ -294,7 +389,9 @@ def _common(one: Turns, other: Turns) -> int:
     return shared
 
 
-def _joined(prompt: tuple[Turns, str], *responses: tuple[Turns, str]) -> tuple[Turns, tuple[Turns, ...]]:
+def _joined(
+    prompt: tuple[Turns, str], *responses: tuple[Turns, str]
+) -> tuple[Turns, tuple[Turns, ...]]:
     """Prompt and responses, all as texts or all as messages, checked together; each comes with its place. Raises
     BadRow.
     """
@@ -332,10 +429,16 @@ _TURNS = ("tools", "role", "content")
 FORMATS = {  # a row has the last format of which it has all columns
     "messages": Format(_chat, ("messages",), ("messages", *_TURNS)),
     "sharegpt": Format(_chat, ("conversations",), ("conversations", "system", *_TURNS)),
-    "alpaca": Format(_alpaca, ("instruction", "output"), ("instruction", "input", "output", "system", "history")),
+    "alpaca": Format(
+        _alpaca, ("instruction", "output"), ("instruction", "input", "output", "system", "history")
+    ),
     "completion": Format(_completion, ("prompt", "completion"), ("prompt", "completion", *_TURNS)),
-    "kto": Format(_kto, ("prompt", "completion", "label"), ("prompt", "completion", "label", *_TURNS)),
-    "preference": Format(_preference, ("chosen", "rejected"), ("prompt", "chosen", "rejected", *_TURNS)),
+    "kto": Format(
+        _kto, ("prompt", "completion", "label"), ("prompt", "completion", "label", *_TURNS)
+    ),
+    "preference": Format(
+        _preference, ("chosen", "rejected"), ("prompt", "chosen", "rejected", *_TURNS)
+    ),
 }
 _ALL_ROLES = tuple(dict.fromkeys(role for format in FORMATS.values() for role in format.roles))
 
@@ -344,12 +447,18 @@ def detect_format(cells: Mapping[str, Any], columns: Columns | None = None) -> s
     """The format of a row by its columns, or None: it is plain text or tokens."""
     named = columns or {}
     for name, format in reversed(FORMATS.items()):
-        if format.read is not _chat and all(named.get(role, role) in cells for role in format.needed):
+        if format.read is not _chat and all(
+            named.get(role, role) in cells for role in format.needed
+        ):
             return name
     for column in (named.get("messages"), named.get("conversations"), *LISTS):
         value = cells.get(column) if column else None
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            return "sharegpt" if "from" in value[0] or named.get("conversations") == column else "messages"
+            return (
+                "sharegpt"
+                if "from" in value[0] or named.get("conversations") == column
+                else "messages"
+            )
     return None
 
 
@@ -365,7 +474,9 @@ def _with_turns(cells: dict[str, Any]) -> dict[str, Any]:
     turns = {}
     for name, value in cells.items():
         parsed = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else None
-        roles = (isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in parsed or ())
+        roles = (
+            isinstance(turn, dict) and ("role" in turn or "from" in turn) for turn in parsed or ()
+        )
         if isinstance(parsed, list) and parsed and all(roles):
             turns[name] = parsed
     return {**cells, **turns} if turns else cells
@@ -396,7 +507,11 @@ _OBJECTIVES = {"chat": "sft", "completion": "sft", "pair": "dpo", "kto": "kto"}
 
 def refuse_unknown_roles(source: Source) -> None:
     """Raises UserError for a role in `columns` that the format does not have."""
-    known = FORMATS[source.format].roles if source.format in FORMATS else ("text", "tokens", *_ALL_ROLES)
+    known = (
+        FORMATS[source.format].roles
+        if source.format in FORMATS
+        else ("text", "tokens", *_ALL_ROLES)
+    )
     unknown = sorted(set(source.columns) - set(known))
     if unknown:
         problem = f"unknown role: {unknown[0]}; the roles are {', '.join(known)}"
@@ -427,17 +542,26 @@ def format_of_row(
     cells = _with_turns(cells)
     format = detect_format(cells, columns)
     if format == "preference" and not columns and "prompt" not in cells:
-        sides = {str(name).lower(): str(name) for name, value in cells.items() if isinstance(value, str | list)}
+        sides = {
+            str(name).lower(): str(name)
+            for name, value in cells.items()
+            if isinstance(value, str | list)
+        }
         prompt = next((sides[name] for name in _USUAL["instruction"] if name in sides), None)
         return format, {} if prompt is None else {"prompt": prompt}
     if format is not None:
         return format, columns
     if columns or plain:
         return None
-    texts = {str(name).lower(): str(name) for name, value in cells.items() if isinstance(value, str)}
+    texts = {
+        str(name).lower(): str(name) for name, value in cells.items() if isinstance(value, str)
+    }
     found: dict[str, str] = {}
     for role, names in _USUAL.items():
-        column = next((texts[name] for name in names if name in texts and texts[name] not in found.values()), None)
+        column = next(
+            (texts[name] for name in names if name in texts and texts[name] not in found.values()),
+            None,
+        )
         if column is not None:
             found[role] = column
     guessed = {role: column for role, column in found.items() if role != column}
@@ -452,12 +576,25 @@ def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[
         for response, desirable in zip(example.responses, (True, False), strict=True):
             yield replace(example, kind="kto", responses=(response,), desirable=desirable)
         return
-    fits = {"any": True, "sft": example.kind in ("chat", "completion"), "pairs": example.kind == "pair",
-            "kto": example.kind == "kto", "text": False}  # fmt: skip
+    fits = {
+        "any": True,
+        "sft": example.kind in ("chat", "completion"),
+        "pairs": example.kind == "pair",
+        "kto": example.kind == "kto",
+        "text": False,
+    }
     if not fits[required_format]:
-        problem = f"the rows are {NAMES[example.kind]}; the objective needs {_TRAINABLE[required_format]}"
-        row = f" with rows such as {_ROWS[required_format]} ({_PAGE})" if required_format in _ROWS else ""
-        fix = f"set objective.kind={_OBJECTIVES[example.kind]}, or data.path to another dataset{row}"
+        problem = (
+            f"the rows are {NAMES[example.kind]}; the objective needs {_TRAINABLE[required_format]}"
+        )
+        row = (
+            f" with rows such as {_ROWS[required_format]} ({_PAGE})"
+            if required_format in _ROWS
+            else ""
+        )
+        fix = (
+            f"set objective.kind={_OBJECTIVES[example.kind]}, or data.path to another dataset{row}"
+        )
         raise UserError(problem, where=example.source, fix=fix)
     yield example
 
@@ -465,7 +602,8 @@ def documents_of(example: Example, required_format: RequiredFormat) -> Iterator[
 def refuse_text(required_format: RequiredFormat, where: str) -> UserError:
     """The error for plain text with an objective that needs pairs or labels."""
     return UserError(
-        f"the dataset is plain text; the objective needs {_TRAINABLE[required_format]}", where=where,
+        f"the dataset is plain text; the objective needs {_TRAINABLE[required_format]}",
+        where=where,
         fix="set objective.kind=sft, data.columns={chosen: NAME}, or data.path to another dataset with rows such as "
         f"{_ROWS[required_format]} ({_PAGE})",
-    )  # fmt: skip
+    )

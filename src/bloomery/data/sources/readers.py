@@ -19,7 +19,8 @@ from bloomery.core.files import open_input
 from bloomery.core.units import MIB, counted, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
 
-BLANK = MIB  # of white space in one run: a compressed file of some kilobytes may expand to hours of it
+# of white space in one run: a compressed file of some kilobytes may expand to hours of it
+BLANK = MIB
 COMPRESSED = (".gz", ".zst")
 WHOLE = 4 * MIB  # of a text that is one document, which every tokenizer can encode in memory
 
@@ -32,7 +33,9 @@ class Value:
     content: Any
 
 
-def read_values(path: Path, name: str, format: str, columns: list[str] | None = None) -> Iterator[Value | BadRow]:
+def read_values(
+    path: Path, name: str, format: str, columns: list[str] | None = None
+) -> Iterator[Value | BadRow]:
     """The rows or texts of a file, whose `name` is in messages. `columns`: those to read of a parquet or Arrow file."""
     if format in TABLES:
         yield from _table_rows(path, name, format, columns)
@@ -85,7 +88,11 @@ def blank(where: str) -> BadRow:
 def decode(data: bytes, where: str, *, of_line: bool = False) -> str:
     """UTF-8 text. Raises BadRow that names what else the bytes look like. `of_line`: `where` names the line."""
     if (encoding := _wide_encoding(data)) is not None:
-        raise BadRow(where, f"is {encoding}, not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8 FILE > NEW")
+        raise BadRow(
+            where,
+            f"is {encoding}, not UTF-8",
+            f"convert it: iconv -f {encoding} -t UTF-8 FILE > NEW",
+        )
     if b"\0" in data[:MIB]:
         fix = "leave it out with data.glob, or set data.on_error=skip"
         raise BadRow(where, "is binary, not text: it has NUL bytes", fix)
@@ -119,7 +126,8 @@ def _not_utf8(where: str, byte: int, place: str) -> BadRow:
         else ""
     )
     fix = (
-        "convert it (iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW; in Excel: save as CSV UTF-8), or set data.on_error=skip"
+        "convert it (iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW; in Excel: save as CSV UTF-8), "
+        "or set data.on_error=skip"
     )
     return BadRow(where, f"is not UTF-8: byte 0x{byte:02x} {place}{looks}", fix)
 
@@ -136,12 +144,18 @@ def _reason(error: ValueError | RecursionError) -> str:
         return "is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         ended = error.pos >= len(error.doc.rstrip())
-        end = ", where it ends: is a closing brace missing?" if ended and error.doc.lstrip()[:1] in ("{", "[") else ""
+        end = (
+            ", where it ends: is a closing brace missing?"
+            if ended and error.doc.lstrip()[:1] in ("{", "[")
+            else ""
+        )
         return f"is not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}{end}"
     return f"is not JSON: {error}".partition(";")[0]  # without Python's advice on long numbers
 
 
-def _value(data: bytes, where: str, parse: Callable[[str], Any] = str, *, of_line: bool = False) -> Value | BadRow:
+def _value(
+    data: bytes, where: str, parse: Callable[[str], Any] = str, *, of_line: bool = False
+) -> Value | BadRow:
     """The decoded text, parsed."""
     try:
         return Value(where, parse(decode(data, where, of_line=of_line)))
@@ -161,7 +175,11 @@ def read_text(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     while data:
         part += 1
         where = f"{name}, part {part}"
-        end = len(data) if len(data) <= WHOLE else data.rfind(b"\n", 0, WHOLE) + 1 or data.find(b"\n") + 1
+        end = (
+            len(data)
+            if len(data) <= WHOLE
+            else data.rfind(b"\n", 0, WHOLE) + 1 or data.find(b"\n") + 1
+        )
         if end > BLANK // 8 and data[:end].isspace() and (run := run + end) > BLANK:
             raise blank(where)
         if end == 0 and len(data) > MAX_BYTES:
@@ -196,7 +214,9 @@ class _Rejoined:
         end = self._head.find(b"\n") + 1
         line = self._head[: end or None][:limit]
         self._head = self._head[len(line) :]
-        return line if end or len(line) == limit else line + self._stream.readline(limit - len(line))
+        return (
+            line if end or len(line) == limit else line + self._stream.readline(limit - len(line))
+        )
 
 
 def read_jsonl(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
@@ -224,7 +244,9 @@ def read_json(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     for value in _json_values(stream, name):
         if isinstance(value.content, dict) and any(turn <= value.content.keys() for turn in _TURNS):
             fix = 'write each conversation as a row: {"messages": [...]}'
-            raise BadRow(value.where, "is one message, not a row: the list is a conversation of its own", fix)
+            raise BadRow(
+                value.where, "is one message, not a row: the list is a conversation of its own", fix
+            )
         rows = _only_list(value.content)
         yield from [value] if rows is None else (Value(value.where, row) for row in rows)
 
@@ -233,7 +255,11 @@ def _only_list(content: object) -> list[Any] | None:
     """The rows under some key. Turns of a conversation are not rows."""
     if not isinstance(content, dict) or any(isinstance(value, str) for value in content.values()):
         return None
-    lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    lists = [
+        value
+        for value in content.values()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
     return lists[0] if len(lists) == 1 and not {"role", "from"} & set(lists[0][0]) else None
 
 
@@ -274,7 +300,11 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
             chunk = stream.read(max(MIB, len(buffer)))
             ended = not chunk
             if line == 1 and not buffer and (encoding := _wide_encoding(chunk)) is not None:
-                raise BadRow(name, f"is {encoding}, not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8 FILE > NEW")
+                raise BadRow(
+                    name,
+                    f"is {encoding}, not UTF-8",
+                    f"convert it: iconv -f {encoding} -t UTF-8 FILE > NEW",
+                )
             try:
                 buffer += decoder.decode(chunk, final=ended)
             except UnicodeDecodeError as error:
@@ -293,12 +323,22 @@ def read_csv(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     rows = csv.reader(decoded, delimiter=delimiter, strict=True)
     try:
         header = next((row for row in rows if row), [])
-        odd = re.fullmatch(r"\w+([^\w\s.,()/-])\w+(\1\w+)*", header[0]) if len(header) == 1 else None
+        odd = (
+            re.fullmatch(r"\w+([^\w\s.,()/-])\w+(\1\w+)*", header[0]) if len(header) == 1 else None
+        )
         if odd is not None:
             problem = f"has one column, {header[0]!r}: the delimiter is none of comma, semicolon, tab and vertical bar"
-            raise BadRow(f"{name}:{rows.line_num}", problem, f"write the file again with a comma instead of {odd[1]}")
+            raise BadRow(
+                f"{name}:{rows.line_num}",
+                problem,
+                f"write the file again with a comma instead of {odd[1]}",
+            )
         if repeated := [column for column in header if column and header.count(column) > 1]:
-            raise BadRow(f"{name}:{rows.line_num}", f"has the column {repeated[0]!r} twice", "rename one of them")
+            raise BadRow(
+                f"{name}:{rows.line_num}",
+                f"has the column {repeated[0]!r} twice",
+                "rename one of them",
+            )
         for row in rows if header else ():
             where = f"{name}:{rows.line_num}"
             if row and len(row) != len(header):
@@ -334,7 +374,8 @@ def _csv_lines(stream: BinaryIO, name: str) -> tuple[str, Iterator[str]]:
     usual = "\t" if ".tsv" in Path(name).suffixes[-2:] else ","
     stated = re.fullmatch(r"sep=(.)\s*", head[0]) if head else None
     if stated is not None and stated[1] in DELIMITERS:
-        return stated[1], chain(["\n"], head[1:], text)  # an empty line keeps the numbers of those below
+        # an empty line keeps the numbers of those below
+        return stated[1], chain(["\n"], head[1:], text)
     return find_delimiter(head, usual, cut=size >= _SNIFFED), chain(head, text)
 
 
@@ -366,13 +407,20 @@ def delimiter_of(path: Path, name: str) -> str | None:
 
 
 STREAMS: dict[str, Callable[[BinaryIO, str], Iterator[Value | BadRow]]] = {
-    "text": read_text, "code": read_code, "jsonl": read_jsonl, "json": read_json, "csv": read_csv, "tsv": read_csv,
-}  # fmt: skip
+    "text": read_text,
+    "code": read_code,
+    "jsonl": read_jsonl,
+    "json": read_json,
+    "csv": read_csv,
+    "tsv": read_csv,
+}
 TABLES = ("parquet", "arrow")  # rows with types
 
 
 @contextmanager
-def _open_table(path: Path, format: str, columns: list[str] | None) -> Iterator[tuple[Any, Iterator[Any]]]:
+def _open_table(
+    path: Path, format: str, columns: list[str] | None
+) -> Iterator[tuple[Any, Iterator[Any]]]:
     """The schema, and batches of rows: pages of parquet; an Arrow stream (what datasets writes) or file, memory-mapped.
     Raises OSError without a number for a damaged file, as pyarrow does for some.
     """
@@ -381,24 +429,32 @@ def _open_table(path: Path, format: str, columns: list[str] | None) -> Iterator[
 
     try:
         if format == "parquet":
-            with pq.ParquetFile(path, pre_buffer=False, buffer_size=MIB, page_checksum_verification=True) as file:
+            with pq.ParquetFile(
+                path, pre_buffer=False, buffer_size=MIB, page_checksum_verification=True
+            ) as file:
                 yield file.schema_arrow, file.iter_batches(batch_size=64, columns=columns)
             return
         with pa.memory_map(str(path)) as source:
             is_file = source.read(6) == b"ARROW1"
             source.seek(0)
             reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+            batches = (
+                map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+            )
             yield reader.schema, (batch.select(columns) if columns else batch for batch in batches)
     except pa.ArrowException as error:
         raise OSError(str(error)) from error
 
 
-def _table_rows(path: Path, name: str, format: str, columns: list[str] | None) -> Iterator[Value | BadRow]:
+def _table_rows(
+    path: Path, name: str, format: str, columns: list[str] | None
+) -> Iterator[Value | BadRow]:
     with _open_table(path, format, columns) as (schema, batches):
         for column in columns or schema.names:
             field = schema.field(column)
-            if b"ARROW:extension:name" in (field.metadata or {}) or hasattr(field.type, "extension_name"):
+            if b"ARROW:extension:name" in (field.metadata or {}) or hasattr(
+                field.type, "extension_name"
+            ):
                 raise UserError(
                     f"column has the extension type {field.type}, which is not supported",
                     where=f"{name}, column {column}",
@@ -410,11 +466,20 @@ def _table_rows(path: Path, name: str, format: str, columns: list[str] | None) -
                 part = batch.slice(start, 64)
                 try:
                     contents = part.to_pylist()
-                except UnicodeDecodeError:  # pyarrow does not check the bytes of text columns before
-                    contents = [_row(part, index, f"{name}, row {row + index + 1}") for index in range(part.num_rows)]
+                except (
+                    UnicodeDecodeError
+                ):  # pyarrow does not check the bytes of text columns before
+                    contents = [
+                        _row(part, index, f"{name}, row {row + index + 1}")
+                        for index in range(part.num_rows)
+                    ]
                 for content in contents:
                     row += 1
-                    yield content if isinstance(content, BadRow) else Value(f"{name}, row {row}", content)
+                    yield (
+                        content
+                        if isinstance(content, BadRow)
+                        else Value(f"{name}, row {row}", content)
+                    )
 
 
 def _row(batch: Any, index: int, where: str) -> Any:

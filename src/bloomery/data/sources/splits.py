@@ -14,12 +14,15 @@ from bloomery.core.errors import UserError
 Kind = Literal["train", "validation", "test"]
 _VALIDATION = ("validation", "valid", "val", "dev", "eval", "evaluation")  # the likeliest first
 _WORDS: dict[str, Kind] = {
-    "train": "train", "training": "train",
+    "train": "train",
+    "training": "train",
     **dict.fromkeys(_VALIDATION, "validation"),
-    "test": "test", "testing": "test",
-}  # fmt: skip
+    "test": "test",
+    "testing": "test",
+}
 _ANY = re.compile("|".join(_WORDS), re.IGNORECASE)
-_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")  # how datasets of the Hub number the files of a split
+# how datasets of the Hub number the files of a split
+_SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ class Division:
     others: dict[str, list[str]]
 
 
-def divide(names: Sequence[str], *, texts: Collection[str], where: str, chosen: bool = False) -> Division:
+def divide(
+    names: Sequence[str], *, texts: Collection[str], where: str, chosen: bool = False
+) -> Division:
     """The splits among data files of one dataset. `texts`: those that are plain texts, whose names count only where one
     of them is called train. `chosen`: a glob named these files.
 
@@ -85,7 +90,11 @@ def divide(names: Sequence[str], *, texts: Collection[str], where: str, chosen: 
         splits = {name: split for name, split in splits.items() if name not in texts}
     named_train = any(split.kind == "train" for split in splits.values())
     joined = any(not split.plain for split in splits.values())
-    stems = {" ".join(re.findall("[a-z]+", stem_of(name).lower())) for name in names} if joined else set[str]()
+    stems = (
+        {" ".join(re.findall("[a-z]+", stem_of(name).lower())) for name in names}
+        if joined
+        else set[str]()
+    )
     others = {
         name: split.name
         for name, split in splits.items()
@@ -109,7 +118,9 @@ def divide(names: Sequence[str], *, texts: Collection[str], where: str, chosen: 
     return Division(train, found)
 
 
-def _main_split(train: list[str], others: dict[str, str], where: str) -> tuple[list[str], dict[str, str]]:
+def _main_split(
+    train: list[str], others: dict[str, str], where: str
+) -> tuple[list[str], dict[str, str]]:
     """Of sharded files, those of the split called train, and the other splits. Raises UserError where several splits
     are next to an evaluation split, and none is called train.
     """
@@ -129,5 +140,7 @@ def _main_split(train: list[str], others: dict[str, str], where: str) -> tuple[l
 def validation_split(splits: Iterable[str]) -> str | None:
     """The name of the validation split among a dataset's splits; "test" is not one."""
     begins = {split: re.split(r"[_.-]", split)[0] for split in sorted(splits)}
-    ranked = [split for usual in _VALIDATION for split in (usual, *begins) if begins.get(split) == usual]
+    ranked = [
+        split for usual in _VALIDATION for split in (usual, *begins) if begins.get(split) == usual
+    ]
     return ranked[0] if ranked else None

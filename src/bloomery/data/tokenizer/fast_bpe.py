@@ -21,7 +21,8 @@ _LATER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_DARK = r"[^\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u206f\u3000\ufeff]"  # no white space by any definition
+# no white space by any definition
+_DARK = r"[^\s\x00-\x20\x7f-\xa0\u1680\u180e\u2000-\u206f\u3000\ufeff]"
 # Places where a word always ends, whatever the text around them.
 _ENDS = {GPT2_PATTERN: re.compile(rf"(?<={_DARK})(?=\n| {_DARK})")} | dict.fromkeys(
     (_LATER % "", _LATER % "{1,3}"), re.compile(r"(?<=[A-Za-z0-9])(?=\n| [A-Za-z])")
@@ -56,12 +57,16 @@ class _Merged(dict[str, bytes]):
 class WordEncoder:
     """Encodes ASCII with `pattern` and its words (byte-level) with `merge`; other text with `whole`."""
 
-    def __init__(self, pattern: str, added: list[str], whole: Encode, merge: Encode, dtype: str) -> None:
+    def __init__(
+        self, pattern: str, added: list[str], whole: Encode, merge: Encode, dtype: str
+    ) -> None:
         expression = re.compile(ascii_pattern(pattern), re.ASCII)
         self._words, self._each = expression.findall, expression.finditer
         self._lines = pattern == GPT2_PATTERN
         self._added = (
-            re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))) if added else None
+            re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
+            if added
+            else None
         )
         self._whole, self._dtype = whole, dtype
         self._merged = _Merged(lambda word: merge(word.translate(_SPELLING)), dtype)
@@ -77,14 +82,19 @@ class WordEncoder:
         if not self._lines:
             return self._library(text)
         runs = groupby(_LINE.split(text), str.isascii)  # of ASCII lines and of others
-        return b"".join((self._ascii if plain else self._library)("".join(lines)) for plain, lines in runs)
+        return b"".join(
+            (self._ascii if plain else self._library)("".join(lines)) for plain, lines in runs
+        )
 
     def _ascii(self, text: str) -> bytes:
         if len(text) <= PIECE:
             words: list[str] = self._words(text)
             complete = sum(map(len, words)) == len(text)
-            return b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
-        parts, at, size = list[bytes](), 0, 0  # word by word: a list of all words would take ten times the memory
+            return (
+                b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
+            )
+        # word by word: a list of all words would take ten times the memory
+        parts, at, size = list[bytes](), 0, 0
         for match in self._each(text):
             if match.start() != at:
                 return self._library(text)
@@ -144,12 +154,20 @@ def word_ends(description: dict[str, Any]) -> re.Pattern[str] | None:
     pattern = _pattern(description)
     added = [token["content"] for token in description.get("added_tokens") or []]
     broken = any("\n" in token or " " in token for token in added)
-    return _ENDS.get(pattern) if pattern is not None and plain_added(description) and not broken else None
+    return (
+        _ENDS.get(pattern)
+        if pattern is not None and plain_added(description) and not broken
+        else None
+    )
 
 
 def ascii_pattern(pattern: str) -> str:
     """The pattern for ASCII text in Python's dialect; ValueError when it has no such form."""
-    inside = re.sub(r"\[[^\]]*\]", lambda match: match[0].replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9"), pattern)
+    inside = re.sub(
+        r"\[[^\]]*\]",
+        lambda match: match[0].replace(r"\p{L}", "a-zA-Z").replace(r"\p{N}", "0-9"),
+        pattern,
+    )
     plain = inside.replace(r"\p{L}", "[a-zA-Z]").replace(r"\p{N}", "[0-9]")
     if re.search(r"\\[pPXbBwWdD]|\[\[|&&|\((?!\?)", plain):
         raise ValueError(f"no ASCII form of {pattern!r} is known")
@@ -169,12 +187,20 @@ def _pattern(description: dict[str, Any]) -> str | None:
         return None
     steps = cut.get("pretokenizers", [cut])
     last = steps[-1]
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or (normalizer and len(steps) == 1):
+    if (
+        last.get("type") != "ByteLevel"
+        or last.get("add_prefix_space")
+        or (normalizer and len(steps) == 1)
+    ):
         return None
     if len(steps) == 1:
         return GPT2_PATTERN if last.get("use_regex", True) else None
     first = steps[0]
-    isolated = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
+    isolated = (
+        first.get("type") == "Split"
+        and first.get("behavior") == "Isolated"
+        and not first.get("invert")
+    )
     if len(steps) != 2 or not isolated or last.get("use_regex", True):
         return None
     pattern = first.get("pattern", {}).get("Regex")
@@ -184,5 +210,7 @@ def _pattern(description: dict[str, Any]) -> str | None:
 def plain_added(description: dict[str, Any]) -> bool:
     """Whether added tokens match their exact text anywhere."""
     return not any(
-        token.get(key) for token in description.get("added_tokens", []) for key in ("single_word", "lstrip", "rstrip")
+        token.get(key)
+        for token in description.get("added_tokens", [])
+        for key in ("single_word", "lstrip", "rstrip")
     )

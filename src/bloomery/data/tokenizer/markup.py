@@ -15,7 +15,8 @@ from bloomery.core.errors import UserError
 
 Json = dict[str, Any]
 Encode = Callable[[str], list[int]]
-_BREAKS = [chr(code) for code in range(0x10FFFD, 0x10FF00, -1)]  # letters of nobody, at the end of Unicode
+# letters of nobody, at the end of Unicode
+_BREAKS = [chr(code) for code in range(0x10FFFD, 0x10FF00, -1)]
 _WHERE = "the chat template"
 
 
@@ -23,7 +24,12 @@ _WHERE = "the chat template"
 class Markup:
     """The control tokens of a tokenizer. `load`: makes the encoder of a tokenizer.json."""
 
-    def __init__(self, ids: Mapping[str, int], description: Callable[[], Json], load: Callable[[Json], Encode]) -> None:
+    def __init__(
+        self,
+        ids: Mapping[str, int],
+        description: Callable[[], Json],
+        load: Callable[[Json], Encode],
+    ) -> None:
         self._ids = {name: token for name, token in ids.items() if len(name) > 1}
         self._description, self._load = description, load
         names = sorted(self._ids, key=len, reverse=True)
@@ -43,7 +49,9 @@ class Markup:
         whole = json.dumps(value, ensure_ascii=False)
         mark = next((mark for mark in _BREAKS if mark not in whole), None)
         if mark is None:
-            problem = "the conversation uses every letter that could tell its text from control tokens"
+            problem = (
+                "the conversation uses every letter that could tell its text from control tokens"
+            )
             raise UserError(problem, where=_WHERE, fix="remove letters above U+10FF00")
         return self._broken(value, mark), mark
 
@@ -51,8 +59,14 @@ class Markup:
         if isinstance(value, str):
             return self._pattern.sub(lambda match: match[0][0] + mark + match[0][1:], value)
         if isinstance(value, Mapping):
-            return {self._broken(key, mark): self._broken(entry, mark) for key, entry in value.items()}
-        return [self._broken(entry, mark) for entry in value] if isinstance(value, list | tuple) else value
+            return {
+                self._broken(key, mark): self._broken(entry, mark) for key, entry in value.items()
+            }
+        return (
+            [self._broken(entry, mark) for entry in value]
+            if isinstance(value, list | tuple)
+            else value
+        )
 
     def encode(self, text: str, mark: str = "") -> list[int]:
         """Ids of a rendered text: control tokens that are whole are the template's, broken ones are letters.

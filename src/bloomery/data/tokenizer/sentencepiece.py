@@ -33,7 +33,11 @@ def describe(model: bytes) -> Json | None:
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
     builders = {trainer.UNIGRAM: _unigram, trainer.BPE: bpe_of_pieces}
-    if trainer.model_type not in builders or trainer.treat_whitespace_as_suffix or not normalizer.escape_whitespaces:
+    if (
+        trainer.model_type not in builders
+        or trainer.treat_whitespace_as_suffix
+        or not normalizer.escape_whitespaces
+    ):
         return None
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [
@@ -53,19 +57,30 @@ def describe(model: bytes) -> Json | None:
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     decoders: list[Json] = [{"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}]
     decoders += [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if normalizer.add_dummy_prefix else []
+    decoders += (
+        [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+        if normalizer.add_dummy_prefix
+        else []
+    )
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None, "post_processor": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": builders[trainer.model_type](pieces, trainer.byte_fallback),
-    }  # fmt: skip
+    }
 
 
 def _unigram(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> Json:
     """SentencePiece never matches control, byte and unused pieces. The library would, so their score is low."""
     costly = min((score for _, score, kind in pieces if kind == NORMAL), default=0.0) - 100
-    vocab = [[text, score if kind in (NORMAL, USER_DEFINED) else costly] for text, score, kind in pieces]
+    vocab = [
+        [text, score if kind in (NORMAL, USER_DEFINED) else costly] for text, score, kind in pieces
+    ]
     unknown = next(index for index, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN)
     return {"type": "Unigram", "unk_id": unknown, "vocab": vocab, "byte_fallback": byte_fallback}
 
@@ -74,22 +89,36 @@ def bpe_of_pieces(pieces: list[tuple[str, float, int]], byte_fallback: bool) -> 
     """Merges from scores: all splits of a piece into two pieces, in the order of their scores."""
     ids = {text: index for index, (text, _, kind) in enumerate(pieces)}
     whole = {text for text, _, kind in pieces if kind in (NORMAL, USER_DEFINED)}
-    ranked = sorted(((score, text) for text, score, kind in pieces if kind == NORMAL), key=lambda entry: -entry[0])
+    ranked = sorted(
+        ((score, text) for text, score, kind in pieces if kind == NORMAL),
+        key=lambda entry: -entry[0],
+    )
     merges = []
     for _, text in ranked:
         cuts = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        merges += sorted((cut for cut in cuts if whole.issuperset(cut)), key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+        merges += sorted(
+            (cut for cut in cuts if whole.issuperset(cut)),
+            key=lambda cut: (ids[cut[0]], ids[cut[1]]),
+        )
     unknown = next(text for text, _, kind in pieces if kind == UNKNOWN)
     return {
-        "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": byte_fallback, "ignore_merges": False,
-        "vocab": ids, "merges": [list(merge) for merge in merges],
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": False,
+        "vocab": ids,
+        "merges": [list(merge) for merge in merges],
+    }
 
 
 MAX_FILE = 512 * MIB  # bytes; a larger tokenizer is refused without reading it
 MODEL_FILE = "tokenizer.model"
-MADE_BY = "made_from"  # key of tokenizer_config.json: with MODEL_FILE, tokenizer.json is converted from that
+# key of tokenizer_config.json: with MODEL_FILE, tokenizer.json is converted from that
+MADE_BY = "made_from"
 
 
 @final
@@ -100,7 +129,10 @@ class SentencePiece:
         try:
             import sentencepiece
         except ImportError as error:
-            problem, fix = "the sentencepiece package is not installed", "pip install 'bloomery[sentencepiece]'"
+            problem, fix = (
+                "the sentencepiece package is not installed",
+                "pip install 'bloomery[sentencepiece]'",
+            )
             raise UserError(problem, where=str(path), fix=fix) from error
         self.description: dict[str, Any] = {}
         self.growth = 1.0
@@ -113,7 +145,11 @@ class SentencePiece:
             raise UserError(problem, where=str(path), fix="copy or download it again") from error
         self._ids = {self._processor.id_to_piece(index): index for index in range(size)}
         if len(self._ids) != size:
-            raise UserError("the vocabulary has a duplicate piece", where=str(path), fix="copy or download it again")
+            raise UserError(
+                "the vocabulary has a duplicate piece",
+                where=str(path),
+                fix="copy or download it again",
+            )
 
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         """`special` has no effect: SentencePiece never matches control tokens in a text."""
@@ -126,8 +162,12 @@ class SentencePiece:
         cannot be converted.
         """
         if self._translated is None:
-            problem = "this SentencePiece model has no equal tokenizer.json, which chat templates need"
-            raise UserError(problem, where=MODEL_FILE, fix="save a tokenizer.json next to it with transformers")
+            problem = (
+                "this SentencePiece model has no equal tokenizer.json, which chat templates need"
+            )
+            raise UserError(
+                problem, where=MODEL_FILE, fix="save a tokenizer.json next to it with transformers"
+            )
         encodings = self._translated.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
@@ -167,8 +207,18 @@ class SentencePiece:
     def token_bytes(self) -> list[int]:
         processor, sizes = self._processor, []
         for piece, index in self._ids.items():
-            silent = processor.is_control(index) or processor.is_unknown(index) or processor.is_unused(index)
-            sizes.append(0 if silent else 1 if processor.is_byte(index) else len(piece.replace("▁", " ").encode()))
+            silent = (
+                processor.is_control(index)
+                or processor.is_unknown(index)
+                or processor.is_unused(index)
+            )
+            sizes.append(
+                0
+                if silent
+                else 1
+                if processor.is_byte(index)
+                else len(piece.replace("▁", " ").encode())
+            )
         return sizes
 
     def id_of(self, token: str) -> int | None:
@@ -176,9 +226,15 @@ class SentencePiece:
 
     def roles(self) -> dict[str, str]:
         """The special tokens of the model."""
-        ids = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id(),
-               "pad_token": self._processor.pad_id(), "unk_token": self._processor.unk_id()}  # fmt: skip
-        return {role: self._processor.id_to_piece(index) for role, index in ids.items() if index >= 0}
+        ids = {
+            "bos_token": self._processor.bos_id(),
+            "eos_token": self._processor.eos_id(),
+            "pad_token": self._processor.pad_id(),
+            "unk_token": self._processor.unk_id(),
+        }
+        return {
+            role: self._processor.id_to_piece(index) for role, index in ids.items() if index >= 0
+        }
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self._content).hexdigest()
@@ -186,5 +242,9 @@ class SentencePiece:
     def files(self) -> dict[str, bytes]:
         """The model, and a tokenizer.json for other programs if it gives the same ids for the probes."""
         described = describe(self._content) if self._library(special=True) is not None else None
-        written = {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()} if described else {}
+        written = (
+            {"tokenizer.json": (json.dumps(described, ensure_ascii=False) + "\n").encode()}
+            if described
+            else {}
+        )
         return {**written, MODEL_FILE: self._content}

@@ -42,8 +42,11 @@ def find_template(asked: str | None, config: Mapping[str, Any]) -> ChatTemplate:
     if asked is None and "default" in own:
         return ChatTemplate(own["default"], "the tokenizer's own template", own.get("tool_use"))
     if asked is None and own:
-        raise UserError(f"the tokenizer has several chat templates and no default: {', '.join(own)}",
-                        where=_WHERE, fix=f"set {_WHERE} to one of them")  # fmt: skip
+        raise UserError(
+            f"the tokenizer has several chat templates and no default: {', '.join(own)}",
+            where=_WHERE,
+            fix=f"set {_WHERE} to one of them",
+        )
     if asked is None:
         raise UserError("the tokenizer has no chat template", where=_WHERE, fix=_CHOICES)
     if asked == NONE:
@@ -75,7 +78,9 @@ def own_templates(config: Mapping[str, Any]) -> dict[str, str]:
     return {
         entry["name"]: entry["template"]
         for entry in entries
-        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+        if isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
     }
 
 

@@ -32,7 +32,13 @@ _ROLES = {
 }
 Json = dict[str, Any]
 # An entry of added_tokens that matches its exact text anywhere.
-EXACT: Json = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+EXACT: Json = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 
 
 def read_json(path: Path) -> Json:
@@ -40,7 +46,9 @@ def read_json(path: Path) -> Json:
     try:
         value = json.loads(read_input(path, MAX_FILE).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError("file is not JSON, or truncated", where=str(path), fix="copy or download it again") from error
+        raise UserError(
+            "file is not JSON, or truncated", where=str(path), fix="copy or download it again"
+        ) from error
     if not isinstance(value, dict):
         raise UserError("file is not a JSON object", where=str(path), fix=_ANOTHER)
     return value
@@ -48,7 +56,9 @@ def read_json(path: Path) -> Json:
 
 def canonical(description: Json) -> str:
     """The JSON of a tokenizer with sorted keys, without padding and truncation, which are settings of its use."""
-    return json.dumps({**description, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True)
+    return json.dumps(
+        {**description, "padding": None, "truncation": None}, ensure_ascii=False, sort_keys=True
+    )
 
 
 def check_ids(description: Json, where: str) -> None:
@@ -60,7 +70,11 @@ def check_ids(description: Json, where: str) -> None:
     if not vocab:
         raise UserError("not a valid tokenizer: its vocabulary is empty", where=where, fix=_ANOTHER)
     try:
-        ids = dict(vocab) if isinstance(vocab, dict) else {entry[0]: index for index, entry in enumerate(vocab)}
+        ids = (
+            dict(vocab)
+            if isinstance(vocab, dict)
+            else {entry[0]: index for index, entry in enumerate(vocab)}
+        )
         added = {entry["content"]: entry["id"] for entry in description.get("added_tokens") or []}
     except (TypeError, KeyError, IndexError) as error:
         problem = "not a valid tokenizer: the vocabulary is malformed"
@@ -89,7 +103,9 @@ def check_growth(description: Json, where: str) -> float:
     for part, factor in grown.items():
         if factor > MOST_GROWTH:
             times = f"{factor:,.0f}" if factor < 1e15 else "more than 10^15"
-            raise UserError(f"the {part} makes a text up to {times} times as long", where=where, fix=_ANOTHER)
+            raise UserError(
+                f"the {part} makes a text up to {times} times as long", where=where, fix=_ANOTHER
+            )
     return grown["normalizer"]
 
 
@@ -147,13 +163,17 @@ def configuration(folder: Path) -> Json:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             merged |= {
-                key: value for key, value in read_json(folder / name).items() if value is not None or key in _ROLES
+                key: value
+                for key, value in read_json(folder / name).items()
+                if value is not None or key in _ROLES
             }
     files = templates.templates_in(folder)
     own = {**templates.own_templates(merged), **files}
     if files:  # they take precedence over the configuration, as in transformers
         merged[templates.KEY] = (
-            own["default"] if list(own) == ["default"] else [{"name": name, "template": own[name]} for name in own]
+            own["default"]
+            if list(own) == ["default"]
+            else [{"name": name, "template": own[name]} for name in own]
         )
     return merged
 
@@ -174,7 +194,9 @@ def guarded(call: Callable[[], _Result], problem: str, where: str) -> _Result:
         raise
     except BaseException as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise UserError(f"{problem}: {reason}", where=where, fix="use another tokenizer file") from error
+        raise UserError(
+            f"{problem}: {reason}", where=where, fix="use another tokenizer file"
+        ) from error
 
 
 def refuse_unknown_ids(ids: Iterable[int], vocab_size: int) -> None:
@@ -212,7 +234,9 @@ class JsonBackend:
 
         return self._guarded(lambda: Library.from_str(text), "is not a valid tokenizer")
 
-    def _guarded(self, call: Callable[[], _Result], problem: str = "the tokenizer failed on a text") -> _Result:
+    def _guarded(
+        self, call: Callable[[], _Result], problem: str = "the tokenizer failed on a text"
+    ) -> _Result:
         return guarded(call, problem, self._where)
 
     @cached_property
@@ -241,7 +265,10 @@ class JsonBackend:
     def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         library = self._library if special else self._plain
         call = getattr(library, "encode_batch_fast", library.encode_batch)
-        return [encoding.ids for encoding in self._guarded(lambda: call(texts, add_special_tokens=False))]
+        return [
+            encoding.ids
+            for encoding in self._guarded(lambda: call(texts, add_special_tokens=False))
+        ]
 
     def merge(self, word: str) -> list[int]:
         """Ids of one word, without normalizing or splitting it."""
@@ -255,7 +282,9 @@ class JsonBackend:
     def token_bytes(self) -> list[int]:
         vocab: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         added = {entry["id"]: entry for entry in self.description.get("added_tokens") or []}
-        byte_level = '"ByteLevel"' in json.dumps([self.description.get(key) for key in ("pre_tokenizer", "decoder")])
+        byte_level = '"ByteLevel"' in json.dumps(
+            [self.description.get(key) for key in ("pre_tokenizer", "decoder")]
+        )
         sizes = [0] * (max(vocab.values()) + 1)
         for token, index in vocab.items():
             entry = added.get(index)
@@ -274,7 +303,11 @@ class JsonBackend:
     def special(self) -> list[str]:
         """Special tokens, and those with their markup: a recipe's own tokens are part of texts, but may end a turn."""
         added = self.description.get("added_tokens") or []
-        return [entry["content"] for entry in added if entry.get("special") or _MARKUP.fullmatch(entry["content"])]
+        return [
+            entry["content"]
+            for entry in added
+            if entry.get("special") or _MARKUP.fullmatch(entry["content"])
+        ]
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self._text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -293,7 +326,10 @@ class Tokenizer:
         ids = {role: backend.id_of(name) if name else None for role, name in names.items()}
         self.bos_id, self.eos_id = ids["bos_token"], ids["eos_token"]
         self.pad_id, self.unk_id = ids["pad_token"], ids["unk_token"]
-        self.config: Json = {**config, **{role: name for role, name in names.items() if ids[role] is not None}}
+        self.config: Json = {
+            **config,
+            **{role: name for role, name in names.items() if ids[role] is not None},
+        }
         self._token_bytes = np.array(backend.token_bytes(), dtype=np.int32)
         self.hash = backend.fingerprint()
 
@@ -305,7 +341,9 @@ class Tokenizer:
     @property
     def normalizes(self) -> bool:
         """Whether texts change before they are split; SentencePiece has its own rules."""
-        return not self._backend.description or self._backend.description.get("normalizer") is not None
+        return (
+            not self._backend.description or self._backend.description.get("normalizer") is not None
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -326,7 +364,10 @@ class Tokenizer:
     def encode_batch(self, texts: list[str], *, special: bool = False) -> list[list[int]]:
         if all(map(self._short, texts)):
             return self._backend.encode_batch(texts, special=special)
-        cut = ([self._piece(piece, special=special) for piece in words.pieces(text, self._ends)] for text in texts)
+        cut = (
+            [self._piece(piece, special=special) for piece in words.pieces(text, self._ends)]
+            for text in texts
+        )
         return [list(chain.from_iterable(parts)) for parts in cut]
 
     def _piece(self, text: str, *, special: bool = False) -> list[int]:
@@ -346,12 +387,17 @@ class Tokenizer:
 
     def too_long(self, text: str, *, special: bool = False) -> UserError | None:
         """The error when `encode_array`, or `encode` with `special`, needs too much memory for a text; else None."""
-        if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:  # of four bytes per character
+        # of four bytes per character
+        if len(text) * self._backend.growth <= words.LONGEST_PIECE // 4:
             return None
         try:
             for piece in words.pieces(text, self._ends):
                 size, fast = self._size(piece), None if special else self._fast
-                size = fast.longest(piece) if fast and size > words.LONGEST_PIECE and piece.isascii() else size
+                size = (
+                    fast.longest(piece)
+                    if fast and size > words.LONGEST_PIECE and piece.isascii()
+                    else size
+                )
                 words.refuse_long(size)
         except UserError as error:
             return error
@@ -373,12 +419,20 @@ class Tokenizer:
         """The control tokens that a chat template writes, and how messages that spell them out stay text."""
         named = [self.config.get(role) for role in _ROLES]
         names = [*self._backend.special(), *(name for name in named if isinstance(name, str))]
-        return Markup(ids_of(dict.fromkeys(names), self.id_of), lambda: self.description, self._rendered_encoder)
+        return Markup(
+            ids_of(dict.fromkeys(names), self.id_of),
+            lambda: self.description,
+            self._rendered_encoder,
+        )
 
     def _rendered_encoder(self, description: Json) -> Callable[[str], list[int]]:
         from tokenizers import Tokenizer as Library
 
-        library = guarded(lambda: Library.from_str(canonical(description)), "cannot rename tokens", "the tokenizer")
+        library = guarded(
+            lambda: Library.from_str(canonical(description)),
+            "cannot rename tokens",
+            "the tokenizer",
+        )
         call = getattr(library, "encode_batch_fast", library.encode_batch)
 
         def encode(text: str) -> list[int]:
@@ -412,7 +466,9 @@ class Tokenizer:
         files = self._backend.files()
         if "tokenizer.json" not in files:
             problem = "this SentencePiece model has no equal tokenizer.json"
-            raise UserError(problem, where=MODEL_FILE, fix="save a tokenizer.json next to it with transformers")
+            raise UserError(
+                problem, where=MODEL_FILE, fix="save a tokenizer.json next to it with transformers"
+            )
         described: Json = json.loads(files["tokenizer.json"])
         return described
 
@@ -436,10 +492,18 @@ class Tokenizer:
     def _fast(self) -> words.WordEncoder | None:
         description = self._backend.description
         pattern = words.word_pattern(description)
-        if pattern is None or not words.plain_added(description) or isinstance(self._backend, SentencePiece):
+        if (
+            pattern is None
+            or not words.plain_added(description)
+            or isinstance(self._backend, SentencePiece)
+        ):
             return None
         control = set(roles(description, self._config).values())
-        added = [entry["content"] for entry in description.get("added_tokens") or [] if entry["content"] not in control]
+        added = [
+            entry["content"]
+            for entry in description.get("added_tokens") or []
+            if entry["content"] not in control
+        ]
         try:
             return words.WordEncoder(pattern, added, self.encode, self._backend.merge, self.dtype)
         except ValueError:  # the pattern has no ASCII form
@@ -459,26 +523,44 @@ class Tokenizer:
             return self
         if not self._backend.description:
             raise UserError(
-                "tokens cannot be added to a SentencePiece .model", where="tokenizer.additional_special_tokens",
+                "tokens cannot be added to a SentencePiece .model",
+                where="tokenizer.additional_special_tokens",
                 fix="save it as tokenizer.json with transformers, and set tokenizer.from to that",
-            )  # fmt: skip
-        entries: list[Json] = [{"id": self.vocab_size + n, "content": token, **EXACT} for n, token in enumerate(new)]
+            )
+        entries: list[Json] = [
+            {"id": self.vocab_size + n, "content": token, **EXACT} for n, token in enumerate(new)
+        ]
         description = self._backend.description
-        description = {**description, "added_tokens": [*(description.get("added_tokens") or []), *entries]}
+        description = {
+            **description,
+            "added_tokens": [*(description.get("added_tokens") or []), *entries],
+        }
         config = dict(self._config)
-        if isinstance(known := config.get("added_tokens_decoder"), dict):  # transformers reads both files
-            more = {str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries}
+        # transformers reads both files
+        if isinstance(known := config.get("added_tokens_decoder"), dict):
+            more = {
+                str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries
+            }
             config["added_tokens_decoder"] = {**known, **more}
         control = {name for name in roles(description, config).values() if name}
-        return Tokenizer(JsonBackend(description, "tokenizer.additional_special_tokens", control), config)
+        return Tokenizer(
+            JsonBackend(description, "tokenizer.additional_special_tokens", control), config
+        )
 
     def save(self, folder: Path) -> None:
         """Write files that transformers' AutoTokenizer opens. The tokenizer appears last, by rename: with it the folder
         is complete.
         """
-        config = {"clean_up_tokenization_spaces": False, **self.config, "tokenizer_class": "PreTrainedTokenizerFast"}
+        config = {
+            "clean_up_tokenization_spaces": False,
+            **self.config,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
         config.pop("auto_map", None)  # names remote code
-        files = {CONFIG: (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode(), **self._backend.files()}
+        files = {
+            CONFIG: (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode(),
+            **self._backend.files(),
+        }
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_durably(folder / name, content)
@@ -488,8 +570,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """From a folder, a tokenizer.json or a SentencePiece .model. Raises UserError when it is missing or invalid."""
     config = configuration(path if path.is_dir() else path.parent)
     if path.is_dir():
-        names = [MODEL_FILE] if config.get(MADE_BY) == MODEL_FILE else [*TOKENIZER_FILES, "spiece.model"]
-        files = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.model"))
+        names = (
+            [MODEL_FILE]
+            if config.get(MADE_BY) == MODEL_FILE
+            else [*TOKENIZER_FILES, "spiece.model"]
+        )
+        files = [path / name for name in names if (path / name).is_file()] or sorted(
+            path.glob("*.model")
+        )
         if not files:
             problem, fix = (
                 "no tokenizer.json or SentencePiece .model in it",
@@ -515,12 +603,16 @@ def tokenizer_spec(recipe: Recipe) -> dict[str, Any]:
     if name == "same":
         if not recipe.model.from_:
             problem = "tokenizer.from=same needs model.from"
-            raise UserError(problem, where="tokenizer.from", fix="set model.from, or tokenizer.train")
+            raise UserError(
+                problem, where="tokenizer.from", fix="set model.from, or tokenizer.train"
+            )
         name = recipe.model.from_
     if name:
         more = section.additional_special_tokens
         return {"from": name, "additional_special_tokens": more} if more else {"from": name}
-    train = section.train or TrainTokenizer(vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size)
+    train = section.train or TrainTokenizer(
+        vocab_size=recipe.model.vocab_size or TrainTokenizer().vocab_size
+    )
     own = [*train.special_tokens]
     own += [token for token in section.additional_special_tokens if token not in own]
     return {"train": train.model_copy(update={"special_tokens": own}).model_dump(mode="json")}
@@ -532,25 +624,39 @@ def find_tokenizer(recipe: Recipe) -> Tokenizer | TrainTokenizer:
     if "train" in spec:
         return TrainTokenizer.model_validate(spec["train"])
     name = spec["from"]
-    return load_tokenizer(fetch_tokenizer(name)).with_tokens(spec.get("additional_special_tokens", []))
+    return load_tokenizer(fetch_tokenizer(name)).with_tokens(
+        spec.get("additional_special_tokens", [])
+    )
 
 
 def new_tokens(recipe: Recipe) -> int:
     """How many of `additional_special_tokens` the named tokenizer lacks; all of them where it is not on this disk."""
-    asked = set(recipe.tokenizer.additional_special_tokens) if "from" in tokenizer_spec(recipe) else set()
+    asked = (
+        set(recipe.tokenizer.additional_special_tokens)
+        if "from" in tokenizer_spec(recipe)
+        else set()
+    )
     return len(asked) if asked and _grown(recipe) is None else len(new_ids(recipe))
 
 
 def new_ids(recipe: Recipe) -> tuple[int, ...]:
     """The ids of `additional_special_tokens` that the named tokenizer lacks; none where it is not on this disk."""
     known, asked = _grown(recipe), recipe.tokenizer.additional_special_tokens
-    return () if known is None else tuple(range(known.vocab_size, known.with_tokens(asked).vocab_size))
+    return (
+        () if known is None else tuple(range(known.vocab_size, known.with_tokens(asked).vocab_size))
+    )
 
 
 def _grown(recipe: Recipe) -> Tokenizer | None:
     """The tokenizer that tokens are added to, if there are any and it is on this disk."""
     spec = tokenizer_spec(recipe)
-    folder = cached_model(spec["from"]) if spec.get("additional_special_tokens") and "from" in spec else None
-    if folder is None or (folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES)):
+    folder = (
+        cached_model(spec["from"])
+        if spec.get("additional_special_tokens") and "from" in spec
+        else None
+    )
+    if folder is None or (
+        folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES)
+    ):
         return None
     return load_tokenizer(folder)

@@ -18,7 +18,8 @@ LONGEST_WORD = 1024  # characters: training time grows with the square of the lo
 _SEGMENT = MIB  # characters split at once in a text with a longer word
 _BLANK, _SOLID = re.compile(rf"\s{{{LONGEST_WORD},}}"), re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}")
 _WORD_ENDS = re.compile(r"(?<=[!-~])(?=\n)")
-_AT_ONCE = {"bpe": MIB // 2, "unigram": MIB // 16}  # bytes of text trained on in this process, in a second or two
+# bytes of text trained on in this process, in a second or two
+_AT_ONCE = {"bpe": MIB // 2, "unigram": MIB // 16}
 _HOURS = 1e6  # seconds: no time limit; a child that dies is noticed
 Progress = Callable[[float, float], None]
 
@@ -28,7 +29,9 @@ def refuse_few_tokens(spec: TrainTokenizer) -> None:
     smallest = len({*SPECIAL, *spec.special_tokens}) + 256
     if spec.vocab_size < smallest:
         problem = f"vocab_size {spec.vocab_size} is below {smallest}, the number of bytes and special tokens"
-        raise UserError(problem, where="tokenizer.train.vocab_size", fix=f"set it to {smallest} or more")
+        raise UserError(
+            problem, where="tokenizer.train.vocab_size", fix=f"set it to {smallest} or more"
+        )
 
 
 def train_tokenizer(
@@ -44,11 +47,18 @@ def train_tokenizer(
         first.append(piece)
         size += len(piece.encode())
     small = size <= _AT_ONCE[spec.kind]
-    text = _trained(iter(first), spec) if small else _trained_in_child(chain(first, pieces), spec, progress)
-    config: dict[str, Any] = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
+    text = (
+        _trained(iter(first), spec)
+        if small
+        else _trained_in_child(chain(first, pieces), spec, progress)
+    )
+    config: dict[str, Any] = dict(
+        zip(("unk_token", "bos_token", "eos_token", "pad_token"), SPECIAL, strict=True)
+    )
     config["add_bos_token"] = True
     description = json.loads(text)
-    for entry in description["added_tokens"]:  # the recipe's own tokens are part of the text, not special
+    # the recipe's own tokens are part of the text, not special
+    for entry in description["added_tokens"]:
         entry["special"] = entry["content"] in SPECIAL
     tokenizer = Tokenizer(JsonBackend(description, "the trained tokenizer", set(SPECIAL)), config)
     tokenizer.save(folder)
@@ -64,7 +74,8 @@ def bounded(text: str) -> Iterator[str]:
         return
     from tokenizers import pre_tokenizers
 
-    words, kept = pre_tokenizers.ByteLevel(add_prefix_space=False), list[str]()  # text since the last long word
+    # text since the last long word
+    words, kept = pre_tokenizers.ByteLevel(add_prefix_space=False), list[str]()
     start = 0
     while start < len(text):  # a segment ends where a word always ends, if there is such a place
         stop = start + _SEGMENT
@@ -76,7 +87,10 @@ def bounded(text: str) -> Iterator[str]:
             if last - first > LONGEST_WORD:
                 kept.append(segment[begin:first])
                 yield "".join(kept)
-                yield from (segment[at : min(at + LONGEST_WORD, last)] for at in range(first, last, LONGEST_WORD))
+                yield from (
+                    segment[at : min(at + LONGEST_WORD, last)]
+                    for at in range(first, last, LONGEST_WORD)
+                )
                 kept, begin = [], last
         kept.append(segment[begin:])
     if kept:
@@ -101,7 +115,9 @@ def _trained(texts: Iterator[str], spec: TrainTokenizer, *, show_progress: bool 
     own = [token for token in dict.fromkeys(spec.special_tokens) if token not in SPECIAL]
     options: dict[str, Any] = {
         "vocab_size": spec.vocab_size,
-        "special_tokens": [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *own)],
+        "special_tokens": [
+            AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *own)
+        ],
         "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
         "show_progress": False,
     }
@@ -110,8 +126,14 @@ def _trained(texts: Iterator[str], spec: TrainTokenizer, *, show_progress: bool 
     else:
         trainer = trainers.BpeTrainer(**options)
         if show_progress and hasattr(trainer, "progress_format"):
-            trainer = trainers.BpeTrainer(**{**options, "show_progress": True, "progress_format": "json"})
-    guarded(lambda: library.train_from_iterator(texts, trainer), "tokenizer training failed", "tokenizer.train")
+            trainer = trainers.BpeTrainer(
+                **{**options, "show_progress": True, "progress_format": "json"}
+            )
+    guarded(
+        lambda: library.train_from_iterator(texts, trainer),
+        "tokenizer training failed",
+        "tokenizer.train",
+    )
     library.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
@@ -121,7 +143,9 @@ def _trained(texts: Iterator[str], spec: TrainTokenizer, *, show_progress: bool 
 
 def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Progress) -> str:
     """As `_trained`, in a child process, as the library blocks signals in its process."""
-    with Child("bloomery.data.tokenizer.training", {"spec": spec.model_dump_json()}, environment=os.environ) as child:
+    with Child(
+        "bloomery.data.tokenizer.training", {"spec": spec.model_dump_json()}, environment=os.environ
+    ) as child:
         for text in texts:
             child.send({}, text.encode(), seconds=_HOURS)
         child.send({"end": True}, seconds=_HOURS)
@@ -133,7 +157,7 @@ def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Prog
                 f"the process that trained the tokenizer died (code {code}){': ' if last else ''}{last}",
                 where="tokenizer.train",
                 fix="if it was out of memory, set tokenizer.train.vocab_size to a smaller number, or use fewer files",
-            )  # fmt: skip
+            )
         progress(*_progress_of(child.tail))  # a quick one has printed nothing yet
     if "refused" in message:
         problem, where, fix = message["refused"]
@@ -165,7 +189,9 @@ def main() -> None:
         os._exit(1)  # the parent is gone
 
     try:
-        made = _trained(received(), TrainTokenizer.model_validate_json(job["spec"]), show_progress=True)
+        made = _trained(
+            received(), TrainTokenizer.model_validate_json(job["spec"]), show_progress=True
+        )
     except UserError as error:
         reply(job, {"refused": [error.problem, error.where, error.fix]})
     else:

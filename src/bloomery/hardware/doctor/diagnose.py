@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 from bloomery.core.units import GIB, format_bytes
 from bloomery.hardware.doctor import software
-from bloomery.hardware.doctor.symptoms import NUMBER, PROBE, Finding, Level, Rule, from_table, match, vendors
+from bloomery.hardware.doctor.symptoms import (
+    NUMBER,
+    PROBE,
+    Finding,
+    Level,
+    Rule,
+    from_table,
+    match,
+    vendors,
+)
 from bloomery.hardware.machine import MASKS, Machine, hidden
 from bloomery.hardware.profile import best_device, build_profile, install
 from bloomery.hardware.specs import arch_spec
@@ -30,24 +39,42 @@ def driver(machine: Machine) -> Iterator[Finding]:
     if amd and host.driver.blacklisted:  # by a line of a modprobe file, or by a boot parameter
         source, other = host.driver.blacklisted, amd[0].driver
         if source.startswith("/"):
-            fix = [f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(source)}"]
+            fix = [
+                f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(source)}"
+            ]
         else:
             edit = r"s/((modprobe\.blacklist|module_blacklist)=[^ \"]*)\bamdgpu\b,?/\1/"
             fix = [f"sudo sed -i.bak -E '{edit}' /etc/default/grub"]
         if other == "vfio-pci":
-            fix.append("# remove the PCI ID of the GPU from `options vfio-pci ids=` in the same folder")
+            fix.append(
+                "# remove the PCI ID of the GPU from `options vfio-pci ids=` in the same folder"
+            )
             other += ", for virtual machines"
-        fix.append(_rebuild_and_reboot("initramfs" if source.startswith("/") else "grub", host.distribution))
-        bound = f"; the GPU at {amd[0].address} is bound to {other}" if other not in ("", "amdgpu") else ""
+        fix.append(
+            _rebuild_and_reboot(
+                "initramfs" if source.startswith("/") else "grub", host.distribution
+            )
+        )
+        bound = (
+            f"; the GPU at {amd[0].address} is bound to {other}"
+            if other not in ("", "amdgpu")
+            else ""
+        )
         yield from_table("driver-blacklisted", fix=fix, source=source, bound=bound)
     elif amd and "nomodeset" in host.driver.boot.split():
         reboot = _rebuild_and_reboot("grub", host.distribution)
         yield from_table("driver-switched-off", address=amd[0].address, boot=reboot)
     elif amd and not host.driver.amdgpu:
         holder = amd[0].driver or "no driver"
-        yield from_table("driver-not-loaded", address=amd[0].address, holder=holder, kernel=host.driver.kernel)
+        yield from_table(
+            "driver-not-loaded", address=amd[0].address, holder=holder, kernel=host.driver.kernel
+        )
     if nvidia and not host.driver.nvidia:
-        yield from_table("nvidia-driver-missing", address=nvidia[0].address, holder=nvidia[0].driver or "no driver")
+        yield from_table(
+            "nvidia-driver-missing",
+            address=nvidia[0].address,
+            holder=nvidia[0].driver or "no driver",
+        )
 
 
 def _rebuild_and_reboot(target: Literal["initramfs", "grub"], distribution: str) -> str:
@@ -55,7 +82,13 @@ def _rebuild_and_reboot(target: Literal["initramfs", "grub"], distribution: str)
     name = distribution.partition(" ")[0]
     dracut = name in (*SELINUX, "sles", "opensuse-leap", "opensuse-tumbleweed")
     if target == "initramfs":
-        rebuild = "dracut --force" if dracut else "mkinitcpio -P" if name == "arch" else "update-initramfs -u"
+        rebuild = (
+            "dracut --force"
+            if dracut
+            else "mkinitcpio -P"
+            if name == "arch"
+            else "update-initramfs -u"
+        )
     elif name in SELINUX:
         rebuild = "grub2-mkconfig -o /boot/grub2/grub.cfg"
     elif dracut:
@@ -68,11 +101,14 @@ def _rebuild_and_reboot(target: Literal["initramfs", "grub"], distribution: str)
 def compute_device(machine: Machine) -> Iterator[Finding]:
     """/dev/kfd is missing although an AMD GPU has its driver."""
     around, access = machine.host.around, machine.host.access
-    unchecked = any(one.vendor == "amd" and one.access is None for one in machine.accelerators)  # in old records
+    # in old records
+    unchecked = any(one.vendor == "amd" and one.access is None for one in machine.accelerators)
     if access.kfd != "absent" or "amd" not in vendors(machine) or around.wsl or unchecked:
         return
     if around.container:
-        masked = f"; {around.masked_gpus} GPU hidden by the control group" if around.masked_gpus else ""
+        masked = (
+            f"; {around.masked_gpus} GPU hidden by the control group" if around.masked_gpus else ""
+        )
         yield from_table(
             "container-without-gpu",
             level="note" if machine.software.build == "cpu" else "blocks",
@@ -95,7 +131,11 @@ def hung(machine: Machine) -> Iterator[Finding]:
 def gpu_without_compute(machine: Machine) -> Iterator[Finding]:
     """An AMD GPU with its driver and /dev/kfd that the kernel does not list for compute."""
     access, around = machine.host.access, machine.host.around
-    amd = [display for display in machine.host.displays if display.vendor == AMD and display.driver == "amdgpu"]
+    amd = [
+        display
+        for display in machine.host.displays
+        if display.vendor == AMD and display.driver == "amdgpu"
+    ]
     elsewhere = around.wsl or around.slurm or around.site or around.masked_gpus
     if machine.accelerators or not amd or elsewhere or access.kfd in ("absent", "hung"):
         return
@@ -118,7 +158,9 @@ def silent_nvidia(machine: Machine) -> Iterator[Finding]:
             container=around.container,
             missing="the GPU",
             evidence=f"NVIDIA GPU at {nvidia[0].address}, but nvidia-smi lists none in the container",
-            fix=("docker run --gpus all ...  # on the host; `bloomery doctor --docker` prints the whole command",),
+            fix=(
+                "docker run --gpus all ...  # on the host; `bloomery doctor --docker` prints the whole command",
+            ),
             verify="nvidia-smi",
         )
     elif around.wsl:
@@ -130,7 +172,11 @@ def silent_nvidia(machine: Machine) -> Iterator[Finding]:
 def groups(machine: Machine) -> Iterator[Finding]:
     """Permission denied for /dev/kfd or a render node."""
     access = machine.host.access
-    nodes = [device.node for device in machine.accelerators if device.access == "denied" and device.vendor == "amd"]
+    nodes = [
+        device.node
+        for device in machine.accelerators
+        if device.access == "denied" and device.vendor == "amd"
+    ]
     if access.kfd != "denied" and not nodes:
         return
     closed = " and ".join([*(["/dev/kfd"] if access.kfd == "denied" else []), *nodes])
@@ -141,19 +187,27 @@ def groups(machine: Machine) -> Iterator[Finding]:
         yield from_table("container-group", gid=gid, **fields)
     elif group in access.groups:
         selinux = machine.host.distribution.partition(" ")[0] in SELINUX
-        denials = "sudo ausearch -m avc -ts recent | grep -E 'kfd|renderD'  # lists what SELinux denied"
+        denials = (
+            "sudo ausearch -m avc -ts recent | grep -E 'kfd|renderD'  # lists what SELinux denied"
+        )
         rights = f"ls -l {closed.replace(' and ', ' ')}  # an access control list or a udev rule denies access"
         note = "; SELinux is active" if selinux else ""
-        yield from_table("access-denied", fix=(denials if selinux else rights,), selinux=note, **fields)
+        yield from_table(
+            "access-denied", fix=(denials if selinux else rights,), selinux=note, **fields
+        )
     else:
-        yield from_table("login-again" if group in access.listed_groups else "not-in-group", **fields)
+        yield from_table(
+            "login-again" if group in access.listed_groups else "not-in-group", **fields
+        )
 
 
 def masked(machine: Machine) -> Iterator[Finding]:
     """GPUs that the control group hides from a process that has others."""
     count = machine.host.around.masked_gpus
     if count and machine.accelerators:
-        yield from_table("masked-gpus", gpus=f"{count} more GPU is" if count == 1 else f"{count} more GPUs are")
+        yield from_table(
+            "masked-gpus", gpus=f"{count} more GPU is" if count == 1 else f"{count} more GPUs are"
+        )
 
 
 def wsl(machine: Machine) -> Iterator[Finding]:
@@ -173,7 +227,11 @@ def hiding(machine: Machine) -> Iterator[Finding]:
     mask = hidden(machine) if machine.accelerators else ""
     if len(masks) > 1 and masks[0] == "ROCR_VISIBLE_DEVICES" and "amd" in vendors(machine):
         left = len(environment[masks[0]].split(","))
-        beyond = [int(number) for number in re.findall(r"\d+", environment[masks[1]]) if int(number) >= left]
+        beyond = [
+            int(number)
+            for number in re.findall(r"\d+", environment[masks[1]])
+            if int(number) >= left
+        ]
         yield from_table(
             "two-maskings",
             level="blocks" if beyond or mask else "note",
@@ -182,7 +240,9 @@ def hiding(machine: Machine) -> Iterator[Finding]:
             values=", ".join(f"{name}={environment[name]}" for name in masks),
         )
     elif mask:
-        lines = [f"{one.file} line {one.line}" for one in machine.software.settings if one.name == mask]
+        lines = [
+            f"{one.file} line {one.line}" for one in machine.software.settings if one.name == mask
+        ]
         places = ", set in " + " and ".join(lines) if lines else ""
         yield from_table("all-gpus-hidden", name=mask, value=environment[mask], places=places)
 
@@ -192,10 +252,20 @@ def integrated_gpu_first(machine: Machine) -> Iterator[Finding]:
     amd = [device for device in machine.accelerators if device.vendor == "amd"]
     best = best_device(machine)
     chosen = any(machine.software.environment.get(name) for name in MASKS)
-    if len(amd) > 1 and amd[0].integrated and best is not None and not best.integrated and not chosen:
+    if (
+        len(amd) > 1
+        and amd[0].integrated
+        and best is not None
+        and not best.integrated
+        and not chosen
+    ):
         integrated, discrete = amd[0].name, best.name
         yield from_table(
-            "igpu-is-device-0", arch=amd[0].arch, integrated=integrated, discrete=discrete, index=best.index
+            "igpu-is-device-0",
+            arch=amd[0].arch,
+            integrated=integrated,
+            discrete=discrete,
+            index=best.index,
         )
 
 
@@ -215,10 +285,19 @@ def no_gpu(machine: Machine) -> Iterator[Finding]:
     """No GPU of AMD or NVIDIA: training works, on the CPU."""
     around = machine.host.around
     elsewhere = around.wsl or around.slurm or around.site or around.masked_gpus
-    if machine.accelerators or elsewhere or any(d.vendor in (AMD, NVIDIA) for d in machine.host.displays):
+    if (
+        machine.accelerators
+        or elsewhere
+        or any(d.vendor in (AMD, NVIDIA) for d in machine.host.displays)
+    ):
         return
-    found = ", ".join(f"{display.driver or 'no driver'} at {display.address}" for display in machine.host.displays)
-    yield from_table("no-gpu", displays=f"display: {found}" if found else "no display or accelerator on the PCI bus")
+    found = ", ".join(
+        f"{display.driver or 'no driver'} at {display.address}" for display in machine.host.displays
+    )
+    yield from_table(
+        "no-gpu",
+        displays=f"display: {found}" if found else "no display or accelerator on the PCI bus",
+    )
 
 
 # Containers
@@ -250,7 +329,13 @@ def run_lines(machine: Machine) -> tuple[str, ...]:
         cdi = ["--device", "nvidia.com/gpu=all", "--security-opt=label=disable"]
         devices = cdi if selinux else ["--gpus", "all"]
     elif around.wsl:
-        devices = ["--device=/dev/dxg", "-e", "HSA_ENABLE_DXG_DETECTION=1", "-v", "/usr/lib/wsl:/usr/lib/wsl"]
+        devices = [
+            "--device=/dev/dxg",
+            "-e",
+            "HSA_ENABLE_DXG_DETECTION=1",
+            "-v",
+            "/usr/lib/wsl:/usr/lib/wsl",
+        ]
     elif selinux:  # a rootless engine keeps the user's own groups
         keep = ["--group-add=keep-groups", "--security-opt=label=disable"]
         devices = ["--device=/dev/kfd", "--device=/dev/dri", *keep]
@@ -258,8 +343,21 @@ def run_lines(machine: Machine) -> tuple[str, ...]:
         owners = [number for number in (access.kfd_gid, access.render_gid) if number is not None]
         # In a record that was made without the device, the shell of the host looks the number up.
         numbers = [str(number) for number in dict.fromkeys(owners)] or ["$(stat -c %g /dev/kfd)"]
-        devices = ["--device=/dev/kfd", "--device=/dev/dri", *(f"--group-add={number}" for number in numbers)]
-    words = [engine, "run", "--rm", "-it", *devices, "--ipc=host", user, '-v "$PWD":/workspace -w /workspace']
+        devices = [
+            "--device=/dev/kfd",
+            "--device=/dev/dri",
+            *(f"--group-add={number}" for number in numbers),
+        ]
+    words = [
+        engine,
+        "run",
+        "--rm",
+        "-it",
+        *devices,
+        "--ipc=host",
+        user,
+        '-v "$PWD":/workspace -w /workspace',
+    ]
     return (
         f"{engine} build -f docker/Dockerfile.{image} -t bloomery:{image} .  # once, in a checkout of Bloomery",
         " ".join(words) + f" bloomery:{image} bloomery doctor",
@@ -267,7 +365,12 @@ def run_lines(machine: Machine) -> tuple[str, ...]:
 
 
 EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
-OUTCOMES = {"wrong": "computes wrong values", "failed": "fails", "crashed": "crashes", "hung": "hangs"}
+OUTCOMES = {
+    "wrong": "computes wrong values",
+    "failed": "fails",
+    "crashed": "crashes",
+    "hung": "hangs",
+}
 OUTCOME_SYMPTOMS = ("segmentation-fault", "bus-error")  # these only repeat the outcome of a probe
 # The first part of a probe's name -> what it tests, the level when it fails, an edit of the recipe that avoids it.
 SUBJECTS: dict[str, tuple[str, Level, str]] = {
@@ -285,16 +388,23 @@ SUBJECTS: dict[str, tuple[str, Level, str]] = {
 }
 REPORT = "bloomery doctor --bundle report.json  # collects what a bug report needs"
 SMALL_SHM = GIB
-USED_SHARE, USED_BYTES = 0.10, 1.5 * GIB  # of GPU memory, by other processes: a desktop uses about 0.5 GiB
+# of GPU memory, by other processes: a desktop uses about 0.5 GiB
+USED_SHARE, USED_BYTES = 0.10, 1.5 * GIB
 LITTLE_DISK, NO_DISK = 10 * GIB, GIB
 RESERVED_SHARE = 0.5  # of the system memory that the driver gives an integrated GPU
 
 
 def experimental_attention(machine: Machine) -> Iterator[Finding]:
     """Fused attention kernels exist and are disabled."""
-    off = [probe for probe in machine.probes if EXPERIMENTAL in probe.message and probe.outcome != "ok"]
+    off = [
+        probe for probe in machine.probes if EXPERIMENTAL in probe.message and probe.outcome != "ok"
+    ]
     if off and machine.software.environment.get(EXPERIMENTAL) != "1":
-        yield from_table("attention-is-math", names=", ".join(probe.name for probe in off), message=off[0].message)
+        yield from_table(
+            "attention-is-math",
+            names=", ".join(probe.name for probe in off),
+            message=off[0].message,
+        )
 
 
 def failed_probes(machine: Machine) -> Iterator[Finding]:
@@ -310,7 +420,9 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
         subject, level, edit = SUBJECTS.get(kind, (probe.name, "note", ""))
         if kind == "matmul":
             subject += f" in {probe.name.partition('-')[2]}"
-            edit = f"train.precision={profile.dtype.value}" if probe.name != "matmul-float32" else ""
+            edit = (
+                f"train.precision={profile.dtype.value}" if probe.name != "matmul-float32" else ""
+            )
         automatic = {
             "matmul": True,
             "attention": profile.attention.value != "fused",
@@ -322,7 +434,11 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
             "compile": not unprobed.compile.value,
         }.get(kind, False)
         known = [one for one in match(message, machine=machine) if one.id not in OUTCOME_SYMPTOMS]
-        fix = [f"bloomery train RECIPE {edit}" + "  # `auto` selects it on this machine" * automatic] if edit else []
+        fix = (
+            [f"bloomery train RECIPE {edit}" + "  # `auto` selects it on this machine" * automatic]
+            if edit
+            else []
+        )
         if probe.outcome != "wrong" and known:
             fix += known[0].fix
         elif probe.outcome != "wrong" and kind == "device" and machine.accelerators:
@@ -336,7 +452,8 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             id=f"probe-{probe.name}",
             level="blocks" if probe.name == "matmul-float32" else "note" if unused else level,
-            what=f"{subject} {OUTCOMES[probe.outcome]} on this machine" + (f": {known[0].cause}" if known else ""),
+            what=f"{subject} {OUTCOMES[probe.outcome]} on this machine"
+            + (f": {known[0].cause}" if known else ""),
             evidence=f"{probe.name}: {message or probe.outcome}{error}",
             fix=tuple(commands.values()),
             verify=PROBE,
@@ -347,10 +464,14 @@ def flash_attention(machine: Machine) -> Iterator[Finding]:
     """flash-attn is not installed and would help: PyTorch has no stable fused attention for this GPU."""
     device = best_device(machine)
     spec = arch_spec(device.arch) if device else None
-    absent = next((p for p in machine.probes if p.name == "flash-attn" and p.outcome == "absent"), None)
+    absent = next(
+        (p for p in machine.probes if p.name == "flash-attn" and p.outcome == "absent"), None
+    )
     command = absent.facts.get("build") if absent else None
     if device and absent and command and (spec is None or spec.fused_attention != "yes"):
-        yield from_table("flash-attn-absent", arch=device.arch, message=absent.message, command=command)
+        yield from_table(
+            "flash-attn-absent", arch=device.arch, message=absent.message, command=command
+        )
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
@@ -378,7 +499,9 @@ def iommu(machine: Machine) -> Iterator[Finding]:
     host = machine.host
     gpus = [one for one in machine.accelerators if one.vendor == "amd" and not one.integrated]
     xgmi = len({gpu.hive_id for gpu in gpus}) == 1 and gpus and gpus[0].hive_id
-    passthrough = re.search(r"\biommu=(pt|off)\b|\biommu\.passthrough=1\b|\bamd_iommu=off\b", host.driver.boot)
+    passthrough = re.search(
+        r"\biommu=(pt|off)\b|\biommu\.passthrough=1\b|\bamd_iommu=off\b", host.driver.boot
+    )
     if len(gpus) < 2 or xgmi or passthrough or host.around.wsl or "cray" in host.driver.kernel:
         return
     boot = f" ({host.driver.boot})" if host.driver.boot else ""
@@ -391,9 +514,18 @@ def used_by_others(machine: Machine) -> Iterator[Finding]:
         return
     used, total = device.memory_used_bytes, device.memory_bytes
     if used >= USED_BYTES and used >= USED_SHARE * total:
-        command = "nvidia-smi" if device.vendor == "nvidia" else f"fuser -v /dev/kfd {device.node}".rstrip()
+        command = (
+            "nvidia-smi"
+            if device.vendor == "nvidia"
+            else f"fuser -v /dev/kfd {device.node}".rstrip()
+        )
         yield from_table(
-            "gpu-memory-used", used=used / GIB, total=total / GIB, index=device.index, name=device.name, command=command
+            "gpu-memory-used",
+            used=used / GIB,
+            total=total / GIB,
+            index=device.index,
+            name=device.name,
+            command=command,
         )
 
 
@@ -416,29 +548,65 @@ def compiler(machine: Machine) -> Iterator[Finding]:
     tools = dict.fromkeys(SELINUX, "dnf install gcc-c++") | {"arch": "pacman -S gcc"}
     tools |= dict.fromkeys(("sles", "opensuse-leap"), "zypper install gcc-c++")
     slower = ", 10 to 35% slower on a CPU" if best_device(machine) is None else ""
-    yield from_table("no-compiler", fix=("sudo " + tools.get(name, "apt install g++"),), slower=slower)
+    yield from_table(
+        "no-compiler", fix=("sudo " + tools.get(name, "apt install g++"),), slower=slower
+    )
 
 
 def disk(machine: Machine) -> Iterator[Finding]:
     free = machine.host.disk_free_bytes
     if free < LITTLE_DISK:
-        yield from_table("little-disk", level="blocks" if free < NO_DISK else "note", free=format_bytes(free))
+        yield from_table(
+            "little-disk", level="blocks" if free < NO_DISK else "note", free=format_bytes(free)
+        )
 
 
 RULES: tuple[Rule, ...] = (
-    driver, compute_device, silent_nvidia, hung, groups, wsl, slurm,
-    hiding, software.missing, software.wrong_build, software.kernels, software.override, software.nvidia,
-    software.amd_driver, software.loaded_rocm, software.site_modules, failed_probes, experimental_attention,
-    software.allocator, iommu, numa, shared_memory, used_by_others, compiler, disk, no_gpu,
-    gpu_without_compute, integrated_gpu_first, masked, system_memory, software.two_vendors,
-    software.companions, software.bitsandbytes, software.system_rocm, flash_attention, software.pin,
-)  # fmt: skip
+    driver,
+    compute_device,
+    silent_nvidia,
+    hung,
+    groups,
+    wsl,
+    slurm,
+    hiding,
+    software.missing,
+    software.wrong_build,
+    software.kernels,
+    software.override,
+    software.nvidia,
+    software.amd_driver,
+    software.loaded_rocm,
+    software.site_modules,
+    failed_probes,
+    experimental_attention,
+    software.allocator,
+    iommu,
+    numa,
+    shared_memory,
+    used_by_others,
+    compiler,
+    disk,
+    no_gpu,
+    gpu_without_compute,
+    integrated_gpu_first,
+    masked,
+    system_memory,
+    software.two_vendors,
+    software.companions,
+    software.bitsandbytes,
+    software.system_rocm,
+    flash_attention,
+    software.pin,
+)
 ORDER = {"blocks": 0, "slows": 1, "note": 2}
 
 
 def diagnose(machine: Machine) -> tuple[Finding, ...]:
     """All findings, those that block training first; the number of a finding is its position, from 1."""
-    findings = sorted((one for rule in RULES for one in rule(machine)), key=lambda one: ORDER[one.level])
+    findings = sorted(
+        (one for rule in RULES for one in rule(machine)), key=lambda one: ORDER[one.level]
+    )
     return tuple(
         one.model_copy(update={"fix": tuple(step.replace(NUMBER, str(number)) for step in one.fix)})
         for number, one in enumerate(findings, start=1)

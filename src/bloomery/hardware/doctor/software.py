@@ -16,15 +16,35 @@ from typing import Any, Literal
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.detect import version_key
-from bloomery.hardware.doctor.symptoms import PIN, PROBE, Finding, from_table, install_steps, to_install, vendors
+from bloomery.hardware.doctor.symptoms import (
+    PIN,
+    PROBE,
+    Finding,
+    from_table,
+    install_steps,
+    to_install,
+    vendors,
+)
 from bloomery.hardware.machine import Accelerator, Machine, Setting, visible_devices
-from bloomery.hardware.profile import ALLOCATORS, Profile, best_device, family_name, fitting_builds, install
+from bloomery.hardware.profile import (
+    ALLOCATORS,
+    Profile,
+    best_device,
+    family_name,
+    fitting_builds,
+    install,
+)
 from bloomery.hardware.wheels import OLDEST_TORCH, TorchBuild, series, torch_builds, wheel_table
 
 OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 BUILDS = {"cpu": ("CPU", "CPUs only"), "cuda": ("CUDA", "NVIDIA"), "rocm": ("ROCm", "AMD")}
 TOGETHER_SECONDS = 120.0  # packages installed within this time belong to one pip command
-SHARED_KERNELS = {"gfx1150": "gfx115x", "gfx1151": "gfx115x", "gfx1152": "gfx115x", "gfx1153": "gfx115x"}
+SHARED_KERNELS = {
+    "gfx1150": "gfx115x",
+    "gfx1151": "gfx115x",
+    "gfx1152": "gfx115x",
+    "gfx1153": "gfx115x",
+}
 RELEASES_APART, MONTHS_APART = 2, 13
 INBOX_FROM = (6, 10)  # the first Linux whose own amdgpu AMD supports without its package
 OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}  # major version of CUDA -> of the NVIDIA driver
@@ -35,11 +55,25 @@ BLACKWELL, TURING = 100, 75
 def missing(machine: Machine) -> Iterator[Finding]:
     software = machine.software
     if software.torch is None:
-        steps = (*install_steps(machine, reinstall=False), "# or `make setup` in a checkout of Bloomery: also pins it")
-        yield from_table("no-torch", fix=steps, python=software.python, prefix=software.prefix or "this environment")
+        steps = (
+            *install_steps(machine, reinstall=False),
+            "# or `make setup` in a checkout of Bloomery: also pins it",
+        )
+        yield from_table(
+            "no-torch",
+            fix=steps,
+            python=software.python,
+            prefix=software.prefix or "this environment",
+        )
     elif series(software.torch) < OLDEST_TORCH:
         oldest = f"{OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}"
-        yield to_install("torch-too-old", machine, torch=software.torch, oldest=oldest, folder=software.torch_folder)
+        yield to_install(
+            "torch-too-old",
+            machine,
+            torch=software.torch,
+            oldest=oldest,
+            folder=software.torch_folder,
+        )
 
 
 def wrong_build(machine: Machine) -> Iterator[Finding]:
@@ -56,11 +90,21 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
     if torch is not None and torch.installed:
         moment = datetime.fromtimestamp(torch.installed)
         requested = "requested" if torch.requested else "not requested"
-        evidence.append(f"installed on {moment:%B} {moment.day}, {moment:%H:%M}, {requested} by name")
+        evidence.append(
+            f"installed on {moment:%B} {moment.day}, {moment:%H:%M}, {requested} by name"
+        )
         for other in software.packages:
             together = abs(other.installed - torch.installed) <= TOGETHER_SECONDS
-            if together and not torch.requested and other.requested and other.requires_torch and other.name != "torch":
-                evidence.append(f"with {other.name} {other.version}, which requires {other.requires_torch}")
+            if (
+                together
+                and not torch.requested
+                and other.requested
+                and other.requires_torch
+                and other.name != "torch"
+            ):
+                evidence.append(
+                    f"with {other.name} {other.version}, which requires {other.requires_torch}"
+                )
     fields = {"build": build, "maker": maker, "vendor": vendor, "evidence": "; ".join(evidence)}
     yield to_install("wrong-build", machine, **fields)
 
@@ -68,7 +112,11 @@ def wrong_build(machine: Machine) -> Iterator[Finding]:
 def two_vendors(machine: Machine) -> Iterator[Finding]:
     """GPUs of AMD and of NVIDIA: an environment has a PyTorch for one of them."""
     used = best_device(machine)
-    others = [one for one in machine.accelerators if used and one.vendor != used.vendor and not one.integrated]
+    others = [
+        one
+        for one in machine.accelerators
+        if used and one.vendor != used.vendor and not one.integrated
+    ]
     if used and others and not used.integrated:
         torch = machine.software.torch or "is not installed"
         yield from_table("two-vendors", used=used.name, other=others[0].name, torch=torch)
@@ -77,7 +125,9 @@ def two_vendors(machine: Machine) -> Iterator[Finding]:
 def amd_wheel(machine: Machine) -> bool:
     """Whether the installed build is one of AMD's own, with a kernel package per GPU architecture."""
     local = (machine.software.torch or "").partition("+")[2]
-    shared = any(package.name.startswith("amd-torch-device-") for package in machine.software.packages)
+    shared = any(
+        package.name.startswith("amd-torch-device-") for package in machine.software.packages
+    )
     return shared or local in wheel_table().amd_wheels.values()
 
 
@@ -88,9 +138,13 @@ def kernels_of(machine: Machine) -> frozenset[str] | None:
     if machine.software.build != "rocm":
         return None
     if amd_wheel(machine):
-        names = [p.name for p in machine.software.packages if p.name.startswith("amd-torch-device-")]
+        names = [
+            p.name for p in machine.software.packages if p.name.startswith("amd-torch-device-")
+        ]
         packaged = {name.removeprefix("amd-torch-device-") for name in names}
-        return frozenset(packaged | {arch for arch, shared in SHARED_KERNELS.items() if shared in packaged})
+        return frozenset(
+            packaged | {arch for arch, shared in SHARED_KERNELS.items() if shared in packaged}
+        )
     table = wheel_table()
     if local == "rocm6.3":
         return frozenset(table.pytorch_kernels["rocm6.4"].split())
@@ -111,8 +165,13 @@ def kernels(machine: Machine) -> Iterator[Finding]:
     elif reason := wheel_table().not_from_pytorch.get(arch):
         yield to_install("wheel-unfit", machine, arch=arch, torch=torch, reason=reason)
     else:
-        settings = next((b.environment for b in fitting_builds(machine, device) if b.environment), ())
-        override = [f"export {name}={value}  # or, with the installed wheel" for name, value in dict(settings).items()]
+        settings = next(
+            (b.environment for b in fitting_builds(machine, device) if b.environment), ()
+        )
+        override = [
+            f"export {name}={value}  # or, with the installed wheel"
+            for name, value in dict(settings).items()
+        ]
         fields = {"arch": arch, "local": torch.partition("+")[2], "archs": ", ".join(sorted(archs))}
         one = to_install("arch-not-in-wheel", machine, **fields)
         yield one.model_copy(update={"fix": (*one.fix, *override)})
@@ -154,10 +213,21 @@ def override(machine: Machine) -> Iterator[Finding]:
     if not value or device is None or device.vendor != "amd":
         return
     reported, archs, one_arch = reported_arch(value), kernels_of(machine), _one_arch(machine)
-    where = " and ".join(f"{one.file} line {one.line}" for one in lines) or "the environment of this process"
-    fields: dict[str, Any] = {"value": value, "where": where, "remark": "  # and delete that line" if lines else ""}
+    where = (
+        " and ".join(f"{one.file} line {one.line}" for one in lines)
+        or "the environment of this process"
+    )
+    fields: dict[str, Any] = {
+        "value": value,
+        "where": where,
+        "remark": "  # and delete that line" if lines else "",
+    }
     if _override_helps(machine, device):
-        fields |= {"arch": device.arch, "torch": machine.software.torch or "", "install": install(machine)}
+        fields |= {
+            "arch": device.arch,
+            "torch": machine.software.torch or "",
+            "install": install(machine),
+        }
         reason = fitting_builds(machine, device)[0].reason
         yield from_table("override-helps", reported=reported, reason=reason, **fields)
         return
@@ -172,7 +242,10 @@ def override(machine: Machine) -> Iterator[Finding]:
         harm = "whose kernels the right wheel does not include (older wheels needed the override)"
     else:
         harm = f"whose instruction set {device.arch} does not support"
-    fields |= {"gpus": "the GPU" if one_arch else "every AMD GPU", "reported": reported or "no known architecture"}
+    fields |= {
+        "gpus": "the GPU" if one_arch else "every AMD GPU",
+        "reported": reported or "no known architecture",
+    }
     yield from_table("override-harms", harm=harm, **fields)
 
 
@@ -223,7 +296,11 @@ def bitsandbytes(machine: Machine) -> Iterator[Finding]:
 def allocator(machine: Machine) -> Iterator[Finding]:
     """Expandable segments on HIP have no effect, or hang."""
     environment = machine.software.environment
-    names = [n for n, v in environment.items() if n.endswith("ALLOC_CONF") and "expandable_segments:true" in v.lower()]
+    names = [
+        n
+        for n, v in environment.items()
+        if n.endswith("ALLOC_CONF") and "expandable_segments:true" in v.lower()
+    ]
     if names and machine.software.build == "rocm":
         yield from_table("expandable-segments", name=names[0], value=environment[names[0]])
 
@@ -246,7 +323,10 @@ def tested(driver: str, rocm: str) -> bool:
 
 def release_of(version: str) -> str | None:
     """The listed release of a ROCm version such as 7.1.25424; None if it is older than all."""
-    return next((one for one in reversed(wheel_table().rocm) if version_key(one) <= version_key(version)), None)
+    return next(
+        (one for one in reversed(wheel_table().rocm) if version_key(one) <= version_key(version)),
+        None,
+    )
 
 
 def wheel_rocm(machine: Machine) -> str:
@@ -260,19 +340,38 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
     """AMD's driver and the wheel's ROCm are further apart than AMD tests."""
     driver, wheel = machine.host.driver, release_of(wheel_rocm(machine) or "0")
     device = best_device(machine)
-    if device is None or device.vendor != "amd" or wheel is None or machine.host.around.wsl or not driver.amdgpu:
+    if (
+        device is None
+        or device.vendor != "amd"
+        or wheel is None
+        or machine.host.around.wsl
+        or not driver.amdgpu
+    ):
         return
-    works = any(probe.name.startswith("matmul") and probe.outcome == "ok" for probe in machine.probes)
-    if not driver.amdgpu_version:  # the kernel's own driver: AMD requires its package before a certain Linux
+    works = any(
+        probe.name.startswith("matmul") and probe.outcome == "ok" for probe in machine.probes
+    )
+    # the kernel's own driver: AMD requires its package before a certain Linux
+    if not driver.amdgpu_version:
         kernel = version_key(driver.kernel)[:2]
         if works or version_key(wheel) < (7, 0) or not kernel or kernel >= INBOX_FROM:
             return
-        fix = (f"{PROBE}  # if all probes pass, change nothing; otherwise:", *_newer_driver(machine, wheel))
-        yield from_table("amd-driver-inbox", fix=fix, kernel=".".join(map(str, kernel)), wheel=wheel)
+        fix = (
+            f"{PROBE}  # if all probes pass, change nothing; otherwise:",
+            *_newer_driver(machine, wheel),
+        )
+        yield from_table(
+            "amd-driver-inbox", fix=fix, kernel=".".join(map(str, kernel)), wheel=wheel
+        )
         return
     drivers = [(rocm, row) for rocm, row in wheel_table().rocm.items() if "driver" in row]
-    listed = [each for each in drivers if version_key(each[1]["driver"]) <= version_key(driver.amdgpu_version)]
-    rocm, row = (listed or drivers[:1])[-1]  # of a driver such as 6.14.14; the oldest listed for older ones
+    listed = [
+        each
+        for each in drivers
+        if version_key(each[1]["driver"]) <= version_key(driver.amdgpu_version)
+    ]
+    # of a driver such as 6.14.14; the oldest listed for older ones
+    rocm, row = (listed or drivers[:1])[-1]
     if tested(rocm, wheel):
         return
     version, torch = driver.amdgpu_version, machine.software.torch
@@ -281,7 +380,9 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
         yield from_table("amd-driver-newer", package=row["package"], wheel=wheel, evidence=evidence)
         return
     older = _build_for_driver(machine, device, rocm)
-    run = older.command.replace("pip install ", "pip install --force-reinstall ", 1) if older else ""
+    run = (
+        older.command.replace("pip install ", "pip install --force-reinstall ", 1) if older else ""
+    )
     build = [f"{run}  # or: the newest PyTorch that supports this driver"] if older else []
     yield from_table(
         "amd-driver-old",
@@ -298,13 +399,23 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
 def _newer_driver(machine: Machine, wheel: str) -> tuple[str, ...]:
     """How to install a driver for ROCm `wheel`; on a cluster only its administrators can."""
     around = machine.host.around
-    drivers = [(rocm, row["package"]) for rocm, row in wheel_table().rocm.items() if "driver" in row]
-    name = next((name for rocm, name in reversed(drivers) if version_key(rocm) <= version_key(wheel)), "")
+    drivers = [
+        (rocm, row["package"]) for rocm, row in wheel_table().rocm.items() if "driver" in row
+    ]
+    name = next(
+        (name for rocm, name in reversed(drivers) if version_key(rocm) <= version_key(wheel)), ""
+    )
     if around.slurm or around.site:
-        return (f"# ask the cluster's administrators for amdgpu {name} or newer: the driver belongs to the nodes",)
-    tool = {"debian": "apt", "ubuntu": "apt", "sles": "zypper"}.get(machine.host.distribution.partition(" ")[0], "dnf")
+        return (
+            f"# ask the cluster's administrators for amdgpu {name} or newer: the driver belongs to the nodes",
+        )
+    tool = {"debian": "apt", "ubuntu": "apt", "sles": "zypper"}.get(
+        machine.host.distribution.partition(" ")[0], "dnf"
+    )
     repository = f"https://repo.radeon.com/amdgpu/{name}"
-    return (f"sudo {tool} install amdgpu-dkms && sudo reboot  # after adding the repository {repository}",)
+    return (
+        f"sudo {tool} install amdgpu-dkms && sudo reboot  # after adding the repository {repository}",
+    )
 
 
 def _build_for_driver(machine: Machine, device: Accelerator, driver: str) -> TorchBuild | None:
@@ -323,13 +434,19 @@ def _build_for_driver(machine: Machine, device: Accelerator, driver: str) -> Tor
 def loaded_rocm(machine: Machine) -> Iterator[Finding]:
     """Another ROCm on the library path, from a module or a variable: its libraries mix with those of the wheel."""
     wheel = wheel_rocm(machine)
-    others = [(where, v) for where, v in _on_library_path(machine) if version_key(v) != version_key(wheel)]
+    others = [
+        (where, v) for where, v in _on_library_path(machine) if version_key(v) != version_key(wheel)
+    ]
     if not wheel or not others:
         return
     where, version = others[0]
     same_major = version_key(version)[0] == version_key(wheel)[0]
     build = fitting_builds(machine, best_device(machine))[0]
-    modules = build.before if build.before and build.requirement == f"torch=={machine.software.torch}" else ()
+    modules = (
+        build.before
+        if build.before and build.requirement == f"torch=={machine.software.torch}"
+        else ()
+    )
     if where.startswith("module "):
         loaded = where.partition(" ")[2].partition("/")[0]
         command = f"module swap {loaded} rocm/{wheel}.0  # `module avail rocm` lists the versions"
@@ -373,9 +490,18 @@ def system_rocm(machine: Machine) -> Iterator[Finding]:
 def site_modules(machine: Machine) -> Iterator[Finding]:
     """The modules that a cluster's documentation loads for exactly this PyTorch."""
     build, loaded = fitting_builds(machine, best_device(machine))[0], machine.host.around.modules
-    required = [word for step in build.before if step.startswith("module load ") for word in step.split()[2:]]
+    required = [
+        word
+        for step in build.before
+        if step.startswith("module load ")
+        for word in step.split()[2:]
+    ]
     missing = [module for module in required if module.startswith("rocm/") and module not in loaded]
-    if not missing or build.requirement != f"torch=={machine.software.torch}" or any(_on_library_path(machine)):
+    if (
+        not missing
+        or build.requirement != f"torch=={machine.software.torch}"
+        or any(_on_library_path(machine))
+    ):
         return  # `loaded_rocm` reports another loaded ROCm
     yield from_table(
         "site-modules-missing",
@@ -396,7 +522,9 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
     if not cuda or arch is None:
         return
     driver, capability = machine.host.driver.nvidia, int(arch[1])
-    oldest = max(OLDEST_DRIVER.get(str(cuda[0]), 0), BLACKWELL_DRIVER if capability >= BLACKWELL else 0)
+    oldest = max(
+        OLDEST_DRIVER.get(str(cuda[0]), 0), BLACKWELL_DRIVER if capability >= BLACKWELL else 0
+    )
     build = fitting_builds(machine, device)[0]
     fields: dict[str, Any] = {"cuda": software.cuda, "arch": device.arch, "name": device.name}
 
@@ -419,7 +547,9 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
         other = build.requirement not in (f"torch=={torch}", f"torch=={torch.partition('+')[0]}")
         major = re.search(r"\+cu(\d\d)", build.requirement)
         if other and not older_than(OLDEST_DRIVER.get(major[1] if major else "13", 0)):
-            yield one.model_copy(update={"fix": (*one.fix, update + "  # or: to keep this PyTorch")})
+            yield one.model_copy(
+                update={"fix": (*one.fix, update + "  # or: to keep this PyTorch")}
+            )
         else:
             yield one.model_copy(update={"fix": (update,), "run": ""})
 
@@ -452,7 +582,12 @@ class Effect:
     def __str__(self) -> str:
         if self.reason.startswith(self.name):
             return self.reason
-        effect = {"nothing": "has no effect", "works": "works", "slows": "slows training", "harms": "harms"}[self.kind]
+        effect = {
+            "nothing": "has no effect",
+            "works": "works",
+            "slows": "slows training",
+            "harms": "harms",
+        }[self.kind]
         return f"{self.name}={self.value} {effect}: {self.reason}"
 
 
@@ -466,8 +601,13 @@ def idle_settings(machine: Machine, profile: Profile) -> tuple[Effect, ...]:
     return tuple(effects)
 
 
-def _allocator(name: str, value: str, machine: Machine, profile: Profile) -> tuple[EffectKind, str] | None:
-    vendor, torch = profile.accelerator.vendor if profile.accelerator else "", machine.software.torch
+def _allocator(
+    name: str, value: str, machine: Machine, profile: Profile
+) -> tuple[EffectKind, str] | None:
+    vendor, torch = (
+        profile.accelerator.vendor if profile.accelerator else "",
+        machine.software.torch,
+    )
     if not vendor:
         return "nothing", "training runs on the CPU, which uses another allocator"
     if (name, vendor) == ("PYTORCH_HIP_ALLOC_CONF", "nvidia"):
@@ -475,30 +615,49 @@ def _allocator(name: str, value: str, machine: Machine, profile: Profile) -> tup
     if vendor == "nvidia" or "expandable_segments:true" not in value.lower():
         return "works", "it replaces the allocator settings of Bloomery"
     if torch is not None and series(torch) < HIP_SEGMENTS_SINCE:
-        return "nothing", f"PyTorch {torch} does not support expandable segments on HIP: it warns and ignores them"
+        return (
+            "nothing",
+            f"PyTorch {torch} does not support expandable segments on HIP: it warns and ignores them",
+        )
     if "max_split_size_mb" in value:
         return "harms", "expandable segments and max_split_size_mb cannot be combined"
     return "harms", "expandable segments are new on HIP and can hang while memory is mapped"
 
 
-def _effect(name: str, value: str, machine: Machine, profile: Profile) -> tuple[EffectKind, str] | None:
+def _effect(
+    name: str, value: str, machine: Machine, profile: Profile
+) -> tuple[EffectKind, str] | None:
     """For any other variable; None: not supported here, or it works as documented."""
     environment, spec = machine.software.environment, profile.arch
-    vendor, arch = (profile.accelerator.vendor, profile.accelerator.arch) if profile.accelerator else ("", "")
+    vendor, arch = (
+        (profile.accelerator.vendor, profile.accelerator.arch) if profile.accelerator else ("", "")
+    )
     nodes = machine.host.around.slurm.get("SLURM_JOB_NUM_NODES", "1")
-    alone = len(visible_devices(machine)) <= 1 and nodes == "1"  # one device in one process: no communication
+    # one device in one process: no communication
+    alone = len(visible_devices(machine)) <= 1 and nodes == "1"
     amd = any(device.vendor == "amd" for device in machine.accelerators)
     on = value not in ("", "0")
     match name:
         case "AMD_LOG_LEVEL":
             return ("slows", "the runtime logs every call") if on and vendor == "amd" else None
-        case "AMD_SERIALIZE_COPY" | "AMD_SERIALIZE_KERNEL" | "CUDA_LAUNCH_BLOCKING" | "HIP_LAUNCH_BLOCKING" if on:
-            debugging: tuple[EffectKind, str] = ("slows", "for debugging: the CPU waits for every kernel")
+        case (
+            "AMD_SERIALIZE_COPY"
+            | "AMD_SERIALIZE_KERNEL"
+            | "CUDA_LAUNCH_BLOCKING"
+            | "HIP_LAUNCH_BLOCKING"
+        ) if on:
+            debugging: tuple[EffectKind, str] = (
+                "slows",
+                "for debugging: the CPU waits for every kernel",
+            )
             return debugging if vendor else ("nothing", "no GPU is used")
         case "CUDA_VISIBLE_DEVICES":
             if not machine.accelerators:
                 return "nothing", "this machine has no GPU"
-            if all(each.vendor == "amd" for each in machine.accelerators) and "HIP_VISIBLE_DEVICES" in environment:
+            if (
+                all(each.vendor == "amd" for each in machine.accelerators)
+                and "HIP_VISIBLE_DEVICES" in environment
+            ):
                 return "nothing", "HIP_VISIBLE_DEVICES is set and takes precedence"
         case "FLASH_ATTENTION_TRITON_AMD_ENABLE":
             return "nothing", "it applies to the package flash-attn, which Bloomery does not use"
@@ -507,7 +666,10 @@ def _effect(name: str, value: str, machine: Machine, profile: Profile) -> tuple[
                 return "nothing", "this machine has no AMD GPU"
             if "HIP_VISIBLE_DEVICES" in environment and "ROCR_VISIBLE_DEVICES" in environment:
                 first = f"ROCR_VISIBLE_DEVICES={environment['ROCR_VISIBLE_DEVICES']} applies first"
-                return "works", f"{first}, HIP_VISIBLE_DEVICES numbers the remaining GPUs; set only one of them"
+                return (
+                    "works",
+                    f"{first}, HIP_VISIBLE_DEVICES numbers the remaining GPUs; set only one of them",
+                )
         case "HSA_ENABLE_DXG_DETECTION":
             return None if machine.host.around.wsl else ("nothing", "this is not WSL")
         case "HSA_FORCE_FINE_GRAIN_PCIE":
@@ -518,7 +680,10 @@ def _effect(name: str, value: str, machine: Machine, profile: Profile) -> tuple[
             if not amd:
                 return "nothing", "this machine has no AMD GPU"
             if (finding := next(override(machine), None)) is not None:
-                kinds: dict[str, EffectKind] = {"override-needless": "nothing", "override-helps": "works"}
+                kinds: dict[str, EffectKind] = {
+                    "override-needless": "nothing",
+                    "override-helps": "works",
+                }
                 return kinds.get(finding.id, "harms"), finding.what
         case "HSA_XNACK" if on and vendor == "amd":
             if not arch.startswith("gfx9"):
@@ -548,12 +713,18 @@ def _effect(name: str, value: str, machine: Machine, profile: Profile) -> tuple[
         case "TRITON_INTERPRET" if value == "1":
             return "slows", "Triton kernels run as Python code on the CPU"
         # TORCH_NCCL_ASYNC_ERROR_HANDLING is set by torchrun.
-        case _ if name.startswith(("NCCL_", "RCCL_", "TORCH_NCCL_")) and alone and not name.endswith("_HANDLING"):
+        case _ if (
+            name.startswith(("NCCL_", "RCCL_", "TORCH_NCCL_"))
+            and alone
+            and not name.endswith("_HANDLING")
+        ):
             return "nothing", "one device in one process does not communicate"
     return None
 
 
-def _hipblaslt(requested: bool, vendor: str, arch: str, support: str) -> tuple[EffectKind, str] | None:
+def _hipblaslt(
+    requested: bool, vendor: str, arch: str, support: str
+) -> tuple[EffectKind, str] | None:
     if vendor != "amd":
         return "nothing", "it applies to AMD GPUs, and training does not run on one"
     if support == "none":

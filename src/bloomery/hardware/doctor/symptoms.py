@@ -53,17 +53,30 @@ Rule = Callable[[Machine], Iterator[Finding]]
 @cache
 def findings() -> dict[str, Finding]:
     """The validated table of findings by id."""
-    text = resources.files("bloomery.hardware.doctor").joinpath("findings.toml").read_text(encoding="utf-8")
+    text = (
+        resources.files("bloomery.hardware.doctor")
+        .joinpath("findings.toml")
+        .read_text(encoding="utf-8")
+    )
     return {entry["id"]: Finding.model_validate(entry) for entry in tomllib.loads(text)["finding"]}
 
 
 def from_table(
-    id: str, *, level: Level | None = None, fix: Sequence[str] = (), verify: str = "", run: str = "", **fields: Any
+    id: str,
+    *,
+    level: Level | None = None,
+    fix: Sequence[str] = (),
+    verify: str = "",
+    run: str = "",
+    **fields: Any,
 ) -> Finding:
     """The finding of the table with its {fields} filled in; `level`, `fix` and `verify` replace those of the table."""
     row = findings()[id]
     fields |= {"number": NUMBER}
-    texts = {name: getattr(row, name).format_map(fields) for name in ("what", "evidence", "verify", "headline")}
+    texts = {
+        name: getattr(row, name).format_map(fields)
+        for name in ("what", "evidence", "verify", "headline")
+    }
     steps = tuple(fix) or tuple(step.format_map(fields) for step in row.fix)
     given = {"level": level or row.level, "verify": verify or texts["verify"], "run": run}
     return row.model_copy(update=texts | given | {"fix": steps})
@@ -81,7 +94,9 @@ def to_install(id: str, machine: Machine, **fields: Any) -> Finding:
     """A finding fixed by another PyTorch build; `--fix` does not install a CPU build on a machine with a GPU."""
     device = best_device(machine)
     cpu_only = device is not None and fitting_builds(machine, device)[0].cpu
-    return from_table(id, fix=install_steps(machine), run="" if cpu_only else install(machine), **fields)
+    return from_table(
+        id, fix=install_steps(machine), run="" if cpu_only else install(machine), **fields
+    )
 
 
 class MachineFacts(Entry):
@@ -142,11 +157,17 @@ class Match:
 @cache
 def symptoms() -> tuple[Symptom, ...]:
     """The validated table of symptoms."""
-    text = resources.files("bloomery.hardware.doctor").joinpath("symptoms.toml").read_text(encoding="utf-8")
+    text = (
+        resources.files("bloomery.hardware.doctor")
+        .joinpath("symptoms.toml")
+        .read_text(encoding="utf-8")
+    )
     return tuple(Symptom.model_validate(entry) for entry in tomllib.loads(text)["symptom"])
 
 
-def match(text: str, *, machine: Machine | None = None, stream: Stream | None = None) -> tuple[Match, ...]:
+def match(
+    text: str, *, machine: Machine | None = None, stream: Stream | None = None
+) -> tuple[Match, ...]:
     """The symptoms that match `text`, the best first. A symptom whose requirements `machine` contradicts is left out.
 
     Score: for each pattern found, 1 plus 0.01 per matched character (at most 1); 0.5 for each fact that makes the
@@ -157,9 +178,13 @@ def match(text: str, *, machine: Machine | None = None, stream: Stream | None = 
     matches = []
     for symptom in symptoms():
         # The kernel log is separate from a program's output; an exception is printed on stderr as well.
-        if not {None, "any"} & {stream, symptom.stream} and (stream == "dmesg") != (symptom.stream == "dmesg"):
+        if not {None, "any"} & {stream, symptom.stream} and (stream == "dmesg") != (
+            symptom.stream == "dmesg"
+        ):
             continue
-        hits = [hit for pattern in symptom.patterns if (hit := re.search(pattern, joined, re.MULTILINE))]
+        hits = [
+            hit for pattern in symptom.patterns if (hit := re.search(pattern, joined, re.MULTILINE))
+        ]
         if not hits or (machine is not None and not agree(symptom.requires, machine)):
             continue
         facts = symptom.likely.model_dump(exclude_none=True).items()
@@ -172,7 +197,9 @@ def match(text: str, *, machine: Machine | None = None, stream: Stream | None = 
                 level=symptom.level,
                 what=symptom.title,
                 cause=symptom.cause,
-                line=joined[joined.rfind("\n", 0, position) + 1 : end if end >= 0 else len(joined)].strip(),
+                line=joined[
+                    joined.rfind("\n", 0, position) + 1 : end if end >= 0 else len(joined)
+                ].strip(),
                 fix=tuple(filled(step, machine) for step in symptom.fix),
                 verify=symptom.verify,
                 cites=symptom.cites,
@@ -184,7 +211,9 @@ def match(text: str, *, machine: Machine | None = None, stream: Stream | None = 
 
 def agree(facts: MachineFacts, machine: Machine) -> bool:
     """Whether `machine` contradicts none of the `facts`."""
-    return all(_holds(*fact, machine) is not False for fact in facts.model_dump(exclude_none=True).items())
+    return all(
+        _holds(*fact, machine) is not False for fact in facts.model_dump(exclude_none=True).items()
+    )
 
 
 def _holds(name: str, required: object, machine: Machine) -> bool | None:
@@ -214,7 +243,10 @@ def _holds(name: str, required: object, machine: Machine) -> bool | None:
 def vendors(machine: Machine) -> frozenset[str]:
     """The vendors of the GPUs in this machine, with or without a driver."""
     listed = {device.vendor for device in machine.accelerators}
-    return frozenset(listed | {PCI_VENDORS[one.vendor] for one in machine.host.displays if one.vendor in PCI_VENDORS})
+    return frozenset(
+        listed
+        | {PCI_VENDORS[one.vendor] for one in machine.host.displays if one.vendor in PCI_VENDORS}
+    )
 
 
 def filled(step: str, machine: Machine | None) -> str:

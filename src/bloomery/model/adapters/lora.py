@@ -139,7 +139,9 @@ def adapt_as(model: Decoder, settings: Adaptation) -> None:
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     """The adapted linear maps, by full name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear)
+    )
 
 
 @contextmanager
@@ -157,7 +159,9 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
 
 def _norms(W: Tensor) -> Tensor:
     """Of the rows, in float32 at least."""
-    norms: Tensor = torch.linalg.vector_norm(W, dim=1, dtype=torch.promote_types(W.dtype, torch.float32))
+    norms: Tensor = torch.linalg.vector_norm(
+        W, dim=1, dtype=torch.promote_types(W.dtype, torch.float32)
+    )
     return norms
 
 
@@ -182,7 +186,10 @@ def init_adapters(model: Decoder, seed: int) -> None:
             module.first_B.copy_(module.lora_B)
         else:
             bound = 1 / math.sqrt(module.in_features)
-            put(torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator), module.lora_A)
+            put(
+                torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator),
+                module.lora_A,
+            )
             module.lora_B.zero_()
         module.note_base()
         if module.dora:

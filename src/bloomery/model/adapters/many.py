@@ -59,31 +59,52 @@ class Adapters:
     def choose(self, names: Sequence[str | None]) -> None:
         """The adapter of each row of the next forward."""
         self._rows.of = {
-            name: None if all(each == name for each in names) else torch.tensor(
-                [row for row, each in enumerate(names) if each == name], device=self._device)
-            for name in names if name is not None
-        }  # fmt: skip
+            name: None
+            if all(each == name for each in names)
+            else torch.tensor(
+                [row for row, each in enumerate(names) if each == name], device=self._device
+            )
+            for name in names
+            if name is not None
+        }
 
     @torch.no_grad()
     def _add(self, decoder: Decoder, name: str, folder: Path) -> None:
         if not is_adapter_folder(folder):
-            problem, fix = f"not an adapter: {folder.name}", "name a folder with adapter_config.json"
+            problem, fix = (
+                f"not an adapter: {folder.name}",
+                "name a folder with adapter_config.json",
+            )
             raise UserError(problem, where=f"--adapter {name}={folder}", fix=fix, code=2)
         if read_settings(folder)["peft_type"] != "LORA":
-            raise UserError("several adapters at once must be LoRA", where=str(folder), fix=ALONE, code=2)
+            raise UserError(
+                "several adapters at once must be LoRA", where=str(folder), fix=ALONE, code=2
+            )
         settings, config = read_adaptation(folder, decoder.config)
-        changed = [word for word, used in (("DoRA", settings.dora), ("modules_to_save", settings.whole)) if used]
+        changed = [
+            word
+            for word, used in (("DoRA", settings.dora), ("modules_to_save", settings.whole))
+            if used
+        ]
         if changed or config.vocab_size != decoder.config.vocab_size:
-            what = f"an adapter with {' and '.join(changed) or 'new tokens'} does not share its base"
+            what = (
+                f"an adapter with {' and '.join(changed) or 'new tokens'} does not share its base"
+            )
             raise UserError(what, where=str(folder), fix=ALONE, code=2)
         with torch.device("meta"):
             like = Decoder(config)
             adapt_as(like, settings)
-        wanted = {path: module for path, module in like.named_modules() if isinstance(module, LoraLinear)}
+        wanted = {
+            path: module for path, module in like.named_modules() if isinstance(module, LoraLinear)
+        }
         for module in wanted.values():
             for leaf in ("lora_A", "lora_B"):
                 held = getattr(module, leaf)
-                setattr(module, leaf, nn.Parameter(torch.empty_like(held, device=self._device), requires_grad=False))
+                setattr(
+                    module,
+                    leaf,
+                    nn.Parameter(torch.empty_like(held, device=self._device), requires_grad=False),
+                )
         read_trained(like, settings, config, folder, shared=True)
         dtype = decoder.model.embed_tokens.weight.dtype
         for path, module in wanted.items():

@@ -30,7 +30,8 @@ from bloomery.recipe.schema import Peft
 
 NAME = "default"  # PEFT's own for the only adapter of a model
 INSTALL = 'pip install "bloomery[peft]"'
-IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # what AdaLoRA's allocator remembers of each parameter
+# what AdaLoRA's allocator remembers of each parameter
+IMPORTANCE = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 
 
 @final
@@ -47,9 +48,11 @@ class PeftAdapter:
             self._wrapped = PeftModel(_named_as_files(model), config, adapter_name=NAME)
         except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
             raise UserError(
-                f"PEFT refuses this adapter: {str(error).splitlines()[0][:200]}", where="adapter",
-                fix="bloomery recipes show everything names its keys; the method's own are PEFT's", code=2,
-            ) from error  # fmt: skip
+                f"PEFT refuses this adapter: {str(error).splitlines()[0][:200]}",
+                where="adapter",
+                fix="bloomery recipes show everything names its keys; the method's own are PEFT's",
+                code=2,
+            ) from error
         finally:
             torch.set_rng_state(states)
         self._model, self._updates = model, 0
@@ -64,7 +67,9 @@ class PeftAdapter:
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         """The method's trainable parameters and buffers by the decoder's names."""
-        trained = {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        trained = {
+            name for name, parameter in self._model.named_parameters() if parameter.requires_grad
+        }
         seen = set[int]()  # VeRA's projections are one tensor under many names
         for name, tensor in self._model.state_dict().items():
             if (name in trained or f".{NAME}" in name) and tensor.data_ptr() not in seen:
@@ -81,21 +86,33 @@ class PeftAdapter:
     def file_settings(self, base: str) -> dict[str, object]:
         """The content of adapter_config.json."""
         values = {
-            name: sorted(value) if isinstance(value, set) else value for name, value in self.settings.to_dict().items()
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in self.settings.to_dict().items()
         }
         kind = values["peft_type"]
-        own = {"auto_mapping": None, "base_model_name_or_path": base, "inference_mode": True, "task_type": "CAUSAL_LM"}
+        own = {
+            "auto_mapping": None,
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+            "task_type": "CAUSAL_LM",
+        }
         return values | {"peft_type": getattr(kind, "value", kind)} | own
 
     def resume_tensors(self) -> dict[str, Tensor]:
         """All that a resumed run needs, as it is: the file's tensors may be cut to the ranks that are left."""
         kept = {f"own.{name}": tensor.detach() for name, tensor in self._own()}
         for field in IMPORTANCE:
-            kept |= {f"{field}.{name}": tensor for name, tensor in getattr(self._allocator, field, {}).items()}
+            kept |= {
+                f"{field}.{name}": tensor
+                for name, tensor in getattr(self._allocator, field, {}).items()
+            }
         return kept
 
     def resume_scalars(self) -> dict[str, Any]:
-        return {"rank_pattern": getattr(self.settings, "rank_pattern", None), "updates": self._updates}
+        return {
+            "rank_pattern": getattr(self.settings, "rank_pattern", None),
+            "updates": self._updates,
+        }
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
@@ -138,7 +155,9 @@ class PeftAdapter:
             if f"lora_A.{NAME}" in name or f"lora_B.{NAME}" in name:
                 exact = parameter.float()
                 gram = exact @ exact.T if f"lora_A.{NAME}" in name else exact.T @ exact
-                parts.append(torch.linalg.matrix_norm(gram - torch.eye(len(gram), device=gram.device)))
+                parts.append(
+                    torch.linalg.matrix_norm(gram - torch.eye(len(gram), device=gram.device))
+                )
         return weight * torch.stack(parts).mean()
 
 
@@ -152,10 +171,16 @@ def open_method(model: Decoder, folder: Path) -> None:
     adapter_tensors(folder)  # refuses what is missing, damaged, a pickle or not finite
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        config.task_type = None  # what belongs to a task is transformers' own model around the matrices
-        with warnings.catch_warnings():  # PEFT's pattern check does not match AdaLoRA's own rank keys
-            warnings.filterwarnings("ignore", message="The following rank_pattern keys did not match")
-            PeftModel.from_pretrained(_named_as_files(model), str(folder), adapter_name=NAME, config=config)
+        # what belongs to a task is transformers' own model around the matrices
+        config.task_type = None
+        # PEFT's pattern check does not match AdaLoRA's own rank keys
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message="The following rank_pattern keys did not match"
+            )
+            PeftModel.from_pretrained(
+                _named_as_files(model), str(folder), adapter_name=NAME, config=config
+            )
     except (ValueError, TypeError, RuntimeError, KeyError, ImportError) as error:
         problem = f"PEFT cannot put this adapter into the model: {str(error).splitlines()[0][:200]}"
         raise UserError(problem, where=str(folder), fix=right_base(folder)) from error
@@ -179,7 +204,9 @@ def merge_methods(model: Decoder) -> None:
             module.merge(safe_merge=True)
         except (NotImplementedError, AttributeError, ValueError) as error:
             problem = f"this method cannot be merged ({type(module).__name__}: {error})"
-            raise UserError(problem, where=name, fix="--to adapter exports it without its base") from error
+            raise UserError(
+                problem, where=name, fix="--to adapter exports it without its base"
+            ) from error
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, module.get_base_layer())
 
@@ -197,7 +224,9 @@ def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> A
         if name not in known:
             raise unknown_key(adapter.method, name, known)
     if "total_step" in known and not said["total_step"]:
-        problem = "AdaLoRA's ranks follow the number of steps, which a wall-time length does not set"
+        problem = (
+            "AdaLoRA's ranks follow the number of steps, which a wall-time length does not set"
+        )
         fix = "set a number of steps instead: train.max_steps=500"
         raise UserError(problem, where="train.max_time", fix=fix, code=2)
     return constructed(kind, said, adapter.method)
@@ -208,7 +237,10 @@ def _kind(method: str) -> Any:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
     except ImportError as error:
         raise UserError("PEFT is not installed", where="adapter.kind=peft", fix=INSTALL) from error
-    found = next((kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == named(method)), None)
+    found = next(
+        (kind for each, kind in PEFT_TYPE_TO_CONFIG_MAPPING.items() if each.value == named(method)),
+        None,
+    )
     if found is None:
         problem = f"the PEFT that is installed has no {method}"
         raise UserError(problem, where="adapter.method", fix="pip install --upgrade peft", code=2)

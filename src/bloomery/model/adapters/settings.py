@@ -63,8 +63,15 @@ class Adaptation:
         """How many numbers are learned."""
         shapes = parameter_shapes(config)
         sizes = {name: shapes[f"{name}.weight"] for name in self.pairs}
-        low = sum(self.pairs[name].rank * sum(shape) + self.dora * shape[0] for name, shape in sizes.items())
-        full = sum(math.prod(shape) for name, shape in shapes.items() if name.rpartition(".")[0] in self.whole)
+        low = sum(
+            self.pairs[name].rank * sum(shape) + self.dora * shape[0]
+            for name, shape in sizes.items()
+        )
+        full = sum(
+            math.prod(shape)
+            for name, shape in shapes.items()
+            if name.rpartition(".")[0] in self.whole
+        )
         return low + full
 
 
@@ -72,37 +79,56 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     """Raises UserError when a name matches nothing, or two settings contradict each other."""
     names = target_modules(config, adapter.target_modules)
     # Nothing is known yet of a reward model's values, as in PEFT's adapters of classifiers.
-    whole = whole_modules(config, adapter.modules_to_save + ([VALUES] if config.head == "values" else []))
+    whole = whole_modules(
+        config, adapter.modules_to_save + ([VALUES] if config.head == "values" else [])
+    )
     if both := [name for name in names if name in whole]:
         problem = f"{both[0]} is both adapted and trained in full"
-        raise UserError(problem, where="adapter.modules_to_save", fix="name it in one of the two", code=2)
+        raise UserError(
+            problem, where="adapter.modules_to_save", fix="name it in one of the two", code=2
+        )
     shapes = parameter_shapes(config)
     for name in names if adapter.init == "pissa" else ():
         if adapter.rank > (most := min(shapes[f"{name}.weight"])):
             problem = f"{name} has only {most} singular values, and PiSSA starts from {adapter.rank} of them"
-            raise UserError(problem, where="adapter.rank", fix=f"set adapter.rank={most} or lower", code=2)
+            raise UserError(
+                problem, where="adapter.rank", fix=f"set adapter.rank={most} or lower", code=2
+            )
     if adapter.kind == "dora":
         _refuse_parts(config, names, "adapter.target_modules")
     rank = adapter.rank
     # rsLoRA: arXiv:2312.03732, theorem 3.2
     scale = adapter.alpha / (math.sqrt(rank) if adapter.use_rslora else rank)
     return Adaptation(
-        pairs={name: Pair(rank, scale) for name in names}, whole=whole, dora=adapter.kind == "dora",
-        pissa=adapter.init == "pissa", rslora=adapter.use_rslora, dropout=adapter.dropout, dtype=adapter.dtype,
-    )  # fmt: skip
+        pairs={name: Pair(rank, scale) for name in names},
+        whole=whole,
+        dora=adapter.kind == "dora",
+        pissa=adapter.init == "pissa",
+        rslora=adapter.use_rslora,
+        dropout=adapter.dropout,
+        dtype=adapter.dtype,
+    )
 
 
 def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> None:
     """Raises UserError when the embeddings of `new` tokens would stay frozen."""
     needed = [name for name in (EMBEDDING, HEAD) if f"{name}.weight" in parameter_shapes(config)]
-    missing = [name for name in needed if name not in whole_modules(config, adapter.modules_to_save)]
+    missing = [
+        name for name in needed if name not in whole_modules(config, adapter.modules_to_save)
+    ]
     if new and missing:
-        leaves = ", ".join(dict.fromkeys([*adapter.modules_to_save, *(name.rpartition(".")[2] for name in missing)]))
+        leaves = ", ".join(
+            dict.fromkeys(
+                [*adapter.modules_to_save, *(name.rpartition(".")[2] for name in missing)]
+            )
+        )
         raise UserError(
             f"{new} token{'s are' if new > 1 else ' is'} new to the model, and an adapter alone would never learn"
             f" {'them' if new > 1 else 'it'}",
-            where="adapter.modules_to_save", fix=f"set adapter.modules_to_save=[{leaves}]", code=2,
-        )  # fmt: skip
+            where="adapter.modules_to_save",
+            fix=f"set adapter.modules_to_save=[{leaves}]",
+            code=2,
+        )
 
 
 def linear_modules(config: ModelConfig) -> list[str]:
@@ -120,21 +146,28 @@ def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]
     stored = {name: kept[f"{name}.weight"].name.removesuffix(".weight") for name in known}
     found: set[str] = set()
     for target in names:
-        means = [name for name in known if target == ALL_LINEAR or _means(target, name) or _means(target, stored[name])]
+        means = [
+            name
+            for name in known
+            if target == ALL_LINEAR or _means(target, name) or _means(target, stored[name])
+        ]
         if not means and (_means(target, HEAD) or _means(target, EMBEDDING)):
             leaf = HEAD if _means(target, HEAD) else "embed_tokens"
             raise UserError(
                 f"not a linear layer inside the decoder layers: {leaf}",
-                where="adapter.target_modules", code=2,
+                where="adapter.target_modules",
+                code=2,
                 fix=f"remove it, and train it with adapter.modules_to_save=[{leaf}]",
-            )  # fmt: skip
+            )
         if not means:
             inside = f"; the model has layers 0 to {config.num_layers - 1}" if "." in target else ""
             raise unknown_module(target, known, "adapter.target_modules", ALL_LINEAR + inside)
         found.update(means)
     if not found:
         fix = "set adapter.target_modules=[q_proj, v_proj] or adapter.target_modules=[all-linear]"
-        raise UserError("the adapter has no targets", where="adapter.target_modules", fix=fix, code=2)
+        raise UserError(
+            "the adapter has no targets", where="adapter.target_modules", fix=fix, code=2
+        )
     return tuple(name for name in known if name in found)
 
 
@@ -144,7 +177,11 @@ def whole_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
     found: set[str] = set()
     for wanted in names:
         tied = shares_head(config) and _means(wanted, HEAD)
-        means = [name for name in known if _means(wanted, name) or (wanted == NORMS and name.endswith("norm"))]
+        means = [
+            name
+            for name in known
+            if _means(wanted, name) or (wanted == NORMS and name.endswith("norm"))
+        ]
         if not means and not tied:
             raise unknown_module(wanted, known, "adapter.modules_to_save", f"{NORMS} (all of them)")
         found.update([*means, EMBEDDING] if tied else means)
@@ -189,35 +226,84 @@ def _refuse_parts(config: ModelConfig, chosen: Collection[str], where: str) -> N
         if missing and len(missing) < len(together):
             fused, leaf = min(set(together) - set(missing)), missing[0].rpartition(".")[2]
             raise UserError(
-                f"a {config.family} model stores {fused} fused with {missing[0]}", where=where,
-                fix=f"add {leaf}, or take {fused.rpartition('.')[2]} out", code=2,
-            )  # fmt: skip
+                f"a {config.family} model stores {fused} fused with {missing[0]}",
+                where=where,
+                fix=f"add {leaf}, or take {fused.rpartition('.')[2]} out",
+                code=2,
+            )
 
 
 # The tuners of PEFT 0.21 that change matrices of a model and that Bloomery has not of its own.
-METHODS = frozenset({
-    "ADALORA", "ADAMSS", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA",
-    "HRA", "IA3", "LILY", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA",
-    "ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT",
-})  # fmt: skip
+METHODS = frozenset(
+    {
+        "ADALORA",
+        "ADAMSS",
+        "BEFT",
+        "BOFT",
+        "C3A",
+        "DEFT",
+        "DELORA",
+        "FOURIERFT",
+        "FROD",
+        "GLORA",
+        "GRALORA",
+        "HIRA",
+        "HRA",
+        "IA3",
+        "LILY",
+        "LN_TUNING",
+        "LOHA",
+        "LOKR",
+        "MISS",
+        "OFT",
+        "OSF",
+        "PEANUT",
+        "PSOFT",
+        "PVERA",
+        "RANDLORA",
+        "ROAD",
+        "SHIRA",
+        "SUPERTUNING",
+        "TINYLORA",
+        "UNILORA",
+        "VBLORA",
+        "VERA",
+        "WAVEFT",
+    }
+)
 NATIVE = {
     "LORA": "set adapter.kind=lora, which is Bloomery's own",
     "TRAINABLE_TOKENS": "set adapter.kind=lora adapter.modules_to_save=[embed_tokens, lm_head]",
 }
 # These change the input or the past of transformers' own forward, not the matrices of a model.
-PROMPTS = frozenset({
-    "ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING", "PROMPT_TUNING",
-    "P_TUNING", "SHADOW", "XLORA",
-})  # fmt: skip
+PROMPTS = frozenset(
+    {
+        "ADAPTION_PROMPT",
+        "CARTRIDGE",
+        "CPT",
+        "MULTITASK_PROMPT_TUNING",
+        "POLY",
+        "PREFIX_TUNING",
+        "PROMPT_TUNING",
+        "P_TUNING",
+        "SHADOW",
+        "XLORA",
+    }
+)
 # What methods that are not about attention's matrices change; of the others PEFT's usual q_proj and v_proj.
-DEFAULT_TARGET_MODULES: dict[str, str | list[str]] = {"LN_TUNING": ".*norm", "IA3": ["k_proj", "v_proj", "down_proj"]}
+DEFAULT_TARGET_MODULES: dict[str, str | list[str]] = {
+    "LN_TUNING": ".*norm",
+    "IA3": ["k_proj", "v_proj", "down_proj"],
+}
 
 
 def named(method: str) -> str:
     """As PEFT writes it. Raises UserError for what is no method of PEFT's that trains here."""
     name = method.upper().replace("-", "_")
     if name in NATIVE:
-        raise UserError(f"{method} is not PEFT's here", where="adapter.method", fix=NATIVE[name], code=2)
+        raise UserError(
+            f"{method} is not PEFT's here", where="adapter.method", fix=NATIVE[name], code=2
+        )
     if name in PROMPTS:
         problem = f"{method} changes the input of transformers' own forward, which this decoder does not have"
         raise UserError(problem, where="adapter.method", fix="set adapter.kind=lora", code=2)
@@ -244,20 +330,30 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     if asked in (ALL_LINEAR, [ALL_LINEAR]):  # PEFT supports it for transformers' models only
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
     names: Iterable[str] = parameter_shapes(config)
-    if backend := config.transformers_backend:  # by the names of files, those in its layers: the rest has two owners
-        names = [theirs for ours, theirs, _ in backend.parameters if ours.startswith("model.layers.")]
+    # by the names of files, those in its layers: the rest has two owners
+    if backend := config.transformers_backend:
+        names = [
+            theirs for ours, theirs, _ in backend.parameters if ours.startswith("model.layers.")
+        ]
     known = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     if not isinstance(asked, str | list):
         problem = f"target_modules is {str(asked)[:40]}, no list of names"
-        raise UserError(problem, where=where, fix="name modules: adapter.target_modules=[q_proj]", code=2)
+        raise UserError(
+            problem, where=where, fix="name modules: adapter.target_modules=[q_proj]", code=2
+        )
     if isinstance(asked, str):
         try:
             matches = any(re.fullmatch(asked, name) for name in known)
         except re.error as error:
-            problem, fix = f"{asked[:80]!r} is no pattern: {error}", "name modules: adapter.target_modules=[q_proj]"
+            problem, fix = (
+                f"{asked[:80]!r} is no pattern: {error}",
+                "name modules: adapter.target_modules=[q_proj]",
+            )
             raise UserError(problem, where=where, fix=fix, code=2) from error
         if not matches:
-            raise unknown_module(asked, known, where, f"{ALL_LINEAR}; a text alone is a pattern over full names")
+            raise unknown_module(
+                asked, known, where, f"{ALL_LINEAR}; a text alone is a pattern over full names"
+            )
         return asked
     for wanted in asked:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in known):
@@ -265,12 +361,22 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
     return list(asked)
 
 
-RANKS = ("r", "rank", "init_r", "target_r")  # as methods call it; some have 0 where another key decides
-_TORCH_FREE = frozenset({"__future__", "abc", "collections", "dataclasses", "enum", "typing", "warnings"})
+# as methods call it; some have 0 where another key decides
+RANKS = ("r", "rank", "init_r", "target_r")
+_TORCH_FREE = frozenset(
+    {"__future__", "abc", "collections", "dataclasses", "enum", "typing", "warnings"}
+)
 _KINDS: dict[Any, str] = {
-    int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null", list: "a list",
-    tuple: "a list", set: "a list", dict: "keys with values",
-}  # fmt: skip
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    list: "a list",
+    tuple: "a list",
+    set: "a list",
+    dict: "keys with values",
+}
 # PeftConfig's own fields, and why a recipe does not set them.
 NATIVE_ONLY = {
     "peft_type": "adapter.method names the method",
@@ -290,7 +396,11 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
     """
     kind = config_class(named(adapter.method))
     given = dict(adapter.model_extra or {})
-    known = None if kind is None else {field.name for field in dataclasses.fields(kind)} | NATIVE_ONLY.keys()
+    known = (
+        None
+        if kind is None
+        else {field.name for field in dataclasses.fields(kind)} | NATIVE_ONLY.keys()
+    )
     for name in given:
         if name in NATIVE_ONLY:
             problem = f"{name} is not a recipe's to set: {NATIVE_ONLY[name]}"
@@ -302,8 +412,12 @@ def method_settings(adapter: Peft, config: ModelConfig, *, steps: int | None) ->
     if known is None or "target_modules" in known:
         given["target_modules"] = targets_of(adapter, config)
         refuse_stored_otherwise(config)
-    if known is not None and "feedforward_modules" in known:  # whose inputs IA3 scales; PEFT has no default for ours
-        given.setdefault("feedforward_modules", [one for one in given["target_modules"] if one.endswith("down_proj")])
+    # whose inputs IA3 scales; PEFT has no default for ours
+    if known is not None and "feedforward_modules" in known:
+        given.setdefault(
+            "feedforward_modules",
+            [one for one in given["target_modules"] if one.endswith("down_proj")],
+        )
     if known is not None and "total_step" in known:  # AdaLoRA: its schedule ends with the run
         given.setdefault("total_step", steps)
         if not given["total_step"]:
@@ -334,9 +448,10 @@ def refuse_stored_otherwise(config: ModelConfig) -> None:
     if moved and config.transformers_backend is None:
         raise UserError(
             f"{config.family} is stored with fused or transposed matrices, which are others than those that train here",
-            where="adapter.kind=peft", fix="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
+            where="adapter.kind=peft",
+            fix="set adapter.kind=lora: Bloomery's own writes PEFT's format for it, too",
             code=2,
-        )  # fmt: skip
+        )
 
 
 def _refuse_values(given: Mapping[str, Any], kind: Any) -> None:
@@ -345,13 +460,19 @@ def _refuse_values(given: Mapping[str, Any], kind: Any) -> None:
     for name, value in given.items():
         where, default = f"adapter.{name}", fields[name].default
         if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} must be a finite number", where=where, fix="write a number", code=2)
+            raise UserError(
+                f"{name} must be a finite number", where=where, fix="write a number", code=2
+            )
         raw_config = kind.raw_config[name]
         if value != default and not _fits(raw_config, value):
             problem = f"{name} must be {_described(raw_config)}, not {str(value)[:40]!r}"
-            raise UserError(problem, where=where, fix=f"correct it: it is a field of {kind.__name__}", code=2)
+            raise UserError(
+                problem, where=where, fix=f"correct it: it is a field of {kind.__name__}", code=2
+            )
         if name in RANKS and isinstance(value, int) and value <= 0 and value != default:
-            raise UserError(f"{name} must be above 0, not {value}", where=where, fix="give a rank: 8", code=2)
+            raise UserError(
+                f"{name} must be above 0, not {value}", where=where, fix="give a rank: 8", code=2
+            )
 
 
 def _fits(raw_config: Any, value: object) -> bool:
@@ -362,11 +483,15 @@ def _fits(raw_config: Any, value: object) -> bool:
     if origin is typing.Literal:
         return value in inner
     if (origin or raw_config) in (list, tuple, set):
-        return isinstance(value, list) and all(any(_fits(one, item) for one in inner or (Any,)) for item in value)
+        return isinstance(value, list) and all(
+            any(_fits(one, item) for one in inner or (Any,)) for item in value
+        )
     if (origin or raw_config) is dict:
         return isinstance(value, dict)
     if raw_config in (int, float):
-        return not isinstance(value, bool) and isinstance(value, int if raw_config is int else (int, float))
+        return not isinstance(value, bool) and isinstance(
+            value, int if raw_config is int else (int, float)
+        )
     return isinstance(value, raw_config) if raw_config in (bool, str, type(None)) else True
 
 
@@ -417,7 +542,9 @@ def config_class(method: str) -> Any:
     home = Path(found.origin).parent
     try:
         defined = _executed(home, home / "tuners" / method.lower() / "config.py")
-        name = next(name for name in defined if name.lower() == f"{method.lower().replace('_', '')}config")
+        name = next(
+            name for name in defined if name.lower() == f"{method.lower().replace('_', '')}config"
+        )
         return defined[name]
     except Exception:  # another version of PEFT: it checks when it is imported
         return None
@@ -433,7 +560,9 @@ def _type_of(raw_config: Any, defined: dict[str, Any]) -> Any:
 def _executed(home: Path, path: Path) -> dict[str, Any]:
     """The names of a file that was run without its imports, but for the config classes that its own derive from."""
 
-    def imported(name: str, _: Any = None, __: Any = None, names: Sequence[str] | None = (), level: int = 0) -> Any:
+    def imported(
+        name: str, _: Any = None, __: Any = None, names: Sequence[str] | None = (), level: int = 0
+    ) -> Any:
         if name in _TORCH_FREE and level == 0:
             return import_module(name)
         below = home.joinpath(*name.split(".")[1:])
@@ -441,14 +570,28 @@ def _executed(home: Path, path: Path) -> dict[str, Any]:
         known: dict[str, Any] = {"PeftConfig": _Base} if name == "peft.config" else {}
         if name.startswith("peft.tuners.") and level == 0 and source != path:
             known = _executed(home, source)
-        return types.SimpleNamespace(**{each: known.get(each, _Anything()) for each in names}) if names else _Anything()
+        return (
+            types.SimpleNamespace(**{each: known.get(each, _Anything()) for each in names})
+            if names
+            else _Anything()
+        )
 
     # A name of a module that dataclasses finds.
-    space: dict[str, Any] = {"__name__": __name__, "__builtins__": vars(builtins) | {"__import__": imported}}
+    space: dict[str, Any] = {
+        "__name__": __name__,
+        "__builtins__": vars(builtins) | {"__import__": imported},
+    }
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), space)
     for kind in list(space.values()):
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and "raw_config" not in vars(kind):
-            own = {name: _type_of(each, space) for name, each in vars(kind).get("__annotations__", {}).items()}
+        if (
+            isinstance(kind, type)
+            and dataclasses.is_dataclass(kind)
+            and "raw_config" not in vars(kind)
+        ):
+            own = {
+                name: _type_of(each, space)
+                for name, each in vars(kind).get("__annotations__", {}).items()
+            }
             kind.raw_config = getattr(kind, "raw_config", {}) | own  # type: ignore[attr-defined]
     return space
 
@@ -466,15 +609,20 @@ class Base:
     def name(self) -> str:
         """The Hub id of a folder in the Hub's cache, else the folder."""
         cached = Path(self.folder).parent.parent.name  # models--x--y/snapshots/<commit>
-        return cached.removeprefix("models--").replace("--", "/", 1) if cached.startswith("models--") else self.folder
+        return (
+            cached.removeprefix("models--").replace("--", "/", 1)
+            if cached.startswith("models--")
+            else self.folder
+        )
 
     def refuse_change(self, digest: str, *, where: str, fix: str | None = None) -> None:
         """Raises UserError when the adapter in `where` was trained on other weights than these."""
         if digest != self.digest:
             raise UserError(
-                f"the adapter was trained on other weights than those in {self.folder}", where=where,
+                f"the adapter was trained on other weights than those in {self.folder}",
+                where=where,
                 fix=fix or "put the base model back that it was trained on",
-            )  # fmt: skip
+            )
 
 
 def base_of(folder: Path) -> Base:
@@ -483,7 +631,11 @@ def base_of(folder: Path) -> Base:
 
 def digest(folder: Path) -> str:
     """Of every byte of the weights and of config.json: as fast as the disk, or some GB/s where memory holds them."""
-    paths = [path for path in (folder / "config.json", folder / INDEX, *_weights(folder)) if path.is_file()]
+    paths = [
+        path
+        for path in (folder / "config.json", folder / INDEX, *_weights(folder))
+        if path.is_file()
+    ]
     moments = [(path, path.stat()) for path in paths]
     lines = (f"{path.name} {_content(path, at.st_size, at.st_mtime_ns)}\n" for path, at in moments)
     return digest_of("".join(lines).encode())
@@ -504,7 +656,9 @@ def _weights(folder: Path) -> list[Path]:
             return [path for path in sorted(folder.glob("*.safetensors")) if path.name in names]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = "the index of the weights cannot be read"
-            raise UserError(problem, where=str(index), fix="download or save the model again") from error
+            raise UserError(
+                problem, where=str(index), fix="download or save the model again"
+            ) from error
     return [single] if single.is_file() else []
 
 
@@ -527,7 +681,8 @@ def base_folder(folder: Path) -> Path:
     fix = f"name the base yourself: BASE+{folder.name}"
     if not isinstance(name, str) or not name or not name.isprintable():
         raise UserError("the adapter names no base model", where=where, fix=fix)
-    moved = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []  # a run that was moved
+    # a run that was moved
+    moved = [folder.parent.parent / "base"] if folder.parent.name == "checkpoints" else []
     for place in (Path(name), folder / name, *moved):
         if len(name) < 4000 and (place / "config.json").is_file():
             return place
@@ -552,7 +707,11 @@ def refuse_other_base(folder: Path, base: Path) -> None:
         match json.loads(path.read_text(encoding="utf-8")):
             case {"base": {"digest": str(noted), **told}}:
                 given = base_of(base)
-                fix = None if given.folder == told.get("folder", given.folder) else right_base(folder)
+                fix = (
+                    None if given.folder == told.get("folder", given.folder) else right_base(folder)
+                )
                 given.refuse_change(noted, where=str(folder), fix=fix)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"state.json is not JSON: {error}"[:200], where=str(path), fix=AGAIN) from error
+        raise UserError(
+            f"state.json is not JSON: {error}"[:200], where=str(path), fix=AGAIN
+        ) from error

@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.model.attention.blockwise import Attention, Options, QueryDocuments, blockwise, reach_of
+from bloomery.model.attention.blockwise import (
+    Attention,
+    Options,
+    QueryDocuments,
+    blockwise,
+    reach_of,
+)
 from bloomery.model.attention.compiled import compiled
 from bloomery.model.attention.per_document import per_document
 from bloomery.model.norms import working_dtype
@@ -22,11 +28,15 @@ from bloomery.model.norms import working_dtype
 FLEX_BLOCK = 128
 
 
-def block_mask(first_BT: Tensor | None, length: int, window: int | None, device: torch.device) -> object:
+def block_mask(
+    first_BT: Tensor | None, length: int, window: int | None, device: torch.device
+) -> object:
     """FlexAttention's BlockMask, made from block bounds: no [T, T] tensor exists, unlike in `create_block_mask`."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    first = torch.zeros(1, length, dtype=torch.int64, device=device) if first_BT is None else first_BT
+    first = (
+        torch.zeros(1, length, dtype=torch.int64, device=device) if first_BT is None else first_BT
+    )
 
     def sees(b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         start = first[b, query] if len(first) > 1 else first[0][query]
@@ -35,15 +45,21 @@ def block_mask(first_BT: Tensor | None, length: int, window: int | None, device:
 
     query_N = torch.arange(0, length, FLEX_BLOCK, device=device)
     last_N = (query_N + FLEX_BLOCK - 1).clamp(max=length - 1)
-    lowest_BN1, highest_BN1 = first[:, query_N, None], first[:, last_N, None]  # starts never fall along a row
+    # starts never fall along a row
+    lowest_BN1, highest_BN1 = first[:, query_N, None], first[:, last_N, None]
     if window is not None:
         lowest_BN1 = torch.maximum(lowest_BN1, query_N[:, None] - window + 1)
         highest_BN1 = torch.maximum(highest_BN1, last_N[:, None] - window + 1)
     touched_BNN = (query_N <= query_N[:, None]) & (last_N >= lowest_BN1)
-    whole_N1 = query_N[:, None] + FLEX_BLOCK <= length  # of an incomplete last block the mask is always asked
+    # of an incomplete last block the mask is always asked
+    whole_N1 = query_N[:, None] + FLEX_BLOCK <= length
     full_BNN = whole_N1 & (query_N < query_N[:, None]) & (query_N >= highest_BN1)
     return BlockMask.from_kv_blocks(
-        *_listed(touched_BNN & ~full_BNN), *_listed(touched_BNN & full_BNN), FLEX_BLOCK, sees, (length, length)
+        *_listed(touched_BNN & ~full_BNN),
+        *_listed(touched_BNN & full_BNN),
+        FLEX_BLOCK,
+        sees,
+        (length, length),
     )
 
 
@@ -85,12 +101,16 @@ def layout_of(documents_BT: Tensor | None, *, backend: str) -> DocumentLayout:
     """Document numbers are contiguous in a row, padding is -1; None: every row is one document. Runs uncompiled."""
     if documents_BT is None:
         return DocumentLayout()
-    assert backend != "sdpa", "sdpa does not keep documents apart: pass documents_BT=None or take another backend"
+    assert backend != "sdpa", (
+        "sdpa does not keep documents apart: pass documents_BT=None or take another backend"
+    )
     first_BT = document_starts(documents_BT)
     if backend in ("mask", "math"):
         position_T = torch.arange(first_BT.shape[1], device=first_BT.device)
         started_BTS = position_T >= first_BT[..., None]
-        return DocumentLayout(first_BT, (started_BTS & (position_T <= position_T[:, None]))[:, None])
+        return DocumentLayout(
+            first_BT, (started_BTS & (position_T <= position_T[:, None]))[:, None]
+        )
     if backend == "varlen":
         return DocumentLayout(first_BT, offsets=document_offsets(first_BT))
     return DocumentLayout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
@@ -106,7 +126,9 @@ def document_starts(documents_BT: Tensor) -> Tensor:
 
 def causal_mask(queries: int, keys: int, *, window: int | None, device: torch.device) -> Tensor:
     """[T, S], True where seen: the queries are the last T of the S positions; a window counts the query itself."""
-    distance_TS = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    distance_TS = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(
+        keys, device=device
+    )
     seen_TS = distance_TS >= 0
     return seen_TS if window is None else seen_TS & (distance_TS < window)
 
@@ -131,7 +153,9 @@ def attend(
     """
     dtype = working_dtype(q_BHTE)
     q_BHTE, k_BKSE, v_BKSE = q_BHTE.to(dtype), k_BKSE.to(dtype), v_BKSE.to(dtype)
-    options = Options(None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout)
+    options = Options(
+        None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout
+    )
     run = _BACKENDS[backend] if isinstance(backend, str) else backend
     return run(q_BHTE, k_BKSE, v_BKSE, layout, options)
 
@@ -144,7 +168,9 @@ def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: DocumentLayout, window: int | 
     return causal_TS if layout.mask_B1TS is None else causal_TS & layout.mask_B1TS
 
 
-def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
+def _sdpa(
+    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
     """scaled_dot_product_attention, with a mask only where the causal flag is not enough."""
     assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
     queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
@@ -153,16 +179,25 @@ def _sdpa(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout
     # A branch: compiled for every length, the comparison is a symbol, which the flag may not be.
     causal = True if whole and queries == keys and queries > 1 else False  # noqa: SIM210 - bool() keeps the symbol
     return F.scaled_dot_product_attention(
-        q_BHTE, k_BKSE, v_BKSE, seen, options.dropout, causal,
-        scale=options.scale, enable_gqa=q_BHTE.shape[1] != k_BKSE.shape[1],
-    )  # fmt: skip
+        q_BHTE,
+        k_BKSE,
+        v_BKSE,
+        seen,
+        options.dropout,
+        causal,
+        scale=options.scale,
+        enable_gqa=q_BHTE.shape[1] != k_BKSE.shape[1],
+    )
 
 
-def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
+def _math(
+    q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
     """Every score at once, softmax in float32 (float64 stays): the plainest form, and the oracle of the others."""
     batch, heads, queries, width = q_BHTE.shape
     _, key_heads, keys, _ = k_BKSE.shape
-    grouped = q_BHTE.reshape(batch, key_heads, heads // key_heads * queries, width)  # heads that share keys
+    # heads that share keys
+    grouped = q_BHTE.reshape(batch, key_heads, heads // key_heads * queries, width)
     scores = (grouped @ k_BKSE.mT).view(batch, heads, queries, keys) * options.scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if options.softcap is not None:
@@ -172,21 +207,32 @@ def _math(q_BHTE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, layout: DocumentLayout
     return (shares.view(batch, key_heads, -1, keys) @ v_BKSE).view(q_BHTE.shape)
 
 
-def _blockwise(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
+def _blockwise(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
     rows = QueryDocuments(layout.first_BT, layout.reach, _seed(options.dropout))
     return blockwise(q_BHTE, k_BKTE, v_BKTE, rows, options)
 
 
 def _by_document(
-    run: Attention, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options
+    run: Attention,
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    layout: DocumentLayout,
+    options: Options,
 ) -> Tensor:
     first_BT = layout.first_BT
     if first_BT is None:
         first_BT = torch.zeros(q_BHTE.shape[0], q_BHTE.shape[2], dtype=torch.int64)
-    return run(q_BHTE, k_BKTE, v_BKTE, QueryDocuments(first_BT, None, _seed(options.dropout)), options)
+    return run(
+        q_BHTE, k_BKTE, v_BKTE, QueryDocuments(first_BT, None, _seed(options.dropout)), options
+    )
 
 
-def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
+def _flex(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
     """[B, H, T, E]; compiled by torch on first use. No dropout; no backward on the CPU."""
     assert options.dropout == 0, "FlexAttention has no dropout"
     softcap = options.softcap
@@ -196,12 +242,19 @@ def _flex(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
     return _compiled_flex()(
-        q_BHTE, k_BKTE, v_BKTE, score_mod=None if softcap is None else cap, block_mask=mask, scale=options.scale,
+        q_BHTE,
+        k_BKTE,
+        v_BKTE,
+        score_mod=None if softcap is None else cap,
+        block_mask=mask,
+        scale=options.scale,
         enable_gqa=q_BHTE.shape[1] != k_BKTE.shape[1],
-    )  # fmt: skip
+    )
 
 
-def _varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options) -> Tensor:
+def _varlen(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options
+) -> Tensor:
     """[B, H, T, E]; half types on a GPU, from torch 2.12 on."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -210,12 +263,24 @@ def _varlen(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayo
     assert options.window is None, "windows are FlexAttention's"
     batch, heads, length, _ = q_BHTE.shape
     rows = range(0, batch * length + 1, length)
-    offsets = torch.tensor(rows, dtype=torch.int32, device=q_BHTE.device) if layout.offsets is None else layout.offsets
+    offsets = (
+        torch.tensor(rows, dtype=torch.int32, device=q_BHTE.device)
+        if layout.offsets is None
+        else layout.offsets
+    )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
     out = varlen_attn(
-        q, k, v, offsets, offsets, length, length,
-        scale=options.scale, window_size=(-1, 0), enable_gqa=heads != k.shape[1],
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        length,
+        length,
+        scale=options.scale,
+        window_size=(-1, 0),
+        enable_gqa=heads != k.shape[1],
+    )
     assert isinstance(out, Tensor)
     return torch.unflatten(out, 0, (batch, length)).transpose(1, 2)
 

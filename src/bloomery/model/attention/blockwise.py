@@ -33,7 +33,8 @@ class QueryDocuments(NamedTuple):
     """Document masking, and the seed of dropout."""
 
     first_BT: Tensor | None  # where each token's document starts
-    reach: Tensor | None  # [2, B, blocks] on the CPU: lowest and highest document start of each query block
+    # [2, B, blocks] on the CPU: lowest and highest document start of each query block
+    reach: Tensor | None
     seed: Tensor | None  # 0-dim, on the CPU
 
 
@@ -79,28 +80,59 @@ def like_projection(x_BHTE: Tensor) -> Tensor:
 
 def sums_like(q_BHTE: Tensor) -> Tensor:
     """Empty [B, H, T] for log-sum-exps: float32 for half types, float64 stays."""
-    return q_BHTE.new_empty(q_BHTE.shape[:3], dtype=torch.promote_types(q_BHTE.dtype, torch.float32))
+    return q_BHTE.new_empty(
+        q_BHTE.shape[:3], dtype=torch.promote_types(q_BHTE.dtype, torch.float32)
+    )
 
 
 def attention_operator(
-    name: str, forward: Forward, backward: Backward, *, sums: Callable[[Tensor], Tensor], device: str | None = None
+    name: str,
+    forward: Forward,
+    backward: Backward,
+    *,
+    sums: Callable[[Tensor], Tensor],
+    device: str | None = None,
 ) -> Attention:
     """Registers both as `bloomery::NAME`. `sums` gives an empty tensor laid out as the forward's log-sum-exp is."""
 
     @torch.library.custom_op(f"bloomery::{name}", mutates_args=(), device_types=device)
     def ahead(
-        q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, reach: Tensor | None, seed: Tensor | None,
-        window: int | None, softcap: float | None, scale: float, dropout: float,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first: Tensor | None,
+        reach: Tensor | None,
+        seed: Tensor | None,
+        window: int | None,
+        softcap: float | None,
+        scale: float,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            return forward(q, k, v, QueryDocuments(first, reach, seed), Options(window, softcap, scale, dropout))
+            return forward(
+                q,
+                k,
+                v,
+                QueryDocuments(first, reach, seed),
+                Options(window, softcap, scale, dropout),
+            )
 
     @torch.library.custom_op(f"bloomery::{name}_backward", mutates_args=(), device_types=device)
     def back(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, total: Tensor,
-        first: Tensor | None, reach: Tensor | None, seed: Tensor | None,
-        window: int | None, softcap: float | None, scale: float, dropout: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        total: Tensor,
+        first: Tensor | None,
+        reach: Tensor | None,
+        seed: Tensor | None,
+        window: int | None,
+        softcap: float | None,
+        scale: float,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
             options = Options(window, softcap, scale, dropout)
             return backward(grad, q, k, v, out, total, QueryDocuments(first, reach, seed), options)
@@ -113,7 +145,9 @@ def attention_operator(
         return *back(grad, *ctx.saved_tensors, *ctx.options), *[None] * (3 + len(Options._fields))
 
     ahead.register_fake(lambda q, *_: (like_projection(q), sums(q)))
-    back.register_fake(lambda _grad, q, k, v, *_: (like_projection(q), like_projection(k), like_projection(v)))
+    back.register_fake(
+        lambda _grad, q, k, v, *_: (like_projection(q), like_projection(k), like_projection(v))
+    )
     ahead.register_autograd(differentiate, setup_context=save)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> Tensor:
@@ -135,7 +169,8 @@ class Task:
     """One call: document masking and attention settings."""
 
     first_BT: Tensor | None
-    reach: Tensor | None  # [2, B, blocks] on the CPU: lowest and highest document start of each query block
+    # [2, B, blocks] on the CPU: lowest and highest document start of each query block
+    reach: Tensor | None
     seed: Tensor | None
     window: int | None
     softcap: float | None
@@ -149,7 +184,8 @@ class Task:
             lowest_N, highest_N = self.reach[0].amin(0).tolist(), self.reach[1].amax(0).tolist()
         for index, (lowest, highest) in enumerate(zip(lowest_N, highest_N, strict=True)):
             start, stop = index * BLOCK, min(index * BLOCK + BLOCK, length)
-            hidden = 0 if self.window is None else stop - self.window  # keys below are hidden from some query
+            # keys below are hidden from some query
+            hidden = 0 if self.window is None else stop - self.window
             bottom = lowest if self.window is None else max(lowest, start - self.window + 1)
             tiles = [
                 Tile(
@@ -185,7 +221,9 @@ class Task:
         return hidden if hidden.ndim == 5 else hidden[None, None, None]
 
     def capped(self, scores: Tensor) -> Tensor:
-        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        return (
+            scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        )
 
     def dropped(self, tile: Tile, shares: Tensor) -> Tensor:
         """True where a share is dropped, from 16 random bits; forward and backward of one call get the same."""
@@ -218,7 +256,8 @@ def _mixed(value: int) -> int:
 def reach_of(first_BT: Tensor) -> Tensor:
     """[2, B, blocks] on the CPU: the lowest and the highest document start among the queries of each block."""
     lowest_BN = first_BT[:, ::BLOCK]
-    last_BN = torch.cat([first_BT[:, BLOCK - 1 :: BLOCK], first_BT[:, -1:]], 1)  # starts never fall along a row
+    # starts never fall along a row
+    last_BN = torch.cat([first_BT[:, BLOCK - 1 :: BLOCK], first_BT[:, -1:]], 1)
     return torch.stack([lowest_BN, last_BN[:, : lowest_BN.shape[1]]]).cpu()
 
 
@@ -260,7 +299,13 @@ def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple
 
 
 def backward(
-    grad_BHTE: Tensor, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, out_BHTE: Tensor, sums_BHT: Tensor, task: Task
+    grad_BHTE: Tensor,
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    out_BHTE: Tensor,
+    sums_BHT: Tensor,
+    task: Task,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: with p the shares, dS = p (dP - sum of dO O), through the soft-cap's slope."""
     key_heads, exact = k_BKTE.shape[1], sums_BHT.dtype
@@ -271,12 +316,17 @@ def backward(
     sums = _grouped(sums_BHT, key_heads)[..., None]
     delta = _grouped((grad_BHTE.to(exact) * out_BHTE).sum(-1), key_heads)[..., None]
     for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
-        query, d_out = q[..., queries, :] * task.scale, grad[..., queries, :].flatten(2, 3) * task.boost
+        query, d_out = (
+            q[..., queries, :] * task.scale,
+            grad[..., queries, :].flatten(2, 3) * task.boost,
+        )
         d_query = torch.zeros(d_out.shape, dtype=exact, device=q.device)
         for tile in tiles:
             key, value = k[:, :, tile.keys], v[:, :, tile.keys]
             scores = _scores(query, key, task)
-            slope = None if task.softcap is None else (scores / task.softcap).square_().neg_().add_(1)
+            slope = (
+                None if task.softcap is None else (scores / task.softcap).square_().neg_().add_(1)
+            )
             shares = scores.sub_(sums[..., queries, :]).exp_()
             if tile.masked:
                 shares.masked_fill_(task.hidden(queries, tile.keys, shares.device), 0.0)
@@ -293,11 +343,15 @@ def backward(
             d_scores = d_scores.to(q.dtype).flatten(2, 3)
             d_query += d_scores @ key
             dk[:, :, tile.keys] += d_scores.mT @ query.flatten(2, 3)
-        dq_BHTE[:, :, queries] = torch.unflatten(d_query.mul_(task.scale), 2, query.shape[2:4]).flatten(1, 2)
+        dq_BHTE[:, :, queries] = torch.unflatten(
+            d_query.mul_(task.scale), 2, query.shape[2:4]
+        ).flatten(1, 2)
     return dq_BHTE, dk.to(k_BKTE.dtype), dv.to(v_BKTE.dtype)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+) -> tuple[Tensor, Tensor]:
     out_BHTE, sums_BHT = like_projection(q), sums_like(q)
     for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
         out_BHTE[part], sums_BHT[part] = forward(q[part], k[part], v[part], task)
@@ -305,12 +359,21 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Opt
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: QueryDocuments, options: Options
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    rows: QueryDocuments,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, in their shapes."""
     dq, dk, dv = (like_projection(x) for x in (q, k, v))
     for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
-        dq[part], dk[part], dv[part] = backward(grad[part], q[part], k[part], v[part], out[part], sums[part], task)
+        dq[part], dk[part], dv[part] = backward(
+            grad[part], q[part], k[part], v[part], out[part], sums[part], task
+        )
     return dq, dk, dv
 
 

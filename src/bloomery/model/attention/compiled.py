@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from bloomery.model.attention import per_document
-from bloomery.model.attention.blockwise import Options, QueryDocuments, attention_operator, like_projection
+from bloomery.model.attention.blockwise import (
+    Options,
+    QueryDocuments,
+    attention_operator,
+    like_projection,
+)
 from bloomery.model.native import Library, library
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -28,9 +33,13 @@ class _Input(Structure):
 class _Call(Structure):
     _fields_ = (
         *((name, _Input) for name in ("q", "k", "v", "out", "grad")),
-        *((name, c_void_p) for name in ("into", "dq", "dk", "dv", "sums", "dk_heads", "dv_heads", "bounds")),
-        *((name, c_int64) for name in ("documents", "heads", "kv_heads", "width")), ("scale", c_float),
-    )  # fmt: skip
+        *(
+            (name, c_void_p)
+            for name in ("into", "dq", "dk", "dv", "sums", "dk_heads", "dv_heads", "bounds")
+        ),
+        *((name, c_int64) for name in ("documents", "heads", "kv_heads", "width")),
+        ("scale", c_float),
+    )
 
 
 @functools.cache
@@ -63,7 +72,12 @@ def _plain(bounds: np.ndarray[Any, Any], q: Tensor, options: Options) -> bool:
     """Whether the compiled code computes these documents."""
     window, softcap, _, dropout = options
     longest = int(np.diff(bounds).max())
-    return softcap is None and dropout == 0 and (window is None or window >= longest) and q.dtype in DTYPES
+    return (
+        softcap is None
+        and dropout == 0
+        and (window is None or window >= longest)
+        and q.dtype in DTYPES
+    )
 
 
 def _tokens(x_BHTE: Tensor) -> Tensor:
@@ -78,9 +92,16 @@ def _input(x_NHE: Tensor) -> _Input:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, bounds: np.ndarray[Any, Any], scale: float) -> _Call:
     return _Call(
-        q=_input(q), k=_input(k), v=_input(v), bounds=bounds.ctypes.data, documents=len(bounds) - 1,
-        heads=q.shape[1], kv_heads=k.shape[1], width=q.shape[2], scale=scale,
-    )  # fmt: skip
+        q=_input(q),
+        k=_input(k),
+        v=_input(v),
+        bounds=bounds.ctypes.data,
+        documents=len(bounds) - 1,
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        width=q.shape[2],
+        scale=scale,
+    )
 
 
 def _sums(q_BHTE: Tensor) -> Tensor:
@@ -90,7 +111,9 @@ def _sums(q_BHTE: Tensor) -> Tensor:
     return q_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+) -> tuple[Tensor, Tensor]:
     bounds = _bounds(rows)
     if not _plain(bounds, q, options):
         return per_document.forward(q, k, v, np.diff(bounds).tolist(), rows.seed, options)
@@ -109,17 +132,34 @@ def by_head(q_BHTE: Tensor, k_BKTE: Tensor) -> Tensor:
     """
     batch, heads, length, width = q_BHTE.shape
     shared = heads != k_BKTE.shape[1]
-    return q_BHTE.new_empty((2, batch * length, heads, width) if shared else (2, 0), dtype=torch.float32)
+    return q_BHTE.new_empty(
+        (2, batch * length, heads, width) if shared else (2, 0), dtype=torch.float32
+    )
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: QueryDocuments, options: Options
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    rows: QueryDocuments,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bounds = _bounds(rows)
     if not _plain(bounds, q, options):
-        return per_document.backward(grad, q, k, v, out, sums, np.diff(bounds).tolist(), rows.seed, options)
+        return per_document.backward(
+            grad, q, k, v, out, sums, np.diff(bounds).tolist(), rows.seed, options
+        )
     dq, dk, dv = like_projection(q), like_projection(k), like_projection(v)
-    q_NHE, k_NHE, v_NHE, out_NHE, grad_NHE = _tokens(q), _tokens(k), _tokens(v), _tokens(out), _tokens(grad)
+    q_NHE, k_NHE, v_NHE, out_NHE, grad_NHE = (
+        _tokens(q),
+        _tokens(k),
+        _tokens(v),
+        _tokens(out),
+        _tokens(grad),
+    )
     call = _call(q_NHE, k_NHE, v_NHE, bounds, options.scale)
     call.out, call.grad = _input(out_NHE), _input(grad_NHE)
     call.dq, call.dk, call.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()

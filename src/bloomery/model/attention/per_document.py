@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bloomery.model.attention import blockwise
-from bloomery.model.attention.blockwise import Options, QueryDocuments, Task, attention_operator, sums_like
+from bloomery.model.attention.blockwise import (
+    Options,
+    QueryDocuments,
+    Task,
+    attention_operator,
+    sums_like,
+)
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -59,17 +65,27 @@ def _shortened(parts: Iterable[Tensor], length: int) -> tuple[Tensor, ...]:
     return tuple(x[:, :, :length] for x in parts)
 
 
-def _task(kind: type[Task], length: int, number: int, seed: Tensor | None, options: Options) -> Task | None:
+def _task(
+    kind: type[Task], length: int, number: int, seed: Tensor | None, options: Options
+) -> Task | None:
     """The blockwise task of a document; None where the flash kernel supports it."""
     window, softcap, scale, dropout = options
     window = None if window is None or window >= length else window
     if window is None and softcap is None and dropout == 0:
         return None
-    return kind(None, None, None if seed is None else seed + (number << 32), window, softcap, scale, dropout)
+    return kind(
+        None, None, None if seed is None else seed + (number << 32), window, softcap, scale, dropout
+    )
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], seed: Tensor | None, options: Options, kind: type[Task] = Task
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    seed: Tensor | None,
+    options: Options,
+    kind: type[Task] = Task,
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of documents of these lengths, row after row; `kind` is blockwise attention's."""
     outs, totals = [], []
@@ -78,7 +94,9 @@ def forward(
         task = _task(kind, lengths[number], number, seed, options)
         if task is None:
             longer = _lengthened((q_one, k_one, v_one), _spare(q_one))
-            out, total = _shortened(_flash(*longer, 0.0, True, scale=options.scale), lengths[number])
+            out, total = _shortened(
+                _flash(*longer, 0.0, True, scale=options.scale), lengths[number]
+            )
         else:
             out, total = blockwise.forward(q_one, k_one, v_one, task)
         outs.append(out)
@@ -87,9 +105,17 @@ def forward(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, lengths: list[int],
-    seed: Tensor | None, options: Options, kind: type[Task] = Task,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    lengths: list[int],
+    seed: Tensor | None,
+    options: Options,
+    kind: type[Task] = Task,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     grads = []
     parts = (_documents(x, lengths) for x in (grad, q, k, v, out, sums))
@@ -97,7 +123,11 @@ def backward(
         task = _task(kind, lengths[number], number, seed, options)
         if task is None:
             longer = _lengthened(one, _spare(one[1]))
-            grads.append(_shortened(_flash_backward(*longer, 0.0, True, scale=options.scale), lengths[number]))
+            grads.append(
+                _shortened(
+                    _flash_backward(*longer, 0.0, True, scale=options.scale), lengths[number]
+                )
+            )
         else:
             d_out, query, key, value, out_one, sums_one = one
             grads.append(blockwise.backward(d_out, query, key, value, out_one, sums_one, task))
@@ -110,15 +140,26 @@ def _sums_by_token(q_BHTE: Tensor) -> Tensor:
     return sums_like(q_BHTE.transpose(1, 2)).transpose(1, 2)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
+) -> tuple[Tensor, Tensor]:
     return forward(q, k, v, _lengths(rows), rows.seed, options)
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, rows: QueryDocuments, options: Options
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    rows: QueryDocuments,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return backward(grad, q, k, v, out, sums, _lengths(rows), rows.seed, options)
 
 
 # On the CPU only; `first_BT` is required.
-per_document = attention_operator("per_document", _forward, _backward, sums=_sums_by_token, device="cpu")
+per_document = attention_operator(
+    "per_document", _forward, _backward, sums=_sums_by_token, device="cpu"
+)

@@ -6,7 +6,8 @@ from types import MappingProxyType
 
 from bloomery.core import Choice
 
-SHORT = 512  # tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
+# tokens up to which a block mask on the CPU is quicker than a call per document (benchmarks/attention.py)
+SHORT = 512
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,12 @@ def supports(
     if torch is not None and _version(torch) < facts.since:
         return f"it needs torch {facts.since[0]}.{facts.since[1]}, and this is {torch}"
     asked = (
-        (float32, facts.float32), (packed, facts.packed), (window, facts.window), (softcap, facts.softcap),
+        (float32, facts.float32),
+        (packed, facts.packed),
+        (window, facts.window),
+        (softcap, facts.softcap),
         (dropout, facts.dropout),
-    )  # fmt: skip
+    )
     return next((reason for wanted, reason in asked if wanted and reason), None)
 
 
@@ -104,14 +108,21 @@ def choose(
     with the reason. `compiled`: why `compiled` is the quickest on this CPU; None: it is not.
     """
     bites = window is not None and window < sequence_length
-    simple = not bites and (device_type != "cpu" or dropout == 0)  # what sdpa does without a [T, T] tensor
+    # what sdpa does without a [T, T] tensor
+    simple = not bites and (device_type != "cpu" or dropout == 0)
     if compiled is not None and not bites and softcap is None and dropout == 0:
         return Choice("compiled", compiled)
     for backend, reason in _candidates(device_type, arch_has_fused, sequence_length, simple):
         unfit = supports(
-            backend, device_type=device_type, packed=packed, window=bites, softcap=softcap is not None,
-            dropout=dropout > 0, float32=float32, torch=torch,
-        )  # fmt: skip
+            backend,
+            device_type=device_type,
+            packed=packed,
+            window=bites,
+            softcap=softcap is not None,
+            dropout=dropout > 0,
+            float32=float32,
+            torch=torch,
+        )
         if unfit is None and backend not in absent:
             return Choice(backend, reason)
     raise AssertionError("blockwise supports everything and ends every list")
@@ -121,7 +132,10 @@ def _candidates(
     device_type: str, arch_has_fused: bool, sequence_length: int, simple: bool
 ) -> Iterator[tuple[str, str]]:
     if device_type != "cpu" and not arch_has_fused:
-        yield "blockwise", "torch has no fused attention for this GPU and would take memory quadratic in the length"
+        yield (
+            "blockwise",
+            "torch has no fused attention for this GPU and would take memory quadratic in the length",
+        )
         return
     if simple or (device_type == "cpu" and sequence_length <= SHORT):
         yield "sdpa", "PyTorch's SDPA: one document per sequence"
@@ -129,7 +143,13 @@ def _candidates(
         yield "varlen", "flash attention takes packed documents of any length"
         yield "flex", "FlexAttention makes one kernel of documents, windows and soft-caps"
     elif sequence_length <= SHORT:
-        yield "mask", f"up to {SHORT} tokens a block mask is the quickest way to keep documents apart on a CPU"
+        yield (
+            "mask",
+            f"up to {SHORT} tokens a block mask is the quickest way to keep documents apart on a CPU",
+        )
     else:
-        yield "per_document", f"above {SHORT} tokens a call per document skips masked keys and needs no mask"
+        yield (
+            "per_document",
+            f"above {SHORT} tokens a call per document skips masked keys and needs no mask",
+        )
     yield "blockwise", "no flash attention supports this; blockwise memory is linear in the length"

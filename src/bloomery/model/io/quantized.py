@@ -13,16 +13,35 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.limits import BLOCK, DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, SCALES_BLOCK, buffer_bytes
+from bloomery.model.limits import (
+    BLOCK,
+    DEQUANTIZED_ON_CPU,
+    DEQUANTIZED_ON_GPU,
+    SCALES_BLOCK,
+    buffer_bytes,
+)
 from bloomery.model.norms import working_dtype
 from bloomery.recipe.schema import Quantize
 
 # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (arXiv:2305.14314, appendix E).
 NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 LEAST = 1e-38  # a block of zeros is divided by this
 
 
@@ -112,7 +131,11 @@ def nf4_levels(device: torch.device) -> Tensor:
 def nf4_pairs(device: torch.device) -> Tensor:
     """The two float32 levels of every byte, as one int64 [256]: a look-up for two weights, of words of 8 bytes."""
     levels = nf4_levels(device)
-    return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1).view(torch.int64).squeeze(1)
+    return (
+        torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
+        .view(torch.int64)
+        .squeeze(1)
+    )
 
 
 @cache
@@ -154,7 +177,9 @@ def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
     else:
         scales = stored.scales.view(torch.float32)
     if stored.reader == "bitsandbytes":
-        weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, BLOCK, "nf4", shape, dtype)
+        weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+            codes, scales, BLOCK, "nf4", shape, dtype
+        )
         return weight
     if stored.reader == "compiled" and scales.numel() * BLOCK == stored.outputs * stored.inputs:
         values: Tensor = _one_kernel(codes.dtype)(codes, scales, nf4_levels(codes.device), dtype)
@@ -211,16 +236,28 @@ class _Context(Protocol):
 
 
 @torch.library.custom_op("bloomery::quantized_matmul", mutates_args=())
-def _ahead(x: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
+def _ahead(
+    x: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str
+) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         weight_OI = dequantized(Buffers(codes, scales, outer, outputs, inputs, reader), x.dtype)
         return torch.nn.functional.linear(x, weight_OI)
 
 
 @torch.library.custom_op("bloomery::quantized_matmul_backward", mutates_args=())
-def _back(grad: Tensor, codes: Tensor, scales: Tensor, outer: Tensor, outputs: int, inputs: int, reader: str) -> Tensor:
+def _back(
+    grad: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    outer: Tensor,
+    outputs: int,
+    inputs: int,
+    reader: str,
+) -> Tensor:
     with torch.autocast(grad.device.type, enabled=False):
-        return grad @ dequantized(Buffers(codes, scales, outer, outputs, inputs, reader), grad.dtype)
+        return grad @ dequantized(
+            Buffers(codes, scales, outer, outputs, inputs, reader), grad.dtype
+        )
 
 
 def _save(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -234,13 +271,21 @@ def _differentiate(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @_ahead.register_fake
-def _ahead_fake(x: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, outputs: int, *_: Any) -> Tensor:
+def _ahead_fake(
+    x: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, outputs: int, *_: Any
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], outputs)
 
 
 @_back.register_fake
 def _back_fake(
-    grad: Tensor, _codes: Tensor, _scales: Tensor, _outer: Tensor, _outputs: int, inputs: int, *_: Any
+    grad: Tensor,
+    _codes: Tensor,
+    _scales: Tensor,
+    _outer: Tensor,
+    _outputs: int,
+    inputs: int,
+    *_: Any,
 ) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], inputs)
 
@@ -263,15 +308,24 @@ class QuantizedWeight(nn.Module):
     outer: Tensor
 
     def __init__(
-        self, shape: Sequence[int], quantize: Quantize, *, reader: str = "torch", device: torch.device | None = None
+        self,
+        shape: Sequence[int],
+        quantize: Quantize,
+        *,
+        reader: str = "torch",
+        device: torch.device | None = None,
     ) -> None:
         """`reader`: "torch", on a GPU also "compiled" or, for nf4, "bitsandbytes". Undefined until `fill`."""
         super().__init__()
         self.outputs, self.inputs = shape
         self.base, self.reader = quantize.kind, ready(reader)
         sizes = buffer_bytes(self.outputs * self.inputs, quantize.kind, quantize.double_quant)
-        codes, scales, outer = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
-        self.register_buffer("codes", codes.view(torch.int8) if self.base == "int8" else codes, persistent=False)
+        codes, scales, outer = (
+            torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
+        )
+        self.register_buffer(
+            "codes", codes.view(torch.int8) if self.base == "int8" else codes, persistent=False
+        )
         self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("outer", outer, persistent=False)
 
@@ -302,7 +356,8 @@ class QuantizedWeight(nn.Module):
         quantize = quantize_int8 if self.base == "int8" else quantize_nf4
         first, found = 0, []
         rows = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
-        for part in (part for piece in pieces for part in torch.split(piece, rows)):  # parts take little memory
+        # parts take little memory
+        for part in (part for piece in pieces for part in torch.split(piece, rows)):
             codes, scales = quantize(part.to(self.codes.device).flatten())
             self.codes[first : first + len(codes)] = codes
             first += len(codes)
@@ -312,8 +367,9 @@ class QuantizedWeight(nn.Module):
         if not bool(scales.isfinite().all()):
             raise UserError(
                 f"{name} holds weights that are not finite, which no {self.base} can stand for",
-                where="model.from", fix="take a model whose weights are sound, or download it again",
-            )  # fmt: skip
+                where="model.from",
+                fix="take a model whose weights are sound, or download it again",
+            )
         if self.outer.numel():
             codes, outer = quantize_scales(scales)
             self.scales.copy_(codes)

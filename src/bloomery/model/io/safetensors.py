@@ -62,7 +62,12 @@ class TensorReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.stages.clear()
         self.stack.close()
 
@@ -70,8 +75,12 @@ class TensorReader:
         """target = rows `first`.. of the stored tensor (columns where it is transposed), cast to the target's dtype."""
         if transposed:
             for start, piece in self.pieces(stored, 0, stored.shape[0], device=target.device):
-                target[:, start : start + len(piece)].copy_(piece[:, first : first + len(target)].t())
-        elif target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous():
+                target[:, start : start + len(piece)].copy_(
+                    piece[:, first : first + len(target)].t()
+                )
+        elif (
+            target.device.type == "cpu" and target.dtype == stored.dtype and target.is_contiguous()
+        ):
             self._into(target, stored, first)
         else:
             rows = target if target.ndim else target[None]
@@ -89,7 +98,9 @@ class TensorReader:
         row = stored.dtype.itemsize * int(torch.Size(width).numel())
         step = multiple * max(1, STAGE_BYTES // (row * multiple))
         stages = cycle(
-            self.stages.setdefault(device, [_Stage(device) for _ in range(2 if device.type == "cuda" else 1)])
+            self.stages.setdefault(
+                device, [_Stage(device) for _ in range(2 if device.type == "cuda" else 1)]
+            )
         )
         for start in range(0, rows, step):
             stage, count = next(stages), min(step, rows - start)
@@ -115,7 +126,11 @@ class TensorReader:
         while done < len(memory):
             count = file.readinto(memory[done:])
             if not count:
-                raise UserError("the file ends too early", where=str(stored.path), fix="download the model again")
+                raise UserError(
+                    "the file ends too early",
+                    where=str(stored.path),
+                    fix="download the model again",
+                )
             done += count
 
 
@@ -165,7 +180,8 @@ def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
             pieces.setdefault(place.name, []).append(name)
     stored = {}
     for target, names in pieces.items():
-        parts = [state[name] for name in names]  # in the order of their rows, as parameter_shapes lists them
+        # in the order of their rows, as parameter_shapes lists them
+        parts = [state[name] for name in names]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         stored[target] = (whole.t() if where[names[0]].transposed else whole).contiguous()
     return stored

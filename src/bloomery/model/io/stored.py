@@ -30,7 +30,8 @@ def read_object(path: Path, *, fix: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        reason = str(error).partition(";")[0]  # Python's advice on long numbers is not for our reader
+        # Python's advice on long numbers is not for our reader
+        reason = str(error).partition(";")[0]
         raise UserError(f"{path.name} is not JSON: {reason}", where=str(path), fix=fix) from error
     if not isinstance(found, dict):
         raise UserError(f"{path.name} holds no object", where=str(path), fix=fix)
@@ -68,30 +69,45 @@ class Storage:
 
 
 PLAIN = Storage({}, {})
-STORAGE: Mapping[str, Storage] = MappingProxyType({
-    "phi3": Storage({}, {
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "self_attn.qkv_proj",
-        ("mlp.gate_proj", "mlp.up_proj"): "mlp.gate_up_proj",
-    }),
-    "gpt2": Storage(
-        {"model.embed_tokens": "transformer.wte", "model.embed_positions": "transformer.wpe",
-         "model.norm": "transformer.ln_f", "model.layers": "transformer.h", "input_layernorm": "ln_1",
-         "post_attention_layernorm": "ln_2", "self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc",
-         "mlp.down_proj": "mlp.c_proj"},
-        {("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "attn.c_attn"},
-        transposed=True, outermost="transformer.",
-    ),
-})  # fmt: skip
+STORAGE: Mapping[str, Storage] = MappingProxyType(
+    {
+        "phi3": Storage(
+            {},
+            {
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "self_attn.qkv_proj",
+                ("mlp.gate_proj", "mlp.up_proj"): "mlp.gate_up_proj",
+            },
+        ),
+        "gpt2": Storage(
+            {
+                "model.embed_tokens": "transformer.wte",
+                "model.embed_positions": "transformer.wpe",
+                "model.norm": "transformer.ln_f",
+                "model.layers": "transformer.h",
+                "input_layernorm": "ln_1",
+                "post_attention_layernorm": "ln_2",
+                "self_attn.o_proj": "attn.c_proj",
+                "mlp.up_proj": "mlp.c_fc",
+                "mlp.down_proj": "mlp.c_proj",
+            },
+            {("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "attn.c_attn"},
+            transposed=True,
+            outermost="transformer.",
+        ),
+    }
+)
 
 
 @cache  # planning an adapter asks for the same model hundreds of times
 def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
     """By the name of our parameter, in the order of `parameter_shapes`."""
     if config.transformers_backend is not None:
-        return MappingProxyType({
-            ours: TensorLocation(theirs, rows=shape[0], of=shape[0])
-            for ours, theirs, shape in config.transformers_backend.parameters
-        })  # fmt: skip
+        return MappingProxyType(
+            {
+                ours: TensorLocation(theirs, rows=shape[0], of=shape[0])
+                for ours, theirs, shape in config.transformers_backend.parameters
+            }
+        )
     storage, shapes = STORAGE.get(config.family, PLAIN), parameter_shapes(config)
 
     def renamed(path: str) -> str:
@@ -107,11 +123,15 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
         if path.startswith("model.layers."):
             parts = path.split(".")
             layer, module = ".".join(parts[:3]), ".".join(parts[3:])
-        together, stored = next(((p, s) for p, s in storage.fused.items() if module in p), ((module,), module))
+        together, stored = next(
+            ((p, s) for p, s in storage.fused.items() if module in p), ((module,), module)
+        )
         rows = [shapes[".".join(filter(None, (layer, part, kind)))][0] for part in together]
         target = ".".join(filter(None, (renamed(layer), renamed(stored), kind)))
         transposed = storage.transposed and layer != "" and len(shape) == 2
-        found[name] = TensorLocation(target, transposed, sum(rows[: together.index(module)]), shape[0], sum(rows))
+        found[name] = TensorLocation(
+            target, transposed, sum(rows[: together.index(module)]), shape[0], sum(rows)
+        )
     return MappingProxyType(found)
 
 
@@ -121,14 +141,26 @@ LARGEST_INDEX = 256 * 2**20
 LONGEST_NAME = 200
 AGAIN = "download or save the model again"
 DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 WEIGHTS = ("F64", "F32", "F16", "BF16")  # what a weight may be stored as
 # Buffers that old checkpoints carry although they follow from the config.
 COMPUTED = (
-    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
-)  # fmt: skip
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 VALUES = "score.weight"  # of a reward model
 
 
@@ -151,7 +183,9 @@ class Stored:
 
 def is_bare(folder: Path) -> bool:
     """Whether the folder has no weights: a config alone, enough for a plan."""
-    return not any((folder / name).is_file() for name in (SINGLE, INDEX)) and _pickled(folder) is None
+    return (
+        not any((folder / name).is_file() for name in (SINGLE, INDEX)) and _pickled(folder) is None
+    )
 
 
 def _pickled(folder: Path) -> str | None:
@@ -166,10 +200,11 @@ def refuse_pickles(path: Path) -> None:
         name = path.name if any(path.match(pattern) for pattern in PICKLES) else None
     if name is not None:
         raise UserError(
-            f"{name} is a pickle, which can run code when it is opened: only safetensors are read", where=str(path),
+            f"{name} is a pickle, which can run code when it is opened: only safetensors are read",
+            where=str(path),
             fix="use the safetensors of the model: Meta's Llama is on the Hub as meta-llama/Llama-2-7b-hf, "
             "meta-llama/Llama-3.1-8B and so on (`bloomery download ID`); save others again with save_pretrained",
-        )  # fmt: skip
+        )
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -179,31 +214,47 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         if (folder / SINGLE).is_file():
             return None
         refuse_pickles(folder)
-        raise UserError("no model.safetensors is here", where=str(folder), fix="give the folder of a saved model")
+        raise UserError(
+            "no model.safetensors is here",
+            where=str(folder),
+            fix="give the folder of a saved model",
+        )
     if index.stat().st_size > LARGEST_INDEX:
         raise UserError("the index is larger than 256 MiB", where=str(index), fix=AGAIN)
     try:
         raw_config = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError("the index holds no weight_map", where=str(index), fix=AGAIN) from error
-    if not isinstance(raw_config, dict) or not all(isinstance(name, str) for name in raw_config.values()):
-        raise UserError("weight_map does not name a file for each tensor", where=str(index), fix=AGAIN)
+    if not isinstance(raw_config, dict) or not all(
+        isinstance(name, str) for name in raw_config.values()
+    ):
+        raise UserError(
+            "weight_map does not name a file for each tensor", where=str(index), fix=AGAIN
+        )
     return raw_config
 
 
 def inside(folder: Path, name: str) -> Path:
     """A plain file name; a link may only lead to a file of the same folder or of the Hub's cache next to it."""
     path = folder / name
-    if Path(name).name != name or name in ("", ".", "..") or not name.isprintable() or len(name) > LONGEST_NAME:
+    if (
+        Path(name).name != name
+        or name in ("", ".", "..")
+        or not name.isprintable()
+        or len(name) > LONGEST_NAME
+    ):
         problem = f"the index names {name[:80]!r}, which is not a file of this folder"
         raise UserError(problem, where=str(folder), fix="use a copy from a source that you trust")
     if not path.is_file():
         raise UserError(f"{name} is missing", where=str(folder), fix="download the model again")
     target, home = path.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"  # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
+    # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
+    blobs = home.parent.parent / "blobs"
     if target.parent not in (home, blobs if home.parent.name == "snapshots" else home):
         fix = "put the file itself there, if you trust it"
-        raise UserError(f"{name} is a link that leads out of the folder", where=str(folder), fix=fix)
+        raise UserError(
+            f"{name} is a link that leads out of the folder", where=str(folder), fix=fix
+        )
     return path
 
 
@@ -258,13 +309,24 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
             raise UserError(f"{min(twice)} is in two shards", where=str(folder / name), fix=AGAIN)
         found |= tensors
     if missing := raw_config.keys() - found.keys():
-        raise UserError(f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), fix=AGAIN)
+        raise UserError(
+            f"{min(missing)} is in the index but in no shard", where=str(folder / INDEX), fix=AGAIN
+        )
     return _text_tensors(found)
 
 
 # Prefixes of the language model of a multimodal one, as published and as transformers 5 names it; then of the rest.
-LANGUAGE = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
-VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+LANGUAGE = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+VISION = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 
 
 def _text_tensors(found: dict[str, Stored]) -> dict[str, Stored]:
@@ -288,10 +350,14 @@ def refuse_whole_numbers(name: str, stored: Stored) -> None:
     """Raises UserError for a weight of whole numbers or truth values: a cast would train something else."""
     if stored.kind not in WEIGHTS:
         problem = f"{name[:120]} is stored as {stored.kind}, and weights are floating-point numbers"
-        raise UserError(problem, where=str(stored.path), fix=f"save it as one of {', '.join(WEIGHTS)}")
+        raise UserError(
+            problem, where=str(stored.path), fix=f"save it as one of {', '.join(WEIGHTS)}"
+        )
 
 
-def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = False) -> dict[str, Stored]:
+def stored_parameters(
+    folder: Path, config: ModelConfig, *, headless: bool = False
+) -> dict[str, Stored]:
     """Where each of our parameters lies (several may share a stored tensor). Reads headers alone.
 
     `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
@@ -299,25 +365,40 @@ def stored_parameters(folder: Path, config: ModelConfig, *, headless: bool = Fal
     """
     found, shapes, where = find_tensors(folder), parameter_shapes(config), places(config)
     expected_names = {place.name for place in where.values()}
-    if not expected_names & found.keys():  # a model saved without its head lacks the outermost prefix
+    # a model saved without its head lacks the outermost prefix
+    if not expected_names & found.keys():
         prefix = STORAGE.get(config.family, PLAIN).outermost
-        found = {name if name.startswith("lm_head.") else prefix + name: stored for name, stored in found.items()}
+        found = {
+            name if name.startswith("lm_head.") else prefix + name: stored
+            for name, stored in found.items()
+        }
     surplus = {name for name in found.keys() - expected_names if not name.endswith(COMPUTED)}
-    surplus -= {"lm_head.weight", "embed_out.weight"} if config.tie_embeddings or config.head == "values" else set()
+    surplus -= (
+        {"lm_head.weight", "embed_out.weight"}
+        if config.tie_embeddings or config.head == "values"
+        else set()
+    )
     if surplus and expected_names <= found.keys():
         raise UserError(
-            f"{min(surplus)} has no place in a {config.family} model", where=str(next(iter(found.values())).path),
+            f"{min(surplus)} has no place in a {config.family} model",
+            where=str(next(iter(found.values())).path),
             fix="config.json is of another architecture",
-        )  # fmt: skip
+        )
     for name, place in where.items():
         stored, expected = found.get(place.name), place.stored_shape(shapes[name])
         if stored is None and headless and name == VALUES:
             continue
         if stored is None and f"{place.name}_packed" in found:
             problem = "the weights are quantized (compressed-tensors), which Bloomery writes but does not read"
-            raise UserError(problem, where=str(folder), fix="use the model that it was made from, or transformers")
+            raise UserError(
+                problem,
+                where=str(folder),
+                fix="use the model that it was made from, or transformers",
+            )
         if stored is None:
-            raise UserError(f"{place.name} is missing", where=str(folder), fix="save or download it again")
+            raise UserError(
+                f"{place.name} is missing", where=str(folder), fix="save or download it again"
+            )
         if stored.shape != expected:
             raise UserError(
                 f"{place.name} is {list(stored.shape)}; config.json makes it {list(expected)}",

@@ -14,17 +14,33 @@ from torch import Tensor, nn
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_adapter, note_base
 from bloomery.model.adapters.peft_files import read_adaptation, read_trained
 from bloomery.model.adapters.peft_methods import open_method
-from bloomery.model.adapters.settings import base_folder, is_adapter_folder, read_settings, refuse_other_base
+from bloomery.model.adapters.settings import (
+    base_folder,
+    is_adapter_folder,
+    read_settings,
+    refuse_other_base,
+)
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import config_to_hf
 from bloomery.model.io.parameters import first_row, full, local, put, stream
 from bloomery.model.io.quantized import QuantizedWeight
-from bloomery.model.io.safetensors import Spec, TensorReader, split_shards, to_hf_names, write_tensors
+from bloomery.model.io.safetensors import (
+    Spec,
+    TensorReader,
+    split_shards,
+    to_hf_names,
+    write_tensors,
+)
 from bloomery.model.io.stored import Stored, TensorLocation, places, stored_parameters
 from bloomery.model.presets import grown, read_config
-from bloomery.model.transformers_backend import TOLERANCE, TransformersBackbone, check_head, loaded_safely
+from bloomery.model.transformers_backend import (
+    TOLERANCE,
+    TransformersBackbone,
+    check_head,
+    loaded_safely,
+)
 from bloomery.recipe.schema import Quantize
 
 
@@ -46,7 +62,11 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
     On the meta device their numbers come later (`QuantizedWeight.fill`), elsewhere from the present weights.
     """
     for path, linear in list(model.named_modules()):
-        if not path.startswith("model.layers.") or not isinstance(linear, nn.Linear) or linear.weight.requires_grad:
+        if (
+            not path.startswith("model.layers.")
+            or not isinstance(linear, nn.Linear)
+            or linear.weight.requires_grad
+        ):
             continue
         weight = linear.weight
         stored = QuantizedWeight(weight.shape, quantize, reader=reader, device=weight.device)
@@ -98,18 +118,22 @@ def load_decoder(
         refuse_other_base(folder, source)
     config = read_config(source)
     stored = stored_parameters(source, config)  # before allocating: a config may have any size
-    other = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"  # a method of PEFT's own
+    # a method of PEFT's own
+    other = is_adapter_folder(folder) and read_settings(folder)["peft_type"] != "LORA"
     if is_adapter_folder(folder) and not other:
         settings, config = read_adaptation(folder, config)
     config = grown(config, vocab_size)
     with torch.device("meta"):
-        decoder = Decoder(config, attention=attention).to(dtype or stored["model.embed_tokens.weight"].dtype)
+        decoder = Decoder(config, attention=attention).to(
+            dtype or stored["model.embed_tokens.weight"].dtype
+        )
         if settings is not None:
             adapt_as(decoder, settings)
     if arrange is not None:
         arrange(decoder)
     give_memory(decoder, device)
-    read_model(decoder, source, seed=0 if settings is not None else None)  # values come from the adapter
+    # values come from the adapter
+    read_model(decoder, source, seed=0 if settings is not None else None)
     if settings is not None:
         read_trained(decoder, settings, config, folder, shared=True)
         note_base(decoder)
@@ -180,7 +204,11 @@ def model_state(decoder: nn.Module) -> dict[str, Tensor]:
 
 
 def write_model(
-    state: Mapping[str, Tensor], config: ModelConfig, folder: Path, *, shard_bytes: int = SHARD_BYTES
+    state: Mapping[str, Tensor],
+    config: ModelConfig,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes config.json and model.safetensors (in shards with an index above `shard_bytes`) into an existing folder.
 
@@ -189,7 +217,9 @@ def write_model(
     assert parameter_shapes(config).keys() <= state.keys(), "a model is written whole"
     stored = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
     dtype = str(next(iter(stored.values())).dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype})
+    write_json(
+        folder / "config.json", config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    )
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in stored.items()}
 
     def write(file: Path, group: list[str]) -> None:
@@ -199,14 +229,23 @@ def write_model(
 
 
 def write_model_piecewise(
-    produce: Callable[[str], Tensor], config: ModelConfig, dtype: torch.dtype, folder: Path,
-    *, shard_bytes: int = SHARD_BYTES,
-) -> None:  # fmt: skip
+    produce: Callable[[str], Tensor],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
     kind = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
     shapes, whole = stored_pieces(produce, config)
-    write_stored({name: (shape, dtype) for name, shape in shapes.items()}, whole, folder, shard_bytes=shard_bytes)
+    write_stored(
+        {name: (shape, dtype) for name, shape in shapes.items()},
+        whole,
+        folder,
+        shard_bytes=shard_bytes,
+    )
 
 
 def stored_pieces(
@@ -218,31 +257,46 @@ def stored_pieces(
     for name, place in where.items():
         parts.setdefault(place.name, []).append(name)
     stored = {name: where[ours[0]].stored_shape(shapes[ours[0]]) for name, ours in parts.items()}
-    return stored, lambda name: to_hf_names({ours: produce(ours) for ours in parts[name]}, config)[name]
+    return stored, lambda name: to_hf_names({ours: produce(ours) for ours in parts[name]}, config)[
+        name
+    ]
 
 
 def write_stored(
-    specs: Mapping[str, Spec], produce: Callable[[str], Tensor], folder: Path, *, shard_bytes: int = SHARD_BYTES
+    specs: Mapping[str, Spec],
+    produce: Callable[[str], Tensor],
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Stored tensors one at a time, in shards with an index above `shard_bytes`."""
     sizes = {name: dtype.itemsize * math.prod(shape) for name, (shape, dtype) in specs.items()}
     _write_shards(
-        folder, sizes, shard_bytes,
+        folder,
+        sizes,
+        shard_bytes,
         lambda file, group: write_tensors(file, {name: specs[name] for name in group}, produce),
-    )  # fmt: skip
+    )
 
 
 def _write_shards(
     folder: Path, sizes: dict[str, int], shard_bytes: int, write: Callable[[Path, list[str]], None]
 ) -> None:
     shards = list(split_shards(sizes, shard_bytes))
-    names = ["model.safetensors"] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]  # fmt: skip
+    names = (
+        ["model.safetensors"]
+        if len(shards) == 1
+        else [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+    )
     for file, group in zip(names, shards, strict=True):
         write(folder / file, group)
     if len(shards) > 1:
-        weight_map = {name: file for file, group in zip(names, shards, strict=True) for name in group}
+        weight_map = {
+            name: file for file, group in zip(names, shards, strict=True) for name in group
+        }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
 
@@ -252,7 +306,9 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 @torch.no_grad()
-def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: Collection[int] = ()) -> None:
+def read_model(
+    decoder: Decoder, folder: Path, *, seed: int | None = None, new: Collection[int] = ()
+) -> None:
     """Fills the parameters from the folder's safetensors, tensor by tensor, cast to the dtype that they have.
 
     Rows of the vocabulary that the folder lacks, and those of `new` tokens, which a padded vocabulary has
@@ -261,7 +317,10 @@ def read_model(decoder: Decoder, folder: Path, *, seed: int | None = None, new: 
     `seed`: a reward model may begin as a language model, and its values head is then drawn. Raises UserError as
     `stored_parameters` does.
     """
-    if isinstance(decoder.model, TransformersBackbone) and decoder.model.transformers_backend.safe_reason:
+    if (
+        isinstance(decoder.model, TransformersBackbone)
+        and decoder.model.transformers_backend.safe_reason
+    ):
         _copy_model(decoder, loaded_safely(decoder.model, folder), new)
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as stored:
@@ -280,12 +339,23 @@ class StoredModel:
     """
 
     def __init__(
-        self, config: ModelConfig, folder: Path, *, seed: int | None = None, new: Collection[int] = ()
+        self,
+        config: ModelConfig,
+        folder: Path,
+        *,
+        seed: int | None = None,
+        new: Collection[int] = (),
     ) -> None:
-        of_folder = read_config(folder, "auto" if config.transformers_backend is None else "transformers")
+        of_folder = read_config(
+            folder, "auto" if config.transformers_backend is None else "transformers"
+        )
         self.config, self.seed, self.new = config, seed, new
         self.known = min(config.vocab_size, of_folder.vocab_size)
-        saved = replace(config, vocab_size=self.known) if config.transformers_backend is None else of_folder
+        saved = (
+            replace(config, vocab_size=self.known)
+            if config.transformers_backend is None
+            else of_folder
+        )
         self.tensors = stored_parameters(folder, saved, headless=seed is not None)
         self.places, self.reader = places(config), TensorReader()
 
@@ -301,12 +371,16 @@ class StoredModel:
         """Cast to the dtype that the parameter has."""
         if name not in self.tensors:
             drawn = torch.empty(parameter.shape)
-            drawn.normal_(0.0, self.config.initializer_range, generator=stream(self.seed or 0, name))
+            drawn.normal_(
+                0.0, self.config.initializer_range, generator=stream(self.seed or 0, name)
+            )
             put(drawn, parameter)
             return
         place, start, held = self.places[name], first_row(parameter), local(parameter.data)
         held = held[: max(0, self.known - start)] if name in VOCABULARY else held
-        self.reader.fill(held, self.tensors[name], first=place.first + start, transposed=place.transposed)
+        self.reader.fill(
+            held, self.tensors[name], first=place.first + start, transposed=place.transposed
+        )
         if name in VOCABULARY:
             fill_new_rows(parameter, self.known, self.new)
 
@@ -344,5 +418,7 @@ def _read_quantized(
         reader.fill(whole, stored, first=place.first, transposed=True)
         weight.fill([whole], name=name)
         return
-    pieces = reader.pieces(stored, place.first, weight.outputs, device=device, multiple=weight.rows_at_once)
+    pieces = reader.pieces(
+        stored, place.first, weight.outputs, device=device, multiple=weight.rows_at_once
+    )
     weight.fill((piece for _, piece in pieces), name=name)

@@ -28,8 +28,9 @@ from bloomery.plan.types import MemoryEstimate, Origin
 
 TILE_BYTES = 15  # a score of a tile in backward: three of float32, 16 random bits and a mask
 SHARING = (  # modules with one input
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"),
-)  # fmt: skip
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
 INPUT_BYTES = 36  # per token: ids, labels, positions, documents, loss mask
 SMALL_BYTES = 44  # per token: loss mask, logits of the labels, sums and gradients
 
@@ -68,7 +69,8 @@ def kept_layers(checkpointing: str, num_layers: int) -> int:
 
 def layer_bytes(step: StepShape) -> float:
     """Bytes that one layer keeps for backward without recomputation."""
-    masks = step.element * step.sequence_length if step.attention == "mask" else 0  # added to scores: not booleans
+    # added to scores: not booleans
+    masks = step.element * step.sequence_length if step.attention == "mask" else 0
     scores = score_matrix_bytes(step) if keeps_scores(step) else 0.0
     return step.tokens_per_micro_batch * (layer_bytes_per_token(step) + masks) + scores
 
@@ -86,8 +88,13 @@ def _norm_bytes(step: StepShape) -> float:
     """
     config, h = step.config, step.config.hidden_size
     stats = 8 if config.norm == "layer" else 4
-    after = 4 if step.on_gpu and step.mixed and not step.compiled else step.element  # torch's kernel widens it
-    inputs = {"before": [step.stream] * 2, "after": [after] * 2, "both": [step.stream, after, step.stream, after]}
+    # torch's kernel widens it
+    after = 4 if step.on_gpu and step.mixed and not step.compiled else step.element
+    inputs = {
+        "before": [step.stream] * 2,
+        "after": [after] * 2,
+        "both": [step.stream, after, step.stream, after],
+    }
     sizes = inputs[config.norm_placement]
     if step.compiled and config.norm_placement == "before":
         sizes = [step.stream, step.element]
@@ -99,10 +106,14 @@ def _attention_bytes(step: StepShape) -> float:
     """Its input, q and attention's output, k and v, a log-sum-exp per head; a norm of q and k keeps its inputs."""
     config = step.config
     total = float(step.element * (2 * config.query_width + 2 * config.key_width))
-    total += step.element * config.hidden_size if _keeps_input(step, "q_proj", "k_proj", "v_proj") else 0
+    total += (
+        step.element * config.hidden_size if _keeps_input(step, "q_proj", "k_proj", "v_proj") else 0
+    )
     if config.qk_norm != "none":
         wide = 4 if step.on_gpu and step.mixed and not step.compiled else step.element
-        total += wide * (config.query_width + config.key_width) + 4 * (config.num_heads + config.num_kv_heads)
+        total += wide * (config.query_width + config.key_width) + 4 * (
+            config.num_heads + config.num_kv_heads
+        )
     if not keeps_scores(step):
         total += 4 * config.num_heads
     elif step.attention != "math":  # PyTorch computes it in float32
@@ -142,9 +153,15 @@ def _adapter_bytes(step: StepShape) -> float:
         rank = ranks.get(f"model.layers.0.{matrix.name}", 0)
         if rank:
             dropped = (e + (1 if step.on_gpu else e)) * matrix.inputs if mode.dropout else 0
-            total += e * rank * (2 if mode.pissa else 1) + dropped + (e * matrix.outputs if mode.dora else 0)
+            total += (
+                e * rank * (2 if mode.pissa else 1)
+                + dropped
+                + (e * matrix.outputs if mode.dora else 0)
+            )
     if mode.theirs and e < 4:
-        sharing = [[name for name in group if f"model.layers.0.{name}" in ranks] for group in SHARING]
+        sharing = [
+            [name for name in group if f"model.layers.0.{name}" in ranks] for group in SHARING
+        ]
         total += e * config.hidden_size * sum(len(group) - 1 for group in sharing if group)
     return total
 
@@ -154,11 +171,15 @@ def end_bytes(step: StepShape) -> float:
     config = step.config
     masked = 1 if step.on_gpu else step.stream
     dropout = masked * config.hidden_size if config.embedding_dropout else 0
-    return last_norm_bytes(step) + step.tokens_per_micro_batch * (INPUT_BYTES + SMALL_BYTES + dropout)
+    return last_norm_bytes(step) + step.tokens_per_micro_batch * (
+        INPUT_BYTES + SMALL_BYTES + dropout
+    )
 
 
 def last_norm_bytes(step: StepShape) -> float:
-    return float(step.tokens_per_micro_batch * step.config.hidden_size * (step.stream + step.element))
+    return float(
+        step.tokens_per_micro_batch * step.config.hidden_size * (step.stream + step.element)
+    )
 
 
 def backward_bytes(step: StepShape) -> float:
@@ -168,11 +189,16 @@ def backward_bytes(step: StepShape) -> float:
     stream = step.stream * config.hidden_size
     inner = (2 if config.gated_mlp else 1) * config.intermediate_size
     all_sizes = {matrix.name: matrix.size for matrix in layers(config)[0].matrices}
-    sizes = {name: size for name, size in all_sizes.items() if f"model.layers.0.{name}.weight" in step.model.trained}
+    sizes = {
+        name: size
+        for name, size in all_sizes.items()
+        if f"model.layers.0.{name}.weight" in step.model.trained
+    }
     each = step.in_layer + (e if step.in_layer > e else 0)
     fresh = float(max(sizes.values(), default=0) * each)  # a gradient before it is accumulated
     if step.mode.base != "none":
-        read = max(all_sizes.values())  # a dequantized matrix; while it is made there is no result of the matmul yet
+        # a dequantized matrix; while it is made there is no result of the matmul yet
+        read = max(all_sizes.values())
         making = PIECE_BYTES * min(read, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
         fresh += e * read + max(0.0, making - tokens * e * config.hidden_size)
     mlp = tokens * (stream + e * (config.hidden_size + inner)) + fresh
@@ -181,7 +207,9 @@ def backward_bytes(step: StepShape) -> float:
         behind = step.model.trained_in_layer
     elif step.accumulating or step.mode.fused_backward:
         behind = 0
-    ahead = tokens * (stream + e * 2 * (config.query_width + config.key_width)) + behind * step.in_layer
+    ahead = (
+        tokens * (stream + e * 2 * (config.query_width + config.key_width)) + behind * step.in_layer
+    )
     return max(mlp, ahead + attention_scratch(step) - tokens * _mlp_bytes(step))
 
 
@@ -190,22 +218,31 @@ def attention_scratch(step: StepShape) -> float:
     tokens = step.tokens_per_micro_batch
     config = step.config
     if keeps_scores(step):
-        return float(12 * config.num_heads * step.sequence_length * tokens)  # three gradients of the scores, float32
+        # three gradients of the scores, float32
+        return float(12 * config.num_heads * step.sequence_length * tokens)
     if step.attention == "blockwise":
         tile = config.num_heads * min(step.sequence_length, ATTENTION_BLOCK) ** 2
-        together = min(step.micro_batch_size, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile))
-        copies = step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
+        together = min(
+            step.micro_batch_size, max(1, (GPU_SCORES if step.on_gpu else CPU_SCORES) // tile)
+        )
+        copies = (
+            step.element * (3 * config.query_width + 2 * config.key_width) + 8 * config.key_width
+        )
         return float(together * (TILE_BYTES * tile + step.sequence_length * copies))
-    if step.attention in ("per_document", "mask"):  # a gradient for each document, then concatenated
+    # a gradient for each document, then concatenated
+    if step.attention in ("per_document", "mask"):
         return float(step.element * tokens * (config.query_width + 2 * config.key_width))
     if step.attention == "compiled":  # the gradients of keys and values by query head, float32
         return 8.0 * tokens * config.query_width if config.query_width != config.key_width else 0.0
-    return 4.0 * tokens * config.query_width if step.on_gpu else 0.0  # flash sums the queries' gradient in float32
+    # flash sums the queries' gradient in float32
+    return 4.0 * tokens * config.query_width if step.on_gpu else 0.0
 
 
 def keeps_scores(step: StepShape) -> bool:
     """Whether attention keeps every score: `math`, and PyTorch's CPU kernel with dropout."""
-    fallback = not step.on_gpu and step.config.attention_dropout > 0 and step.attention in ("sdpa", "mask")
+    fallback = (
+        not step.on_gpu and step.config.attention_dropout > 0 and step.attention in ("sdpa", "mask")
+    )
     return step.attention == "math" or fallback
 
 
@@ -228,14 +265,17 @@ def quadratic_bytes(step: StepShape) -> float:
 
 
 SPREAD = 0.20  # of an estimate from shapes alone on a GPU
-FRAGMENTATION = {True: 0.05, False: 0.15}  # of a caching allocator, by whether it has expandable segments
-FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28  # bytes per logit of each model: model.heads.Divergence, uncompiled
+# of a caching allocator, by whether it has expandable segments
+FRAGMENTATION = {True: 0.05, False: 0.15}
+# bytes per logit of each model: model.heads.Divergence, uncompiled
+FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28
 CPU_RUNTIME = 420 * MIB  # interpreter, PyTorch, buffers, malloc: docs/explanation/memory.md
 # Of activations and logits, by compiled or not: docs/explanation/memory.md
 CPU_FRAGMENTATION = {False: 0.45, True: 0.25}
 CPU_COMPILER = 110 * MIB  # Dynamo's and Inductor's modules and graphs
 CPU_PEFT = 60 * MIB  # its imports
-CPU_KERNELS = 3e6  # of half-precision attention, kept for each length of a document: model.per_document
+# of half-precision attention, kept for each length of a document: model.per_document
+CPU_KERNELS = 3e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +298,9 @@ def estimate_memory(step: StepShape, *, limit: float, origin: Origin = "table") 
     parts = tensor_bytes(step)
     parts |= around(step, parts)
     total = sum(parts.values())
-    return MemoryEstimate(parts=parts, low=total * (1 - SPREAD), high=total * (1 + SPREAD), limit=limit, origin=origin)
+    return MemoryEstimate(
+        parts=parts, low=total * (1 - SPREAD), high=total * (1 + SPREAD), limit=limit, origin=origin
+    )
 
 
 def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
@@ -270,12 +312,19 @@ def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
         # Attention in half precision is computed document by document, with kernels for each length.
         kernels = step.attention == "per_document" and step.element < 4
         kept = CPU_KERNELS * document_lengths(step.sequence_length)
-        runtime = CPU_RUNTIME + (CPU_PEFT if step.mode.theirs else 0) + (CPU_COMPILER if step.compiled else 0)
+        runtime = (
+            CPU_RUNTIME
+            + (CPU_PEFT if step.mode.theirs else 0)
+            + (CPU_COMPILER if step.compiled else 0)
+        )
         fragmentation = CPU_FRAGMENTATION[step.compiled] * (parts["activations"] + parts["logits"])
         holes = {"fragmentation": fragmentation, "runtime": runtime}
         return holes | ({"kernels": kept} if kernels else {})
     tensors = sum(parts.values())
-    return {"fragmentation": FRAGMENTATION[step.expandable] * tensors, "context": step.context_bytes}
+    return {
+        "fragmentation": FRAGMENTATION[step.expandable] * tensors,
+        "context": step.context_bytes,
+    }
 
 
 def document_lengths(length: int) -> int:
@@ -328,20 +377,26 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
     activations = sum(by_layer) + ends
     logits, in_backward = logit_bytes(step)
     # Autocast keeps its copies until forward ends, then those that backward reads.
-    yield StepMoment(gradients=before, activations=activations, logits=logits, copies=copy * len(by_layer))
-    yield StepMoment(gradients=before or head, activations=activations, logits=in_backward, copies=copy * kept)
+    yield StepMoment(
+        gradients=before, activations=activations, logits=logits, copies=copy * len(by_layer)
+    )
+    yield StepMoment(
+        gradients=before or head, activations=activations, logits=in_backward, copies=copy * kept
+    )
     inside, passing, last = layer_bytes(step), backward_bytes(step), last_norm_bytes(step)
     before_it = [0.0, *accumulate(by_layer)]
     for done in range(len(by_layer)):
         left = len(by_layer) - done
         reached = before or head + done * layer
-        if mode.fused_backward:  # the head's weight is updated with the next one, each later one immediately
+        # the head's weight is updated with the next one, each later one immediately
+        if mode.fused_backward:
             reached = head if done == 0 else 0.0
         yield StepMoment(
             gradients=reached,
             activations=before_it[left - 1] + inside + ends - last,
             copies=copy * max(1.0, kept * left / len(by_layer)),
-            temporaries=max(passing, update) if mode.fused_backward else passing,  # a gradient is used immediately
+            # a gradient is used immediately
+            temporaries=max(passing, update) if mode.fused_backward else passing,
         )
     doubled = head if step.accumulating or config.tie_embeddings else 0
     stream = step.tokens_per_micro_batch * config.hidden_size * step.stream
@@ -354,7 +409,9 @@ def copied_numbers(step: StepShape) -> int:
     if not step.mode.frozen:
         first = layers(step.config)[0]
         matrices = first.matrices if step.mixed else ()
-        experts = sum(math.prod(shape) for name, shape in first.shapes if step.mixed and ".experts." in name)
+        experts = sum(
+            math.prod(shape) for name, shape in first.shapes if step.mixed and ".experts." in name
+        )
         return sum(matrix.size + matrix.outputs * matrix.bias for matrix in matrices) + experts
     wide = [(step.model.trained, step.weight), (step.model.adapter, step.mode.adapter_bytes)]
     return sum(
@@ -373,7 +430,10 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
     the accumulated one; a wider dtype needs the result of the matmul too.
     """
     tokens = step.tokens_per_micro_batch
-    h, entries = step.config.hidden_size, step.outputs if step.on_gpu else min(step.outputs, CPU_TILE)
+    h, entries = (
+        step.config.hidden_size,
+        step.outputs if step.on_gpu else min(step.outputs, CPU_TILE),
+    )
     logits_at_once, weights = min(step.score_chunk, tokens) * entries, entries * h
     # More than one chunk: a chunk's logits are freed after the next ones are computed.
     several = entries < step.outputs or step.score_chunk < tokens
@@ -386,20 +446,26 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
         hidden = tokens * (h + 2 * step.teacher.hidden_size) * step.element
         return float(FORWARD_DIVERGENCE * both + hidden), float(BACKWARD_DIVERGENCE * both + hidden)
     wide = 4 * logits_at_once if step.element < 4 else 0
-    eager = not step.compiled and step.attention != "compiled"  # the plan compiles both passes or neither
+    # the plan compiles both passes or neither
+    eager = not step.compiled and step.attention != "compiled"
     learning = step.model.head_learns
-    widened = step.mixed if learning else step.precision == "float16" and is_wide(step.model.head_name)
+    widened = (
+        step.mixed if learning else step.precision == "float16" and is_wide(step.model.head_name)
+    )
     copy = 2 * weights if widened else 0
     capped = 4 * logits_at_once if eager and step.config.final_softcap is not None else 0
     logits = step.element * logits_at_once + copy + capped
     before = step.element * logits_at_once if several else 0
-    forward = logits + max(before, wide + 4 * logits_at_once if eager else 0) + tokens * h * step.element
+    forward = (
+        logits + max(before, wide + 4 * logits_at_once if eager else 0) + tokens * h * step.element
+    )
     product = step.element * weights if step.mixed and learning else 0
     backward = logits + max(before, wide if eager else 0, product) + 4 * tokens * h
     return float(forward), float(backward)
 
 
-FIRST_CONTEXT = {"amd": 0.95 * GIB, "nvidia": 1.5 * GIB}  # measured on MI250X; ml-engineering, two ranks of CUDA
+# measured on MI250X; ml-engineering, two ranks of CUDA
+FIRST_CONTEXT = {"amd": 0.95 * GIB, "nvidia": 1.5 * GIB}
 NEXT_CONTEXT = {"amd": 0.65 * GIB, "nvidia": 0.3 * GIB}
 BUCKET = 25 * 2**20  # bytes of gradients per all-reduce when weights are replicated
 REDUCED = 4  # bytes per value of a reduce-scatter: float32
@@ -423,22 +489,42 @@ ONE_DEVICE = MeshSplit()
 
 
 def mesh_memory(
-    step: StepShape, split: MeshSplit, *, vendor: str, limit: float, micro_batches: int | None = None
+    step: StepShape,
+    split: MeshSplit,
+    *,
+    vendor: str,
+    limit: float,
+    micro_batches: int | None = None,
 ) -> MemoryEstimate:
     """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage."""
     if split.pipeline > 1:
-        stages = [stage_bytes(step, split.pipeline, index, micro_batches) for index in kinds_of_stages(split.pipeline)]
+        stages = [
+            stage_bytes(step, split.pipeline, index, micro_batches)
+            for index in kinds_of_stages(split.pipeline)
+        ]
         parts = max(stages, key=lambda stage: sum(stage.values()))
     else:
-        parts = _sharded(step, split) if split.shard > 1 else estimate_memory(step, limit=limit).parts
+        parts = (
+            _sharded(step, split) if split.shard > 1 else estimate_memory(step, limit=limit).parts
+        )
     found = dict(parts)
     # Each process group has a context of the collective library, outside PyTorch's allocator.
-    groups = 0 if vendor == "cpu" else (split.pipeline > 1) + (split.replicate > 1) + (split.shard > 1)
-    found["collectives"] = FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (groups - 1) if groups else 0.0
+    groups = (
+        0 if vendor == "cpu" else (split.pipeline > 1) + (split.replicate > 1) + (split.shard > 1)
+    )
+    found["collectives"] = (
+        FIRST_CONTEXT[vendor] + NEXT_CONTEXT[vendor] * (groups - 1) if groups else 0.0
+    )
     if split.replicate > 1 and split.shard == 1:
         found["gradient buckets"] = float(2 * BUCKET)
     whole = sum(found.values())
-    return MemoryEstimate(parts=found, low=whole * (1 - SPREAD), high=whole * (1 + SPREAD), limit=limit, origin="table")
+    return MemoryEstimate(
+        parts=found,
+        low=whole * (1 - SPREAD),
+        high=whole * (1 + SPREAD),
+        limit=limit,
+        origin="table",
+    )
 
 
 def _sharded(step: StepShape, split: MeshSplit) -> dict[str, float]:
@@ -465,7 +551,9 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     gradient have their own dtype and stay whole from forward to the end of backward. Next to the current layer, the
     prefetched layer and the float32 gradients of the layer in reduce-scatter are alive.
     """
-    forward, logits, *layers, embeddings, update = moments(replace(step, gathered=True, accumulating=False))
+    forward, logits, *layers, embeddings, update = moments(
+        replace(step, gathered=True, accumulating=False)
+    )
     layer, root = gathered_layers(step)
     learning, e, shard = step.model.trained_in_layer, step.element, step.weight / shards
     root_bytes = root * (e if step.mode.frozen else step.weight)
@@ -484,7 +572,9 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
         found.append(replace(moment, gradients=reached, copies=copies))
     reached = max(before, blocks)
     whole = trained_root * step.weight
-    found.append(replace(embeddings, gradients=reached + whole, copies=root_bytes + REDUCED * learning))
+    found.append(
+        replace(embeddings, gradients=reached + whole, copies=root_bytes + REDUCED * learning)
+    )
     summed = root_bytes + trained_root * REDUCED
     found.append(replace(embeddings, gradients=reached, copies=summed, temporaries=0.0))
     return [*found, replace(update, gradients=kept)]
@@ -502,7 +592,13 @@ def stage_config(config: ModelConfig, stages: int) -> ModelConfig:
     """That of a stage's layers: no stage has more; over stages a tied head is a matrix of its own."""
     layers = math.ceil(config.num_layers / stages)
     windows, rotary = config.sliding_window[:layers], config.rotary_layers[:layers]
-    return replace(config, num_layers=layers, sliding_window=windows, rotary_layers=rotary, tie_embeddings=False)
+    return replace(
+        config,
+        num_layers=layers,
+        sliding_window=windows,
+        rotary_layers=rotary,
+        tie_embeddings=False,
+    )
 
 
 def kinds_of_stages(stages: int) -> list[int]:
@@ -510,7 +606,8 @@ def kinds_of_stages(stages: int) -> list[int]:
     return sorted({0, 1, stages - 1})
 
 
-@lru_cache(maxsize=64)  # a plan asks for the same stages thousands of times, and their sums are kept with them
+# a plan asks for the same stages thousands of times, and their sums are kept with them
+@lru_cache(maxsize=64)
 def _stage_models(
     config: ModelConfig, mode: TrainingMode, stages: int, index: int
 ) -> tuple[TrainedModel, TrainedModel]:
@@ -519,7 +616,9 @@ def _stage_models(
     return layers, replace(layers, stage=(index, stages))
 
 
-def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | None = None) -> dict[str, float]:
+def stage_bytes(
+    step: StepShape, stages: int, index: int, micro_batches: int | None = None
+) -> dict[str, float]:
     """A stage of 1F1B: its layers, and the activations of its micro-batches in flight."""
     layers, held = _stage_models(step.config, step.mode, stages, index)
     whole = held.learning_bytes(step.precision)
@@ -529,9 +628,12 @@ def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | N
         key=lambda moment: moment.total,
     )
     parts = {
-        "weights": held.held_bytes(step.precision) + float(numbers(held.adapter) * step.mode.adapter_bytes),
+        "weights": held.held_bytes(step.precision)
+        + float(numbers(held.adapter) * step.mode.adapter_bytes),
         "gradients": peak.gradients,
-        "optimizer": 0.0 if step.mode.away else held.optimizer_bytes(step.optimizer, step.precision),
+        "optimizer": 0.0
+        if step.mode.away
+        else held.optimizer_bytes(step.optimizer, step.precision),
         "activations": peak.activations,
         "logits": peak.logits,
         "half-precision copies": peak.copies,
@@ -540,7 +642,9 @@ def stage_bytes(step: StepShape, stages: int, index: int, micro_batches: int | N
     return parts | around(step, parts)
 
 
-def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, whole: float) -> Iterator[StepMoment]:
+def _stage_moments(
+    own: StepShape, index: int, stages: int, micro_batches: int, whole: float
+) -> Iterator[StepMoment]:
     """Those of the stage; `whole`: bytes of its gradients.
 
     With more micro-batches than stages, memory peaks with gradients. Otherwise it peaks once, before the first
@@ -548,7 +652,10 @@ def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, 
     """
     full = stages - index
     if micro_batches <= full:
-        head, first = own.config.vocab_size * own.config.hidden_size * own.weight, replace(own, accumulating=False)
+        head, first = (
+            own.config.vocab_size * own.config.hidden_size * own.weight,
+            replace(own, accumulating=False),
+        )
         for moment in _stage_with_waiting(first, index, stages, micro_batches - 1):
             reached = moment.gradients - (0 if index == stages - 1 else head)
             yield replace(moment, gradients=max(0.0, min(reached, whole)))
@@ -561,14 +668,20 @@ def _stage_moments(own: StepShape, index: int, stages: int, micro_batches: int, 
         yield replace(moment, gradients=whole)
 
 
-def _stage_with_waiting(own: StepShape, index: int, stages: int, waiting: int) -> Iterator[StepMoment]:
+def _stage_with_waiting(
+    own: StepShape, index: int, stages: int, waiting: int
+) -> Iterator[StepMoment]:
     """The moments of a stage, with the micro-batches that wait for their backward.
 
     Each of them keeps its inputs and, under autocast, the half-precision copies of its own forward.
     """
     forward, logits, *layers, embeddings, update = moments(own)
     kept = waiting * (activation_bytes(own) + INPUT_BYTES * own.tokens_per_micro_batch)
-    here = [forward, logits, *layers] if index == stages - 1 else [replace(forward, logits=0.0), *layers]
+    here = (
+        [forward, logits, *layers]
+        if index == stages - 1
+        else [replace(forward, logits=0.0), *layers]
+    )
     for moment in [*here, *([embeddings] if index == 0 else [])]:
         copies = moment.copies + waiting * logits.copies
         yield replace(moment, activations=moment.activations + kept, copies=copies)

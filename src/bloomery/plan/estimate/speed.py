@@ -37,7 +37,8 @@ GATED = (28.0, 14.0)  # act(gate) * up: per number of the inner width
 PLAIN = (10.0, 8.0)
 DROPOUT = (20.0, 4.0)
 QUADRATIC = (64.0, 30.0)  # per score, where every score of attention is kept
-TILES = 60.0  # per score of a tile: blockwise attention in plain PyTorch; only the causal half exists
+# per score of a tile: blockwise attention in plain PyTorch; only the causal half exists
+TILES = 60.0
 LOSS = {"plain": (30.0, 16.0), "kept": (12.0, 8.0), "chunked": (16.0, 12.0)}  # per logit
 CLIPPING = 3  # passes over the gradient: its norm, and its scaling
 CASTS = 6.0  # bytes per parameter and micro-batch: autocast's half-precision copies
@@ -75,7 +76,8 @@ COMPILED_GAIN = 1.15  # on a CPU; measured: 3 to 35%
 CHECKED_PRODUCTS = (0.55, 0.80, 0.95)
 CHECKED_COPIES = (0.09, 0.125, 0.20)
 BANDWIDTH_SHARE = (0.60, 0.80, 0.90)  # of the memory's rate that simple kernels reach
-FUSED_ATTENTION_SHARE = 0.6  # of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
+# of the matmul rate: flash kernels reach 50 to 70% of it (arXiv:2307.08691)
+FUSED_ATTENTION_SHARE = 0.6
 FLASH_BACKWARD = 2.5  # five matmuls against two in forward: scores are recomputed
 LAUNCHES = (110, 45)  # kernels of a layer and micro-batch, forward and backward: eager, compiled
 LAUNCH_SECONDS = 6e-6
@@ -92,7 +94,9 @@ class Rate:
 
     def shared(self, ranks: int) -> "Rate":
         """Of each of so many processes on the cores of one CPU."""
-        return replace(self, peak=self.peak / ranks, bandwidth=self.bandwidth and self.bandwidth / ranks)
+        return replace(
+            self, peak=self.peak / ranks, bandwidth=self.bandwidth and self.bandwidth / ranks
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +119,9 @@ class Work:
     launches: float = 0.0
 
 
-def device_rate(profile: Profile, machine: Machine, *, precision: str, width: int, compiled: bool) -> Rate | None:
+def device_rate(
+    profile: Profile, machine: Machine, *, precision: str, width: int, compiled: bool
+) -> Rate | None:
     """None when the table does not have the device in this precision."""
     dtype = "bfloat16" if precision.startswith("bfloat16") else precision
     if profile.accelerator is not None:
@@ -137,17 +143,25 @@ def device_rate(profile: Profile, machine: Machine, *, precision: str, width: in
         return None
     low, typical, high = cpu_efficiency(width, dtype)
     return Rate(
-        peak=per_core * 1e9 * machine.host.cpu_cores, share=(low, min(0.95, typical * gain), min(1.0, high * gain))
+        peak=per_core * 1e9 * machine.host.cpu_cores,
+        share=(low, min(0.95, typical * gain), min(1.0, high * gain)),
     )
 
 
 def recompute(step: StepShape) -> Recompute:
-    share = 1 - kept_layers(step.checkpointing, step.config.num_layers) / max(1, step.config.num_layers)
+    share = 1 - kept_layers(step.checkpointing, step.config.num_layers) / max(
+        1, step.config.num_layers
+    )
     return Recompute(products=share, attention=share, between=share)
 
 
 def work_of(
-    step: StepShape, *, tokens: int, clips: bool = True, again: Recompute | None = None, loss: str = ""
+    step: StepShape,
+    *,
+    tokens: int,
+    clips: bool = True,
+    again: Recompute | None = None,
+    loss: str = "",
 ) -> Work:
     """The step of one device over `tokens` tokens.
 
@@ -163,14 +177,21 @@ def work_of(
     )
     # On a CPU compiled steps are faster as a whole, and casts make up for the bytes that half precision saves.
     moved = step if step.on_gpu else replace(step, compiled=False, precision="bfloat16")
-    between = config.num_layers * (layer_traffic(moved) + score_traffic(moved)) * (1 + again.between / 3)
+    between = (
+        config.num_layers * (layer_traffic(moved) + score_traffic(moved)) * (1 + again.between / 3)
+    )
     passes = tokens / step.tokens_per_micro_batch
     states = model.optimizer_bytes(step.optimizer, step.precision) / max(1, trained)
     weight = model.learning_bytes(step.precision) / max(1, trained)
-    casts = CASTS * (trained if step.mode.frozen else count) * passes if weight > step.element else 0.0
+    casts = (
+        CASTS * (trained if step.mode.frozen else count) * passes if weight > step.element else 0.0
+    )
     if step.mode.base != "none":  # dequantizing every matrix once: read quantized, written
         matrices = [matrix for layer in layers(step.config) for matrix in layer.matrices]
-        read = sum(storage_bytes((each.outputs, each.inputs), step.mode.base, step.mode.double) for each in matrices)
+        read = sum(
+            storage_bytes((each.outputs, each.inputs), step.mode.base, step.mode.double)
+            for each in matrices
+        )
         dequantized = float(read + step.element * sum(each.size for each in matrices))
         casts += dequantized * (2 + again.products) * passes
     between += LOSS[loss][int(moved.compiled)] * step.outputs * step.loss_share
@@ -190,20 +211,28 @@ def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     """FLOPs per token: forward, gradients of inputs, gradients of trainable weights, recomputation."""
     config, model = step.config, step.model
     products = 2.0 * sum(layer.active_products for layer in layers(config))
-    learning = 2.0 * _met({name: s for name, s in in_layers(model.trained).items() if len(s) == 2}, config)
+    learning = 2.0 * _met(
+        {name: s for name, s in in_layers(model.trained).items() if len(s) == 2}, config
+    )
     adapter = 2.0 * sum(math.prod(s) for s in model.adapter.values() if len(s) == 2)
     head = 2.0 * step.outputs * config.hidden_size * step.loss_share
     scored = head * (2 + model.head_learns + chunked)
     extra = step.extra_forwards * (products + head)  # without the adapters
     if step.teacher is not None:
         extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
-    return products * (2 + again.products) + learning + adapter * (3 + again.products) + scored + extra
+    return (
+        products * (2 + again.products) + learning + adapter * (3 + again.products) + scored + extra
+    )
 
 
 def useful_flops(model: TrainedModel, sequence_length: int) -> float:
     """FLOPs per token as in `model.counting`, without gradients of frozen weights, with those of adapters."""
     config = model.config
-    kept = {name: s for name, s in model.frozen.items() if len(s) == 2 and (".layers." in name or "head" in name)}
+    kept = {
+        name: s
+        for name, s in model.frozen.items()
+        if len(s) == 2 and (".layers." in name or "head" in name)
+    }
     if config.tie_embeddings and not model.head_learns:
         kept["head"] = (config.vocab_size, config.hidden_size)
     adapter = sum(math.prod(shape) for shape in model.adapter.values() if len(shape) == 2)
@@ -213,7 +242,9 @@ def useful_flops(model: TrainedModel, sequence_length: int) -> float:
 def _met(shapes: Mapping[str, Shape], config: ModelConfig) -> float:
     """Numbers of these matrices that compute a token: all, but of experts the part that it meets."""
     part = 1.0 if config.experts is None else config.experts.per_token / config.experts.count
-    return sum(math.prod(shape) * (part if ".experts." in name else 1.0) for name, shape in shapes.items())
+    return sum(
+        math.prod(shape) * (part if ".experts." in name else 1.0) for name, shape in shapes.items()
+    )
 
 
 def _keys(step: StepShape) -> float:
@@ -248,7 +279,9 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
     busy = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
     waiting = max(0.0, work.launches * LAUNCH_SECONDS - busy)
     if waiting > 0:
-        parts["kernel launches"] = Estimate(value=waiting, low=0.0, high=2 * waiting, origin="table")
+        parts["kernel launches"] = Estimate(
+            value=waiting, low=0.0, high=2 * waiting, origin="table"
+        )
     return parts
 
 
@@ -265,11 +298,15 @@ def total(parts: dict[str, Estimate]) -> Estimate:
     )
 
 
-NEAR = 2.0  # doublings of width between a measured model and this one, beyond which a measurement is ignored
-SPREAD = {True: 0.10, False: 0.25}  # half an interval, of the value: own measurements, contributed ones
-SPREAD_PER_DOUBLING = 0.10  # of the model's width, and as much again for each doubling of the micro-batch's tokens
+# doublings of width between a measured model and this one, beyond which a measurement is ignored
+NEAR = 2.0
+# half an interval, of the value: own measurements, contributed ones
+SPREAD = {True: 0.10, False: 0.25}
+# of the model's width, and as much again for each doubling of the micro-batch's tokens
+SPREAD_PER_DOUBLING = 0.10
 
-MEMORY_SPREAD = 0.05  # for the same micro-batch; as much again for each doubling, and twice that for a contributed one
+# for the same micro-batch; as much again for each doubling, and twice that for a contributed one
+MEMORY_SPREAD = 0.05
 
 TableMemory = Callable[[StepShape], MemoryEstimate]
 TableSeconds = Callable[[StepShape, int], float | None]  # of a step over so many tokens
@@ -290,13 +327,19 @@ class NearestMeasurement:
     @property
     def reason(self) -> str:
         who = (
-            "measured on this machine" if self.own else f"measured by {self.source.contributor} on {self.source.device}"
+            "measured on this machine"
+            if self.own
+            else f"measured by {self.source.contributor} on {self.source.device}"
         )
         return f"{who} on {self.source.day} with {self.point.micro_batch_size} x {self.point.sequence_length:,} tokens"
 
 
 def corrected(
-    parts: Mapping[str, Estimate], step: StepShape, measurements: Sequence[Calibration], *, seconds: TableSeconds
+    parts: Mapping[str, Estimate],
+    step: StepShape,
+    measurements: Sequence[Calibration],
+    *,
+    seconds: TableSeconds,
 ) -> dict[str, Estimate]:
     """The parts of a step, each times measured over estimated seconds of the nearest measured step.
 
@@ -312,14 +355,22 @@ def corrected(
         return dict(parts)
     factor = tokens / known.point.tokens_per_second / expected
     spread = 1 + SPREAD[known.own] + SPREAD_PER_DOUBLING * known.distance
-    return {name: _around(part.value * factor, spread, by=known.reason) for name, part in parts.items()}
+    return {
+        name: _around(part.value * factor, spread, by=known.reason) for name, part in parts.items()
+    }
 
 
 def corrected_memory(
-    table: MemoryEstimate, step: StepShape, measurements: Sequence[Calibration], *, memory: TableMemory
+    table: MemoryEstimate,
+    step: StepShape,
+    measurements: Sequence[Calibration],
+    *,
+    memory: TableMemory,
 ) -> MemoryEstimate:
     """The estimate times measured over estimated peak of the same model with nearly as many tokens."""
-    known = nearest(step, [source for source in measurements if _shape(_config(source)) == _shape(step.config)])
+    known = nearest(
+        step, [source for source in measurements if _shape(_config(source)) == _shape(step.config)]
+    )
     unlike = known is None or known.distance > NEAR or known.point.setting != step.setting
     there = None if known is None or unlike else measured_step(known, step)
     if known is None or there is None:
@@ -327,10 +378,16 @@ def corrected_memory(
     expected = memory(there)
     counted = expected.allocated if step.on_gpu else expected.total
     factor = known.point.peak_gib * GIB / counted
-    if not step.on_gpu:  # a run also maps the dataset, evaluates and copies checkpoints; a measured step does not
+    # a run also maps the dataset, evaluates and copies checkpoints; a measured step does not
+    if not step.on_gpu:
         factor = max(1.0, factor)
-    parts = {name: part if name == "context" else part * factor for name, part in table.parts.items()}
-    spread, total = 1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2), sum(parts.values())
+    parts = {
+        name: part if name == "context" else part * factor for name, part in table.parts.items()
+    }
+    spread, total = (
+        1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2),
+        sum(parts.values()),
+    )
     ends = {"parts": parts, "low": total / spread, "high": total * spread, "origin": "measured"}
     return table.model_copy(update=ends)
 
@@ -359,15 +416,25 @@ def nearest(step: StepShape, measurements: Sequence[Calibration]) -> NearestMeas
     """Among points of the same precision and compilation; own measurements before contributed ones."""
     found = []
     for source, point in ((each, point) for each in measurements for point in each.points):
-        if (point.precision, point.compiled) != (step.precision, step.compiled) or _width(source) is None:
+        if (point.precision, point.compiled) != (step.precision, step.compiled) or _width(
+            source
+        ) is None:
             continue
         if point.setting in ("", step.setting):
-            sequences = abs(math.log2(point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch))
-            settings = (point.activation_checkpointing != step.checkpointing) + (point.attention != step.attention)
+            sequences = abs(
+                math.log2(
+                    point.micro_batch_size * point.sequence_length / step.tokens_per_micro_batch
+                )
+            )
+            settings = (point.activation_checkpointing != step.checkpointing) + (
+                point.attention != step.attention
+            )
             distance = _width_doublings(step, source) + sequences + 0.5 * settings
             found.append(NearestMeasurement(source=source, point=point, distance=distance))
     near = [known for known in found if _width_doublings(step, known.source) <= NEAR]
-    return min(near, key=lambda k: (not k.own, k.point.setting != step.setting, k.distance), default=None)
+    return min(
+        near, key=lambda k: (not k.own, k.point.setting != step.setting, k.distance), default=None
+    )
 
 
 def measured_step(known: NearestMeasurement, step: StepShape) -> StepShape | None:
@@ -413,7 +480,11 @@ def _parsed(text: str) -> ModelConfig | None:
 
 def _shape(config: ModelConfig | None) -> ModelConfig | None:
     """Without ids of special tokens, which are unknown before `prepare`."""
-    return None if config is None else replace(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    return (
+        None
+        if config is None
+        else replace(config, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,7 +505,13 @@ class StepEstimator:
         device, share = profile.accelerator, profile.memory_share.value
         limit = share * device.usable_bytes if device else float(machine.host.memory_free_bytes)
         clips = asked.train.max_grad_norm is not None
-        return cls(machine=machine, profile=profile, measurements=calibrations(machine), limit=limit, clips=clips)
+        return cls(
+            machine=machine,
+            profile=profile,
+            measurements=calibrations(machine),
+            limit=limit,
+            clips=clips,
+        )
 
     def memory(self, step: StepShape) -> MemoryEstimate:
         def table(other: StepShape) -> MemoryEstimate:
@@ -444,14 +521,24 @@ class StepEstimator:
 
     def rate(self, step: StepShape) -> Rate | None:
         width = step.config.hidden_size
-        return device_rate(self.profile, self.machine, precision=step.precision, width=width, compiled=step.compiled)
+        return device_rate(
+            self.profile,
+            self.machine,
+            precision=step.precision,
+            width=width,
+            compiled=step.compiled,
+        )
 
     def step_parts(self, step: StepShape, tokens: int) -> dict[str, Estimate] | None:
         """Seconds of a step over so many tokens, by operation; None where the device is unknown."""
 
         def table(other: StepShape, tokens: int) -> dict[str, Estimate] | None:
             rate = self.rate(other)
-            return None if rate is None else step_parts(work_of(other, tokens=tokens, clips=self.clips), rate)
+            return (
+                None
+                if rate is None
+                else step_parts(work_of(other, tokens=tokens, clips=self.clips), rate)
+            )
 
         def seconds(other: StepShape, tokens: int) -> float | None:
             parts = table(other, tokens)

@@ -13,7 +13,14 @@ from bloomery.core.errors import UserError
 from bloomery.model.adapters.settings import ALL_LINEAR, adaptation, named, targets_of
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
-from bloomery.model.limits import CPU_PIECE, GPU_PIECE, INT8_BLOCK, INT8_SMALLEST, MUON_STACK, storage_bytes
+from bloomery.model.limits import (
+    CPU_PIECE,
+    GPU_PIECE,
+    INT8_BLOCK,
+    INT8_SMALLEST,
+    MUON_STACK,
+    storage_bytes,
+)
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Peft, Recipe
 
@@ -30,7 +37,8 @@ class TrainingMode:
     away: bool = False  # states are in CPU memory, offloaded
     rounds: bool = False  # stochastic rounding
     fused_backward: bool = False  # a gradient is used and freed immediately
-    pairs: tuple[tuple[str, int], ...] = ()  # target modules and their ranks; none: full fine-tuning
+    # target modules and their ranks; none: full fine-tuning
+    pairs: tuple[tuple[str, int], ...] = ()
     whole: tuple[str, ...] = ()  # modules_to_save
     dora: bool = False
     pissa: bool = False
@@ -67,7 +75,9 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
         double=quantize.double_quant,
         averages=recipe.train.ema_decay is not None,
     )
-    adapter = counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
+    adapter = (
+        counted_as(recipe.adapter, config) if isinstance(recipe.adapter, Peft) else recipe.adapter
+    )
     if not isinstance(adapter, Lora):
         return mode
     found = adaptation(config, adapter)
@@ -87,9 +97,15 @@ def counted_as(adapter: Peft, config: ModelConfig) -> Lora:
     """The LoRA with the method's memory and time: of its rank, on its modules."""
     extra: dict[str, Any] = adapter.model_extra or {}
     usual = USUAL_RANKS.get(named(adapter.method), 8)
-    rank = next((extra[key] for key in RANKS if isinstance(extra.get(key), int) and extra[key] > 0), usual)
+    rank = next(
+        (extra[key] for key in RANKS if isinstance(extra.get(key), int) and extra[key] > 0), usual
+    )
     targets = targets_of(adapter, config)
-    lora = Lora(kind="lora", rank=rank, target_modules=[targets] if isinstance(targets, str) else list(targets))
+    lora = Lora(
+        kind="lora",
+        rank=rank,
+        target_modules=[targets] if isinstance(targets, str) else list(targets),
+    )
     try:
         adaptation(config, lora)
     except UserError:  # a regular expression of PEFT: at most every linear module
@@ -144,7 +160,11 @@ class TrainedModel:
             return shapes
         index, stages = self.stage
         ends = {True: index == 0, False: index == stages - 1}
-        return {name: shape for name, shape in shapes.items() if ".layers." in name or ends[".embed_" in name]}
+        return {
+            name: shape
+            for name, shape in shapes.items()
+            if ".layers." in name or ends[".embed_" in name]
+        }
 
     @cached_property
     def adapter(self) -> dict[str, Shape]:
@@ -162,7 +182,11 @@ class TrainedModel:
     def trained(self) -> dict[str, Shape]:
         """Trainable parameters of the model itself."""
         whole, every = self.mode.whole, not self.mode.frozen
-        return {name: shape for name, shape in self.shapes.items() if every or name.rpartition(".")[0] in whole}
+        return {
+            name: shape
+            for name, shape in self.shapes.items()
+            if every or name.rpartition(".")[0] in whole
+        }
 
     @cached_property
     def frozen(self) -> dict[str, Shape]:
@@ -187,7 +211,9 @@ class TrainedModel:
     def _bytes(self, which: int, precision: str) -> list[float]:
         """An adapter has its own dtype."""
         sizes = weight_of(precision), self.mode.adapter_bytes
-        return [float(counts[which] * size) for counts, size in zip(self._counts, sizes, strict=True)]
+        return [
+            float(counts[which] * size) for counts, size in zip(self._counts, sizes, strict=True)
+        ]
 
     @property
     def trained_count(self) -> int:
@@ -250,7 +276,9 @@ class TrainedModel:
     @cached_property
     def adapter_bytes(self) -> float:
         """PiSSA keeps its initial matrices; DoRA one magnitude per output."""
-        magnitudes = numbers({name: shape for name, shape in self.adapter.items() if len(shape) == 1})
+        magnitudes = numbers(
+            {name: shape for name, shape in self.adapter.items() if len(shape) == 1}
+        )
         factor = self.mode.adapter_bytes * (2 if self.mode.pissa else 1)
         return float(numbers(self.adapter) * factor + 4 * magnitudes)
 
@@ -258,7 +286,8 @@ class TrainedModel:
     def _alike(self) -> Counter[tuple[str, Shape, bool]]:
         """How many parameters differ in their layer alone, by name, shape and whether they are an adapter's."""
         return Counter(
-            (re.sub(r"\.\d+\.", ".0.", name), shape, name in self.adapter) for name, shape in self.learning.items()
+            (re.sub(r"\.\d+\.", ".0.", name), shape, name in self.adapter)
+            for name, shape in self.learning.items()
         )
 
     def optimizer_bytes(self, kind: str, precision: str) -> float:
@@ -268,7 +297,10 @@ class TrainedModel:
         """
         spec, states, total = OPTIMIZERS[kind], self.mode.states, 0.0
         for (name, shape, added), count in self._alike.items():
-            size, each = math.prod(shape), self.mode.adapter_bytes if added else weight_of(precision)
+            size, each = (
+                math.prod(shape),
+                self.mode.adapter_bytes if added else weight_of(precision),
+            )
             half = states == "bfloat16" or (states == "float32" and each == 2)
             one = INT8_STATE if states == "int8" and size >= INT8_SMALLEST else 2 if half else 4
             total += count * spec.state_values(name, shape) * (4 if spec.float32_states else one)
@@ -291,11 +323,22 @@ class TrainedModel:
         """
         spec, mode = OPTIMIZERS[kind], self.mode
         if spec.stacks:
-            inside = [tuple(sorted(shape)) for shape in in_layers(self.learning).values() if len(shape) == 2]
-            alike = {shape: min(inside.count(shape), max(1, MUON_STACK // math.prod(shape))) for shape in set(inside)}
+            inside = [
+                tuple(sorted(shape))
+                for shape in in_layers(self.learning).values()
+                if len(shape) == 2
+            ]
+            alike = {
+                shape: min(inside.count(shape), max(1, MUON_STACK // math.prod(shape)))
+                for shape in set(inside)
+            }
             stacked = (math.prod(shape) * count for shape, count in alike.items())
             return (2 * weight_of(precision) + 6) * max(stacked, default=0)
-        together = max(largest for _, _, largest in self._counts) if mode.fused_backward else self.trained_count
+        together = (
+            max(largest for _, _, largest in self._counts)
+            if mode.fused_backward
+            else self.trained_count
+        )
         return spec.pieces(mode, on_gpu) * 4.0 * min(together, GPU_PIECE if on_gpu else CPU_PIECE)
 
 
@@ -323,7 +366,8 @@ def _adamw_pieces(mode: TrainingMode, on_gpu: bool) -> float:
     """None in a fused AdamW; else five, half a piece more for stochastic rounding on a CPU, and four more for states in
     CPU memory (measured: tests/train/test_lean_scratch.py).
     """
-    drawn = (mode.rounds or mode.states == "bfloat16") and not on_gpu  # a GPU adds random bits without a wider copy
+    # a GPU adds random bits without a wider copy
+    drawn = (mode.rounds or mode.states == "bfloat16") and not on_gpu
     return 5 + 0.5 * drawn + 4 * (mode.away and on_gpu) if mode.optimizer_memory else 0.0
 
 
@@ -336,7 +380,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     ),
     "muon": OptimizerSpec(
         name="Muon",
-        state_values=lambda name, shape: math.prod(shape) * (1 if len(shape) == 2 and ".layers." in name else 2),
+        state_values=lambda name, shape: (
+            math.prod(shape) * (1 if len(shape) == 2 and ".layers." in name else 2)
+        ),
         stacks=True,
     ),
     "adafactor": OptimizerSpec(
@@ -357,7 +403,11 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
 
 
 def setting_of(
-    mode: TrainingMode, *, extra_forwards: int = 0, teacher: ModelConfig | None = None, offloading: bool = False
+    mode: TrainingMode,
+    *,
+    extra_forwards: int = 0,
+    teacher: ModelConfig | None = None,
+    offloading: bool = False,
 ) -> str:
     """A short hash of the training mode, which a measurement of memory must share; empty: plain full fine-tuning."""
     if (mode, extra_forwards, teacher, offloading) == (FULL, 0, None, False):
@@ -381,7 +431,8 @@ class StepShape:
     context_bytes: float  # the runtime's own; 0: not a GPU
     on_gpu: bool
     expandable: bool = False  # the allocator's segments
-    accumulating: bool = False  # gradient accumulation: gradients exist from the second micro-batch on
+    # gradient accumulation: gradients exist from the second micro-batch on
+    accumulating: bool = False
     gathered: bool = False  # layers read weights that were gathered in the dtype of matmuls
     offloading: bool = False  # activations are offloaded to CPU memory
     teacher: ModelConfig | None = None  # of distillation
@@ -403,7 +454,9 @@ class StepShape:
     @property
     def setting(self) -> str:
         mode, teacher = self.mode, self.teacher
-        return setting_of(mode, extra_forwards=self.extra_forwards, teacher=teacher, offloading=self.offloading)
+        return setting_of(
+            mode, extra_forwards=self.extra_forwards, teacher=teacher, offloading=self.offloading
+        )
 
     @property
     def outputs(self) -> int:

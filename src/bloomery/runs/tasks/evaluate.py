@@ -77,9 +77,14 @@ class TaskReport:
 
 
 def evaluate_task(
-    model: Named, task: Path, settings: Settings, *, against: Named | None = None, use: Use | None = None,
+    model: Named,
+    task: Path,
+    settings: Settings,
+    *,
+    against: Named | None = None,
+    use: Use | None = None,
     on_load: OnText = lambda _: None,
-) -> TaskReport:  # fmt: skip
+) -> TaskReport:
     """Score a task file or the packaged functions with `model`, and with `against` on the same items.
 
     A run records it. Raises UserError.
@@ -95,9 +100,13 @@ def evaluate_task(
 
 
 def evaluate_harness(
-    model: Named, settings: HarnessSettings, *, against: Named | None = None, use: Use | None = None,
+    model: Named,
+    settings: HarnessSettings,
+    *,
+    against: Named | None = None,
+    use: Use | None = None,
     on_load: OnText = lambda _: None,
-) -> TaskReport:  # fmt: skip
+) -> TaskReport:
     """Score tasks of lm-evaluation-harness with `model`, and with `against`. A run records it. Raises UserError."""
     refuse_without_harness()
     score = partial(run_harness, settings=settings)
@@ -105,9 +114,15 @@ def evaluate_harness(
 
 
 def compare_on_texts(
-    model: Named, against: Named, data: Path | None, *, bos: bool = True, template: str | None = None,
-    use: Use | None = None, on_load: OnText = lambda _: None,
-) -> TaskReport:  # fmt: skip
+    model: Named,
+    against: Named,
+    data: Path | None,
+    *,
+    bos: bool = True,
+    template: str | None = None,
+    use: Use | None = None,
+    on_load: OnText = lambda _: None,
+) -> TaskReport:
     """Bits per byte of two models on the same documents (None: the validation set of the run `model`).
 
     Tokenizers may differ, except for a validation set, which is tokenized. A run records it. Raises UserError.
@@ -122,32 +137,45 @@ def compare_on_texts(
         for each in (model, against):
             if load_tokenizer(find_model(each.folder, each.step).tokenizer).hash != hashed:
                 problem = f"the validation set is tokenized, and {each.name} has another tokenizer"
-                raise UserError(problem, where=str(data), fix="add --data PATH: texts, or conversations", code=2)
+                raise UserError(
+                    problem, where=str(data), fix="add --data PATH: texts, or conversations", code=2
+                )
     score = partial(_score_texts, data=data, bos=bos, template=template)
     return _report(model, against, score, data.name or str(data), "text", use, on_load)
 
 
 def _score_texts(
     decoder: Decoder, tokenizer: Tokenizer, *, data: Path, bos: bool, template: str | None
-) -> TaskScores:  # fmt: skip
+) -> TaskScores:
     """Bits and bytes of each document."""
     texts = list(texts_of(data, tokenizer, bos=bos, template=template))
-    refuse_unknown_ids((token for text in texts for token in text.tokens), decoder.config.vocab_size)
+    refuse_unknown_ids(
+        (token for text in texts for token in text.tokens), decoder.config.vocab_size
+    )
     scores = score_documents(decoder, (text.tokens for text in texts))
     masks = [slice(None) if text.loss_mask is None else text.loss_mask[1:] for text in texts]
-    nats = np.array([float(n[mask].sum(dtype=np.float64)) for n, mask in zip(scores, masks, strict=True)])
+    nats = np.array(
+        [float(n[mask].sum(dtype=np.float64)) for n, mask in zip(scores, masks, strict=True)]
+    )
     size = np.array([float(text.bytes) for text in texts])
     if not np.isfinite(nats).all():
         raise NotFinite
     outputs = tuple(
-        {"item": n, "bits": b, "bytes": s} for n, (b, s) in enumerate(zip(nats / np.log(2), size, strict=True))
+        {"item": n, "bits": b, "bytes": s}
+        for n, (b, s) in enumerate(zip(nats / np.log(2), size, strict=True))
     )
     notes = notes_of(texts, tokenizer, bos=bos, context=decoder.config.max_positions)
     return TaskScores((Scores("bits_per_byte", nats / np.log(2), size),), outputs, tuple(notes))
 
 
 def _report(
-    model: Named, against: Named | None, score: Score, task: str, kind: str, use: Use | None, on_load: OnText
+    model: Named,
+    against: Named | None,
+    score: Score,
+    task: str,
+    kind: str,
+    use: Use | None,
+    on_load: OnText,
 ) -> TaskReport:
     """Loads one model at a time."""
 
@@ -169,8 +197,14 @@ def _report(
     outputs = first.outputs
     if second is not None:
         pairs = zip(first.outputs, second.outputs, strict=True)
-        outputs = tuple({**one, "against": {k: v for k, v in other.items() if k != "item"}} for one, other in pairs)
-    items, other_name = max(result.items for result in results), None if against is None else against.name
+        outputs = tuple(
+            {**one, "against": {k: v for k, v in other.items() if k != "item"}}
+            for one, other in pairs
+        )
+    items, other_name = (
+        max(result.items for result in results),
+        None if against is None else against.name,
+    )
     report = TaskReport(task, kind, model.name, other_name, items, results, outputs, tuple(notes))
     return _recorded(report, model, files)
 
@@ -181,16 +215,24 @@ def _results(first: TaskScores, second: TaskScores | None) -> tuple[tuple[Result
     for one, other in zip(first.scores, (second or first).scores, strict=True):
         if len(one.values) != len(other.values):
             problem = f"the models read different documents: {len(one.values):,} and {len(other.values):,}"
-            raise UserError(problem, where="--data", fix="use --template, or data without a chat template")
+            raise UserError(
+                problem, where="--data", fix="use --template, or data without a chat template"
+            )
         kept = (one.weights > 0) & (other.weights > 0)
         items, left_out = int(kept.sum()), left_out + int((~kept).sum())
         if not items:
-            raise UserError("no item to score", where="--data", fix="use a text of at least two tokens")
-        one, other = (Scores(each.metric, each.values[kept], each.weights[kept]) for each in (one, other))
+            raise UserError(
+                "no item to score", where="--data", fix="use a text of at least two tokens"
+            )
+        one, other = (
+            Scores(each.metric, each.values[kept], each.weights[kept]) for each in (one, other)
+        )
         if second is None:
             results.append(Result(one.metric, items, one.estimate()))
         else:
-            results.append(Result(one.metric, items, one.estimate(), other.estimate(), compare(one, other)))
+            results.append(
+                Result(one.metric, items, one.estimate(), other.estimate(), compare(one, other))
+            )
     return tuple(results), left_out
 
 
@@ -215,12 +257,26 @@ def _event(report: TaskReport, result: Result, *, step: int) -> TaskDone:
     more: dict[str, Any] = {}
     if against is not None and difference is not None:
         more = {
-            "against": report.against, "against_value": against.value, "against_low": against.low,
-            "against_high": against.high, "difference": difference.value, "difference_low": difference.low,
-            "difference_high": difference.high, "p_value": difference.p_value, "test": difference.test,
-        }  # fmt: skip
+            "against": report.against,
+            "against_value": against.value,
+            "against_low": against.low,
+            "against_high": against.high,
+            "difference": difference.value,
+            "difference_low": difference.low,
+            "difference_high": difference.high,
+            "p_value": difference.p_value,
+            "test": difference.test,
+        }
     own = result.model
     return TaskDone(
-        step=step, task=report.task, kind=report.kind, metric=result.metric, items=result.items, value=own.value,
-        low=own.low, high=own.high, interval=own.interval, **more,
-    )  # fmt: skip
+        step=step,
+        task=report.task,
+        kind=report.kind,
+        metric=result.metric,
+        items=result.items,
+        value=own.value,
+        low=own.low,
+        high=own.high,
+        interval=own.interval,
+        **more,
+    )

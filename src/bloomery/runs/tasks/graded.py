@@ -28,22 +28,39 @@ PR_SET_DUMPABLE = 4  # linux/prctl.h
 PASSED, FAILED = "passed", "failed: "
 # Types whose values are sent as their name and the list or text that makes them again.
 SENT: dict[Any, Callable[[Any], Any]] = {
-    tuple: list, set: list, frozenset: list, bytearray: lambda value: value.hex(), bytes: lambda value: value.hex(),
-    range: lambda value: [value.start, value.stop, value.step], complex: lambda value: [value.real, value.imag],
-    collections.deque: list, decimal.Decimal: str, fractions.Fraction: str,
-    datetime.datetime: datetime.datetime.isoformat, datetime.date: datetime.date.isoformat,
+    tuple: list,
+    set: list,
+    frozenset: list,
+    bytearray: lambda value: value.hex(),
+    bytes: lambda value: value.hex(),
+    range: lambda value: [value.start, value.stop, value.step],
+    complex: lambda value: [value.real, value.imag],
+    collections.deque: list,
+    decimal.Decimal: str,
+    fractions.Fraction: str,
+    datetime.datetime: datetime.datetime.isoformat,
+    datetime.date: datetime.date.isoformat,
     datetime.time: datetime.time.isoformat,
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
-}  # fmt: skip
+}
 MADE: dict[str, Callable[[Any], Any]] = {
     **{str(kind.__name__): kind for kind in SENT},
-    "bytes": bytes.fromhex, "bytearray": bytearray.fromhex, "range": lambda parts: range(*parts),
-    "complex": lambda parts: complex(*parts), "timedelta": lambda parts: datetime.timedelta(*parts),
-    "datetime": datetime.datetime.fromisoformat, "date": datetime.date.fromisoformat,
-    "time": datetime.time.fromisoformat, "iterator": iter, "int": lambda text: int(text, 16),
-    "float": float.fromhex, "dict": dict, "builtin": lambda name: getattr(builtins, name),
-}  # fmt: skip
-LISTS: tuple[type, ...] = (list, type({}.keys()), type({}.values()), type({}.items()))  # sent as lists
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "range": lambda parts: range(*parts),
+    "complex": lambda parts: complex(*parts),
+    "timedelta": lambda parts: datetime.timedelta(*parts),
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "iterator": iter,
+    "int": lambda text: int(text, 16),
+    "float": float.fromhex,
+    "dict": dict,
+    "builtin": lambda name: getattr(builtins, name),
+}
+# sent as lists
+LISTS: tuple[type, ...] = (list, type({}.keys()), type({}.values()), type({}.items()))
 Message = dict[str, Any]
 
 
@@ -139,7 +156,9 @@ def run_program(talk: Talk) -> NoReturn:
             return kept[content[0]]
 
         def callback(*arguments: Any) -> Any:
-            talk.send({"callback": content, "arguments": [packed(each, remember) for each in arguments]})
+            talk.send(
+                {"callback": content, "arguments": [packed(each, remember) for each in arguments]}
+            )
             answer = talk.receive()
             if "raised" in answer:
                 raise error_of(answer["raised"], names)
@@ -186,7 +205,8 @@ def error_of(sent: Sequence[Any], names: Mapping[str, Any]) -> BaseException:
         found = names.get(kind, getattr(builtins, str(kind), None))
         if isinstance(found, type) and issubclass(found, Exception):
             for given in ([unpacked(each, lambda *_: None) for each in arguments], [text]):
-                with suppress(Exception):  # an exception that wants other arguments: its base class, then
+                # an exception that wants other arguments: its base class, then
+                with suppress(Exception):
                     return found(*given)
     return EndedError(f"{kinds[0]}: {text}"[:300])
 
@@ -220,10 +240,13 @@ class Program:
 
     def call(self, number: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What the function returns. Lists, sets and dicts among the arguments are changed as the function did."""
-        value, changed = self.ask({
-            "remote": number, "arguments": [packed(each, self._named) for each in arguments],
-            "keywords": {name: packed(each, self._named) for name, each in keywords.items()},
-        })  # fmt: skip
+        value, changed = self.ask(
+            {
+                "remote": number,
+                "arguments": [packed(each, self._named) for each in arguments],
+                "keywords": {name: packed(each, self._named) for name, each in keywords.items()},
+            }
+        )
         for mine, theirs in zip(arguments, changed, strict=False):
             if isinstance(mine, list | bytearray) and isinstance(theirs, list | bytearray):
                 mine[:] = theirs
@@ -245,7 +268,15 @@ class Program:
             else:
                 value = unpacked(answer["value"], self._remote)
                 return value, [unpacked(each, self._remote) for each in answer.get("arguments", ())]
-        except (KeyError, ValueError, TypeError, IndexError, ArithmeticError, AttributeError, RecursionError):
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            IndexError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ):
             raise EndedError("the program wrote to the channel of its results") from None
         raise error
 
@@ -278,8 +309,14 @@ def known_names(prompt: str) -> dict[str, Any]:
     Its last function has no body yet.
     """
     names: dict[str, Any] = {"__name__": "test"}
-    imports = "\n".join(line for line in prompt.splitlines() if line.startswith(("import ", "from ")))
-    for text in (prompt, *(f"{prompt.rstrip()}\n{' ' * width}pass\n" for width in (1, 2, 4, 8)), imports):
+    imports = "\n".join(
+        line for line in prompt.splitlines() if line.startswith(("import ", "from "))
+    )
+    for text in (
+        prompt,
+        *(f"{prompt.rstrip()}\n{' ' * width}pass\n" for width in (1, 2, 4, 8)),
+        imports,
+    ):
         with suppress(SyntaxError):
             code = compile(text, "prompt", "exec")
             with suppress(Exception):  # then the program, which begins with it, fails as well

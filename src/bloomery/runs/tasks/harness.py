@@ -45,9 +45,16 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
     most = decoder.config.max_positions
-    start, end = tokenizer.bos_id, tokenizer.eos_id if tokenizer.eos_id is not None else decoder.config.eos_token_id
+    start, end = (
+        tokenizer.bos_id,
+        tokenizer.eos_id if tokenizer.eos_id is not None else decoder.config.eos_token_id,
+    )
     start_text = "" if start is None else tokenizer.decode([start])
-    marks = [tokenizer.decode([token]) for token in (start, tokenizer.eos_id, tokenizer.pad_id) if token is not None]
+    marks = [
+        tokenizer.decode([token])
+        for token in (start, tokenizer.eos_id, tokenizer.pad_id)
+        if token is not None
+    ]
     marks += tokenizer.control_tokens()
 
     class Adapter(TemplateLM):  # type: ignore[misc]  # the harness has no types
@@ -55,23 +62,36 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
         prefix_token_id = start if start is not None else end
         max_length, max_gen_toks, tokenizer_name = most, NEW_TOKENS, "bloomery"
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: Any
+        ) -> list[int]:
             begun = start is not None and string.startswith(start_text)
-            prefix = tokenizer.prefix if add_special_tokens or (add_special_tokens is None and not begun) else []
+            prefix = (
+                tokenizer.prefix
+                if add_special_tokens or (add_special_tokens is None and not begun)
+                else []
+            )
             return [*prefix, *tokenizer.encode(string, special=True)]
 
-        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(
+            self, requests: Sequence[Any], **_: Any
+        ) -> list[tuple[float, bool]]:
             refuse_unknown_ids(
-                (token for _, *pair in requests for ids in pair for token in ids), decoder.config.vocab_size
+                (token for _, *pair in requests for ids in pair for token in ids),
+                decoder.config.vocab_size,
             )
-            found = score_continuations(decoder, [(context, continuation) for _, context, continuation in requests])
+            found = score_continuations(
+                decoder, [(context, continuation) for _, context, continuation in requests]
+            )
             results = [(one.logprob, one.greedy) for one in found]
             for (text, *_), result in zip(requests, results, strict=True):
                 if text is not None:
                     self.cache_hook.add_partial("loglikelihood", text, result)
             return results
 
-        def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        def loglikelihood_rolling(
+            self, requests: Sequence[Any], disable_tqdm: bool = False
+        ) -> list[float]:
             del disable_tqdm
             pieces = [
                 [
@@ -92,22 +112,36 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
                 context, given = request.args
                 settings = normalize_gen_kwargs(given, self.max_gen_toks)
                 if unknown := settings.keys() - _GREEDY:
-                    problem = f"generation settings that are not supported: {', '.join(sorted(unknown))}"
-                    raise UserError(problem, where="--lm-eval", fix="remove them from generation_kwargs of the task")
+                    problem = (
+                        f"generation settings that are not supported: {', '.join(sorted(unknown))}"
+                    )
+                    raise UserError(
+                        problem,
+                        where="--lm-eval",
+                        fix="remove them from generation_kwargs of the task",
+                    )
                 new = settings["max_gen_toks"]
                 if new >= most:
                     problem = f"the task samples up to {new:,} tokens, and the context is {most:,}"
-                    raise UserError(problem, where="--lm-eval", fix="use a model with a longer context")
+                    raise UserError(
+                        problem, where="--lm-eval", fix="use a model with a longer context"
+                    )
                 sampling = Sampling(
-                    max_new_tokens=new, temperature=settings["temperature"] if settings["do_sample"] else 0.0,
-                    top_p=settings.get("top_p", 1.0), top_k=settings.get("top_k") or None, seed=number,
-                )  # fmt: skip
+                    max_new_tokens=new,
+                    temperature=settings["temperature"] if settings["do_sample"] else 0.0,
+                    top_p=settings.get("top_p", 1.0),
+                    top_k=settings.get("top_k") or None,
+                    seed=number,
+                )
                 ends.append(tuple(settings["until"]))
                 asked.append(Request(self.tok_encode(context)[-(most - new) :], sampling, ends[-1]))
             texts = complete(decoder, tokenizer, asked)
             for mark in marks:  # which the harness leaves out, too
                 texts = [text.replace(mark, "") for text in texts]
-            texts = [postprocess_generated_text(text, list(stop), None) for text, stop in zip(texts, ends, strict=True)]
+            texts = [
+                postprocess_generated_text(text, list(stop), None)
+                for text, stop in zip(texts, ends, strict=True)
+            ]
             for request, text in zip(requests, texts, strict=True):
                 self.cache_hook.add_partial("generate_until", request.args, text)
             return texts
@@ -123,14 +157,22 @@ def run_harness(decoder: Decoder, tokenizer: Tokenizer, *, settings: HarnessSett
     model = adapter(decoder, tokenizer)
     place = settings.include_path
     files = [] if place is None else [place / f"{task}.yaml" for task in settings.tasks]
-    own = bool(files) and all(file.is_file() and "group:" not in file.read_text("utf-8") for file in files)
+    own = bool(files) and all(
+        file.is_file() and "group:" not in file.read_text("utf-8") for file in files
+    )
     # Its own thousands of task files take half a minute to index.
-    manager = TaskManager(include_path=None if place is None else str(place), include_defaults=not own)
+    manager = TaskManager(
+        include_path=None if place is None else str(place), include_defaults=not own
+    )
     try:
         found = simple_evaluate(
-            model=model, tasks=list(settings.tasks), num_fewshot=settings.shots, limit=settings.limit,
-            task_manager=manager, bootstrap_iters=0,
-        )  # fmt: skip
+            model=model,
+            tasks=list(settings.tasks),
+            num_fewshot=settings.shots,
+            limit=settings.limit,
+            task_manager=manager,
+            bootstrap_iters=0,
+        )
     except (KeyError, ValueError, OSError) as error:
         problem = f"lm-evaluation-harness failed: {str(error)[:300]}"
         fix = "`lm_eval ls tasks` lists the tasks; files of your own need --include-path"
@@ -138,25 +180,39 @@ def run_harness(decoder: Decoder, tokenizer: Tokenizer, *, settings: HarnessSett
     scores, outputs = [], []
     for task, samples in found["samples"].items():
         scores += list(_scores_of(task, samples, found["results"].get(task, {})))
-        outputs += [{"item": f"{task}.{one['doc_id']}", **{m: one[m] for m in one["metrics"]}} for one in samples]
+        outputs += [
+            {"item": f"{task}.{one['doc_id']}", **{m: one[m] for m in one["metrics"]}}
+            for one in samples
+        ]
     if not scores:
-        raise UserError("no metric of these tasks is a mean over documents", where="--lm-eval", fix="name other tasks")
+        raise UserError(
+            "no metric of these tasks is a mean over documents",
+            where="--lm-eval",
+            fix="name other tasks",
+        )
     return TaskScores(tuple(scores), tuple(outputs))
 
 
-def _scores_of(task: str, samples: Sequence[Mapping[str, Any]], results: Mapping[str, Any]) -> Iterator[Scores]:
+def _scores_of(
+    task: str, samples: Sequence[Mapping[str, Any]], results: Mapping[str, Any]
+) -> Iterator[Scores]:
     """The metrics whose figure in the harness's own results is the mean of its figures per document."""
     for key, value in results.items():
         metric, _, chosen = key.partition(",")
-        each = [one[metric] for one in samples if metric in one and one.get("filter", chosen) == chosen]
+        each = [
+            one[metric] for one in samples if metric in one and one.get("filter", chosen) == chosen
+        ]
         if not each or not isinstance(value, int | float):
             continue
-        if all(isinstance(one, tuple | list) and len(one) == 2 for one in each):  # log-likelihood and its weight
+        # log-likelihood and its weight
+        if all(isinstance(one, tuple | list) and len(one) == 2 for one in each):
             nats, weights = np.array(each, np.float64).T
             score = Scores(f"{task}.{metric}", -nats / math.log(2), weights)
         elif all(isinstance(one, bool | int | float) for one in each):
             score = Scores(f"{task}.{metric}", np.array(each, np.float64), np.ones(len(each)))
         else:
             continue
-        if math.isclose(score.values.sum() / score.weights.sum(), value, rel_tol=1e-6, abs_tol=1e-9):
+        if math.isclose(
+            score.values.sum() / score.weights.sum(), value, rel_tol=1e-6, abs_tol=1e-9
+        ):
             yield score

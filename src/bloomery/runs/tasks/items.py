@@ -42,8 +42,10 @@ from bloomery.train.forward import eval_mode
 Kind = Literal["multiple-choice", "exact-match", "functions"]
 SLOTS = 8  # texts that are decoded at once
 KEYS = {
-    "multiple-choice": {"choices", "answer"}, "exact-match": {"answer"}, "functions": {"prompt", "entry_point", "test"},
-}  # fmt: skip
+    "multiple-choice": {"choices", "answer"},
+    "exact-match": {"answer"},
+    "functions": {"prompt", "entry_point", "test"},
+}
 _STOPS = ("\n\n", "\nQuestion:")  # of a text that continues after the answer
 _FIX = 'write {"question": "...", "choices": ["...", "..."], "answer": 0} or {"question": "...", "answer": "..."}'
 
@@ -110,7 +112,11 @@ def read_task(path: Path) -> Task:
     """The task in a JSONL, Parquet, Arrow, JSON or CSV file. Raises UserError for a row that is not like the first."""
     format = (DATA | TABLES).get(suffix_of(path))
     if format is None or not path.is_file():
-        problem = "a task is a JSONL, Parquet, Arrow, JSON or CSV file" if path.exists() else "no such file"
+        problem = (
+            "a task is a JSONL, Parquet, Arrow, JSON or CSV file"
+            if path.exists()
+            else "no such file"
+        )
         raise UserError(f"{problem}: {path.name}", where=str(path), fix=_FIX, code=2)
     items: list[Item] = []
     kind: Kind | None = None
@@ -121,7 +127,9 @@ def read_task(path: Path) -> Task:
         if not isinstance(row, dict):
             raise UserError("a row of a task is an object", where=value.where, fix=_FIX)
         kind = kind or _kind_of(row, value.where)
-        items.append(_item(row, kind, value.where, str(row.get("id", row.get("task_id", len(items) + 1)))))
+        items.append(
+            _item(row, kind, value.where, str(row.get("id", row.get("task_id", len(items) + 1))))
+        )
     if kind is None:
         raise UserError("the task has no item", where=str(path), fix=_FIX)
     return Task(path.stem, kind, tuple(items))
@@ -140,7 +148,9 @@ def _kind_of(row: dict[str, Any], where: str) -> Kind:
 def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
     def text(key: str) -> str:
         if not isinstance(row.get(key), str):
-            raise UserError(f"the key {key!r} is a text in each row of this task", where=where, fix=_FIX)
+            raise UserError(
+                f"the key {key!r} is a text in each row of this task", where=where, fix=_FIX
+            )
         return str(row[key])
 
     if kind == "functions":
@@ -148,16 +158,31 @@ def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
         banned = row.get("banned") or []
         if not isinstance(banned, list) or not all(isinstance(one, str) for one in banned):
             raise UserError("the key 'banned' is a list of modules", where=where, fix=_FIX)
-        return Item(name, prompt, prompt, entry_point=text("entry_point"), test=text("test"), banned=tuple(banned))
+        return Item(
+            name,
+            prompt,
+            prompt,
+            entry_point=text("entry_point"),
+            test=text("test"),
+            banned=tuple(banned),
+        )
     asked = text("prompt") if "prompt" in row else text("question")
     prompt = asked if "prompt" in row else f"Question: {asked}\nAnswer:"
     answer, choices = row.get("answer"), row.get("choices")
     if kind == "exact-match":
         answers = answer if isinstance(answer, list) else [answer]
-        if not answers or any(isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers):
-            raise UserError("an answer is a text, a number or a list of them", where=where, fix=_FIX)
+        if not answers or any(
+            isinstance(one, bool) or not isinstance(one, str | int | float) for one in answers
+        ):
+            raise UserError(
+                "an answer is a text, a number or a list of them", where=where, fix=_FIX
+            )
         return Item(name, prompt, asked, tuple(str(one) for one in answers))
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
+    if (
+        not isinstance(choices, list)
+        or len(choices) < 2
+        or not all(isinstance(one, str) and one for one in choices)
+    ):
         raise UserError("choices are a list of at least two texts", where=where, fix=_FIX)
     right = answer
     if isinstance(answer, str):
@@ -174,9 +199,14 @@ class Asker:
     """Token ids of prompts with their examples, and of continuations. `stops` end a completion."""
 
     def __init__(
-        self, tokenizer: Tokenizer, settings: Settings, shots: Sequence[Item],
-        encode: Callable[[Sequence[Message]], list[int]] | None, stops: tuple[str, ...], stop_ids: tuple[int, ...],
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        shots: Sequence[Item],
+        encode: Callable[[Sequence[Message]], list[int]] | None,
+        stops: tuple[str, ...],
+        stop_ids: tuple[int, ...],
+    ) -> None:
         self.tokenizer, self.settings, self.shots, self._encode = tokenizer, settings, shots, encode
         self.stops, self.stop_ids = stops, stop_ids
 
@@ -186,10 +216,14 @@ class Asker:
             context, continuation = self.prompt(item), self.tokenizer.encode(answer)
         else:
             text = self._text(item)
-            context, continuation = encode_pair(self.tokenizer, text, _spaced(text, answer), bos=self.settings.bos)
+            context, continuation = encode_pair(
+                self.tokenizer, text, _spaced(text, answer), bos=self.settings.bos
+            )
         if not context or not continuation:
             problem = f"the {'answer' if context else 'prompt'} has no token of its own"
-            raise UserError(problem, where=f"item {item.name}", fix="lengthen it, or remove the item")
+            raise UserError(
+                problem, where=f"item {item.name}", fix="lengthen it, or remove the item"
+            )
         return context, continuation
 
     def turns(self, messages: Sequence[Message]) -> list[int]:
@@ -202,7 +236,9 @@ class Asker:
             prefix = self.tokenizer.prefix if self.settings.bos else []
             return prefix + self.tokenizer.encode(self._text(item))
         turns = [
-            turn for shot in self.shots for turn in (_turn("user", shot.asked), _turn("assistant", shot.answers[0]))
+            turn
+            for shot in self.shots
+            for turn in (_turn("user", shot.asked), _turn("assistant", shot.answers[0]))
         ]
         return self._encode([*turns, _turn("user", item.asked)])
 
@@ -246,7 +282,14 @@ def asking(tokenizer: Tokenizer, settings: Settings, shots: Sequence[Item] = ())
         fix = "remove --chat, or add --template chatml"
         raise UserError("this model has no chat template", where="--chat", fix=fix, code=2)
     with chat_format(tokenizer, settings.template) as form:
-        yield Asker(tokenizer, settings, shots, form.encode, (*settings.stop, *form.stop_strings), form.stop_ids)
+        yield Asker(
+            tokenizer,
+            settings,
+            shots,
+            form.encode,
+            (*settings.stop, *form.stop_strings),
+            form.stop_ids,
+        )
 
 
 def ask(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings) -> TaskScores:
@@ -272,18 +315,30 @@ def _choose(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores
         normed = [nats / len(choice) for nats, choice in zip(sums, item.choices, strict=True)]
         if not np.isfinite(sums).all():
             raise NotFinite
-        outputs.append({
-            "item": item.name, "right": item.right, "chosen": int(np.argmax(sums)),
-            "chosen_norm": int(np.argmax(normed)), "logprobs": sums,
-        })  # fmt: skip
+        outputs.append(
+            {
+                "item": item.name,
+                "right": item.right,
+                "chosen": int(np.argmax(sums)),
+                "chosen_norm": int(np.argmax(normed)),
+                "logprobs": sums,
+            }
+        )
     scores = [
         shares(metric, [one[key] == one["right"] for one in outputs])
         for metric, key in (("acc", "chosen"), ("acc_norm", "chosen_norm"))
     ]
     longest = max(len(context) + len(continuation) for context, continuation in pairs)
-    cut = sum(len(context) + len(continuation) > decoder.config.max_positions + 1 for context, continuation in pairs)
+    cut = sum(
+        len(context) + len(continuation) > decoder.config.max_positions + 1
+        for context, continuation in pairs
+    )
     notes = (
-        [f"{cut:,} of {len(pairs):,} prompts are cut at their start: the longest has {longest:,} tokens"] if cut else []
+        [
+            f"{cut:,} of {len(pairs):,} prompts are cut at their start: the longest has {longest:,} tokens"
+        ]
+        if cut
+        else []
     )
     return TaskScores(tuple(scores), tuple(outputs), tuple(notes))
 
@@ -292,22 +347,37 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
     """`exact_match`: the completion without white space around it, or its extracted answer, is an accepted answer."""
     settings, new_tokens = asker.settings, asker.settings.most(decoder)
     sampling = Sampling(
-        max_new_tokens=new_tokens, temperature=settings.temperature or 0.0, seed=settings.seed,
+        max_new_tokens=new_tokens,
+        temperature=settings.temperature or 0.0,
+        seed=settings.seed,
         stop_ids=asker.stop_ids,
-    )  # fmt: skip
+    )
     prompts, notes = fitted_prompts(decoder, [asker.prompt(item) for item in items], new_tokens)
-    completions = complete(decoder, asker.tokenizer, [Request(ids, sampling, asker.stops) for ids in prompts])
+    completions = complete(
+        decoder, asker.tokenizer, [Request(ids, sampling, asker.stops) for ids in prompts]
+    )
     outputs = []
     for item, completion in zip(items, completions, strict=True):
         answer = extracted(completion, settings.extract)
         accepted = [one.strip() for one in item.answers]
-        outputs.append({
-            "item": item.name, "completion": completion, "answer": answer, "accepted": accepted,
-            "correct": answer is not None and answer in accepted,
-        })  # fmt: skip
+        outputs.append(
+            {
+                "item": item.name,
+                "completion": completion,
+                "answer": answer,
+                "accepted": accepted,
+                "correct": answer is not None and answer in accepted,
+            }
+        )
     if missing := sum(one["answer"] is None for one in outputs):
-        notes.append(f"no match of --extract in {missing:,} of {len(outputs):,} completions: counted as wrong")
-    return TaskScores((shares("exact_match", [bool(one["correct"]) for one in outputs]),), tuple(outputs), tuple(notes))
+        notes.append(
+            f"no match of --extract in {missing:,} of {len(outputs):,} completions: counted as wrong"
+        )
+    return TaskScores(
+        (shares("exact_match", [bool(one["correct"]) for one in outputs]),),
+        tuple(outputs),
+        tuple(notes),
+    )
 
 
 def extracted(completion: str, pattern: str | None) -> str | None:
@@ -324,7 +394,9 @@ def compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         fix = r"write a regular expression, such as '(-?\d+)'"
-        raise UserError(f"not a regular expression: {error}", where="--extract", fix=fix, code=2) from error
+        raise UserError(
+            f"not a regular expression: {error}", where="--extract", fix=fix, code=2
+        ) from error
 
 
 def fitted_prompts(
@@ -336,14 +408,22 @@ def fitted_prompts(
     if room < 1:
         problem = f"--max-new-tokens {new_tokens:,} leaves no room for a prompt in a context of"
         fix = "use a smaller --max-new-tokens"
-        raise UserError(f"{problem} {decoder.config.max_positions:,}", where="--max-new-tokens", fix=fix, code=2)
+        raise UserError(
+            f"{problem} {decoder.config.max_positions:,}", where="--max-new-tokens", fix=fix, code=2
+        )
     cut = sum(len(ids) > room for ids in prompts)
-    notes = [f"{cut:,} of {len(prompts):,} prompts are cut at their start to {room:,} tokens"] if cut else []
+    notes = (
+        [f"{cut:,} of {len(prompts):,} prompts are cut at their start to {room:,} tokens"]
+        if cut
+        else []
+    )
     return [ids[-room:] for ids in prompts], notes
 
 
 def _refuse_ids(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    refuse_unknown_ids((token for pair in pairs for ids in pair for token in ids), decoder.config.vocab_size)
+    refuse_unknown_ids(
+        (token for pair in pairs for ids in pair for token in ids), decoder.config.vocab_size
+    )
 
 
 @dataclass(frozen=True)
@@ -367,7 +447,7 @@ class _Open:
 
 def complete(
     decoder: Decoder, tokenizer: Tokenizer, requests: Sequence[Request], *, slots: int = SLOTS
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The completion of each request, `slots` decoded at once.
 
     Prompts that begin alike follow each other, so that a slot reads what they share once. Raises UserError for logits
@@ -376,7 +456,11 @@ def complete(
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     order = deque(sorted(range(len(requests)), key=lambda number: tuple(requests[number].ids)))
     capacity = max((len(one.ids) + one.sampling.max_new_tokens for one in requests), default=0)
-    batch = Batch(Past(decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)))
+    batch = Batch(
+        Past(
+            decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)
+        )
+    )
     opened, texts = dict[Text, _Open](), [""] * len(requests)
     with eval_mode(decoder):
         while order or batch.texts:
@@ -384,7 +468,9 @@ def complete(
                 request = requests[number := order.popleft()]
                 stop_ids = known_ids(*ends, *request.sampling.stop_ids)
                 text = batch.add(request.ids, replace(request.sampling, stop_ids=stop_ids))
-                opened[text] = _Open(number, TextStream(tokenizer, request.ids), Stops(request.stops))
+                opened[text] = _Open(
+                    number, TextStream(tokenizer, request.ids), Stops(request.stops)
+                )
             for drawn in batch.step():
                 one = opened[drawn.text]
                 if isinstance(drawn.ended, UserError):
@@ -422,9 +508,14 @@ class Limits:
 
 
 def run_program(
-    program: str, *, test: str, entry_point: str, prompt: str = "", banned: Sequence[str] = (),
+    program: str,
+    *,
+    test: str,
+    entry_point: str,
+    prompt: str = "",
+    banned: Sequence[str] = (),
     limits: Limits | None = None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """None when the program passes the test, else why it failed. `banned`: modules that it cannot import.
 
     `test` defines check(candidate), `candidate` is the `entry_point` of the program. The test runs in another process
@@ -438,10 +529,24 @@ def run_program(
     visible = [python, *(sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib"))]
     visible += [str(place) for place in prefix.glob("lib/libpython*")]
     with tempfile.TemporaryDirectory(prefix="bloomery-sandbox-") as folder:
-        job = {**asdict(limits), "program": program, "test": test, "entry_point": entry_point, "prompt": prompt,
-               "banned": list(banned), "code": _GRADED.read_text(encoding="utf-8"), "python": python,
-               "visible": visible, "folder": folder, "parent": os.getpid()}  # fmt: skip
-        answer = _answer_of(python, json.dumps(job).encode("utf-8", errors="replace"), limits.seconds + _START_SECONDS)
+        job = {
+            **asdict(limits),
+            "program": program,
+            "test": test,
+            "entry_point": entry_point,
+            "prompt": prompt,
+            "banned": list(banned),
+            "code": _GRADED.read_text(encoding="utf-8"),
+            "python": python,
+            "visible": visible,
+            "folder": folder,
+            "parent": os.getpid(),
+        }
+        answer = _answer_of(
+            python,
+            json.dumps(job).encode("utf-8", errors="replace"),
+            limits.seconds + _START_SECONDS,
+        )
     if "refused" in answer:
         problem = f"this system offers no sandbox for programs of a model: {answer['refused']}"
         fix = "allow user namespaces to this user, or run as root; in a container: --privileged"
@@ -455,12 +560,19 @@ def run_program(
 def _answer_of(python: str, job: bytes, seconds: float) -> dict[str, Any]:
     script = str(Path(__file__).with_name("sandboxed.py"))
     process = subprocess.Popen(
-        [python, "-I", "-S", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={},
-        cwd="/", start_new_session=True,
-    )  # fmt: skip
+        [python, "-I", "-S", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
     try:
         out, err = process.communicate(job, timeout=seconds)
-        answer: dict[str, Any] = json.loads(out) if out else {"refused": err.decode(errors="replace")[-300:].strip()}
+        answer: dict[str, Any] = (
+            json.loads(out) if out else {"refused": err.decode(errors="replace")[-300:].strip()}
+        )
         return answer
     except subprocess.TimeoutExpired:
         return {"late": True}
@@ -478,15 +590,30 @@ def refuse_without_sandbox() -> None:
         problem = "programs of a model run in a sandbox of the Linux kernel"
         raise UserError(problem, where="--run-code", fix="evaluate on Linux")
     program = "import math, json, re, statistics\ndef f(x): return math.isqrt(x)"
-    if (problem := run_program(program, test="def check(f): assert f(9) == 3", entry_point="f")) is not None:
-        raise UserError(f"the sandbox does not work: {problem}", where="--run-code", fix="report this error")
+    if (
+        problem := run_program(program, test="def check(f): assert f(9) == 3", entry_point="f")
+    ) is not None:
+        raise UserError(
+            f"the sandbox does not work: {problem}", where="--run-code", fix="report this error"
+        )
 
 
 STDLIB = "stdlib-functions"
 PACKAGED = Path(__file__).with_name(f"{STDLIB}.jsonl")
 SAMPLED = 0.8  # temperature of several samples; one is greedy
 _KS = (1, 10, 100)
-_ENDS = ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint(", "\nimport ", "\nfrom ", "\n```", "\nassert ")
+_ENDS = (
+    "\nclass ",
+    "\ndef ",
+    "\n#",
+    "\n@",
+    "\nif ",
+    "\nprint(",
+    "\nimport ",
+    "\nfrom ",
+    "\n```",
+    "\nassert ",
+)
 _ASKED = "Complete this Python function. Reply with the whole function in one code block.\n\n```python\n{}\n```"
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 _IMPORTS = re.compile(r"^(?:import|from) .*$", re.MULTILINE)
@@ -496,9 +623,16 @@ def refuse_settings(task: Task, settings: Settings) -> None:
     """Raises UserError for settings of another kind of task, and for function tasks without `run_code`."""
     functions = task.kind == "functions"
     given = {"--shots": settings.shots, "--extract": settings.extract} if functions else {}
-    given |= {} if functions else {"--samples": settings.samples > 1, "--run-code": settings.run_code}
+    given |= (
+        {} if functions else {"--samples": settings.samples > 1, "--run-code": settings.run_code}
+    )
     if wrong := next((flag for flag, value in given.items() if value), None):
-        raise UserError(f"{wrong} does not apply to {task.kind} tasks", where=wrong, fix=f"remove {wrong}", code=2)
+        raise UserError(
+            f"{wrong} does not apply to {task.kind} tasks",
+            where=wrong,
+            fix=f"remove {wrong}",
+            code=2,
+        )
     if functions and not settings.run_code:
         problem = "this task runs the programs that the model writes"
         fix = "add --run-code: a sandbox without network and files runs them, with limits of time, memory and processes"
@@ -507,11 +641,19 @@ def refuse_settings(task: Task, settings: Settings) -> None:
 
 def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings) -> TaskScores:
     """pass@1 and, of several samples, pass@k up to their number. Raises UserError where there is no sandbox."""
-    items, samples, new_tokens = task.items[: settings.limit], settings.samples, settings.most(decoder)
-    temperature = settings.temperature if settings.temperature is not None else SAMPLED * (samples > 1)
+    items, samples, new_tokens = (
+        task.items[: settings.limit],
+        settings.samples,
+        settings.most(decoder),
+    )
+    temperature = (
+        settings.temperature if settings.temperature is not None else SAMPLED * (samples > 1)
+    )
     with asking(tokenizer, settings) as asker:
         if settings.chat:
-            prompts = [asker.turns([Message("user", _ASKED.format(item.prompt.strip()))]) for item in items]
+            prompts = [
+                asker.turns([Message("user", _ASKED.format(item.prompt.strip()))]) for item in items
+            ]
             stops: tuple[str, ...] = asker.stops
         else:
             prefix = tokenizer.prefix if settings.bos else []
@@ -519,10 +661,14 @@ def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings
             stops = (*settings.stop, *_ENDS)
         prompts, notes = fitted_prompts(decoder, prompts, new_tokens)
         settings_of = [
-            Sampling(max_new_tokens=new_tokens, temperature=temperature, seed=settings.seed + number,
-                     stop_ids=asker.stop_ids)
+            Sampling(
+                max_new_tokens=new_tokens,
+                temperature=temperature,
+                seed=settings.seed + number,
+                stop_ids=asker.stop_ids,
+            )
             for number in range(samples)
-        ]  # fmt: skip
+        ]
         requests = [Request(ids, sampling, stops) for ids in prompts for sampling in settings_of]
         completions = complete(decoder, tokenizer, requests)
     outputs, passed = [], []
@@ -530,7 +676,9 @@ def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings
         written = completions[number * samples : (number + 1) * samples]
         results = [passes(item, text, chat=settings.chat) for text in written]
         passed.append(sum(one is None for one in results))
-        outputs.append({"item": item.name, "passed": passed[-1], "completions": written, "failures": results})
+        outputs.append(
+            {"item": item.name, "passed": passed[-1], "completions": written, "failures": results}
+        )
     return TaskScores(tuple(scores_of(passed, samples)), tuple(outputs), tuple(notes))
 
 
@@ -538,14 +686,22 @@ def passes(item: Item, completion: str, *, chat: bool) -> str | None:
     """None when the completion passes the item's test, else why it failed."""
     program = program_of(item, completion, chat=chat)
     return run_program(
-        program, test=item.test, entry_point=item.entry_point, prompt=item.prompt, banned=item.banned
-    )  # fmt: skip
+        program,
+        test=item.test,
+        entry_point=item.entry_point,
+        prompt=item.prompt,
+        banned=item.banned,
+    )
 
 
 def scores_of(passed: Sequence[int], samples: int) -> list[Scores]:
     """pass@k for k of 1, 10, 100 and the number of samples, from the samples of each item that passed."""
     return [
-        Scores(f"pass@{k}", np.array([pass_at_k(samples, count, k) for count in passed]), np.ones(len(passed)))
+        Scores(
+            f"pass@{k}",
+            np.array([pass_at_k(samples, count, k) for count in passed]),
+            np.ones(len(passed)),
+        )
         for k in sorted({*_KS, samples})
         if k <= samples
     ]
@@ -558,5 +714,9 @@ def program_of(item: Item, completion: str, *, chat: bool) -> str:
         block = _BLOCK.search(completion)
         code = block[1] if block else completion
         whole = f"def {item.entry_point}" in code
-        text = "\n".join([*_IMPORTS.findall(item.prompt), code]) if whole else f"{item.prompt.rstrip()}\n{code}"
+        text = (
+            "\n".join([*_IMPORTS.findall(item.prompt), code])
+            if whole
+            else f"{item.prompt.rstrip()}\n{code}"
+        )
     return f"{text}\n"

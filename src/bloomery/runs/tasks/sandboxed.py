@@ -19,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-_NAMESPACES = 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000  # mount, pid, network, IPC, host name
+# mount, pid, network, IPC, host name
+_NAMESPACES = 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000
 _NEW_USER = 0x10000000
 _PRIVATE, _BIND, _REMOUNT = 1 << 18 | 1 << 14, 1 << 12, 1 << 5  # sys/mount.h
 _READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
@@ -42,7 +43,11 @@ def main() -> None:
     if _libc.unshare(_NAMESPACES | (0 if root else _NEW_USER)) != 0:
         _answer(refused=f"namespaces: {os.strerror(ctypes.get_errno())}")
     if not root:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
             with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123  # pathlib would be imported
                 file.write(text)
     begun = time.monotonic()
@@ -122,11 +127,21 @@ def _build_root(job: Mapping[str, Any]) -> None:
             Path(inside).touch(0o644)
         _mount(place, inside, None, _BIND)
         if place != "/dev/null":
-            locked = os.statvfs(inside).f_flag & ~_READ_ONLY  # flags of the source, which cannot be taken away
-            _mount("", inside, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEVICES | (locked & 0xC0F))
+            # flags of the source, which cannot be taken away
+            locked = os.statvfs(inside).f_flag & ~_READ_ONLY
+            _mount(
+                "",
+                inside,
+                None,
+                _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEVICES | (locked & 0xC0F),
+            )
     Path(base, "tmp").mkdir(exist_ok=True)
     _mount(
-        "tmpfs", base + "/tmp", "tmpfs", _NO_SUID | _NO_DEVICES, f"size={job['folder_bytes']},nr_inodes=1k,mode=1777"
+        "tmpfs",
+        base + "/tmp",
+        "tmpfs",
+        _NO_SUID | _NO_DEVICES,
+        f"size={job['folder_bytes']},nr_inodes=1k,mode=1777",
     )
     _mount("", base, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SUID | _NO_DEVICES)
     os.chroot(base)
@@ -135,7 +150,11 @@ def _build_root(job: Mapping[str, Any]) -> None:
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
     failed = _libc.mount(
-        source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), data.encode() or None
+        source.encode(),
+        target.encode(),
+        kind and kind.encode(),
+        ctypes.c_ulong(flags),
+        data.encode() or None,
     )
     if failed:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), target)
@@ -148,14 +167,21 @@ def _start(job: Mapping[str, Any], stdin: int, role: str, *pipes: int) -> NoRetu
     for pipe in pipes:
         os.set_inheritable(pipe, True)
     limits = {
-        resource.RLIMIT_CPU: job["cpu_seconds"], resource.RLIMIT_AS: job["memory_bytes"], resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: job["file_bytes"], resource.RLIMIT_NPROC: job["processes"],
+        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_AS: job["memory_bytes"],
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_FSIZE: job["file_bytes"],
+        resource.RLIMIT_NPROC: job["processes"],
         resource.RLIMIT_NOFILE: job["open_files"],
-    }  # fmt: skip
+    }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
     try:
-        os.execve(job["python"], [job["python"], "-I", "-S", "-c", job["code"], role, *map(str, pipes)], {})
+        os.execve(
+            job["python"],
+            [job["python"], "-I", "-S", "-c", job["code"], role, *map(str, pipes)],
+            {},
+        )
     except OSError as error:
         if role == "grader":
             os.write(pipes[-1], f"cannot start Python: {error.strerror}".encode())

@@ -65,7 +65,10 @@ class Scores:
         if len(self.values) < 2:
             return Estimate(value, None, None, "none")
         means = np.concatenate(
-            [self.values[rows].sum(1) / self.weights[rows].sum(1) for rows in _resamples(len(self.values))]
+            [
+                self.values[rows].sum(1) / self.weights[rows].sum(1)
+                for rows in _resamples(len(self.values))
+            ]
         )
         return Estimate(value, *_percentiles(means), "bootstrap")
 
@@ -95,7 +98,9 @@ def compare(first: Scores, second: Scores) -> Difference:
         ]
         low, high = _percentiles(np.concatenate(drawn))
     if first.binary and second.binary:
-        return Difference(float(parts.sum()), low, high, mcnemar(better, worse), "mcnemar-exact", better, worse)
+        return Difference(
+            float(parts.sum()), low, high, mcnemar(better, worse), "mcnemar-exact", better, worse
+        )
     p_value = sign_flip(parts) if len(parts) > 1 else None
     test = "sign-flip" + ("-exact" if len(parts) <= _EXACT else "")
     return Difference(float(parts.sum()), low, high, p_value, test, better, worse)

@@ -48,7 +48,11 @@ def live_tensors(model_and_optimizer: ModelAndOptimizer) -> list[Live]:
     seen: set[int] = set()
     found = list(_new(_named(model_and_optimizer), seen))
     reachable = [thing for thing in gc.get_objects() if _is_tensor(thing)]
-    found += _new(((KEPT, tensor) for tensor in _kept(reachable)), seen) if SAVED_TENSORS_READABLE else ()
+    found += (
+        _new(((KEPT, tensor) for tensor in _kept(reachable)), seen)
+        if SAVED_TENSORS_READABLE
+        else ()
+    )
     found += _new(((OTHERS, tensor) for tensor in reachable), seen)
     return found
 
@@ -61,9 +65,14 @@ def _is_tensor(thing: object) -> bool:
 def _named(model_and_optimizer: ModelAndOptimizer) -> Iterator[tuple[str, Tensor]]:
     parameters = list(model_and_optimizer.model.parameters())
     yield from (("weights", parameter) for parameter in parameters)
-    yield from (("weights", buffer) for buffer in model_and_optimizer.model.buffers())  # quantized weights
-    yield from (("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None)
-    yield from (("optimizer", tensor) for tensor in model_and_optimizer.optimizer.named_tensors().values())
+    # quantized weights
+    yield from (("weights", buffer) for buffer in model_and_optimizer.model.buffers())
+    yield from (
+        ("gradients", parameter.grad) for parameter in parameters if parameter.grad is not None
+    )
+    yield from (
+        ("optimizer", tensor) for tensor in model_and_optimizer.optimizer.named_tensors().values()
+    )
 
 
 def _new(named: Iterable[tuple[str, Tensor]], seen: set[int]) -> Iterator[Live]:
@@ -88,7 +97,9 @@ def _kept(reachable: Iterable[Tensor]) -> Iterator[Tensor]:
     while waiting:
         node = waiting.pop()
         yield from _saved(node)
-        above = [other for other, _ in node.next_functions if other is not None and other not in visited]
+        above = [
+            other for other, _ in node.next_functions if other is not None and other not in visited
+        ]
         visited.update(above)
         waiting += above
 
@@ -100,7 +111,11 @@ def _saved(node: Any) -> Iterator[Tensor]:
             continue
         try:
             value = getattr(node, name)
-            raw = [one.data for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None]
+            raw = [
+                one.data
+                for one in (value if isinstance(value, tuple | list) else (value,))
+                if one is not None
+            ]
         except RuntimeError:  # freed by backward
             continue
         yield from (one for one in raw if isinstance(one, Tensor))
@@ -120,13 +135,20 @@ def page(tensors: list[Live], title: str, device: str) -> str:
     for purpose in sorted(purposes, key=lambda purpose: -_bytes(tensors, purpose)):
         count = sum(live.purpose == purpose for live in tensors)
         lines.append(f"{purpose:<{NAME}}{count:>9,}{format_bytes(_bytes(tensors, purpose)):>13}")
-    lines.append(f"{'total':<{NAME}}{len(tensors):>9,}{format_bytes(sum(live.bytes for live in tensors)):>13}")
+    lines.append(
+        f"{'total':<{NAME}}{len(tensors):>9,}{format_bytes(sum(live.bytes for live in tensors)):>13}"
+    )
     ordered = sorted(Counter(tensors).items(), key=lambda pair: -pair[0].bytes * pair[1])
-    lines += ["", f"{'largest groups of equal tensors':<{NAME}}{'tensors':>9}{'each':>13}{'memory':>13}"]
+    lines += [
+        "",
+        f"{'largest groups of equal tensors':<{NAME}}{'tensors':>9}{'each':>13}{'memory':>13}",
+    ]
     for live, count in ordered[:GROUPS]:
         name = f"{live.purpose}: {' x '.join(map(str, live.shape)) or 'scalar'} {live.dtype}"
         name += "" if live.device.startswith(device) else f", {live.device}"
-        lines.append(f"{name:<{NAME}}{count:>9,}{format_bytes(live.bytes):>13}{format_bytes(live.bytes * count):>13}")
+        lines.append(
+            f"{name:<{NAME}}{count:>9,}{format_bytes(live.bytes):>13}{format_bytes(live.bytes * count):>13}"
+        )
     if len(ordered) > GROUPS:
         lines.append(f"and {len(ordered) - GROUPS:,} smaller groups")
     return "\n".join(lines) + "\n"
@@ -146,16 +168,22 @@ def _totals(device: str) -> Iterator[str]:
         yield f"resident    {resident_gib():.3f} GiB of the process, including libraries and the prepared dataset"
 
 
-def write_memory(model_and_optimizer: ModelAndOptimizer, path: Path, title: str, *, device: str) -> None:
+def write_memory(
+    model_and_optimizer: ModelAndOptimizer, path: Path, title: str, *, device: str
+) -> None:
     """Write `path`.memory.txt, and on a GPU `path`.memory.json with the allocator's blocks. Raises OSError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # inspecting every object triggers deprecation warnings
         tensors = live_tensors(model_and_optimizer)
     path.parent.mkdir(exist_ok=True)
-    path.with_name(path.name + ".memory.txt").write_text(page(tensors, title, device), encoding="utf-8")
+    path.with_name(path.name + ".memory.txt").write_text(
+        page(tensors, title, device), encoding="utf-8"
+    )
     if device == "cuda":  # torch's own format is a pickle
         blocks = torch.cuda.memory._snapshot()
-        path.with_name(path.name + ".memory.json").write_text(json.dumps(blocks, default=str), encoding="utf-8")
+        path.with_name(path.name + ".memory.json").write_text(
+            json.dumps(blocks, default=str), encoding="utf-8"
+        )
 
 
 MOST_LISTS = 4  # memory lists per process
@@ -167,7 +195,12 @@ class Recorder:
     """Records profiles without changing the run. Failed writes emit warnings."""
 
     def __init__(
-        self, run_dir: Path, model_and_optimizer: ModelAndOptimizer, emit: Emit, *, writes: bool = True
+        self,
+        run_dir: Path,
+        model_and_optimizer: ModelAndOptimizer,
+        emit: Emit,
+        *,
+        writes: bool = True,
     ) -> None:
         """`writes`: whether this rank records; only the first does."""
         self._writes = writes
@@ -183,7 +216,9 @@ class Recorder:
         """Wraps a step; records it if planned or requested."""
         planned = plan.logging.profile_steps
         if self._open is None and self._writes:
-            steps = asked_steps(self._request) or (planned[1] - step + 1 if planned and step >= planned[0] else 0)
+            steps = asked_steps(self._request) or (
+                planned[1] - step + 1 if planned and step >= planned[0] else 0
+            )
             if steps > 0:
                 self._request.unlink(missing_ok=True)
                 self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
@@ -203,7 +238,9 @@ class Recorder:
             parts = objective.loss(output, batch)
             if not recording.listed:
                 recording.listed = True
-                moment = f"step {recording.first}, between forward and backward of its first micro-batch"
+                moment = (
+                    f"step {recording.first}, between forward and backward of its first micro-batch"
+                )
                 self._list(f"{self._name(recording.first)}", moment, recording.device)
             return parts
 
@@ -215,7 +252,9 @@ class Recorder:
         if self._lists > MOST_LISTS:
             return ""
         name = f"{self._name(step)}-full-{self._lists}"
-        written = self._list(name, f"tensors in memory when {where} ran out of memory", plan.train.device)
+        written = self._list(
+            name, f"tensors in memory when {where} ran out of memory", plan.train.device
+        )
         return f"{PROFILE}/{name}.memory.txt" if written else ""
 
     def close(self) -> None:
@@ -243,7 +282,12 @@ class Recorder:
 
     def _warn(self, step: int, error: BaseException) -> None:
         why = error.strerror if isinstance(error, OSError) else None
-        self._emit(Warned(step=step, reason=f"{NOT_RECORDED}: {why or str(error).strip() or type(error).__name__}"))
+        self._emit(
+            Warned(
+                step=step,
+                reason=f"{NOT_RECORDED}: {why or str(error).strip() or type(error).__name__}",
+            )
+        )
 
     @staticmethod
     def _name(step: int) -> str:
@@ -258,7 +302,9 @@ class _Recording:
         self.first, self.last, self.device, self.listed = first, last, plan.train.device, False
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device == "cuda")
         if self.device == "cuda":
-            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
+            torch.cuda.memory._record_memory_history(
+                context="alloc", stacks="python", max_entries=100_000
+            )
         self._profile = profile(activities=kinds, profile_memory=True)
         self._began = time.perf_counter()
         self._profile.start()
@@ -273,8 +319,14 @@ class _Recording:
             torch.cuda.memory._record_memory_history(enabled=None)
         folder.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
-        steps = f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
-        text = table(list(self._profile.key_averages()), f"{steps}, {seconds:.2f} s including profiling", self.device)
+        steps = (
+            f"steps {self.first} to {self.last}" if self.last > self.first else f"step {self.first}"
+        )
+        text = table(
+            list(self._profile.key_averages()),
+            f"{steps}, {seconds:.2f} s including profiling",
+            self.device,
+        )
         (folder / f"{name}.operators.txt").write_text(text, encoding="utf-8")
 
 
@@ -282,11 +334,20 @@ def table(operators: list[Any], title: str, device: str) -> str:
     """Operators by self time; `operators`: torch's FunctionEventAvg."""
 
     def own(operator: Any) -> float:
-        return float(operator.self_device_time_total if device == "cuda" else operator.self_cpu_time_total) / 1e6
+        return (
+            float(
+                operator.self_device_time_total
+                if device == "cuda"
+                else operator.self_cpu_time_total
+            )
+            / 1e6
+        )
 
     whole = sum(map(own, operators)) or 1.0
     lines = [title, "", f"{'operator':<56}{'calls':>8}{'seconds':>10}{'share':>7}"]
     for operator in sorted(operators, key=own, reverse=True)[:OPERATORS]:
         name = operator.key if len(operator.key) < 56 else operator.key[:52] + "..."
-        lines.append(f"{name:<56}{operator.count:>8,}{own(operator):>10.3f}{own(operator) / whole:>7.0%}")
+        lines.append(
+            f"{name:<56}{operator.count:>8,}{own(operator):>10.3f}{own(operator) / whole:>7.0%}"
+        )
     return "\n".join(lines) + "\n"

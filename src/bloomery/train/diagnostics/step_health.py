@@ -51,7 +51,8 @@ class HealthCheck:
         self._parameters, self._is_adapter = dict(parameters), is_adapter
         self._sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._all = max(1, sum(self._sizes.values()))
-        self._moved: list[tuple[float, float]] = []  # by tensor: norms of the change and of the previous value
+        # by tensor: norms of the change and of the previous value
+        self._moved: list[tuple[float, float]] = []
         self._without: float | None = None  # fraction of parameters without a gradient
         self._since, self._waited = time.monotonic(), core_wait_seconds()
 
@@ -64,31 +65,46 @@ class HealthCheck:
         """Wraps the update. `gradients`: they still exist, so count those that are None or zero."""
         self._without = None
         if gradients:
-            some = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+            some = {
+                name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None
+            }
             most = list(torch._foreach_norm(list(some.values()), math.inf)) if some else []
             zero = dict(zip(some, (torch.stack(most) == 0).tolist(), strict=True)) if most else {}
-            self._without = sum(size for name, size in self._sizes.items() if zero.get(name, True)) / self._all
+            self._without = (
+                sum(size for name, size in self._sizes.items() if zero.get(name, True)) / self._all
+            )
         before = [_sampled(p).clone() for p in self._parameters.values()]
         yield
         changes = torch._foreach_sub([_sampled(p) for p in self._parameters.values()], before)
-        norms = [torch.stack(list(torch._foreach_norm(x, 2, dtype=torch.float32))) for x in (changes, before)]
+        norms = [
+            torch.stack(list(torch._foreach_norm(x, 2, dtype=torch.float32)))
+            for x in (changes, before)
+        ]
         self._moved = list(zip(*torch.stack(norms).tolist(), strict=True))
 
-    def report(self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool) -> StepHealth:
+    def report(
+        self, step: int, batches: Sequence[Batch], objective: Objective, *, compiled: bool
+    ) -> StepHealth:
         """The measurements of a step on `batches`; of its labels alone if no update was made."""
         ratios = [
             change / size
-            for parameter, (change, size) in zip(self._parameters.values(), self._moved, strict=False)
+            for parameter, (change, size) in zip(
+                self._parameters.values(), self._moved, strict=False
+            )
             if parameter.ndim > 1 and size > 0 and math.isfinite(change)
         ]
-        still = [name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0]
+        still = [
+            name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0
+        ]
         now, waited = time.monotonic(), core_wait_seconds()
         labels = label_facts(batches, objective)
         utils = sys.modules.get("torch._dynamo.utils")  # counts compiled graphs
         health = StepHealth(
             step=step,
             update_ratio=median(ratios) if ratios and not self._is_adapter else None,
-            unchanged_share=sum(self._sizes[name] for name in still) / self._all if self._moved else None,
+            unchanged_share=sum(self._sizes[name] for name in still) / self._all
+            if self._moved
+            else None,
             unchanged=max(still, key=lambda name: self._sizes[name], default=""),
             no_gradient_share=self._without if self._moved else None,
             labels_next=labels.next,
@@ -96,8 +112,12 @@ class HealthCheck:
             labels_after=labels.after,
             pair_excess=labels.pair_excess,
             seconds=now - self._since,
-            core_wait_seconds=None if waited is None or self._waited is None else waited - self._waited,
-            graphs=int(utils.counters["stats"]["unique_graphs"]) if compiled and utils is not None else None,
+            core_wait_seconds=None
+            if waited is None or self._waited is None
+            else waited - self._waited,
+            graphs=int(utils.counters["stats"]["unique_graphs"])
+            if compiled and utils is not None
+            else None,
         )
         self._moved, self._without, self._since, self._waited = [], None, now, waited
         return health
@@ -122,7 +142,9 @@ class LabelFacts:
 def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
     """Whether labels are the next tokens, and whether the order of tokens is random."""
     taken = list(batches)[: max(1, POSITIONS // batches[0].tokens.numel())]
-    heads = [head for head in map(objective.head, taken) if isinstance(head, LabelScores | Divergence)]
+    heads = [
+        head for head in map(objective.head, taken) if isinstance(head, LabelScores | Divergence)
+    ]
     if len(heads) < len(taken):  # an objective without labels
         return LabelFacts()
     rows = slice(max(1, POSITIONS // batches[0].tokens.shape[1]))
@@ -131,7 +153,8 @@ def label_facts(batches: Sequence[Batch], objective: Objective) -> LabelFacts:
     documents: Ints = torch.cat([batch.documents for batch in taken]).numpy()[rows]
     scored: Bools = torch.cat([head.loss_mask_BT != 0 for head in heads]).numpy()[rows]
     shares: list[float | None] = []
-    for ahead in range(3):  # fraction of labels equal to the token `ahead` positions later in the document
+    # fraction of labels equal to the token `ahead` positions later in the document
+    for ahead in range(3):
         end = tokens.shape[1] - ahead
         inside = scored[:, :end] & (documents[:, :end] == documents[:, ahead:])
         same = labels[:, :end] == tokens[:, ahead:]
@@ -149,7 +172,10 @@ def pair_excess(first: Ints, second: Ints) -> float | None:
     count = len(first)
     pairs = first.astype(np.int64) * 2**32 + second
     # Ordered pairs of positions with equal values.
-    counts = [np.unique(values, return_counts=True)[1].astype(np.float64) for values in (pairs, first, second)]
+    counts = [
+        np.unique(values, return_counts=True)[1].astype(np.float64)
+        for values in (pairs, first, second)
+    ]
     both, left, right = (float((n * (n - 1)).sum()) for n in counts)
     expected = left * right / max(1.0, count * (count - 1.0))
     return both / expected if expected >= 1 else None
@@ -217,7 +243,11 @@ def check_attention(model: Decoder, plan: RunPlan) -> None:
     for window, scale in sorted(kinds, key=str):
         error = difference(plan, window=window, scale=scale)
         if not error <= limit:
-            what = f"error {error:.2g}, at most {limit:.2g} is rounding" if error == error else "non-finite output"
+            what = (
+                f"error {error:.2g}, at most {limit:.2g} is rounding"
+                if error == error
+                else "non-finite output"
+            )
             raise Unsound(
                 f"wrong results of {plan.model.attention} attention in {plan.train.precision} on this device: {what}",
                 where=f"the check before the first step, PyTorch {torch.__version__}",
@@ -231,7 +261,9 @@ def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
     length = min(TOKENS, plan.data.sequence_length)
     draw = torch.Generator().manual_seed(0)
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads
-    q, k, v, upstream = (torch.randn(2, length, n, config.head_dim, generator=draw).transpose(1, 2) for n in heads)
+    q, k, v, upstream = (
+        torch.randn(2, length, n, config.head_dim, generator=draw).transpose(1, 2) for n in heads
+    )
     documents = torch.arange(length).ge(length // 3).long().expand(2, length)
     alone = plan.model.attention == "sdpa"  # one document per sequence
 
@@ -242,12 +274,22 @@ def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
         layout = layout_of(None if alone else documents.to(where), backend=backend)
         with precision_context(precision, where.type):
             out = attend(
-                to_q, to_k, to_v, layout, backend=backend, window=window, softcap=config.attention_softcap, scale=scale,
+                to_q,
+                to_k,
+                to_v,
+                layout,
+                backend=backend,
+                window=window,
+                softcap=config.attention_softcap,
+                scale=scale,
                 dropout=0.0,
-            )  # fmt: skip
+            )
         return [out.detach(), *torch.autograd.grad(out, inputs, upstream.to(where, out.dtype))]
 
     actual = results(plan.model.attention, device, plan.train.precision)
     exact = results("math", torch.device("cpu"), "float32")
-    shares = [(a.float().cpu() - b).abs().max() / b.abs().max() for a, b in zip(actual, exact, strict=True)]
+    shares = [
+        (a.float().cpu() - b).abs().max() / b.abs().max()
+        for a, b in zip(actual, exact, strict=True)
+    ]
     return float(torch.stack(shares).max())  # NaN wins

@@ -19,7 +19,8 @@ from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context
 
 CHARACTERS_SHOWN = 2000
-DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)  # greedy decoding repeats itself in small models
+# greedy decoding repeats itself in small models
+DRAWN = Sampling(temperature=0.6, top_p=0.95, seed=0)
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,16 @@ def validation_prompts(prepared: Path, most: int) -> list[PromptAndResponse]:
     if split.loss_mask is None:
         return []
     numbers = range(0, len(split), DOCUMENTS_PER_UNIT[split.kind])
-    usable = [n for n in numbers if (split.kto_labels is None or split.kto_labels[n]) and not split.is_plain(n)]
-    chosen = [usable[place * len(usable) // most] for place in range(most)] if len(usable) > most else usable
+    usable = [
+        n
+        for n in numbers
+        if (split.kto_labels is None or split.kto_labels[n]) and not split.is_plain(n)
+    ]
+    chosen = (
+        [usable[place * len(usable) // most] for place in range(most)]
+        if len(usable) > most
+        else usable
+    )
     items = [_prompt_and_response(split, number) for number in chosen]
     return [item for item in items if item.prompt and item.reference]
 
@@ -55,7 +64,9 @@ def validation_prompts(prepared: Path, most: int) -> list[PromptAndResponse]:
 def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
     ids = split.document(number)
     assert split.loss_mask is not None
-    learned = split.loss_mask[int(split.bounds[number]) : int(split.bounds[number + 1])].astype(bool)
+    learned = split.loss_mask[int(split.bounds[number]) : int(split.bounds[number + 1])].astype(
+        bool
+    )
     starts = np.flatnonzero(learned)
     if not len(starts):
         return PromptAndResponse([], [])
@@ -64,7 +75,9 @@ def _prompt_and_response(split: Split, number: int) -> PromptAndResponse:
     return PromptAndResponse(ids[: starts[0]].tolist(), ids[starts[0] : end].tolist())
 
 
-def answer(decoder: Decoder, tokenizer: Tokenizer, item: PromptAndResponse, *, max_new_tokens: int) -> Completion:
+def answer(
+    decoder: Decoder, tokenizer: Tokenizer, item: PromptAndResponse, *, max_new_tokens: int
+) -> Completion:
     """Sample with DRAWN up to the end token of the reference or of the tokenizer, at most `max_new_tokens`."""
     last = item.reference[-1]
     ends = [last] if tokenizer.token_bytes()[last] == 0 else []
@@ -72,7 +85,12 @@ def answer(decoder: Decoder, tokenizer: Tokenizer, item: PromptAndResponse, *, m
 
 
 def drawn(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], *, max_new_tokens: int, ends: Iterable[int] = ()
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    ends: Iterable[int] = (),
 ) -> Completion:
     """Sample with DRAWN up to one of `ends` or the tokenizer's end token, at most `max_new_tokens`."""
     room = min(max_new_tokens, decoder.config.max_positions - len(prompt))
@@ -84,7 +102,9 @@ def drawn(
 def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The ids as text, without special tokens and those of a padded vocabulary."""
     sizes = tokenizer.token_bytes()
-    return tokenizer.decode([token for token in ids if token < len(sizes) and sizes[token]]).strip()[:CHARACTERS_SHOWN]
+    return tokenizer.decode(
+        [token for token in ids if token < len(sizes) and sizes[token]]
+    ).strip()[:CHARACTERS_SHOWN]
 
 
 @dataclass(frozen=True)
@@ -134,7 +154,11 @@ def samples(
     with eval_mode(model), precision_context(plan.train.precision, plan.train.device), eager:
         for prompt, ids in prompts.asked:
             text = tokenizer.decode(
-                list(sample_tokens(model, ids, sampling, agree=mesh.number if mesh.world > 1 else None))
+                list(
+                    sample_tokens(
+                        model, ids, sampling, agree=mesh.number if mesh.world > 1 else None
+                    )
+                )
             )
             yield prompt, cut(text, prompts.stops)
 

@@ -110,7 +110,9 @@ def evaluate(
     return EvalResult(total / count, tokens, scored, time.perf_counter() - begun, means(sums))
 
 
-def complete_batches(model: Decoder, batches: Iterable[Batch], objective: Objective) -> Iterator[Batch]:
+def complete_batches(
+    model: Decoder, batches: Iterable[Batch], objective: Objective
+) -> Iterator[Batch]:
     """The batches with what `objective.before` adds, one at a time unless it needs all of them.
 
     Only KTO needs all, for its KL term: 4 bytes per token on the model's device.
@@ -118,7 +120,9 @@ def complete_batches(model: Decoder, batches: Iterable[Batch], objective: Object
     if objective.before is None:
         yield from batches
         return
-    parts: Iterable[Sequence[Batch]] = [list(batches)] if objective.together else ([batch] for batch in batches)
+    parts: Iterable[Sequence[Batch]] = (
+        [list(batches)] if objective.together else ([batch] for batch in batches)
+    )
     for part in parts:
         yield from objective.before(model, part)
 
@@ -136,7 +140,9 @@ def evaluate_and_sample(context: RunContext) -> None:
         for prompt, text in samples(
             context.model, context.tokenizer, context.prompts, plan=context.plan, mesh=context.mesh
         ):
-            context.emit(Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers))
+            context.emit(
+                Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers)
+            )
 
     try:
         with interruptible(context), context.timer.aside() as seconds, context.state.averaged():
@@ -150,10 +156,15 @@ def evaluate_and_sample(context: RunContext) -> None:
         with interruptible(context), context.timer.aside() as seconds, context.state.averaged():
             if isinstance(full := attempt(draw, context.state), AllocationFailed):
                 context.emit(
-                    Warned(step=step, reason=full.at(f"while sampling after step {step}; samples are missing"))
+                    Warned(
+                        step=step,
+                        reason=full.at(f"while sampling after step {step}; samples are missing"),
+                    )
                 )
             context.timer.note_samples(seconds())
-    except NotFinite as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
+    except (
+        NotFinite
+    ) as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
         context.emit(Warned(step=step, reason=f"no samples after step {step}: {error.problem}"))
     except Stopped:
         context.state.progress, context.best_due = progress_before, False
@@ -167,9 +178,13 @@ def warn_of_few_tokens(context: RunContext, result: EvalResult, *, first: bool) 
     if result.tokens < MEASURABLE_TOKENS:
         few = f"an evaluation has {result.tokens:,} loss tokens, fewer than {MEASURABLE_TOKENS:,}"
     if context.stops_early:
-        reason = f"early stopping: {progress.evaluations_since_best} evaluations without a lower loss"
+        reason = (
+            f"early stopping: {progress.evaluations_since_best} evaluations without a lower loss"
+        )
         reason += "" if progress.best_step is None else f" than that of step {progress.best_step:,}"
-        context.emit(Warned(step=context.step, reason=f"{reason}; {few}: it may be noise" if few else reason))
+        context.emit(
+            Warned(step=context.step, reason=f"{reason}; {few}: it may be noise" if few else reason)
+        )
     elif first and few:
         reason = f"{few}: which checkpoint is the best may be noise; set data.validation to a larger share"
         context.emit(Warned(step=context.step, reason=reason))
@@ -201,10 +216,19 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
     while True:
         plan = context.plan
         work = partial(
-            evaluate, context.model, context.validation, context.objective, plan=plan.eval,
-            precision=plan.train.precision, token_bytes=context.tokenizer.token_bytes(), limit=limit, mesh=context.mesh,
-        )  # fmt: skip
-        listing = partial(context.recorder.record_out_of_memory, plan, context.step, where.removeprefix("in "))
+            evaluate,
+            context.model,
+            context.validation,
+            context.objective,
+            plan=plan.eval,
+            precision=plan.train.precision,
+            token_bytes=context.tokenizer.token_bytes(),
+            limit=limit,
+            mesh=context.mesh,
+        )
+        listing = partial(
+            context.recorder.record_out_of_memory, plan, context.step, where.removeprefix("in ")
+        )
         result = attempt(work, context.state, listing)
         if not isinstance(result, AllocationFailed):
             return result
@@ -215,7 +239,9 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
             context.emit(Warned(step=context.step, reason=reason))
             return None
         replan(context, fallback.plan)
-        action = fallback.action + (f"; tensors in memory: {result.listed}" if result.listed else "")
+        action = fallback.action + (
+            f"; tensors in memory: {result.listed}" if result.listed else ""
+        )
         context.emit(Recovered(step=context.step, reason=problem, action=action))
 
 
@@ -229,7 +255,9 @@ def keep_time(context: RunContext) -> None:
         return
     mesh, timer = context.mesh, context.timer
     with interruptible(context), timer.aside():
-        if mesh.number(timer.costs is None and measured(context.plan, timer, step=context.step) is not None):
+        if mesh.number(
+            timer.costs is None and measured(context.plan, timer, step=context.step) is not None
+        ):
             timer.costs = measure_costs(context)  # which may shrink the evaluation's micro-batch
         before = context.plan.train.steps
         if mesh.first:
@@ -238,7 +266,14 @@ def keep_time(context: RunContext) -> None:
         if mesh.world > 1:  # each rank has a clock of its own
             context.plan = RunPlan.model_validate_json(mesh.text(context.plan.model_dump_json()))
     if context.plan.train.steps not in (None, before):
-        context.emit(Phase(step=context.step, name="length", done=context.step, total=context.plan.train.steps or 0))
+        context.emit(
+            Phase(
+                step=context.step,
+                name="length",
+                done=context.step,
+                total=context.plan.train.steps or 0,
+            )
+        )
 
 
 def measure_costs(context: RunContext) -> Costs:
@@ -254,7 +289,8 @@ def measure_costs(context: RunContext) -> Costs:
         sampled = 0.0
     token_seconds = 0.0 if isinstance(sampled, AllocationFailed) else sampled / 16  # nor here
     tensors = (tensor for part in context.state.parts().values() for tensor in part.values())
-    written = sum(tensor.numel() * tensor.itemsize for tensor in tensors)  # whole, also where it is sharded
+    # whole, also where it is sharded
+    written = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
     return Costs(
         step=0.0,
@@ -268,7 +304,9 @@ def measure_costs(context: RunContext) -> Costs:
 
 def sampling_seconds(context: RunContext, *, tokens: int) -> float:
     """Seconds to sample `tokens` after the first prompt, measured on the second call."""
-    plan = context.plan.model_copy(update={"sample": context.plan.sample.model_copy(update={"max_new_tokens": tokens})})
+    plan = context.plan.model_copy(
+        update={"sample": context.plan.sample.model_copy(update={"max_new_tokens": tokens})}
+    )
     prompts = replace(context.prompts, asked=context.prompts.asked[:1])
     draw = partial(samples, context.model, context.tokenizer, prompts, mesh=context.mesh)
     list(draw(plan=plan))

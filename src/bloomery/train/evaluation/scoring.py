@@ -55,7 +55,9 @@ def score_documents(
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     for group in _groups(documents):
         nats = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
-        pieces = [piece for i, tokens in enumerate(group) for piece in windows(len(tokens), context, i)]
+        pieces = [
+            piece for i, tokens in enumerate(group) for piece in windows(len(tokens), context, i)
+        ]
         pieces.sort(key=lambda piece: piece.start - piece.end)
         begin = 0
         while begin < len(pieces):  # the longest first: a batch is padded to its first
@@ -80,7 +82,9 @@ def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]
         yield group
 
 
-def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]) -> list[np.ndarray]:
+def _score(
+    decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
+) -> list[np.ndarray]:
     """The per-token loss of each window's scored tokens. Padding is at the end, outside causal attention."""
     device = next(decoder.parameters()).device
     width = batch[0].end - batch[0].start - 1
@@ -93,11 +97,13 @@ def _score(decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
     with eval_mode(decoder):
         scores: Tensor = decoder(
-            tokens_BT.to(device), head=LabelScores(labels_BT.to(device), loss_mask_BT.to(device), chunk)
+            tokens_BT.to(device),
+            head=LabelScores(labels_BT.to(device), loss_mask_BT.to(device), chunk),
         )
     scores_BT = scores.float().cpu().numpy()
     return [
-        -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start] for row, piece in enumerate(batch)
+        -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start]
+        for row, piece in enumerate(batch)
     ]
 
 
@@ -120,14 +126,20 @@ class _ScoresAt:
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         """[2, N]: log-probabilities of the labels, and 1 where a label is the likeliest token."""
         hidden_ND, found = hidden_BTD.flatten(0, 1)[self.places_N], []
-        for hidden_CD, labels_C in zip(hidden_ND.split(self.chunk), self.labels_N.split(self.chunk), strict=True):
+        for hidden_CD, labels_C in zip(
+            hidden_ND.split(self.chunk), self.labels_N.split(self.chunk), strict=True
+        ):
             scores_CV = capped(widened(output(hidden_CD)), softcap).log_softmax(-1)
             scores_C = scores_CV.gather(1, labels_C[:, None]).squeeze(1)
-            found.append(torch.stack([scores_C, (scores_CV.argmax(-1) == labels_C).to(scores_C.dtype)]))
+            found.append(
+                torch.stack([scores_C, (scores_CV.argmax(-1) == labels_C).to(scores_C.dtype)])
+            )
         return torch.cat(found, 1)
 
 
-def score_continuations(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+def score_continuations(
+    decoder: Decoder, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[Likelihood]:
     """The likelihood of each continuation after its context, both with at least one token.
 
     Contexts are truncated at their start. Choices of one token after one context share a row. Raises UserError for a
@@ -138,7 +150,9 @@ def score_continuations(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], S
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > most:
             problem = f"a continuation of {len(continuation):,} tokens is longer than the context of {most:,}"
-            raise UserError(problem, where="the task", fix="remove it, or use a model with a longer context")
+            raise UserError(
+                problem, where="the task", fix="remove it, or use a model with a longer context"
+            )
         rows.setdefault((*context, *continuation)[-most - 1 : -1], []).append(number)
     order, begin = sorted(rows, key=len, reverse=True), 0
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
@@ -157,10 +171,16 @@ def score_continuations(decoder: Decoder, pairs: Sequence[tuple[Sequence[int], S
                 for place in range(size)
             ]
             labels = [token for _, number in numbers for token in pairs[number][1]]
-            head = _ScoresAt(torch.tensor(places, device=device), torch.tensor(labels, device=device), chunk)
+            head = _ScoresAt(
+                torch.tensor(places, device=device), torch.tensor(labels, device=device), chunk
+            )
             found: Tensor = decoder(tokens_BT.to(device), head=head)
-            for (_, number), each_2C in zip(numbers, found.float().cpu().split(sizes, 1), strict=True):
-                scores[number] = Likelihood(float(each_2C[0].double().sum()), bool(each_2C[1].all()))
+            for (_, number), each_2C in zip(
+                numbers, found.float().cpu().split(sizes, 1), strict=True
+            ):
+                scores[number] = Likelihood(
+                    float(each_2C[0].double().sum()), bool(each_2C[1].all())
+                )
     return scores
 
 
@@ -197,7 +217,9 @@ def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
             numbers = order[begin : begin + max(_TOKENS_A_FORWARD // length, 1)]
             tokens_BT = torch.zeros(len(numbers), length, dtype=torch.int64)
             for row, number in enumerate(numbers):
-                tokens_BT[row, : len(texts[number])] = torch.tensor(texts[number], dtype=torch.int64)
+                tokens_BT[row, : len(texts[number])] = torch.tensor(
+                    texts[number], dtype=torch.int64
+                )
             values_BT: Tensor = decoder(tokens_BT.to(device), head=Values())
             ends = torch.tensor([len(texts[number]) - 1 for number in numbers])
             values[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]

@@ -38,7 +38,12 @@ class Adafactor(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: list[dict[str, object]], *, lr: float, weight_decay: float = 0.0, rounding: Rounding
+        self,
+        params: list[dict[str, object]],
+        *,
+        lr: float,
+        weight_decay: float = 0.0,
+        rounding: Rounding,
     ) -> None:
         self._rounding = rounding
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -58,21 +63,37 @@ class Adafactor(torch.optim.Optimizer):
     def _kind(self, parameter: nn.Parameter) -> object:
         """Parameters of one kind, the same ones on every rank, share a stack."""
         shards = self._rounding.shards
-        return shards.shape(parameter), shards.across(parameter), parameter.dtype, float(self.state[parameter]["step"])
+        return (
+            shards.shape(parameter),
+            shards.across(parameter),
+            parameter.dtype,
+            float(self.state[parameter]["step"]),
+        )
 
     def _step(self, run: list[nn.Parameter], *, lr: float, decay: float, gate: Gate | None) -> None:
         states = [self.state[parameter] for parameter in run]
         step = max([counted(state) for state in states])  # they are equal
         shards, weights = self._rounding.shards, [p.detach() for p in run]
-        sizes_N = root_mean_square(weights, shards.across(run[0]), shards.numel(run[0])).clamp(min=SMALLEST_WEIGHT)
+        sizes_N = root_mean_square(weights, shards.across(run[0]), shards.numel(run[0])).clamp(
+            min=SMALLEST_WEIGHT
+        )
         update = _Update(run, gate, shards)
         update.learn(states, step**DECAY)
-        update.scale_by(-min(lr, step**-0.5) * sizes_N / (update.size_N() / LARGEST_UPDATE).clamp(min=1.0))
+        update.scale_by(
+            -min(lr, step**-0.5) * sizes_N / (update.size_N() / LARGEST_UPDATE).clamp(min=1.0)
+        )
         for rows in update.slices:
             self._move(run, rows, update.piece(rows), decay=lr * decay, step=int(step), gate=gate)
 
     def _move(
-        self, run: list[nn.Parameter], rows: slice, step_NRC: Tensor, *, decay: float, step: int, gate: Gate | None
+        self,
+        run: list[nn.Parameter],
+        rows: slice,
+        step_NRC: Tensor,
+        *,
+        decay: float,
+        step: int,
+        gate: Gate | None,
     ) -> None:
         weights = [p.detach()[rows] for p in run]
         if weights[0].dtype == torch.float32:
@@ -97,7 +118,11 @@ def _fresh(parameter: nn.Parameter) -> State:
 
     if parameter.ndim < 2:
         return {"step": no_steps(), "variance": zeros(*shape)}
-    return {"step": no_steps(), "row_var": zeros(*shape[:-1], 1), "col_var": zeros(*shape[:-2], 1, shape[-1])}
+    return {
+        "step": no_steps(),
+        "row_var": zeros(*shape[:-1], 1),
+        "col_var": zeros(*shape[:-2], 1, shape[-1]),
+    }
 
 
 @final
@@ -110,12 +135,14 @@ class _Update:
 
     def __init__(self, run: list[nn.Parameter], gate: Gate | None, shards: Shards) -> None:
         shape, device = run[0].shape, run[0].device
-        self._mesh, self._shape = shards.across(run[0]), shards.shape(run[0])  # of the whole parameter
+        # of the whole parameter
+        self._mesh, self._shape = shards.across(run[0]), shards.shape(run[0])
         whole = len(run) > 1 or len(shape) != 2
         self.slices = [slice(None)] if whole else row_slices(shape[0], shape[1], device)
         self._gradient_NRC = stacked([p.grad for p in run if p.grad is not None])
         self._gate, self._one = gate, len(self.slices) == 1
-        self._scales: tuple[Tensor, Tensor] | None = None  # of rows and columns; of a vector: all, and one
+        # of rows and columns; of a vector: all, and one
+        self._scales: tuple[Tensor, Tensor] | None = None
         self._kept: Tensor | None = None
 
     def learn(self, states: list[State], weight: float) -> None:
@@ -126,14 +153,19 @@ class _Update:
             variance = self._moved(states, "variance", squares, weight)
             self._scales = variance.rsqrt_().mul_(factor), torch.ones(1, device=variance.device)
             return
-        row_new = torch.empty_like(stacked([state["row_var"] for state in states]))  # sums of squares
+        # sums of squares
+        row_new = torch.empty_like(stacked([state["row_var"] for state in states]))
         col_new = torch.zeros_like(stacked([state["col_var"] for state in states]))
         for rows in self.slices:
             row_new[:, rows], of_columns = _square_sums(self._gradient_NRC[:, rows], -1, -2)
             col_new += of_columns
         col_new = self._mesh.sum_over_shards(col_new)
-        row = self._moved(states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), weight)
-        col = self._moved(states, "col_var", col_new.mul_(factor.square() / self._shape[-2]), weight)
+        row = self._moved(
+            states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), weight
+        )
+        col = self._moved(
+            states, "col_var", col_new.mul_(factor.square() / self._shape[-2]), weight
+        )
         # The paper's R C / sum(R) as two factors: their product underflows float32 for small gradients.
         mean = row.mean(-2, keepdim=True)
         if self._mesh.shard > 1:
@@ -187,5 +219,8 @@ def _square_sums(matrices: Tensor, *dims: int) -> list[Tensor]:
 
 def square_sums_unwritten(matrices: Tensor, *dims: int) -> list[Tensor]:
     """One fused kernel on a GPU; on a CPU slower than materialized squares."""
-    norms = [torch.linalg.vector_norm(matrices, dim=dim, keepdim=True, dtype=torch.float32) for dim in dims]
+    norms = [
+        torch.linalg.vector_norm(matrices, dim=dim, keepdim=True, dtype=torch.float32)
+        for dim in dims
+    ]
     return [norm.square_() for norm in norms]

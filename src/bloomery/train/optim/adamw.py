@@ -63,7 +63,11 @@ class FloatMoment:
     rounding: Rounding
 
     def fresh(self, parameter: Tensor) -> State:
-        return {self.slot: torch.zeros_like(parameter, dtype=self.dtype, memory_format=torch.contiguous_format)}
+        return {
+            self.slot: torch.zeros_like(
+                parameter, dtype=self.dtype, memory_format=torch.contiguous_format
+            )
+        }
 
     def raw(self, state: State, span: Span) -> list[Tensor]:
         return [state[self.slot].view(-1)[span.start : span.stop]]
@@ -103,7 +107,10 @@ class Int8Moment:
         blocks, device = -(-parameter.numel() // BLOCK), parameter.device
         dtype = torch.int8 if self.signed else torch.uint8
         levels = torch.zeros(blocks, BLOCK, dtype=dtype, device=device)
-        return {self.slot: levels, f"{self.slot}_scale": torch.zeros(blocks, dtype=torch.float32, device=device)}
+        return {
+            self.slot: levels,
+            f"{self.slot}_scale": torch.zeros(blocks, dtype=torch.float32, device=device),
+        }
 
     def raw(self, state: State, span: Span) -> list[Tensor]:
         blocks = slice(span.start // BLOCK, -(-span.stop // BLOCK))
@@ -165,10 +172,14 @@ class StatePlacement:
         """A new state, or one from a checkpoint, in its place."""
         return pinned_like(fresh).copy_(fresh) if self._apart(fresh.device) else fresh
 
-    def visits(self, pieces: Sequence[Pieces], device: torch.device) -> Iterator[list[list[Tensor]]]:
+    def visits(
+        self, pieces: Sequence[Pieces], device: torch.device
+    ) -> Iterator[list[list[Tensor]]]:
         """The states of each chunk in turn, on the device, spans concatenated."""
         if not self._apart(device):
-            yield from ([[gathered(parts) for parts in moment] for moment in piece] for piece in pieces)
+            yield from (
+                [[gathered(parts) for parts in moment] for moment in piece] for piece in pieces
+            )
             return
         ahead = self._bring(pieces[0], device)
         for number in range(len(pieces)):
@@ -178,7 +189,9 @@ class StatePlacement:
             wait_for(here, device)
             yield brought
 
-    def _bring(self, piece: Pieces, device: torch.device) -> tuple[list[list[Tensor]], torch.cuda.Event]:
+    def _bring(
+        self, piece: Pieces, device: torch.device
+    ) -> tuple[list[list[Tensor]], torch.cuda.Event]:
         def room(parts: Sequence[Tensor]) -> Tensor:
             sizes = (sum(len(part) for part in parts), *parts[0].shape[1:])
             return torch.empty(sizes, dtype=parts[0].dtype, device=device)
@@ -188,7 +201,9 @@ class StatePlacement:
         def copy() -> None:
             for moment, kinds in zip(piece, rooms, strict=True):
                 for parts, place in zip(moment, kinds, strict=True):
-                    for part, target in zip(parts, place.split_with_sizes([len(p) for p in parts]), strict=True):
+                    for part, target in zip(
+                        parts, place.split_with_sizes([len(p) for p in parts]), strict=True
+                    ):
                         target.copy_(part, non_blocking=True)
 
         return rooms, self._lane.after_work(device, copy)
@@ -255,15 +270,22 @@ class ChunkedAdamW(torch.optim.Optimizer):
                 self._step(run, group, gate)
 
     def _moments(self, parameter: nn.Parameter) -> tuple[MomentFormat, MomentFormat]:
-        first, second = (moment(slot, parameter, self._states, self._rounding) for slot in ("exp_avg", "exp_avg_sq"))
+        first, second = (
+            moment(slot, parameter, self._states, self._rounding)
+            for slot in ("exp_avg", "exp_avg_sq")
+        )
         return first, second
 
     def _fresh(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         states = [m.fresh(parameter) for m in self._moments(parameter)]
-        placed = {slot: self._home.place(value) for state in states for slot, value in state.items()}
+        placed = {
+            slot: self._home.place(value) for state in states for slot, value in state.items()
+        }
         return {"step": no_steps(), **placed}
 
-    def adopted(self, parameter: nn.Parameter, slots: dict[str, Tensor], *, name: str) -> dict[str, Tensor]:
+    def adopted(
+        self, parameter: nn.Parameter, slots: dict[str, Tensor], *, name: str
+    ) -> dict[str, Tensor]:
         """Copies of a checkpoint's state of this parameter, in their place. Raises UserError for another format.
 
         Floating-point states are converted to float32 or int8, for a run that a fallback continues in these.
@@ -273,16 +295,22 @@ class ChunkedAdamW(torch.optim.Optimizer):
             exact = slots.get(m.slot)
             if exact is not None and exact.is_floating_point() and exact.shape == parameter.shape:
                 slots = slots | m.adopted(exact)
-        wanted = {slot: value for m in self._moments(parameter) for slot, value in m.fresh(shape).items()}
+        wanted = {
+            slot: value for m in self._moments(parameter) for slot, value in m.fresh(shape).items()
+        }
         kinds = {slot: (value.dtype, value.shape) for slot, value in slots.items()}
-        unlike = [slot for slot, value in wanted.items() if kinds.get(slot) != (value.dtype, value.shape)]
+        unlike = [
+            slot for slot, value in wanted.items() if kinds.get(slot) != (value.dtype, value.shape)
+        ]
         if unlike:
             raise UserError(
                 f"the saved state {name}.{unlike[0]} does not match optimizer.state_dtype={self._states}",
                 where="optimizer.safetensors of the checkpoint",
                 fix="resume with the recipe that the run was started with",
             )
-        placed = {slot: self._home.place(slots[slot].to(parameter.device, copy=True)) for slot in wanted}
+        placed = {
+            slot: self._home.place(slots[slot].to(parameter.device, copy=True)) for slot in wanted
+        }
         return {"step": slots["step"].clone(), **placed}
 
     def settle(self) -> None:
@@ -291,22 +319,35 @@ class ChunkedAdamW(torch.optim.Optimizer):
 
     def _kind(self, parameter: nn.Parameter) -> object:
         """Parameters of one kind share a chunk."""
-        return parameter.dtype, float(self.state[parameter]["step"]), type(self._moments(parameter)[0])
+        return (
+            parameter.dtype,
+            float(self.state[parameter]["step"]),
+            type(self._moments(parameter)[0]),
+        )
 
     def _step(self, run: list[nn.Parameter], group: dict[str, Any], gate: Gate | None) -> None:
         moments, step = self._moments(run[0]), round(float(self.state[run[0]]["step"]))
         size, length = run[0].numel(), piece_size(run[0].device)
         pieces = [[Span(p, 0, p.numel()) for p in run]]
         if len(run) == 1:
-            pieces = [[Span(run[0], start, min(start + length, size))] for start in range(0, size, length)]
+            pieces = [
+                [Span(run[0], start, min(start + length, size))] for start in range(0, size, length)
+            ]
         kept: list[Pieces] = [
             [  # by moment, by tensor of the moment, by span
-                [list(parts) for parts in zip(*(m.raw(self.state[s.parameter], s) for s in spans), strict=True)]
+                [
+                    list(parts)
+                    for parts in zip(
+                        *(m.raw(self.state[s.parameter], s) for s in spans), strict=True
+                    )
+                ]
                 for m in moments
             ]
             for spans in pieces
         ]
-        for spans, homes, raws in zip(pieces, kept, self._home.visits(kept, run[0].device), strict=True):
+        for spans, homes, raws in zip(
+            pieces, kept, self._home.visits(kept, run[0].device), strict=True
+        ):
             exact = [m.decoded(raw) for m, raw in zip(moments, raws, strict=True)]
             padding = BLOCK if isinstance(moments[0], Int8Moment) else 1
             self._move(spans, exact, group, step, gate, padding)
@@ -325,7 +366,9 @@ class ChunkedAdamW(torch.optim.Optimizer):
         """Update the moments and weights of a chunk in place."""
         lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
         first, second = moments
-        gradients = [span.of(p.grad.contiguous()) for span in spans if (p := span.parameter).grad is not None]
+        gradients = [
+            span.of(p.grad.contiguous()) for span in spans if (p := span.parameter).grad is not None
+        ]
         gradient = exact_gradient(_padded(gradients, padding), gate)
         first.lerp_(gradient, times(1 - beta1, gate))
         second.lerp_(gradient.square(), times(1 - beta2, gate))
@@ -333,14 +376,26 @@ class ChunkedAdamW(torch.optim.Optimizer):
         update = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
         torch.div(first, update, out=update).mul_(times(-lr / (1 - beta1**step), gate))
         weights = [span.of(span.parameter.detach()) for span in spans]
-        moved = _padded(weights, padding).to(torch.float32).mul_(1 - times(lr * decay, gate)).add_(update)
+        moved = (
+            _padded(weights, padding)
+            .to(torch.float32)
+            .mul_(1 - times(lr * decay, gate))
+            .add_(update)
+        )
         del update
         start = 0
         for span, weight in zip(spans, weights, strict=True):
-            self._rounding.write(weight, moved[start : start + span.size], span.parameter, step, span.start)
+            self._rounding.write(
+                weight, moved[start : start + span.size], span.parameter, step, span.start
+            )
             start += -(-span.size // padding) * padding
 
 
 def _padded(parts: Sequence[Tensor], multiple: int) -> Tensor:
     """Concatenated, each padded to a multiple."""
-    return gathered([F.pad(part, (0, -part.numel() % multiple)) if part.numel() % multiple else part for part in parts])
+    return gathered(
+        [
+            F.pad(part, (0, -part.numel() % multiple)) if part.numel() % multiple else part
+            for part in parts
+        ]
+    )

@@ -14,7 +14,9 @@ def average_of(model: nn.Module, decay: float | None) -> "WeightAverage | None":
     """Of its trainable parameters; None without a decay."""
     if decay is None:
         return None
-    return WeightAverage({name: each for name, each in model.named_parameters() if each.requires_grad}, decay)
+    return WeightAverage(
+        {name: each for name, each in model.named_parameters() if each.requires_grad}, decay
+    )
 
 
 @final
@@ -27,7 +29,9 @@ class WeightAverage:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._parameters = dict(parameters)
-        self._averages = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self._averages = {
+            name: parameter.detach().clone() for name, parameter in parameters.items()
+        }
         self._decay = decay
         self.updates = 0
 
@@ -57,7 +61,8 @@ class WeightAverage:
     def _swap(self) -> None:
         for name, average in self._averages.items():
             parameter = self._parameters[name].detach()
-            trained = parameter.clone()  # one at a time: in place, so that no view of a parameter changes
+            # one at a time: in place, so that no view of a parameter changes
+            trained = parameter.clone()
             parameter.copy_(average)
             average.copy_(trained)
 
@@ -75,7 +80,9 @@ class WeightAverage:
         if trained.keys() != self._averages.keys():
             fix = "resume with the recipe of the run, or start a new run"
             raise UserError(
-                "the checkpoint has other averaged weights than this model", where="ema.safetensors", fix=fix
+                "the checkpoint has other averaged weights than this model",
+                where="ema.safetensors",
+                fix=fix,
             )
         for name, tensor in trained.items():
             self._parameters[name].detach().copy_(tensor)

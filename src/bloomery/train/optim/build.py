@@ -83,7 +83,8 @@ class FusedBackward:
         norm = exact_norm(parameter.grad) / self._factor
         finite = norm.isfinite().to(torch.float32)
         self._open = finite if self._open is None else self._open * finite
-        scale = (self._clip / (norm + 1e-6)).clamp(max=1.0) / self._factor  # as in torch's clip_grad_norm_
+        # as in torch's clip_grad_norm_
+        scale = (self._clip / (norm + 1e-6)).clamp(max=1.0) / self._factor
         self._rules[parameter].step(gate=Gate(self._open, scale))
         parameter.grad = None
         self._updates[parameter] = norm, self._open
@@ -97,7 +98,9 @@ def head_weights(model: nn.Module) -> list[nn.Parameter]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and ".layers." not in name and module.weight.requires_grad
     ]
-    return [weight for weight in found if isinstance(weight, nn.Parameter) and weight not in embedded]
+    return [
+        weight for weight in found if isinstance(weight, nn.Parameter) and weight not in embedded
+    ]
 
 
 # Quintic Newton-Schulz iteration, Keller Jordan, "Muon" (2024), the coefficients that torch.optim.Muon uses too.
@@ -126,11 +129,17 @@ def orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
     """`orthogonalize` of matrices of one shape or its transpose, in their own orientation."""
     wide = [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
     stack_NRC = orthogonalize(torch.stack(wide))
-    return [u if matrix.shape == u.shape else u.mT for u, matrix in zip(stack_NRC, matrices, strict=True)]
+    return [
+        u if matrix.shape == u.shape else u.mT
+        for u, matrix in zip(stack_NRC, matrices, strict=True)
+    ]
 
 
 def across_shards(
-    work: Callable[[Sequence[Tensor]], list[Tensor]], parts: Sequence[Tensor], rows: Sequence[Sequence[int]], mesh: Mesh
+    work: Callable[[Sequence[Tensor]], list[Tensor]],
+    parts: Sequence[Tensor],
+    rows: Sequence[Sequence[int]],
+    mesh: Mesh,
 ) -> list[Tensor]:
     """`work` on whole matrices of which each rank has some rows: this rank's rows of the results.
 
@@ -140,14 +149,22 @@ def across_shards(
     owner = [place * mesh.shard // len(parts) for place in range(len(parts))]
     own, widths = mesh.shard_rank, [part.shape[1] for part in parts]
     mine = [place for place, rank in enumerate(owner) if rank == own]
-    sent = [sum(parts[i].numel() for i in range(len(parts)) if owner[i] == rank) for rank in range(mesh.shard)]
+    sent = [
+        sum(parts[i].numel() for i in range(len(parts)) if owner[i] == rank)
+        for rank in range(mesh.shard)
+    ]
     held = [sum(rows[i][rank] * widths[i] for i in mine) for rank in range(mesh.shard)]
     arrived = mesh.exchange(torch.cat([part.reshape(-1) for part in parts]), sent, held)
     pieces = arrived.split([rows[i][rank] * widths[i] for rank in range(mesh.shard) for i in mine])
     count = len(mine)
-    whole = [torch.cat([pieces[rank * count + place].view(-1, widths[i]) for rank in range(mesh.shard)])
-             for place, i in enumerate(mine)]  # fmt: skip
-    results = [result.split(list(rows[i])) for result, i in zip(work(whole) if whole else [], mine, strict=True)]
+    whole = [
+        torch.cat([pieces[rank * count + place].view(-1, widths[i]) for rank in range(mesh.shard)])
+        for place, i in enumerate(mine)
+    ]
+    results = [
+        result.split(list(rows[i]))
+        for result, i in zip(work(whole) if whole else [], mine, strict=True)
+    ]
     back = [result[rank].reshape(-1) for rank in range(mesh.shard) for result in results]
     outgoing = torch.cat(back).to(parts[0].dtype) if back else parts[0].new_empty(0)
     returned = mesh.exchange(outgoing, held, sent).split([part.numel() for part in parts])
@@ -178,7 +195,13 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float, shards: Shards = ONE_RANK
+        self,
+        params: list[nn.Parameter],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        shards: Shards = ONE_RANK,
     ) -> None:
         self._shards = shards
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -186,22 +209,30 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 (torch's, unused)
         for group in self.param_groups:
-            for run in stacks((p for p in group["params"] if p.grad is not None), self._shards.shape):
+            for run in stacks(
+                (p for p in group["params"] if p.grad is not None), self._shards.shape
+            ):
                 self._step(run, group["lr"], group["momentum"], group["weight_decay"])
 
-    def _step(self, run: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+    def _step(
+        self, run: list[nn.Parameter], lr: float, momentum: float, weight_decay: float
+    ) -> None:
         weights = [p.data for p in run]
         gradients = [p.grad for p in run if p.grad is not None]
         buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in run]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         steepest = [g.lerp(m, momentum) for g, m in zip(gradients, buffers, strict=True)]
         if self._shards.whole:
-            found = across_shards(orthogonal, steepest, [self._shards.rows(p) for p in run], self._shards.mesh)
+            found = across_shards(
+                orthogonal, steepest, [self._shards.rows(p) for p in run], self._shards.mesh
+            )
         else:
             found = orthogonal(steepest)
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
         update = [u.to(p.dtype) for u, p in zip(found, weights, strict=True)]
-        torch._foreach_add_(weights, update, alpha=-lr * 0.2 * math.sqrt(max(self._shards.shape(run[0]))))
+        torch._foreach_add_(
+            weights, update, alpha=-lr * 0.2 * math.sqrt(max(self._shards.shape(run[0])))
+        )
 
 
 @final
@@ -216,7 +247,12 @@ class OptimizersContainer:
         shards: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         """`names`: of the parameters that `members` update. `shards`: the model's parameter of each that is a shard."""
-        self._members, self._names, self._backward, self._shards = members, dict(names), backward, dict(shards)
+        self._members, self._names, self._backward, self._shards = (
+            members,
+            dict(names),
+            backward,
+            dict(shards),
+        )
         for group in self._groups():
             group["peak"] = group["lr"]
 
@@ -243,7 +279,10 @@ class OptimizersContainer:
         self._set_rate(lr_scale)
         with torch.no_grad():
             for part, whole in self._shards.items():
-                part.data, part.grad = local(whole), None if whole.grad is None else local(whole.grad)
+                part.data, part.grad = (
+                    local(whole),
+                    None if whole.grad is None else local(whole.grad),
+                )
         for member in self._members:
             member.step()
 
@@ -254,7 +293,9 @@ class OptimizersContainer:
         """
         assert self._backward is not None
         self._set_rate(lr_scale)
-        self._backward.begin(factor=factor, clip=None if isinstance(self._members[0], Adafactor) else clip)
+        self._backward.begin(
+            factor=factor, clip=None if isinstance(self._members[0], Adafactor) else clip
+        )
 
     def finish_step(self) -> float:
         """Call after that backward: the global norm; if non-finite, the update is incomplete."""
@@ -301,7 +342,10 @@ class OptimizersContainer:
         Raises UserError for parameters that this model does not train, or another state dtype.
         """
         stored: dict[str, dict[str, Tensor]] = {}
-        for key, value in [*tensors.items(), *((k, torch.tensor(v, dtype=torch.float32)) for k, v in scalars.items())]:
+        for key, value in [
+            *tensors.items(),
+            *((k, torch.tensor(v, dtype=torch.float32)) for k, v in scalars.items()),
+        ]:
             parameter, _, slot = key.rpartition(".")
             stored.setdefault(parameter, {})[slot] = value
         if unknown := sorted(set(stored) - set(self._names.values())):
@@ -319,33 +363,50 @@ class OptimizersContainer:
                         continue
                     if (whole := self._shards.get(parameter)) is not None:
                         slots = {
-                            slot: value if slot in SAME_ON_RANKS else part_of(value, whole, block=INT8_BLOCK)
+                            slot: value
+                            if slot in SAME_ON_RANKS
+                            else part_of(value, whole, block=INT8_BLOCK)
                             for slot, value in slots.items()
                         }
                     if isinstance(member, ChunkedAdamW):
-                        member.state[parameter] = member.adopted(parameter, slots, name=self._names[parameter])
+                        member.state[parameter] = member.adopted(
+                            parameter, slots, name=self._names[parameter]
+                        )
                     else:
-                        member.state[parameter] = _placed(slots, parameter, fused=bool(group.get("fused")))
+                        member.state[parameter] = _placed(
+                            slots, parameter, fused=bool(group.get("fused"))
+                        )
 
 
-def _placed(slots: Mapping[str, Tensor], parameter: nn.Parameter, *, fused: bool) -> dict[str, Tensor]:
+def _placed(
+    slots: Mapping[str, Tensor], parameter: nn.Parameter, *, fused: bool
+) -> dict[str, Tensor]:
     """torch's rules: step counts on the host unless fused; moments in the weight's dtype."""
     host = torch.device("cpu")
     return {
-        slot: value.to(parameter.device if fused or value.ndim else host, copy=True,
-                       dtype=parameter.dtype if slot in _AS_WEIGHTS else value.dtype)
+        slot: value.to(
+            parameter.device if fused or value.ndim else host,
+            copy=True,
+            dtype=parameter.dtype if slot in _AS_WEIGHTS else value.dtype,
+        )
         for slot, value in slots.items()
-    }  # fmt: skip
+    }
 
 
-def _decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+def _decay_groups(
+    named: Mapping[str, nn.Parameter], weight_decay: float
+) -> list[dict[str, object]]:
     """Weight decay for matrices and embeddings, not for norms and biases, as in nanoGPT's `configure_optimizers`."""
     decayed = [p for p in named.values() if p.ndim >= 2]
     others = [p for p in named.values() if p.ndim < 2]
-    return [{"params": p, "weight_decay": w} for p, w in ((decayed, weight_decay), (others, 0.0)) if p]
+    return [
+        {"params": p, "weight_decay": w} for p, w in ((decayed, weight_decay), (others, 0.0)) if p
+    ]
 
 
-def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mesh: Mesh = ALONE) -> OptimizersContainer:
+def build_optimizer(
+    model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mesh: Mesh = ALONE
+) -> OptimizersContainer:
     """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
 
     Must run before the first forward: FSDP2 leaves the root unsharded after it. `muon` gives matrices inside blocks to
@@ -353,7 +414,10 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mes
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     # Optimizers update this rank's rows as plain tensors: each operation of a DTensor costs the host time.
-    named = {name: nn.Parameter(local(p.detach())) if isinstance(p, DTensor) else p for name, p in trained.items()}
+    named = {
+        name: nn.Parameter(local(p.detach())) if isinstance(p, DTensor) else p
+        for name, p in trained.items()
+    }
     names = {p: name for name, p in named.items()}
     shards = Shards({p: trained[name] for name, p in named.items() if p is not trained[name]}, mesh)
     container = partial(OptimizersContainer, names=names, shards=shards.whole)
@@ -363,33 +427,56 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mes
     placement = StatePlacement(away=plan.offload)
     chunked = partial(_chunked, plan=plan, rounding=rounding, placement=placement)
     if plan.fused_backward:
-        rules = {p: chunked(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()}
-        return OptimizersContainer(list(rules.values()), names, FusedBackward(rules, head_weights(model)))
+        rules = {
+            p: chunked(_decay_groups({name: p}, plan.weight_decay)) for name, p in named.items()
+        }
+        return OptimizersContainer(
+            list(rules.values()), names, FusedBackward(rules, head_weights(model))
+        )
     if spec.stacks:  # Muon
         matrices = {name: p for name, p in named.items() if p.ndim == 2 and ".layers." in name}
         rest = {name: p for name, p in named.items() if name not in matrices}
         inside = list(matrices.values())
         muon = Muon(
-            inside, lr=plan.muon_learning_rate, momentum=plan.momentum, weight_decay=plan.weight_decay, shards=shards
+            inside,
+            lr=plan.muon_learning_rate,
+            momentum=plan.momentum,
+            weight_decay=plan.weight_decay,
+            shards=shards,
         )
         return container([muon, _torchs(rest, plan)])
-    if not spec.own and plan.state_dtype == "float32" and not (plan.offload or plan.stochastic_rounding):
+    if (
+        not spec.own
+        and plan.state_dtype == "float32"
+        and not (plan.offload or plan.stochastic_rounding)
+    ):
         return container([_torchs(named, plan)])
     return container([chunked(_decay_groups(named, plan.weight_decay))])
 
 
 def _torchs(named: Mapping[str, nn.Parameter], plan: OptimizerPlan) -> torch.optim.AdamW:
     groups = _decay_groups(named, plan.weight_decay)
-    return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.eps, fused=plan.fused)
+    return torch.optim.AdamW(
+        groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.eps, fused=plan.fused
+    )
 
 
 def _chunked(
-    groups: list[dict[str, object]], *, plan: OptimizerPlan, rounding: Rounding, placement: StatePlacement
+    groups: list[dict[str, object]],
+    *,
+    plan: OptimizerPlan,
+    rounding: Rounding,
+    placement: StatePlacement,
 ) -> Adafactor | ChunkedAdamW:
     if plan.kind == "adafactor":
         return Adafactor(groups, lr=plan.learning_rate, rounding=rounding)
     assert plan.kind == "adamw", "the plan refuses Muon with lean states and in backward"
     return ChunkedAdamW(
-        groups, lr=plan.learning_rate, betas=plan.betas, eps=plan.eps, states=plan.state_dtype, rounding=rounding,
+        groups,
+        lr=plan.learning_rate,
+        betas=plan.betas,
+        eps=plan.eps,
+        states=plan.state_dtype,
+        rounding=rounding,
         placement=placement,
-    )  # fmt: skip
+    )

@@ -41,7 +41,8 @@ def rounded(exact: Tensor, bits: Tensor) -> Tensor:
     numbers = torch.nan_to_num_(exact, nan=infinity, posinf=infinity, neginf=-infinity)
     if bits.device.type == "cpu":
         bits = bits.to(torch.int32)  # as the addition would
-    words = numbers.view(torch.int32).add_(bits.view(exact.shape)).add_(_HALF)  # bits: -2^15 to 2^15 - 1
+    # bits: -2^15 to 2^15 - 1
+    words = numbers.view(torch.int32).add_(bits.view(exact.shape)).add_(_HALF)
     return words.view(torch.int16)[..., 1::2].view(torch.bfloat16)
 
 
@@ -128,7 +129,9 @@ class Rounding:
     stochastic: bool
     shards: Shards = Shards({})
 
-    def to_bfloat16(self, exact: Tensor, parameter: nn.Parameter, step: int, start: int, *slot: str) -> Tensor:
+    def to_bfloat16(
+        self, exact: Tensor, parameter: nn.Parameter, step: int, start: int, *slot: str
+    ) -> Tensor:
         """Stochastic rounding, whatever the setting, from the flat `start`. Overwrites `exact`."""
         if parameter not in self.shards.whole:
             key = key_of(self.seed, self.names[parameter], step, start, *slot)
@@ -136,13 +139,16 @@ class Rounding:
         length, numel = piece_size(exact.device), self.shards.numel(parameter)
         begin = self.shards.start(parameter) + start
         end, bits = begin + exact.numel(), [torch.empty(0, dtype=torch.int16, device=exact.device)]
-        for first in range(begin // length * length, end, length):  # the pieces that one device would draw
+        # the pieces that one device would draw
+        for first in range(begin // length * length, end, length):
             key = key_of(self.seed, self.names[parameter], step, first, *slot)
             drawn = random_bits(min(length, numel - first), key=key, device=exact.device)
             bits.append(drawn[max(0, begin - first) : end - first])
         return rounded(exact, torch.cat(bits))
 
-    def write(self, target: Tensor, exact: Tensor, parameter: nn.Parameter, step: int, start: int) -> None:
+    def write(
+        self, target: Tensor, exact: Tensor, parameter: nn.Parameter, step: int, start: int
+    ) -> None:
         """Write in the target's dtype; may overwrite `exact`. `step` and offset `start`: unique per write."""
         if self.stochastic and target.dtype == torch.bfloat16:
             target.copy_(self.to_bfloat16(exact.contiguous(), parameter, step, start))
@@ -175,7 +181,9 @@ def same_place(one: Tensor, other: Tensor) -> bool:
 
 
 def alike(
-    parameters: Iterable[nn.Parameter], key: Callable[[nn.Parameter], object], numel: Callable[[nn.Parameter], int]
+    parameters: Iterable[nn.Parameter],
+    key: Callable[[nn.Parameter], object],
+    numel: Callable[[nn.Parameter], int],
 ) -> list[list[nn.Parameter]]:
     """Groups of parameters with equal keys, up to one chunk of `numel` in size, in a fixed order."""
     waiting: dict[object, list[nn.Parameter]] = {}
@@ -201,7 +209,9 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def with_states(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], fresh: Callable[[nn.Parameter], State]
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    fresh: Callable[[nn.Parameter], State],
 ) -> list[nn.Parameter]:
     """The parameters of a group with a gradient, their state initialized by `fresh` where missing."""
     ready = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -229,7 +239,9 @@ def row_slices(rows: int, width: int, device: torch.device) -> list[slice]:
 
 def exact_norm(tensor: Tensor) -> Tensor:
     """The Euclidean norm in float32; in chunks, as a CPU converts other dtypes by a copy."""
-    pieces = tensor.reshape(-1).split_with_sizes(_sizes(tensor.numel(), piece_size(tensor.device)) or [0])
+    pieces = tensor.reshape(-1).split_with_sizes(
+        _sizes(tensor.numel(), piece_size(tensor.device)) or [0]
+    )
     norms: list[Tensor] = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
     whole: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     return whole

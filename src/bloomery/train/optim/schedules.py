@@ -16,7 +16,13 @@ STEEPEST = 0.1  # of the peak learning rate: the largest rise per step of a warm
 
 
 def lr_scale_at(
-    step: int, *, steps: int | None, warmup_steps: int, shape: Shape, min_lr_ratio: float = 0.0, decay_steps: int = 0
+    step: int,
+    *,
+    steps: int | None,
+    warmup_steps: int,
+    shape: Shape,
+    min_lr_ratio: float = 0.0,
+    decay_steps: int = 0,
 ) -> float:
     """The factor of the peak learning rate after `step` steps.
 
@@ -47,17 +53,27 @@ def planned_lr_scale(step: int, plan: RunPlan) -> float:
     shape, min_lr_ratio = _shape(optimizer)
     if not blocks:
         return lr_scale_at(
-            step, steps=plan.train.steps, warmup_steps=optimizer.warmup_steps, shape=shape, min_lr_ratio=min_lr_ratio,
+            step,
+            steps=plan.train.steps,
+            warmup_steps=optimizer.warmup_steps,
+            shape=shape,
+            min_lr_ratio=min_lr_ratio,
             decay_steps=optimizer.decay_steps,
-        )  # fmt: skip
-    assert plan.lengths is not None and plan.train.seconds is not None, "only a wall-time run has blocks"
+        )
+    assert plan.lengths is not None and plan.train.seconds is not None, (
+        "only a wall-time run has blocks"
+    )
     whole = fraction_of_run(plan.lengths.warmup, plan.train.seconds)
     if whole is None:
         warm = _at(optimizer.warmup_steps, blocks, step)
         rising = min(1.0, (step + 1) / optimizer.warmup_steps) if optimizer.warmup_steps else 1.0
     else:
         warm, rising = whole, _risen(step + 1, blocks, whole)
-    decay = None if plan.lengths.decay is None else fraction_of_run(plan.lengths.decay, plan.train.seconds)
+    decay = (
+        None
+        if plan.lengths.decay is None
+        else fraction_of_run(plan.lengths.decay, plan.train.seconds)
+    )
     start = max(warm, 1.0 - (decay or 0.0)) if shape == "wsd" else warm
     progress = (fraction_done(step, blocks) - start) / (1.0 - start) if start < 1.0 else 0.0
     return min(rising, _fallen(progress, shape, min_lr_ratio))
@@ -93,7 +109,9 @@ def _at(boundary: int, blocks: Sequence[ScheduleBlock], step: int) -> float:
 
 def _along(step: int, block: ScheduleBlock) -> float:
     left = block.steps - block.step
-    fraction = block.fraction + (1.0 - block.fraction) * (step - block.step) / left if left > 0 else 1.0
+    fraction = (
+        block.fraction + (1.0 - block.fraction) * (step - block.step) / left if left > 0 else 1.0
+    )
     return min(1.0, max(0.0, fraction))
 
 
