@@ -75,7 +75,8 @@ def train(
     """
     from bloomery.runs.lifecycle import start
 
-    folder, watch = None if run_dir is None else Path(run_dir), _watch(on_event)
+    folder = None if run_dir is None else Path(run_dir)
+    watch = _watch(on_event)
     loaded = _loaded(recipe, words, sections)
     ended = start(
         loaded, run_dir=folder, devices=devices, recover=recover, quiet=quiet, watch=watch
@@ -287,10 +288,8 @@ def compare(
     from bloomery.runs.folder import model_path
     from bloomery.runs.tasks import evaluate as tasks
 
-    first, second = (
-        tasks.Named(str(model), folder, step),
-        tasks.Named(str(against), model_path(str(against))),
-    )
+    first = tasks.Named(str(model), folder, step)
+    second = tasks.Named(str(against), model_path(str(against)))
     place = None if data is None else Path(data)
     return tasks.compare_on_texts(
         first, second, place, bos=bos, template=template, use=use, on_load=on_load
@@ -344,10 +343,8 @@ def export(
     kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(
         dtype or usual, dtype or usual
     )
-    floats, whole = (
-        {"merged": DTYPES, "hf": DTYPES},
-        {"merged": INTEGERS, "hf": INTEGERS, "vllm": INTEGERS},
-    )
+    floats = {"merged": DTYPES, "hf": DTYPES}
+    whole = {"merged": INTEGERS, "hf": INTEGERS, "vllm": INTEGERS}
     allowed = (*floats.get(layout, ()), *whole.get(layout, ()))
     if layout.startswith(("gguf", "ollama")):
         allowed = (*DTYPES, *GGUF_TYPES, *K_TYPES)
@@ -425,15 +422,14 @@ def convert(
     names = {theirs: ours for ours, theirs in kinds.items()} if gguf else kinds
     dtype = names.get(dtype or "", dtype)
     if not gguf and dtype not in (None, *DTYPES):
-        problem, fix = (
-            f"{dtype} is a type of GGUF files",
-            f"use one of {', '.join(DTYPES)}, or --to gguf",
-        )
+        problem = f"{dtype} is a type of GGUF files"
+        fix = f"use one of {', '.join(DTYPES)}, or --to gguf"
         raise UserError(problem, where="--dtype", fix=fix, code=2)
     folder = Path(source).expanduser()
     from bloomery.runs.folder import chosen_use, model_path
 
-    path, use = folder if folder.is_file() else model_path(str(source)), chosen_use(device, None)
+    path = folder if folder.is_file() else model_path(str(source))
+    use = chosen_use(device, None)
     from bloomery.export import convert as converting
 
     changes = converting.Changes(max_length, template, tuple(add_tokens), checkpointing)
@@ -463,10 +459,8 @@ def merge(
     """
     from bloomery.runs.folder import chosen_use, model_path
 
-    paths, own = (
-        [model_path(str(model)) for model in models],
-        None if base is None else model_path(str(base)),
-    )
+    paths = [model_path(str(model)) for model in models]
+    own = None if base is None else model_path(str(base))
     use = chosen_use(device, None)
     from bloomery.export.merge import merge as merge_models
     from bloomery.train.model_folder import find_model

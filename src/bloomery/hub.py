@@ -113,10 +113,8 @@ def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, 
             fix = "name the repository that the GGUF files were converted from"
     elif not any(name.endswith(".safetensors") and "/" not in name for name in listing):
         pickled = next((name for name in sorted(listing) if name.endswith(PICKLED)), None)
-        problem, fix = (
-            "the repository has no weights",
-            "name a repository that has model.safetensors",
-        )
+        problem = "the repository has no weights"
+        fix = "name a repository that has model.safetensors"
         if pickled is not None:
             problem = f"the weights are pickle files, which can run code when opened: {pickled}; nothing was downloaded"
             fix = f"look for a safetensors copy: {named.page}/discussions often has a branch, ID@refs/pr/N"
@@ -135,10 +133,8 @@ def refuse_full(named: Named, goal: Path, size: int) -> None:
         for path in (own if own.is_dir() else goal).rglob("*")
         if path.is_file() and not path.is_symlink()
     )
-    free, here = (
-        shutil.disk_usage(place).free,
-        sum(path.stat().st_size for path in files) if goal.is_dir() else 0,
-    )
+    free = shutil.disk_usage(place).free
+    here = sum(path.stat().st_size for path in files) if goal.is_dir() else 0
     if free + here < size:
         raise UserError(
             f"not enough disk space: {named} takes {format_bytes(size)}, and {format_bytes(free)} are free",
@@ -186,7 +182,9 @@ def _explanation(named: Named, error: Exception) -> UserError | None:
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
-    again, page, known = f"`{named.command}` resumes the download", named.page, token()
+    again = f"`{named.command}` resumes the download"
+    page = named.page
+    known = token()
     tokens = "a token from https://huggingface.co/settings/tokens"
     # The library wraps its refusal after a search in the cache.
     offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
@@ -434,7 +432,8 @@ def _has_weights(folder: Path) -> bool:
     return bool(names) and all((folder / name).is_file() for name in names)
 
 
-LARGEST_TEXT, VOCABULARIES = 2**20, ("tokenizer.json", "vocab.json")
+LARGEST_TEXT = 2**20
+VOCABULARIES = ("tokenizer.json", "vocab.json")
 TEXTS = (".md", ".json", ".jinja", ".txt", "Modelfile")  # searched for secrets before an upload
 
 
@@ -461,7 +460,9 @@ def push(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False
             fix="write ORG/NAME",
             code=2,
         )
-    files, warnings, (name, _, revision) = _to_push(folder), list[str](), repo.partition("@")
+    files = _to_push(folder)
+    warnings = list[str]()
+    (name, _, revision) = repo.partition("@")
     named = Named(name, revision or None, "model")
     card = (
         (folder / "README.md").read_text(encoding="utf-8", errors="replace")

@@ -32,15 +32,19 @@ def backend(name: str, job: Mapping[str, Any]) -> Result:
 
     The result and the three gradients are compared with those of `math`.
     """
-    kind, where = name.partition("-")[2], job["device"]
+    kind = name.partition("-")[2]
+    where = job["device"]
     dtype = "bfloat16" if kind == "varlen" and job["dtype"] == "float32" else job["dtype"]
-    queries, shared, tokens = (2, 4, TOKENS, 64), (2, 2, TOKENS, 64), TIMED_TOKENS[where]
+    queries = (2, 4, TOKENS, 64)
+    shared = (2, 2, TOKENS, 64)
+    tokens = TIMED_TOKENS[where]
 
     def attention(kind: str, sequences: int, tokens: int, where: str) -> Compute:
         documents = _documents(sequences, tokens, where, packed=name != "backend-sdpa")
         return partial(_attend, kind=kind, documents=documents)
 
-    run, reference = attention(kind, 2, TOKENS, where), attention("math", 2, TOKENS, "cpu")
+    run = attention(kind, 2, TOKENS, where)
+    reference = attention("math", 2, TOKENS, "cpu")
     result = check(run, reference, (queries, shared, shared, queries), where, dtype)
     seconds = seconds_of(attention(kind, 1, tokens, where), ((1, 8, tokens, 64),) * 4, where, dtype)
     return result | {

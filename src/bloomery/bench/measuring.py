@@ -35,7 +35,8 @@ CHILD = "bloomery.bench.child"
 # compilation, or a step of a large model on a small CPU, takes minutes without a message
 SILENCE_SECONDS = 900.0
 # of measuring a point; of a trial on the way to the largest micro-batch
-SECONDS, SEARCH_SECONDS = 8.0, 2.0
+SECONDS = 8.0
+SEARCH_SECONDS = 2.0
 DISTURBED = 0.15  # of the time without a core
 TRIAL_PAYS_SECONDS = 3600.0  # of training, beyond which a minute or two of timing both is worth it
 SLOWEST_STEP = 90.0  # seconds: the search does not try micro-batches that would take longer
@@ -183,7 +184,9 @@ def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPh
             on_phase(reply["phase"])
     if reply["outcome"] != "ok":
         return result(outcome=reply["outcome"], message=reply["message"])
-    times, limit, peak = reply["step_seconds"], plan.memory.limit / 2**30, reply["peak_gib"]
+    times = reply["step_seconds"]
+    limit = plan.memory.limit / 2**30
+    peak = reply["peak_gib"]
     over = peak is not None and peak > limit
     return result(
         outcome="memory" if over else "ok",
@@ -215,17 +218,17 @@ def search(
     time_left: Callable[[], bool] = lambda: True,
 ) -> Largest:
     """Doubles until a failure or a full step, then bisects to an eighth; at least one trial."""
-    fits, fails, reason = 0, most + 1, f"the recipe has {most} sequences per step"
+    fits = 0
+    fails = most + 1
+    reason = f"the recipe has {most} sequences per step"
     bound: Literal["memory", "step", "time", "crash"] = "step"
     for size in [*(2**n for n in range((most - 1).bit_length())), most]:
         row = trial(size)
         on_row(row)
         if row.outcome != "ok":
-            fails, bound, reason = (
-                size,
-                "memory" if row.outcome == "memory" else "crash",
-                row.message,
-            )
+            fails = size
+            bound = "memory" if row.outcome == "memory" else "crash"
+            reason = row.message
             break
         fits = size
         step = None if row.plan is None or size == most else row.step_seconds
@@ -234,10 +237,12 @@ def search(
             and row.plan is not None
             and 2 * step / row.plan.train.accumulation > slowest
         ):
-            bound, reason = "time", f"twice the size would take more than {slowest:.0f} s per step"
+            bound = "time"
+            reason = f"twice the size would take more than {slowest:.0f} s per step"
             break
         if size < most and not time_left():
-            bound, reason = "time", "half of --limit was over"
+            bound = "time"
+            reason = "half of --limit was over"
             break
     while (
         bound in ("memory", "crash") and fits and fails - fits > max(1, fits // 8) and time_left()
@@ -283,7 +288,9 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
 
 def split(text: str) -> list[str]:
     """At commas outside brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
+    parts = [""]
+    depth = 0
+    quote = ""
     for letter in text:
         if quote:
             quote = "" if letter == quote else quote
@@ -319,7 +326,8 @@ def usual_points(plan: RunPlan, machine: Machine, *, largest: int) -> list[tuple
 
 def other_attention(plan: RunPlan) -> str | None:
     """The next best backend with the same results; None: no other is worth a trial."""
-    config, length = plan.model.config, plan.data.sequence_length
+    config = plan.model.config
+    length = plan.data.sequence_length
     if plan.train.device == "cuda" and plan.model.attention == "blockwise":
         return None  # no fused kernel for this GPU: one built for another GPU may hang the driver
     for backend in ("varlen", "flex", "per_document", "mask", "blockwise"):
@@ -354,9 +362,11 @@ def make_measurement_file(
     measured = [row for row in rows if row.outcome == "ok" and row.plan is not None]
     if not measured or measured[0].plan is None:
         return None
-    plan, profile = measured[0].plan, build_profile(machine)
+    plan = measured[0].plan
+    profile = build_profile(machine)
     device = device_of(machine)
-    software, accelerator = machine.software, profile.accelerator
+    software = machine.software
+    accelerator = profile.accelerator
     memory = accelerator.usable_bytes if accelerator else machine.host.memory_bytes
     return Calibration(
         device=device.name,
@@ -523,7 +533,8 @@ def verdict_lines(row: BenchResult) -> Iterator[str]:
         )
         return
     assert row.plan is not None and row.tokens_per_second is not None and row.peak_gib is not None
-    rate, memory = planned_rate(row.plan), row.plan.memory
+    rate = planned_rate(row.plan)
+    memory = row.plan.memory
     speed = f"{row.tokens_per_second:,.0f} tokens/s"
     if rate is None:
         yield _line("verdict", f"{speed}: the plan had no estimate for this device")

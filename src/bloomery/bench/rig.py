@@ -42,7 +42,9 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     rig.warm_up(longest)
     batches = longest
     if job["text"] == "prepared":  # the run's first micro-batches
-        data, sequences, seed = plan.data, plan.train.micro_batch_size, plan.train.seed
+        data = plan.data
+        sequences = plan.train.micro_batch_size
+        seed = plan.train.seed
         loader = Loader(
             data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed
         )
@@ -52,7 +54,8 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
         batches = [with_text_structure(batch, plan) for batch in read]
     rig.seconds(batches)
     on_phase("measuring")
-    begun, waited = time.perf_counter(), core_wait_seconds()
+    begun = time.perf_counter()
+    waited = core_wait_seconds()
     times = list(
         rounds(
             lambda number: rig.seconds(batches[:number]),
@@ -124,14 +127,17 @@ def rounds(step: Callable[[int], float], accumulation: int, *, seconds: float) -
         if accumulation <= 2:
             yield step(accumulation)
         else:
-            one, two = step(1), step(2)
+            one = step(1)
+            two = step(2)
             yield one + (accumulation - 1) * max(0.0, two - one)
 
 
 def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
     """Random tokens, one document per sequence, no masked labels: the most work of a micro-batch."""
-    numbers, batches = torch.Generator().manual_seed(plan.train.seed), []
-    sequences, length = plan.train.micro_batch_size, plan.data.sequence_length
+    numbers = torch.Generator().manual_seed(plan.train.seed)
+    batches = []
+    sequences = plan.train.micro_batch_size
+    length = plan.data.sequence_length
     for _ in range(count):
         text = torch.randint(
             plan.model.config.vocab_size, (sequences, length + 1), generator=numbers

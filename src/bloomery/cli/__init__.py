@@ -14,7 +14,9 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 
-STOPPED, INTERRUPTED = 75, 130  # exit codes: stopped and resumable; Ctrl+C with nothing to resume
+# exit codes: stopped and resumable; Ctrl+C with nothing to resume
+STOPPED = 75
+INTERRUPTED = 130
 
 # Command -> (where its click command is, its line in --help).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -123,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # Discard output to a closed stream; print `?` for characters that the encoding lacks. Neither ends a run.
     if sys.stdout is None or sys.stderr is None:  # as after `>&-`
         nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
-        sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere
+        sys.stdout = sys.stdout or nowhere
+        sys.stderr = sys.stderr or nowhere
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
             "utf-8",

@@ -125,7 +125,9 @@ class Table:
     def __init__(self, *, to_stderr: bool, limit: float = math.inf) -> None:
         from rich.console import Console
 
-        self._to_stderr, self._limit, self._began = to_stderr, limit, time.monotonic()
+        self._to_stderr = to_stderr
+        self._limit = limit
+        self._began = time.monotonic()
         self._status = Console(stderr=True).status("", spinner="line")
         self._live = sys.stderr.isatty()
 
@@ -202,10 +204,8 @@ class Table:
         rows: list[BenchResult] = []
         for at, words in enumerate(wanted):
             if rows and not self._time_left():
-                missing, head = (
-                    "; ".join(", ".join(words) for words in wanted[at:]),
-                    f"{'left out':<10}",
-                )
+                missing = "; ".join(", ".join(words) for words in wanted[at:])
+                head = f"{'left out':<10}"
                 text = f"{missing}: time limit reached"
                 self.print(
                     *textwrap.wrap(

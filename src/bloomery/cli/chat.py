@@ -59,7 +59,10 @@ class Session:
         from bloomery.model.decoding import Past
         from bloomery.runs.generate import Speed
 
-        self.decoder, self.tokenizer, self.form, self.system = decoder, tokenizer, form, system
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.form = form
+        self.system = system
         self.sampling = replace(sampling, stop_ids=form.stop_ids)
         self.history: list[Message] = []
         self.past = Past(decoder)
@@ -90,7 +93,8 @@ class Session:
         self._replies += 1
         pieces: list[str] = []
         try:
-            ends, self.speed = self.form.stop_strings, Speed(self.speed.speculation)
+            ends = self.form.stop_strings
+            self.speed = Speed(self.speed.speculation)
             for piece in continued(
                 self.decoder, self.tokenizer, ids, sampling, ends, self.past, self.speed
             ):
@@ -165,7 +169,8 @@ def command(
     Example: bloomery chat last --system "You answer in one sentence." --temperature 0.3
     """
     finite(settings)
-    where, drafts = model_path(model), draft_folder(prompt_lookup, draft)
+    where = model_path(model)
+    drafts = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.data.chat.render import chat_format
     from bloomery.model.decoding import Sampling
@@ -270,10 +275,8 @@ class Terminal:
         held = begun = ""
         for piece in self.session.reply(text):
             if not begun and self.session.dropped > before:
-                count, context = (
-                    self.session.dropped - before,
-                    self.session.decoder.config.max_positions,
-                )
+                count = self.session.dropped - before
+                context = self.session.decoder.config.max_positions
                 _note(f"(context of {context:,} tokens is full: dropped {count} earlier messages)")
                 before = self.session.dropped
             shown = held + harmless(piece)

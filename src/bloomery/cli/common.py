@@ -96,7 +96,8 @@ def chosen_recipe(
     from bloomery.recipe.load import load_recipe, load_text, packaged
 
     if recipe is not None and "=" in recipe and (model or data) and not Path(recipe).exists():
-        overrides, recipe = (recipe, *overrides), None
+        overrides = (recipe, *overrides)
+        recipe = None
     if recipe is not None:
         if recipe not in packaged():
             _refuse_run(recipe)
@@ -254,7 +255,8 @@ def progress_line(doing: str) -> Iterator[None]:
 
     from bloomery.core.progress import told_to
 
-    now, ended = [f"{doing} ..."], threading.Event()
+    now = [f"{doing} ..."]
+    ended = threading.Event()
     console = Console(stderr=True)
     if console.is_terminal:
         with (
@@ -265,10 +267,12 @@ def progress_line(doing: str) -> Iterator[None]:
         return
 
     def repeat() -> None:
-        shown, pause = "", SILENT_SECONDS
+        shown = ""
+        pause = SILENT_SECONDS
         while not ended.wait(pause):
             if now[0] != shown:
-                shown, pause = now[0], min(2 * pause, 30.0)
+                shown = now[0]
+                pause = min(2 * pause, 30.0)
                 echo(f"{'progress':<11}{shown}", err=True)
 
     def take(text: str) -> None:
@@ -358,10 +362,8 @@ def text_flags() -> Iterator[None]:
 def refuse_undecoded(text: str, *, what: str = "the prompt", where: str = "--prompt") -> None:
     """Raises UserError (code 2) for bytes that are not text in this terminal's encoding."""
     if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        problem, fix = (
-            f"{what} is not text in this terminal's encoding",
-            "use UTF-8: set LANG=C.UTF-8",
-        )
+        problem = f"{what} is not text in this terminal's encoding"
+        fix = "use UTF-8: set LANG=C.UTF-8"
         raise UserError(problem, where=where, fix=fix, code=2)
 
 

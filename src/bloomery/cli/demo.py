@@ -198,7 +198,8 @@ def cores_used_by_others(seconds: float) -> float:
             )
         return 0.0
 
-    before, own = busy(), time.process_time()
+    before = busy()
+    own = time.process_time()
     time.sleep(seconds)
     return max(0.0, busy() - before - (time.process_time() - own)) / seconds
 
@@ -291,7 +292,11 @@ def _train_and_kill(
     losses: dict[int, float | None] = {}
     seconds: list[float] = []
     forecast: Forecast | None = None
-    saved, steps, launched, first_event, prepared = 0, 0, time.time(), 0.0, 0.0
+    saved = 0
+    steps = 0
+    launched = time.time()
+    first_event = 0.0
+    prepared = 0.0
     with closing(followed(folder, "train", "demo", "--run-dir", str(folder))) as events:
         for event in events:
             story.show(event)
@@ -336,8 +341,10 @@ def _train_and_kill(
 def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
     """Dataset and tokenizer, once the shards are written. `seconds`: the time to prepare them."""
     manifest = read_manifest(plan.data.prepared)
-    train, validation = manifest.train, manifest.validation
-    size, files = train.bytes + validation.bytes, train.documents + validation.documents
+    train = manifest.train
+    validation = manifest.validation
+    size = train.bytes + validation.bytes
+    files = train.documents + validation.documents
     story.write(
         "dataset",
         f"{files} files of Python's standard library, {size / 1e6:.1f} MB; "
@@ -351,7 +358,8 @@ def _show_dataset(story: Story, plan: RunPlan, seconds: float) -> None:
 
 def _show_plan(story: Story, plan: RunPlan, forecast: Forecast) -> None:
     """The plan, once the first steps are timed."""
-    train, memory = plan.train, plan.memory
+    train = plan.train
+    memory = plan.memory
     reason = next(choice.reason for choice in plan.choices if choice.key == "train.precision")
     size = format_count(parameter_count(plan.model.config))
     tokens = f"{train.steps:,} steps x {train.tokens_per_step:,} tokens"
@@ -381,7 +389,8 @@ def _resume(folder: Path, story: Story, kill: Kill) -> None:
             if isinstance(event, StepDone) and event.step in kill.before:
                 kill.after[event.step] = event.loss
                 if event.step == kill.step:
-                    first, differing = f"steps {kill.saved + 1} to {kill.step}", kill.differing
+                    first = f"steps {kill.saved + 1} to {kill.step}"
+                    differing = kill.differing
                     same = "losses bitwise identical"
                     if differing:
                         same = f"{len(differing)} of {len(kill.before)} losses differ, the first at step {differing[0]}"
@@ -406,7 +415,8 @@ def evaluate_demo(
 
         plan = read_plan(folder / "plan.json")
         checkpoint = model_folder(folder, "last")
-        decoder, tokenizer = load_decoder(checkpoint), load_tokenizer(checkpoint)
+        decoder = load_decoder(checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
     bits = _bits_per_byte(story, decoder, tokenizer, plan.data.prepared)
     prompt = plan.sample.prompts[0]
     sampling = Sampling(
@@ -502,7 +512,8 @@ def take_away(
     if not out.exists():
         export_gguf(find_model(model), out, kind="f32")
     near = os.path.relpath(out) if out.absolute().is_relative_to(Path.cwd()) else str(out)
-    line, run = f"{near:<31}runs in llama.cpp and Ollama", f"llama-cli -m {shlex.quote(near)}"
+    line = f"{near:<31}runs in llama.cpp and Ollama"
+    run = f"llama-cli -m {shlex.quote(near)}"
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     most = min(GREEDY, decoder.config.max_positions - len(prompt))
     greedy = Sampling(max_new_tokens=most, temperature=0.0, stop_ids=ends)
@@ -512,10 +523,8 @@ def take_away(
     except UserError as error:  # an installed llama.cpp that does not run does not end the demo
         return TakenAway((line, error.problem), file=out)
     pairs = zip(ours, theirs.text, strict=False)
-    whole, same = (
-        ours == theirs.text,
-        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
-    )
+    whole = ours == theirs.text
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     verdict = "the same text" if whole else f"the same text for {same} of {len(ours)} characters"
     said = f"PyTorch and {theirs.program} write {verdict}"
     hint = "" if theirs.real else f" llama.cpp is not installed; with it: {run}"

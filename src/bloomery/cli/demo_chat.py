@@ -123,7 +123,8 @@ def _show_run(story: Story, plan: RunPlan) -> None:
         story.write("full", f"full fine-tuning: {trainable}")
         return
     manifest = read_manifest(plan.data.prepared)
-    train, validation = manifest.train.documents, manifest.validation.documents
+    train = manifest.train.documents
+    validation = manifest.validation.documents
     pairs = f"{train:,} prompts and responses from the docstrings of Python's standard library"
     story.write(
         "dataset",
@@ -184,16 +185,15 @@ def _evaluate_all(story: Story, base: Path, runs: dict[str, Path], began: float)
         story.write(result.name, *_cut(result.response))
     story.write("reference", *_cut(shown(tokenizer, prompts[example].reference)))
     story.write()
-    losses, note = (
-        tuple((result.name, result.loss) for result in results),
-        "Response tokens. Lower is better.",
-    )
+    losses = tuple((result.name, result.loss) for result in results)
+    note = "Response tokens. Lower is better."
     with story.busy("writing the reports"):
         bars = [
             Bars("Validation loss", losses, unit="nats per token", note=note, own=name)
             for name in runs
         ]
-        asked, last = prompts[example].prompt, runs["full"]
+        asked = prompts[example].prompt
+        last = runs["full"]
         decoder, _ = load_to_evaluate(last)
         file = last / "export" / f"{last.name}.gguf"
         taken = take_away(last, file, decoder, tokenizer, asked, shown(tokenizer, asked))
@@ -242,7 +242,8 @@ def _evaluate(
     decoder, _ = load_to_evaluate(model)
     loss = evaluate(decoder, tokenizer, prepared)[0].loss
     responses = [answer(decoder, tokenizer, each, max_new_tokens=MAX_TOKENS) for each in prompts]
-    texts, count = [shown(tokenizer, response.ids) for response in responses], len(responses)
+    texts = [shown(tokenizer, response.ids) for response in responses]
+    count = len(responses)
     functions = sum(
         is_function(text, each.ended) for text, each in zip(texts, responses, strict=True)
     )

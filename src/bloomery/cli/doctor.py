@@ -88,10 +88,8 @@ def command(
     began = time.monotonic()
     if machine is not None and (probe or number is not None):
         name = "--probe" if probe else "--fix"
-        problem, fix = (
-            f"{name} works only on this machine",
-            f"omit --machine, or run {name} on that machine",
-        )
+        problem = f"{name} works only on this machine"
+        fix = f"omit --machine, or run {name} on that machine"
         raise UserError(problem, where=f"--machine {machine}", fix=fix, code=2)
     asked = {
         "--explain": explain is not None,
@@ -353,7 +351,8 @@ def _pin(torch: str | None, agreed: Callable[[Sequence[str]], bool]) -> bool:
             versions[name] = metadata.version(name)
     versions |= {"torch": torch} if torch else {}
     pins = [f"{name}=={version}" for name, version in versions.items()]
-    file, pip = Path(sys.prefix) / "torch-pin.txt", [sys.executable, "-m", "pip", "config"]
+    file = Path(sys.prefix) / "torch-pin.txt"
+    pip = [sys.executable, "-m", "pip", "config"]
     words = [*pip, "get", "install.constraint"]
     current = os.environ.get("PIP_CONSTRAINT")
     current = current or subprocess.run(words, capture_output=True, text=True, check=False).stdout
@@ -438,7 +437,8 @@ def anonymous(machine: Machine, *, exclude_defaults: bool = False) -> dict[str, 
     """A machine as in machine.json, without secrets, names of users, groups and hosts, and the IDs of GPUs. Equal names
     stay equal.
     """
-    access, around = machine.host.access, machine.host.around
+    access = machine.host.access
+    around = machine.host.around
     slurm = {name: value for name, value in around.slurm.items() if not NAMES_IN_SLURM.search(name)}
     host = machine.host.model_copy(update={"around": around.model_copy(update={"slurm": slurm})})
     groups = dict.fromkeys((*access.groups, *access.listed_groups, access.kfd_group))

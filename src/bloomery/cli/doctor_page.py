@@ -18,10 +18,15 @@ from bloomery.plan.resolve import local_plan
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 
-WIDTH, LABEL, BODY = 100, 10, 7
+WIDTH = 100
+LABEL = 10
+BODY = 7
 ROOM = WIDTH - LABEL  # of a line after its label
-ON_A_GPU, ON_A_CPU = "go-coder-125m", "go-coder-tiny"
-REMARKS, GAP = 39, 3  # the column of the remarks after commands, and their smallest distance
+ON_A_GPU = "go-coder-125m"
+ON_A_CPU = "go-coder-tiny"
+# the column of the remarks after commands, and their smallest distance
+REMARKS = 39
+GAP = 3
 PROBING = "  # tests matmul, attention and compilation, about 1 min"
 BUILDS = {"rocm": "ROCm", "cuda": "CUDA", "cpu": "CPU"}
 
@@ -39,8 +44,11 @@ class RecipePreview:
 
 def preview(machine: Machine, findings: tuple[Finding, ...]) -> RecipePreview:
     """The plan of a packaged recipe: for the machine as it is if it is ready, otherwise as it is after the fixes."""
-    device, is_ready = best_device(machine), ready(findings)
-    recipe, plan, problem = ON_A_CPU if device is None else ON_A_GPU, None, ""
+    device = best_device(machine)
+    is_ready = ready(findings)
+    recipe = ON_A_CPU if device is None else ON_A_GPU
+    plan = None
+    problem = ""
     try:
         plan = local_plan(load_recipe(recipe, ()), machine=machine if is_ready else fixed(machine))[
             0
@@ -57,11 +65,13 @@ def then_lines(result: RecipePreview) -> list[str]:
     if result.plan is None:
         return [f"{result.recipe} cannot be planned: {result.problem}"]
     waits = ["The GPU can be planned once it is accessible. On the CPU:"] if result.waits else []
-    plan, values = result.plan, {choice.key: str(choice.value) for choice in result.plan.choices}
+    plan = result.plan
+    values = {choice.key: str(choice.value) for choice in result.plan.choices}
     attention = values["train.attention"].replace("_", " ")
     choices = f"{values['train.precision']} · {attention} attention · {values['train.compile']}"
     one = f" on one of {result.same_gpus} GPUs" if result.same_gpus > 1 else ""
-    total, limit = plan.memory.total / GIB, plan.memory.limit / GIB
+    total = plan.memory.total / GIB
+    limit = plan.memory.limit / GIB
     size = f"{result.recipe} {'fits' if plan.fits else 'does not fit'}{one} ({total:.1f} of {limit:.1f} GiB)"
     if plan.seconds is not None and plan.fits:
         size += f" · about {format_seconds(plan.seconds.value)}"
@@ -152,7 +162,8 @@ def _counted(count: int, noun: str) -> str:
 
 def machine_lines(machine: Machine) -> Iterator[str]:
     """The GPUs, the PyTorch and the access to the GPUs."""
-    host, software = machine.host, machine.software
+    host = machine.host
+    software = machine.software
     groups: dict[str, list[int]] = {}
     for device in machine.accelerators:
         size = (
@@ -223,7 +234,8 @@ def finding_lines(number: int, finding: Finding) -> Iterator[str]:
 
 def step_lines(steps: Sequence[str]) -> Iterator[str]:
     """Commands with their remarks in a column; long commands continue after a backslash."""
-    width, column = ROOM, REMARKS
+    width = ROOM
+    column = REMARKS
     for command, _, remark in (step.partition("  # ") for step in steps):
         # the column starts after the longest command with room for its remark
         length = len(command) + GAP

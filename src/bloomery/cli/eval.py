@@ -238,10 +238,8 @@ def _evaluate_task(
         try:
             write_durably(outputs, "".join(json.dumps(one) + "\n" for one in report.outputs))
         except OSError as error:
-            problem, fix = (
-                f"cannot write the outputs: {error.strerror}",
-                "free disk space or fix the permissions",
-            )
+            problem = f"cannot write the outputs: {error.strerror}"
+            fix = "free disk space or fix the permissions"
             raise UserError(problem, where=str(outputs), fix=fix) from error
     if as_json:
         shown = asdict(report)
@@ -278,7 +276,8 @@ def _table(report: "TaskReport") -> list[str]:
         if result.against is None or result.difference is None:
             continue
         lines.append(f"  {report.against:<{width}}{figure(result.against, form)}")
-        diff, form = result.difference, f"+{form}"
+        diff = result.difference
+        form = f"+{form}"
         spread = (
             ""
             if diff.low is None or diff.high is None

@@ -106,7 +106,8 @@ def finite(settings: dict[str, Any]) -> dict[str, Any]:
 def setting(words: str) -> tuple[str, Value]:
     """Name and value of "temperature 0.7", also with `=` or with an option's name. Raises UserError."""
     name, _, text = words.replace("=", " ", 1).strip().partition(" ")
-    name, text = name.lstrip("-").replace("-", "_").lower(), text.strip()
+    name = name.lstrip("-").replace("-", "_").lower()
+    text = text.strip()
     if name not in SETTINGS:
         known = did_you_mean(name, SETTINGS, f"settings: {', '.join(SETTINGS)}")
         raise UserError(f"no such setting: {name[:40]!r}", where="/set", fix=known, code=2)
@@ -178,7 +179,8 @@ def command(
     finite(settings)
     asked = None if schema is None else _schema(schema)
     texts = _prompts(prompt, prompts)
-    folder, drafts = model_path(model), draft_folder(prompt_lookup, draft)
+    folder = model_path(model)
+    drafts = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)  # before torch is imported
     from bloomery.model.decoding import Sampling
     from bloomery.runs.generate import Speed, load_model, speculation_of, writer
@@ -244,10 +246,8 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
                 "the prompt is not UTF-8", where="standard input", fix=fix, code=2
             ) from error
     if (prompt is None) == (prompts is None):
-        problem, fix = (
-            "expected either --prompt or --prompts",
-            'add --prompt "...", or pipe in text',
-        )
+        problem = "expected either --prompt or --prompts"
+        fix = 'add --prompt "...", or pipe in text'
         raise UserError(problem, where="`bloomery generate`", fix=fix, code=2)
     if prompt is not None:
         refuse_undecoded(prompt)
@@ -370,7 +370,8 @@ def serve_command(
 
     token = token_for(host, os.environ)
     if not math.isfinite(seconds):
-        problem, fix = f"--max-seconds is {seconds}", "pass a number of seconds"
+        problem = f"--max-seconds is {seconds}"
+        fix = "pass a number of seconds"
         raise UserError(problem, where="--max-seconds", fix=fix, code=2)
     # A taken port is reported before a model is loaded, and before torch is imported.
     with bound(host, port) as listener, ExitStack() as stack, text_flags():

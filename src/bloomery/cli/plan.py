@@ -38,7 +38,8 @@ class PlanCommand(click.Command):
     """`--gpu "MI300X" x 8` and `--gpu 4090 x2`, typed as several words, reach the option as one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        joined, words = list[str](), list(args)
+        joined = list[str]()
+        words = list(args)
         while words:
             word = words.pop(0)
             joined.append(word)
@@ -165,7 +166,8 @@ def show_plan(
         machine, gpus = planned_devices(loaded.recipe, machine, devices)
         machine = with_check(machine)
     plan, facts = local_plan(loaded, gpu=gpu, machine=machine, gpus=gpus, nodes=nodes)
-    report, machine = advise(loaded, plan, facts), facts.machine
+    report = advise(loaded, plan, facts)
+    machine = facts.machine
     simulation = simulated(plan, machine) if simulate else None
     if as_json:
         print_json(
@@ -190,10 +192,8 @@ def show_plan(
         hidden |= {"train"}
     words = "" if gpu is None else f' --gpu "{gpu}"'
     words += (f" --gpus {gpus}" if gpus > 1 else "") + (f" --nodes {nodes}" if nodes > 1 else "")
-    commands, lines = (
-        [name for name in COMMANDS if name not in hidden],
-        simulation.lines() if simulation else [],
-    )
+    commands = [name for name in COMMANDS if name not in hidden]
+    lines = simulation.lines() if simulation else []
     echo_page(
         page(
             report,
@@ -204,7 +204,8 @@ def show_plan(
             simulated=lines,
         )
     )
-    notes, models = [], models_of(loaded.recipe)
+    notes = []
+    models = models_of(loaded.recipe)
     for name in (name for name in models if cached_model(name) is None):
         then = "`train` refuses it" if untrained(plan.model.config) else "`train` downloads it"
         notes.append(f"{name} is not downloaded: shape from a table; {then}")
@@ -286,7 +287,8 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
 
 def brief_document(plan: "RunPlan") -> dict[str, Any]:
     """The JSON of a plan without its claims."""
-    memory, seconds = _memory(plan.memory), estimate(plan.seconds)
+    memory = _memory(plan.memory)
+    seconds = estimate(plan.seconds)
     return {"fits": plan.fits, "memory": memory, "seconds": seconds, "choices": plan.choices}
 
 
@@ -313,11 +315,9 @@ def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:
         return None
-    reached, peak, best = (
-        reached_flops(plan),
-        gpu.peak_flops(dtype_of(plan)),
-        gpu.achievable_flops(dtype_of(plan)),
-    )
+    reached = reached_flops(plan)
+    peak = gpu.peak_flops(dtype_of(plan))
+    best = gpu.achievable_flops(dtype_of(plan))
     return {
         "peak": reached / peak if peak else None,
         "achievable": reached / best if best else None,
@@ -400,7 +400,8 @@ def list_() -> None:
     """List the packaged recipes with model, dataset and GPU."""
     from bloomery.recipe.load import packaged
 
-    rows, others = [("recipe", "method", "model", "GPU", "dataset")], []
+    rows = [("recipe", "method", "model", "GPU", "dataset")]
+    others = []
     for name, path in sorted(packaged().items(), key=lambda item: (by_release(item[0]), item[0])):
         comment = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").rstrip(".")
         method, colon, rest = comment.partition(": ")
@@ -439,7 +440,8 @@ def show(
              bloomery recipes show --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl train.epochs=2 > mine.yaml
     """
     if recipe is not None and "=" in recipe and model and data:
-        overrides, recipe = (recipe, *overrides), None
+        overrides = (recipe, *overrides)
+        recipe = None
     if recipe is None and model is not None and data is not None:
         from bloomery.plan.made import made_recipe
 

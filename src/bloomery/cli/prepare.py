@@ -126,8 +126,11 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path, *, ch
     from bloomery.data.shards import DOCUMENTS_PER_UNIT
     from bloomery.plan.gather import left_aside
 
-    train, validation, each = manifest.train, manifest.validation, DOCUMENTS_PER_UNIT[manifest.kind]
-    size, tokens = train.bytes + validation.bytes, train.tokens + validation.tokens
+    train = manifest.train
+    validation = manifest.validation
+    each = DOCUMENTS_PER_UNIT[manifest.kind]
+    size = train.bytes + validation.bytes
+    tokens = train.tokens + validation.tokens
     echo(
         f"dataset    {_units(manifest, train.parts)} for training"
         + f", {validation.documents // each:,} for validation"
@@ -140,11 +143,9 @@ def _summarize(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path, *, ch
     )
     if manifest.formats:
         echo(f"format     {', '.join(manifest.formats)}")
-    data, required_format, title = (
-        loaded.recipe.data,
-        loaded.recipe.objective.spec.data_kind,
-        "sources",
-    )
+    data = loaded.recipe.data
+    required_format = loaded.recipe.objective.spec.data_kind
+    title = "sources"
     for source, part in zip(data.sources, train.parts, strict=False):  # those of validation follow
         what = _units(manifest, [part]) + (" of text" if part.plain else "")
         often = f", {part.weight:g} times per epoch" if part.weight != 1 else ""
@@ -195,7 +196,8 @@ def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -
     from bloomery.data.prepare.stats import UNITS, packing_stats, unit_name
     from bloomery.data.shards import open_split
 
-    train, data = manifest.train, loaded.recipe.data
+    train = manifest.train
+    data = loaded.recipe.data
     share = (train.loss_tokens or 0) / max(1, train.tokens)
     echo(f"loss on    {share:.1%} of the training tokens; the others are masked")
     fill = packing_stats(
@@ -205,10 +207,8 @@ def _print_packing(manifest: "Manifest", loaded: "LoadedRecipe", folder: Path) -
     )
     if fill is None:
         return
-    full, units = (
-        fill.positions / max(1, fill.sequences * data.sequence_length),
-        UNITS[manifest.kind],
-    )
+    full = fill.positions / max(1, fill.sequences * data.sequence_length)
+    units = UNITS[manifest.kind]
     parts = [f"{fill.sequences:,} of {data.sequence_length:,} tokens, {full:.1%} full"]
     if fill.truncated:
         parts.append(
@@ -238,7 +238,8 @@ def _preview(loaded: "LoadedRecipe", folder: Path, count: int) -> None:
     from bloomery.data.prepare.prepare import preparation
     from bloomery.data.prepare.stats import preview
 
-    data, console = loaded.recipe.data, Console(highlight=False)
+    data = loaded.recipe.data
+    console = Console(highlight=False)
     with reporting() as report, preparation(loaded, folder, report=report) as work:
         documents = list(
             preview(work, count, sequence_length=data.sequence_length, layout=data.layout)
@@ -282,7 +283,8 @@ def _colored(document: "Preview") -> "Text":
     from rich.console import Console
     from rich.text import Text
 
-    plain, text = Console().color_system is None, Text()
+    plain = Console().color_system is None
+    text = Text()
     # nothing predicts the first token
     flags = document.loss_mask and [False, *document.loss_mask[1:]]
     for index, piece in enumerate(document.pieces[:_SHOWN]):
@@ -326,9 +328,11 @@ def _check(loaded: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
     from bloomery.plan.lengths import in_epochs, too_many_epochs
     from bloomery.plan.resolve import resolve
 
-    tokenizer, data = load_tokenizer(folder), loaded.recipe.data
+    tokenizer = load_tokenizer(folder)
+    data = loaded.recipe.data
     missing = missing_markup(tokenizer, data.chat.template) if manifest.kind != "text" else []
-    length, layout = data.sequence_length, data.layout
+    length = data.sequence_length
+    layout = data.layout
     _print_health(
         check_dataset(
             folder, manifest, tokenizer, sequence_length=length, layout=layout, missing=missing
@@ -412,7 +416,8 @@ def inspect(folder: str, text: str) -> None:
     tokenizer = load_tokenizer(
         path if path.exists() and not is_run(path) else model_folder(find_run(folder), "last")
     )
-    ids, sizes = tokenizer.encode(text), tokenizer.token_bytes()
+    ids = tokenizer.encode(text)
+    sizes = tokenizer.token_bytes()
     names = {
         "bos": tokenizer.bos_id,
         "eos": tokenizer.eos_id,

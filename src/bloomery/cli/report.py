@@ -44,7 +44,8 @@ def _report_model(
     from bloomery.train.model_folder import find_model
 
     files = find_model(folder)
-    facts, results = read_facts(files), ModelResults()
+    facts = read_facts(files)
+    results = ModelResults()
     if data is not None or prompts:
         refuse_values(facts.config, where=name)
         with text_flags():
@@ -98,7 +99,8 @@ def _results(
             for t in texts
         )
         tokens, mask = excerpt(flags, tokenizer)
-    questions, form = [], ""
+    questions = []
+    form = ""
     if prompts:
         with chat_format(tokenizer, template) as chat:
             questions = [chat.encode([Message("user", prompt)]) for prompt in prompts]
@@ -124,7 +126,8 @@ def _results(
             whole = shown(tokenizer, response.ids)
             text = cut(whole, chat.stop_strings)
             responses.append(text + ("" if response.ended or text != whole else " …"))
-        result, spans = None, []
+        result = None
+        spans = []
         if place is not None:
             progress(f"loss on the text ({title})")
             result, notes = evaluate(decoder, tokenizer, place, template=template)

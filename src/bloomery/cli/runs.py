@@ -283,9 +283,11 @@ def describe(folder: Path) -> RunLine:
     from bloomery.train.run import contradicted, name_of
 
     try:
-        summary, unknown = summary_of(read_events(folder / "events.jsonl")), "killed"
+        summary = summary_of(read_events(folder / "events.jsonl"))
+        unknown = "killed"
     except UserError:
-        summary, unknown = RunSummary(), "unreadable"
+        summary = RunSummary()
+        unknown = "unreadable"
     state = "running" if worked_on(folder) else unknown
     if (
         state != "running"
@@ -436,7 +438,9 @@ class _Watch:
     """The run in its present state."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._run, self._tail = folder, WatchedRun(), Tail(folder / "events.jsonl")
+        self._folder = folder
+        self._run = WatchedRun()
+        self._tail = Tail(folder / "events.jsonl")
         self._plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
         self._facts: RunFacts | None = None
         self.name = name_of(folder.absolute())  # as an argument of commands
@@ -474,7 +478,9 @@ class _Watch:
     def document(self) -> dict[str, Any]:
         """For programs: the keys of metrics.json and the present state."""
         status, facts = self._read()
-        run, summary, running = self._run, self._run.summary, status == "running"
+        run = self._run
+        summary = self._run.summary
+        running = status == "running"
         return {
             "run": facts.name,
             "folder": str(self._folder),
@@ -500,7 +506,8 @@ class _Watch:
         """Reads new events. Returns the status of the run, and figures of its plan once there is a readable one."""
         from bloomery.train.model_folder import best_on_disk
 
-        folder, summary = self._folder, self._run.summary
+        folder = self._folder
+        summary = self._run.summary
         working = worked_on(folder)  # before the read, so that the last events are not missed
         for event in self._tail.read():
             self._run.add(event)
@@ -517,10 +524,8 @@ class _Watch:
             )
         if self._facts is None:
             try:
-                plan, machine = (
-                    read_plan(folder / "plan.json"),
-                    read_machine(folder / "machine.json"),
-                )
+                plan = read_plan(folder / "plan.json")
+                machine = read_machine(folder / "machine.json")
                 self._facts = replace(run_facts(plan, machine), name=folder.name)
             except (UserError, OSError):  # no plan yet, or one of another version
                 return status, RunFacts(name=folder.name)

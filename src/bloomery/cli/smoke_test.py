@@ -153,7 +153,8 @@ def smoke_test(
 
 def shortened(plan: RunPlan) -> RunPlan:
     """The real shapes, learning rates and dataset, with an early and short evaluation and without trackers."""
-    train, evaluation = plan.train, plan.eval
+    train = plan.train
+    evaluation = plan.eval
     limit = EVALUATED_BATCHES * evaluation.micro_batch_size
     return plan.model_copy(
         update={
@@ -293,7 +294,9 @@ def validation_sequences(plan: RunPlan, folder: Path) -> int:
     return min(sequences, plan.eval.sequences or sequences)
 
 
-TITLE, TEXT = 11, 78  # columns
+# columns
+TITLE = 11
+TEXT = 78
 
 
 def run_smoke_test(
@@ -319,7 +322,8 @@ def run_smoke_test(
         _export(folder)
     except UserError as error:
         log = f"; see {folder / 'log.txt'}" if folder.exists() else ""
-        problem, where = f"smoke test failed: {error.problem}", f"{error.where}{log}"
+        problem = f"smoke test failed: {error.problem}"
+        where = f"{error.where}{log}"
         raise UserError(problem, where=where, fix=error.fix, code=error.code) from error
     except KeyboardInterrupt:
         _clear(folder, keep=run_dir is not None)
@@ -347,7 +351,8 @@ def report(title: str, text: str, seconds: float | None = None) -> None:
 
 def report_event(result: SmokeTest, event: Event, status: Status) -> None:
     """Print a line for each first of its kind."""
-    train, prompts = result.plan.train, len(result.plan.sample.prompts)
+    train = result.plan.train
+    prompts = len(result.plan.sample.prompts)
     match event:
         case Phase():
             status.update(literal(progress_text(event)))
@@ -397,7 +402,9 @@ def _export(folder: Path) -> None:
     """Export the model and write the report of the stopped run."""
     from bloomery.export.layouts import export, export_adapter
 
-    begun, model, out = time.perf_counter(), find_model(folder, "last"), folder / "export"
+    begun = time.perf_counter()
+    model = find_model(folder, "last")
+    out = folder / "export"
     done = export(model.weights, out) if model.base is None else export_adapter(model, out)
     kind = "Hugging Face" if model.base is None else "PEFT"
     report(

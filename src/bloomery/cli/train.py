@@ -187,7 +187,8 @@ def keys_of(flags: Mapping[str, str | float | bool | None]) -> dict[str, str]:
         for name, value in flags.items()
         if value not in (None, False)
     }
-    folder, name = given.pop("--models-dir", None), given.get("--model-name")
+    folder = given.pop("--models-dir", None)
+    name = given.get("--model-name")
     if folder is not None and name is None:
         raise UserError(
             "--models-dir requires --model-name",
@@ -228,10 +229,8 @@ def conclude(run: "EndedRun") -> int:
         return run.code
     from bloomery.plan.store import read_plan
 
-    commands, objective = (
-        [f"bloomery report {run.name}"],
-        read_plan(run.folder / "plan.json").objective.spec,
-    )
+    commands = [f"bloomery report {run.name}"]
+    objective = read_plan(run.folder / "plan.json").objective.spec
     if not objective.values:  # a reward model generates no text
         use = f'generate {run.name} --prompt "..."' if objective.reads_text else f"chat {run.name}"
         commands.insert(0, f"bloomery {use}")

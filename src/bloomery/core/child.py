@@ -87,8 +87,10 @@ class Child:
     ) -> None:
         # -P: do not import from the working folder
         self._command = [sys.executable, "-P", "-X", "faulthandler", "-m", module]
-        self._environment, self._dying_seconds = dict(environment), dying_seconds
-        self._unsent, self._unread = memoryview(_packed(job, b"")), bytearray()
+        self._environment = dict(environment)
+        self._dying_seconds = dying_seconds
+        self._unsent = memoryview(_packed(job, b""))
+        self._unread = bytearray()
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def start(self) -> "Child":
@@ -165,7 +167,8 @@ class Child:
         if silence is not None:
             return silence
         text, content = _HEAD.unpack_from(self._unread)
-        begin, end = _HEAD.size + text, _HEAD.size + text + content
+        begin = _HEAD.size + text
+        end = _HEAD.size + text + content
         message = _unpacked(
             self._unread[_HEAD.size : begin], bytes(memoryview(self._unread)[begin:end])
         )

@@ -9,7 +9,10 @@ class UserError(Exception):
 
     def __init__(self, problem: str, *, where: str = "", fix: str = "", code: int = 1) -> None:
         super().__init__(problem, where, fix)
-        self.problem, self.where, self.fix, self.code = problem, where, fix, code
+        self.problem = problem
+        self.where = where
+        self.fix = fix
+        self.code = code
 
     def __str__(self) -> str:
         """As the terminal shows it: `error:`, `where:` and `fix:`, without those that are empty."""

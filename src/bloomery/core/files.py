@@ -97,7 +97,8 @@ def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedRea
             f"file cannot be read: {error.strerror}", where=str(path), fix=fix, code=code
         ) from error
     except ValueError as error:  # a NUL, or a character that this locale cannot encode
-        problem, fix = "invalid file name", "pass another file, or set LANG=C.UTF-8"
+        problem = "invalid file name"
+        fix = "pass another file, or set LANG=C.UTF-8"
         raise UserError(problem, where=str(path), fix=fix, code=code) from error
     mode = os.fstat(number).st_mode
     if stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode)):
@@ -118,10 +119,8 @@ def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: in
             while piece := file.read(min(2**22, most + 1 - len(content))):
                 content += piece
                 if len(content) > most:
-                    problem, fix = (
-                        f"is larger than {most:,} bytes",
-                        "pass another file, or a part of it",
-                    )
+                    problem = f"is larger than {most:,} bytes"
+                    fix = "pass another file, or a part of it"
                     raise UserError(problem, where=str(path), fix=fix, code=code)
         except OSError as error:
             problem = f"cannot be read: {error.strerror}"
@@ -233,7 +232,8 @@ def digests_of_file(
 ) -> tuple[str, ...]:
     """The digest of each BLOCK of a file, by several threads. `on_bytes` is called with the number of new bytes."""
     with path.open("rb", buffering=0) as file:
-        size, descriptor = os.fstat(file.fileno()).st_size, file.fileno()
+        size = os.fstat(file.fileno()).st_size
+        descriptor = file.fileno()
 
         def hashed(start: int) -> list[str]:
             content = memoryview(_read_at(descriptor, start, min(_TASK, size - start)))
@@ -274,7 +274,8 @@ def _read_at(descriptor: int, start: int, count: int) -> bytes:
         if not part:
             break  # truncated meanwhile: the digest does not match
         parts.append(part)
-        start, count = start + len(part), count - len(part)
+        start = start + len(part)
+        count = count - len(part)
     return b"".join(parts)
 
 
@@ -286,14 +287,18 @@ class Blocks:
         self, content: memoryview, digests: tuple[str, ...], path: Path, *, fix: str
     ) -> None:
         """Raises UserError if the number of blocks differs."""
-        self._content, self._digests, self._path, self._fix = content.cast("B"), digests, path, fix
+        self._content = content.cast("B")
+        self._digests = digests
+        self._path = path
+        self._fix = fix
         if -(-len(self._content) // BLOCK) != len(digests):
             raise changed(path, fix=fix)
         self._checked = bytearray(len(digests))
 
     def check(self, start: int, stop: int) -> None:
         """Raises UserError if bytes [start, stop) have changed."""
-        first, last = start // BLOCK, -(-stop // BLOCK)
+        first = start // BLOCK
+        last = -(-stop // BLOCK)
         if 0 in self._checked[first:last]:
             self.check_blocks(range(first, last))
 

@@ -102,19 +102,21 @@ def fitted(lines: Iterable[str], width: int, *, page: int = 100) -> list[str]:
     A remark at the right margin moves to the left; a command is broken by backslashes, its remark goes below.
     """
     found: list[str] = []
-    rest, column, before = "", 0, 0  # of the line before, with its length
+    # of the line before, with its length
+    rest = ""
+    column = 0
+    before = 0
     for line in lines:
-        word, indent, length = (
-            line.lstrip().partition(" ")[0],
-            len(line) - len(line.lstrip()),
-            len(line),
-        )
+        word = line.lstrip().partition(" ")[0]
+        indent = len(line) - len(line.lstrip())
+        length = len(line)
         # The same paragraph: it starts below, or two columns further, because its first word found no room above.
         if rest and column and indent in (column, column + 2) and before + 1 + len(word) > page:
             line = " " * column + rest + " " + line.lstrip()
         elif rest:
             found.append(" " * column + rest)
-        rest, before = "", length
+        rest = ""
+        before = length
         gaps = [gap for gap in re.finditer(" {2,}", line) if gap.end() < len(line)]
         over = len(line) - width
         if over > 0 and gaps and gaps[-1].end() > width * 2 // 3 and len(gaps[-1][0]) >= over + 2:
@@ -132,7 +134,8 @@ def fitted(lines: Iterable[str], width: int, *, page: int = 100) -> list[str]:
             line, rest = line[:at], line[at + 1 :].lstrip()
             if len(rest) > width - column:
                 found.append(line.rstrip())
-                line, rest = " " * column + rest, ""
+                line = " " * column + rest
+                rest = ""
         found.append(line.rstrip())
     return [*found, " " * column + rest] if rest else found
 

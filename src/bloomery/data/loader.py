@@ -46,7 +46,9 @@ class ReferenceWriter:
     """
 
     def __init__(self, path: Path, tokens: int, run: str = "") -> None:
-        self._path, self._draft, self._tokens = path, path.with_name(f".{path.name}.tmp"), tokens
+        self._path = path
+        self._draft = path.with_name(f".{path.name}.tmp")
+        self._tokens = tokens
         self._run = run
 
     def __enter__(self) -> "ReferenceWriter":
@@ -92,7 +94,8 @@ class Reference:
 
     def __init__(self, path: Path, tokens: int, run: str = "") -> None:
         """Raises UserError when the file or its digests are missing, damaged, or of other shards or another run."""
-        self._path, self._fix = path, f"delete {path}; training computes it again"
+        self._path = path
+        self._fix = f"delete {path}; training computes it again"
         size = path.stat().st_size if path.is_file() else -1
         if size != 4 * tokens:
             problem = f"file has {size:,} bytes where the shards' {tokens:,} tokens take 4 each"
@@ -145,7 +148,8 @@ def feistel(position: int, *, size: int, key: int) -> int:
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:
-        left, right = position >> half, position & low
+        left = position >> half
+        right = position & low
         for turn in range(4):
             left, right = right, left ^ mix(key, turn, right) & low
         position = left << half | right
@@ -218,12 +222,15 @@ class Loader:
     ) -> None:
         manifest = read_manifest(prepared)
         opened = open_split(prepared, split, manifest)
-        self.kind, self.tokens = manifest.kind, opened.record.tokens
+        self.kind = manifest.kind
+        self.tokens = opened.record.tokens
         self._sequences = PackedSequences(
             opened, sequence_length=sequence_length, layout=layout, pad_id=manifest.pad_id
         )
         self._reference = None if reference is None else Reference(reference, self.tokens, run)
-        self._seed, self._rank, self._world = seed, rank, world
+        self._seed = seed
+        self._rank = rank
+        self._world = world
         weights = [part.weight if split == "train" else 1.0 for part in opened.record.parts]
         self._visits = [
             round(count * weight)
@@ -367,10 +374,14 @@ class Prefetcher:
         depth: int = 2,
         pin_memory: bool = False,
     ) -> None:
-        self._loader, self._cursor, self._size, self._pin = loader, cursor, sequences, pin_memory
+        self._loader = loader
+        self._cursor = cursor
+        self._size = sequences
+        self._pin = pin_memory
         self._per_step = sequences if per_step is None else per_step
         self._left_in_step = self._per_step
-        self._depth, self._ahead = depth, deque[Future[Batch]]()
+        self._depth = depth
+        self._ahead = deque[Future[Batch]]()
 
     def __enter__(self) -> "Prefetcher":
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
@@ -394,7 +405,8 @@ class Prefetcher:
         return batch
 
     def _read_one(self) -> None:
-        cursor, filled = self._cursor, min(self._size, self._left_in_step)
+        cursor = self._cursor
+        filled = min(self._size, self._left_in_step)
         self._cursor = Cursor(cursor.seed, cursor.consumed + filled)
         self._left_in_step = self._left_in_step - filled or self._per_step
         self._ahead.append(self._thread.submit(self._read, cursor, filled))

@@ -40,14 +40,16 @@ def best_fit(lengths: Ids, capacity: int) -> Ids:
     """
     assert not len(lengths) or 1 <= lengths.min() <= lengths.max() <= capacity
     # rooms: the free positions that a sequence has, each once, sorted
-    rooms, count = list[int](), 0
+    rooms = list[int]()
+    count = 0
     having: dict[int, list[int]] = defaultdict(list)  # the sequences of each room
     sequences = np.zeros(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     for text, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         place = bisect_left(rooms, length)
         if place == len(rooms):
-            sequence, room = count, capacity
+            sequence = count
+            room = capacity
             count += 1
         else:
             room = rooms[place]
@@ -85,7 +87,8 @@ def pack_source(
     split: Split, part: int, *, sequence_length: int, layout: Literal["packed", "padded"]
 ) -> PackedSource:
     """The sequences of one source of conversations or pairs. Deterministic; a million units in about a second."""
-    (_, begin), (_, end) = split.part_starts[part], split.part_starts[part + 1]
+    (_, begin) = split.part_starts[part]
+    (_, end) = split.part_starts[part + 1]
     texts = DOCUMENTS_PER_UNIT[split.kind]  # of a unit
     bounds = np.asarray(split.bounds[begin : end + 1]).astype(np.int64)
     whole = (bounds[1:] - bounds[:-1]).reshape(-1, texts)
@@ -191,7 +194,9 @@ class PackedSequences:
     def __init__(
         self, split: Split, *, sequence_length: int, layout: Layout, pad_id: int | None
     ) -> None:
-        self._split, self._length, self._layout = split, sequence_length, layout
+        self._split = split
+        self._length = sequence_length
+        self._layout = layout
         self._pad_id = pad_id or 0
         parts = split.record.parts
         if layout == "fixed" and DOCUMENTS_PER_UNIT[split.kind] > 1:
@@ -219,7 +224,8 @@ class PackedSequences:
         if part in self._packed_sources:
             return self._packed(part, index)
         split = self._split
-        (first, document), (end, _) = split.part_starts[part], split.part_starts[part + 1]
+        (first, document) = split.part_starts[part]
+        (end, _) = split.part_starts[part + 1]
         start = first + index * self._length
         if self._layout == "padded":
             start, end = (
@@ -242,7 +248,8 @@ class PackedSequences:
         )
 
     def _packed(self, part: int, index: int) -> PackedSequence:
-        packed, answers = self._packed_sources[part], DOCUMENTS_PER_UNIT[self._split.kind]
+        packed = self._packed_sources[part]
+        answers = DOCUMENTS_PER_UNIT[self._split.kind]
         units = packed.units[packed.starts[index] : packed.starts[index + 1]]
         numbers = (units[:, None] * answers + np.arange(answers)).ravel() + self._split.part_starts[
             part
@@ -294,7 +301,8 @@ class PackedSequences:
         -1, mask 0. Of each token: the number of its document and where that begins in the sequence, its place in the
         split, and whether it is trained on.
         """
-        count, length = max(min(len(ids) - 1, self._length), 0), self._length
+        count = max(min(len(ids) - 1, self._length), 0)
+        length = self._length
 
         def padded(values: Ids, fill: int) -> Ids:
             filled = np.full(length, fill, np.int64)

@@ -227,7 +227,8 @@ def check_record(folder: Path, record: FileRecord) -> None:
 def check_shards(folder: Path, manifest: Manifest, report: Callable[[float, float], None]) -> None:
     """Check all shards at once, which reading checks block by block. `report`: bytes done, total. Raises UserError."""
     records = [record for split in (manifest.train, manifest.validation) for record in split.files]
-    total, done = sum(record.bytes for record in records), 0
+    total = sum(record.bytes for record in records)
+    done = 0
 
     def count(more: int) -> None:
         nonlocal done
@@ -259,11 +260,9 @@ class Tokens:
             Blocks(content.data, file.blocks, folder / file.name, fix=prepare_again(folder))
             for content, file in zip(self._maps, files, strict=True)
         ]
-        self._shard_tokens, self._length, self._itemsize = (
-            shard_tokens,
-            length,
-            np.dtype(dtype).itemsize,
-        )
+        self._shard_tokens = shard_tokens
+        self._length = length
+        self._itemsize = np.dtype(dtype).itemsize
 
     def __len__(self) -> int:
         return self._length
@@ -298,7 +297,8 @@ class Split:
 
     def __init__(self, folder: Path, manifest: Manifest, name: SplitName) -> None:
         record = manifest.split(name)
-        self.record, self.kind = record, manifest.kind
+        self.record = record
+        self.kind = manifest.kind
 
         def shards(files: tuple[FileRecord, ...], dtype: str) -> Tokens:
             return Tokens(folder, files, dtype, manifest.shard_tokens, record.tokens)
@@ -309,10 +309,8 @@ class Split:
         self.tokens = shards(record.shards, manifest.dtype)
         self.bounds = _column(folder, record.bounds, "uint64")
         self.loss_mask = shards(record.loss_mask, "uint8") if record.loss_mask else None
-        self.first, self.kto_labels = (
-            column(record.first, "uint32"),
-            column(record.kto_labels, "uint8"),
-        )
+        self.first = column(record.first, "uint32")
+        self.kto_labels = column(record.kto_labels, "uint8")
 
     def __len__(self) -> int:
         return self.record.documents
@@ -377,7 +375,9 @@ class SplitWriter:
         progress: SplitProgress,
         kind: ShardKind = "text",
     ) -> None:
-        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._folder = folder
+        self._name = name
+        self._shard_tokens = shard_tokens
         self._sharded: dict[str, np.dtype[Any]] = {"": np.dtype(dtype)}
         self._columns: dict[str, np.dtype[Any]] = {"documents": np.dtype(np.uint64)}
         if kind != "text":
@@ -395,7 +395,8 @@ class SplitWriter:
         """Remove all that was written after `progress`. Raises Lost when the disk has less than that."""
         self.close()
         self.progress = progress.model_copy(deep=True)
-        self._tokens, self._documents = progress.tokens, progress.documents
+        self._tokens = progress.tokens
+        self._documents = progress.documents
         for column, dtype in self._columns.items():
             _cut(self._path(column), dtype.itemsize * self._documents)
         full, rest = divmod(self._tokens, self._shard_tokens)
@@ -444,7 +445,8 @@ class SplitWriter:
 
     def _append(self, what: str, values: Array) -> None:
         """Into as many shards as the values reach; each is full before the next one begins."""
-        values, done = np.ascontiguousarray(values, dtype=self._sharded[what]), 0
+        values = np.ascontiguousarray(values, dtype=self._sharded[what])
+        done = 0
         while done < len(values):
             shard, offset = divmod(self._tokens + done, self._shard_tokens)
             count = min(len(values) - done, self._shard_tokens - offset)
@@ -483,7 +485,8 @@ class SplitWriter:
         # a column of no document has no file
         paths = {name: self._path(name) for name in self._columns}
         columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
-        count, shards = -(-self._tokens // self._shard_tokens), dict[str, tuple[FileRecord, ...]]()
+        count = -(-self._tokens // self._shard_tokens)
+        shards = dict[str, tuple[FileRecord, ...]]()
         for what in self._sharded:
             self._path(what, count).unlink(missing_ok=True)
             shards[what] = tuple(file_record(self._path(what, number)) for number in range(count))
@@ -515,7 +518,8 @@ def first_loss_tokens(
     document is not a label.
     """
     places = np.flatnonzero(loss_mask).astype(np.int64)
-    begins, sizes = starts.astype(np.int64), lengths.astype(np.int64)
+    begins = starts.astype(np.int64)
+    sizes = lengths.astype(np.int64)
     index = np.searchsorted(places, begins + 1)
     after = np.append(places, np.iinfo(np.int64).max // 2)[index] - begins
     first: np.ndarray[Any, np.dtype[np.uint32]] = np.minimum(after, sizes).astype(np.uint32)

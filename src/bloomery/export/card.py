@@ -62,7 +62,8 @@ class Merge:
 
 def training_of(checkpoint: Path) -> Training | None:
     """None when the folder is no checkpoint of a run."""
-    run, step = checkpoint.parent.parent, checkpoint.name.removeprefix("step-")
+    run = checkpoint.parent.parent
+    step = checkpoint.name.removeprefix("step-")
     if (
         checkpoint.parent.name != "checkpoints"
         or not step.isdecimal()
@@ -70,10 +71,14 @@ def training_of(checkpoint: Path) -> Training | None:
     ):
         return None
     steps: dict[int, StepDone] = {}
-    evaluation, device, per, devices = None, "", "token", Devices()
+    evaluation = None
+    device = ""
+    per = "token"
+    devices = Devices()
     for event in read_events(run / "events.jsonl"):
         if isinstance(event, RunStarted):
-            device, per = event.device, event.loss_unit
+            device = event.device
+            per = event.loss_unit
         elif isinstance(event, StepDone) and event.step <= int(step):
             steps[event.step] = event  # after a resume the last event of a step counts
         elif isinstance(event, EvalDone) and event.step <= int(step):
@@ -235,7 +240,8 @@ def model_card(
         "chat": chat,
     }
     if training is not None:
-        recipe, plan = training.recipe, training.plan
+        recipe = training.recipe
+        plan = training.plan
         names = ", ".join(Path(path).name for path in paths) or "prepared shards"
         fields |= {
             "plan": plan,

@@ -74,7 +74,8 @@ def convert(
     `dtype`: a word of DTYPES, or of GGUF_TYPES and K_TYPES; None keeps the weights' own, of GGUF f16. An
     adapter is merged into its base. Raises UserError.
     """
-    changes, stored = changes or Changes(), None if gguf else dtype
+    changes = changes or Changes()
+    stored = None if gguf else dtype
     foreign = source.is_file()
     with ExitStack() as stack:
         changed = changes != Changes()

@@ -151,7 +151,8 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
 
 def _model_name(name: str, description: Mapping[str, Any]) -> str:
     """llama.cpp strips white space after the special tokens of every model named Phi-3, and looks for its tokens."""
-    phi, added = re.compile("phi(-?)3", re.IGNORECASE), description.get("added_tokens") or []
+    phi = re.compile("phi(-?)3", re.IGNORECASE)
+    added = description.get("added_tokens") or []
     strips = any(entry.get("rstrip") for entry in added) and {
         "<|endoftext|>",
         "<unk>",
@@ -212,7 +213,8 @@ def _refuse(config: ModelConfig, where: Path) -> None:
 
 def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
     """A parameter, a few rows at a time as they are stored; of those that are stored transposed, all in float32."""
-    place, shape = stored.places[name], parameter_shapes(stored.config)[name]
+    place = stored.places[name]
+    shape = parameter_shapes(stored.config)[name]
     if len(shape) > 1 and not place.transposed:
         rows = stored.reader.pieces(
             stored.tensors[name], place.first, shape[0], device=torch.device("cpu")
@@ -372,7 +374,8 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     cannot hold.
     """
     if files.base is None:
-        problem, fix = "cannot export an adapter: this is a full model", "use --to gguf"
+        problem = "cannot export an adapter: this is a full model"
+        fix = "use --to gguf"
         raise UserError(problem, where=str(files.weights), fix=fix, code=2)
     if kind not in ("f32", "f16", "bf16"):
         raise UserError(
@@ -381,7 +384,8 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             fix="use --type f16 or f32",
             code=2,
         )
-    base, settings = read_config(files.base), read_settings(files.weights)
+    base = read_config(files.base)
+    settings = read_settings(files.weights)
     _refuse(base, files.base)
     merge = "use --to gguf, which merges it into its base"
     if settings["peft_type"] != "LORA":
@@ -394,7 +398,9 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     if adaptation.dora or adaptation.whole or config.vocab_size != base.vocab_size:
         problem = "llama.cpp's adapters hold LoRA matrices alone; this one has DoRA, whole modules or new tokens"
         raise UserError(problem, where=str(files.weights), fix=merge)
-    library, stored, where = gguf_library(), adapter_tensors(files.weights), places(config)
+    library = gguf_library()
+    stored = adapter_tensors(files.weights)
+    where = places(config)
     scales = {
         where[f"{module}.weight"].name.removesuffix(".weight"): pair
         for module, pair in adaptation.pairs.items()

@@ -179,7 +179,8 @@ def unsupported(config: ModelConfig) -> str | None:
     if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
         return f"{graph} rounds YaRN's limits (truncate), and the model does not"
     if architecture.window_period:
-        layers, period = range(config.num_layers), architecture.window_period
+        layers = range(config.num_layers)
+        period = architecture.window_period
         window = next((each for each in config.sliding_window if each is not None), None)
         pattern = tuple(window if n % period < period - 1 else None for n in layers)
         if config.sliding_window != pattern and (
@@ -272,20 +273,20 @@ class Piece:
 
 def layout(config: ModelConfig) -> tuple[Piece, ...]:
     """Every tensor of the file that holds parameters, in order."""
-    architecture, shapes, found = (
-        ARCHITECTURES[config.family],
-        parameter_shapes(config),
-        dict[str, Piece](),
-    )
+    architecture = ARCHITECTURES[config.family]
+    shapes = parameter_shapes(config)
+    found = dict[str, Piece]()
     before = config.norm_placement == "before"
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
         together: tuple[str, ...] = (module,)
         if module in OUTER:
-            prefix, target = "", OUTER[module]
+            prefix = ""
+            target = OUTER[module]
         else:
             _, _, layer, inner = module.split(".", 3)
-            prefix, outer = f"blk.{layer}.", f"model.layers.{layer}."
+            prefix = f"blk.{layer}."
+            outer = f"model.layers.{layer}."
             fused = (
                 (parts, target) for parts, target in architecture.fused.items() if inner in parts
             )
@@ -388,7 +389,8 @@ _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LATER = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?"
     + _UPPER
@@ -461,7 +463,8 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
         raise refuse("its BPE has dropout, a prefix or a suffix")
     pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
     tokens = [f"[PAD{number}]" for number in range(size)]
-    types, scores = [UNUSED] * size, [0.0] * size
+    types = [UNUSED] * size
+    scores = [0.0] * size
     added = description.get("added_tokens") or []
     largest = max([*model["vocab"].values(), *(entry["id"] for entry in added)])
     if largest >= size:
@@ -472,11 +475,13 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Voca
     spaced = bool(model.get("byte_fallback"))
     for token, index in model["vocab"].items():
         raw = spaced and re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
-        tokens[index], types[index] = token, BYTE if raw else NORMAL
+        tokens[index] = token
+        types[index] = BYTE if raw else NORMAL
     for entry in added:
         unknown = entry["content"] == model.get("unk_token")
         kind = UNKNOWN if unknown else CONTROL if entry.get("special") else USER_DEFINED
-        tokens[entry["id"]], types[entry["id"]] = entry["content"], kind
+        tokens[entry["id"]] = entry["content"]
+        types[entry["id"]] = kind
     if not spaced:
         merges = [" ".join(pair) for pair in pairs]
         return Vocabulary(
@@ -513,7 +518,8 @@ def _pre_tokenizer(description: Mapping[str, Any], refuse: Callable[[str], UserE
     text = json.dumps(stated)
     if '"ByteLevel"' not in text or '"add_prefix_space": true' in text:
         raise refuse("its pre-tokenizer is not byte-level, or adds a space before the text")
-    wanted, whole = ends(stated), bool(description["model"].get("ignore_merges"))
+    wanted = ends(stated)
+    whole = bool(description["model"].get("ignore_merges"))
     fitting = [
         name for name, (patterns, _) in PRE_TOKENIZERS.items() if ends(splits(patterns)) == wanted
     ]

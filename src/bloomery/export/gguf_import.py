@@ -51,8 +51,10 @@ _AGAIN = "download the file again, from a source that you trust"
 # bytes of a value, by its type
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-MOST_KEYS, MOST_TENSORS = 4096, 2**17
+_STRING = 8
+_ARRAY = 9
+MOST_KEYS = 4096
+MOST_TENSORS = 2**17
 # of all arrays together: a Python object each; Gemma's 262,144 tokens take 1.3 million
 MOST_ENTRIES = 2**22
 MOST_HEADER = 2**26  # bytes of strings and numbers that are kept
@@ -77,7 +79,11 @@ class _Header:
     """A cursor over the bytes of a file, every step of which is checked."""
 
     def __init__(self, content: Any, path: Path) -> None:
-        self.content, self.path, self.at, self.kept, self.entries = content, path, 0, 0, 0
+        self.content = content
+        self.path = path
+        self.at = 0
+        self.kept = 0
+        self.entries = 0
 
     def refuse(self, problem: str) -> UserError:
         return UserError(f"not a valid GGUF file: {problem}", where=str(self.path), fix=_AGAIN)
@@ -112,7 +118,8 @@ class _Header:
             return self.number(_CODES[kind])
         if kind != _ARRAY:
             raise self.refuse(f"a value has the unknown type {kind}")
-        inner, count = self.number("I"), self.number("Q")
+        inner = self.number("I")
+        count = self.number("Q")
         if inner == _ARRAY:
             raise self.refuse("an array holds arrays")
         least = 8 if inner == _STRING else _SIZES.get(inner)
@@ -141,7 +148,8 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
         raise header.refuse("it does not begin with GGUF")
     if (version := header.number("I")) not in (2, 3):
         raise header.refuse(f"its version is {version}, and 2 and 3 are known")
-    count, keys = header.number("Q"), header.number("Q")
+    count = header.number("Q")
+    keys = header.number("Q")
     if count > min(MOST_TENSORS, size // 32) or keys > min(MOST_KEYS, size // 13):
         raise header.refuse(f"{count:,} tensors and {keys:,} keys are stated in {size:,} bytes")
     facts: Json = {}
@@ -155,10 +163,13 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
     if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
         raise header.refuse(f"its alignment is {str(alignment)[:20]}")
     start = -(-header.at // alignment) * alignment
-    library, tensors = gguf_library(), dict[str, Block]()
+    library = gguf_library()
+    tensors = dict[str, Block]()
     known = {int(kind): kind for kind in library.GGMLQuantizationType}
     memory = np.frombuffer(content, dtype=np.uint8)
-    end, file_type = 0, facts.get("general.file_type")  # `end`: of the tensors so far
+    # `end`: of the tensors so far
+    end = 0
+    file_type = facts.get("general.file_type")
     foreign = _FOREIGN_TYPE.get(file_type) if isinstance(file_type, int) else None
     for name, shape, number, offset in stated:
         if number not in known:
@@ -191,7 +202,8 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, Block]]:
 
 
 def _tensor_info(header: _Header) -> tuple[str, tuple[int, ...], int, int]:
-    name, dimensions = header.string(LONGEST_NAME), header.number("I")
+    name = header.string(LONGEST_NAME)
+    dimensions = header.number("I")
     if dimensions > 4:
         raise header.refuse(f"{name[:80]} has {dimensions:,} dimensions")
     shape = tuple(header.number("Q") for _ in range(dimensions))
@@ -253,7 +265,8 @@ def config_of(facts: Json, tensors: Mapping[str, Block], path: Path) -> ModelCon
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise UserError("token_embd.weight is missing", where=str(path), fix=_AGAIN)
-    heads, width = fact("attention.head_count"), fact("embedding_length")
+    heads = fact("attention.head_count")
+    width = fact("embedding_length")
     if isinstance(heads, list) or isinstance(fact("feed_forward_length"), list):
         raise UserError(
             "its layers differ in their sizes", where=str(path), fix="choose another model"
@@ -317,11 +330,13 @@ _FLAGS = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": 
 
 
 def _rope(fact: Any, tensors: Mapping[str, Block], head_dim: Any, path: Path) -> Json:
-    theta, context = fact("rope.freq_base", 10000.0), fact("context_length")
+    theta = fact("rope.freq_base", 10000.0)
+    context = fact("context_length")
     width = fact("rope.dimension_count", head_dim)
     share = {} if width == head_dim or not head_dim else {"partial_rotary_factor": width / head_dim}
     original = fact("rope.scaling.original_context_length", context)
-    kind, factor = fact("rope.scaling.type", "none"), fact("rope.scaling.factor", 1.0)
+    kind = fact("rope.scaling.type", "none")
+    factor = fact("rope.scaling.factor", 1.0)
     plain = {"rope_type": "default", "rope_theta": theta}
     found: Json = {"rope_theta": theta, "rope_parameters": plain, **share}
     factors = {
@@ -419,7 +434,9 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
     def key(name: str, default: Any = None) -> Any:
         return facts.get(f"tokenizer.ggml.{name}", default)
 
-    kind, tokens, types = key("model"), key("tokens"), key("token_type")
+    kind = key("model")
+    tokens = key("tokens")
+    types = key("token_type")
     if kind not in ("gpt2", "llama"):
         raise refuse(f"tokenizer {str(kind)[:40]!r} is not known")
     if not _texts(tokens):
@@ -453,7 +470,8 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
         "pre_tokenizer": None,
     }
     if kind == "gpt2":
-        pre, merges = key("pre", "default"), key("merges")
+        pre = key("pre", "default")
+        merges = key("merges")
         if pre not in PRE_TOKENIZERS:
             raise refuse(
                 f"pre-tokenizer {str(pre)[:40]!r} is not known; these are: {', '.join(PRE_TOKENIZERS)}"
@@ -492,10 +510,8 @@ def tokenizer_of(facts: Json, path: Path) -> Tokenizer:
         prefixed = bool(key("add_space_prefix", True))
         replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
-        first, strip = (
-            {"type": "Prepend", "prepend": "▁"},
-            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        )
+        first = {"type": "Prepend", "prepend": "▁"}
+        strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
         decoders = [
             back,
             {"type": "ByteFallback"},
@@ -562,7 +578,8 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     if facts.get("general.type", "model") != "model":
         problem = f"the file holds a {str(facts['general.type'])[:40]}, not a model"
         raise UserError(problem, where=str(path), fix="name the GGUF file of a model")
-    config, tokenizer = config_of(facts, tensors, path), tokenizer_of(facts, path)
+    config = config_of(facts, tensors, path)
+    tokenizer = tokenizer_of(facts, path)
     owners = {part: piece for piece in reversed(layout(config)) for part in piece.parts}
     for piece in owners.values():
         shape = tuple(reversed(tensors[piece.name].shape)) if piece.name in tensors else None

@@ -90,8 +90,11 @@ def export(
             code=2,
             fix="use --to merged for a full model, or --to adapter for the adapter",
         )
-    files, config, proofs = ModelFiles(source, None, source), read_config(source), list[str]()
-    tensors, index = find_tensors(source), source / "model.safetensors.index.json"
+    files = ModelFiles(source, None, source)
+    config = read_config(source)
+    proofs = list[str]()
+    tensors = find_tensors(source)
+    index = source / "model.safetensors.index.json"
     # Of a multimodal model the language model is written under the names that it has alone.
     whole = stated_config(source)
     text_alone = text_part(whole) is not whole
@@ -143,9 +146,11 @@ def export_adapter(
     Raises UserError.
     """
     if model_files.base is None:
-        problem, fix = "cannot export an adapter: this is a full model", "use --to hf"
+        problem = "cannot export an adapter: this is a full model"
+        fix = "use --to hf"
         raise UserError(problem, where=str(model_files.weights), fix=fix, code=2)
-    base, proofs = base_of(model_files.base).name, []
+    base = base_of(model_files.base).name
+    proofs = []
     with draft_of(out) as draft:
         write_json(
             draft / CONFIG, read_settings(model_files.weights) | {"base_model_name_or_path": base}
@@ -187,7 +192,8 @@ def export_merged(
     if model_files.base is None:
         problem = "cannot merge: this is a full model, not an adapter"
         raise UserError(problem, where=str(model_files.weights), fix="use --to hf", code=2)
-    use, proofs = use or Use("cpu"), []
+    use = use or Use("cpu")
+    proofs = []
     if model_files.trained is not None and (bits := model_files.trained.quantize.kind) != "none":
         proofs.append(
             f"merged into the unquantized base model; the run trained with {bits}, so logits differ slightly"
@@ -272,7 +278,8 @@ def _compared(draft: Path, files: ModelFiles, kept: torch.dtype, use: Use) -> li
     """The logits of the draft with those of its source, then in transformers; one model at a time is in memory."""
     expected, _ = probed(files.weights, use, base=files.base, where=files.weights)
     logits, config = probed(draft, use, where=draft)
-    error, scale = float((logits - expected).abs().max()), max(1.0, float(expected.abs().max()))
+    error = float((logits - expected).abs().max())
+    scale = max(1.0, float(expected.abs().max()))
     if not error <= TOLERANCES[kept] * scale:
         problem = (
             f"the logits of the exported model differ by {error:.2g} (largest logit: {scale:.2g})"
@@ -316,7 +323,8 @@ def load_whole(folder: Path, use: Use, *, base: Path | None = None) -> Decoder:
     """The model in float32 on the device. Raises UserError before memory is allocated where it does not fit."""
 
     def refuse_full(decoder: Decoder) -> None:
-        needed, free = sum(parameter.nbytes for parameter in decoder.parameters()), use.free_bytes()
+        needed = sum(parameter.nbytes for parameter in decoder.parameters())
+        free = use.free_bytes()
         if needed > free:
             problem = f"verification needs {format_bytes(needed)}; {use.name} has {format_bytes(free)} free"
             fix = "add --no-verify" + (" or --devices cpu" if use.device == "cuda" else "")
@@ -361,7 +369,8 @@ def opens_elsewhere(
         else (importlib.import_module("peft"), "PEFT")
     )
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    tokens, kind = probe_tokens(config), transformers.AutoModelForCausalLM
+    tokens = probe_tokens(config)
+    kind = transformers.AutoModelForCausalLM
     # transformers' classifiers return the value of the last token that is not padding
     if config.head == "values":
         kind = transformers.AutoModelForSequenceClassification
@@ -491,10 +500,8 @@ def pieces_of(files: ModelFiles) -> Iterator[tuple[Piece, ModelConfig]]:
             yield found
         return
     if (kind := read_settings(files.weights)["peft_type"]) != "LORA":
-        problem, fix = (
-            f"an adapter of {kind[:40]} cannot be merged piece by piece",
-            "export it with --to merged first",
-        )
+        problem = f"an adapter of {kind[:40]} cannot be merged piece by piece"
+        fix = "export it with --to merged first"
         raise UserError(problem, where=str(files.weights), fix=fix)
     with merged_pieces(files.weights, files.base, torch.float32, "cpu") as found:
         yield found

@@ -57,7 +57,8 @@ def continue_greedily(
         return Continued(f"llama.cpp ({Path(program).name})", text, True)
     from bloomery.export.verify import Graph
 
-    graph, ids = Graph(path), list[int]()
+    graph = Graph(path)
+    ids = list[int]()
     read = list(prompt)
     while len(ids) < most:
         token = int(graph.forward(read)[-1].argmax())

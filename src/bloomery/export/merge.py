@@ -112,7 +112,8 @@ def ties(changes: Sequence[Tensor], weights: Sequence[float], density: float) ->
         trimmed.append(torch.where(change.abs() >= least, change, 0.0))
     total = torch.stack(trimmed).sum(0)
     elected = torch.where(total >= 0, 1.0, -1.0)
-    merged, count = torch.zeros_like(total), torch.zeros_like(total)
+    merged = torch.zeros_like(total)
+    count = torch.zeros_like(total)
     for change, weight in zip(trimmed, weights, strict=True):
         agrees = change.sign() == elected
         merged += torch.where(agrees, change * weight, 0.0)
@@ -230,41 +231,39 @@ def _refuse_arguments(
     weights: Sequence[float],
     density: float,
 ) -> None:
-    problem, fix, where = "", "", f"--method {method}"
+    problem = ""
+    fix = ""
+    where = f"--method {method}"
     if len(models) < 2:
-        problem, fix = "a merge needs two models at least", "name two or more models"
+        problem = "a merge needs two models at least"
+        fix = "name two or more models"
     elif method == "slerp" and len(models) != 2:
-        problem, fix = f"SLERP merges two models, not {len(models)}", "use --method linear"
+        problem = f"SLERP merges two models, not {len(models)}"
+        fix = "use --method linear"
     elif method in NEEDS_BASE and base is None:
-        problem, fix = (
-            f"{method} needs the model that the others were trained from",
-            "add --base MODEL",
-        )
+        problem = f"{method} needs the model that the others were trained from"
+        fix = "add --base MODEL"
     elif method not in NEEDS_BASE and base is not None:
-        problem, fix = f"{method} has no base", "remove --base, or use --method ties"
+        problem = f"{method} has no base"
+        fix = "remove --base, or use --method ties"
     elif len(weights) != len(models):
         where = "--weights"
-        problem, fix = (
-            f"{len(weights)} weights for {len(models)} models",
-            "give one weight for each model",
-        )
+        problem = f"{len(weights)} weights for {len(models)} models"
+        fix = "give one weight for each model"
     elif not all(map(math.isfinite, weights)) or (
         method not in NEEDS_BASE and (min(weights) < 0 or not any(weights))
     ):
-        where, problem = (
-            "--weights",
-            f"not usable as weights: {', '.join(f'{each:g}' for each in weights)}",
-        )
+        where = "--weights"
+        problem = f"not usable as weights: {', '.join(f'{each:g}' for each in weights)}"
         fix = "give numbers of 0 or more, not all 0"
     elif not math.isfinite(sum(map(abs, weights))):
-        where, problem = "--weights", "the sum of the weights is too large for a number"
+        where = "--weights"
+        problem = "the sum of the weights is too large for a number"
         fix = "give smaller numbers, such as 0.7,0.3"
     elif not 0 < density <= 1:
-        where, problem, fix = (
-            "--density",
-            f"not a share: {density:g}",
-            "give a number above 0, up to 1",
-        )
+        where = "--density"
+        problem = f"not a share: {density:g}"
+        fix = "give a number above 0, up to 1"
     if problem:
         raise UserError(problem, where=where, fix=fix, code=2)
 
@@ -278,7 +277,8 @@ def _refuse_other(
     first: ModelFiles,
 ) -> None:
     """Raises UserError unless the model has the architecture, the sizes and the tokens of the first one."""
-    mine, theirs = asdict(config), asdict(other)
+    mine = asdict(config)
+    theirs = asdict(other)
     fix = f"merge models that were fine-tuned from the same base as {first.weights}"
     for key in mine:
         if key not in FREE and mine[key] != theirs[key]:
@@ -288,7 +288,8 @@ def _refuse_other(
     own = load_tokenizer(files.tokenizer)
     if own.hash == tokenizer.hash:
         return
-    ids, expected = _ids(own), _ids(tokenizer)
+    ids = _ids(own)
+    expected = _ids(tokenizer)
     if ids != expected:
         token = min(set(ids.items()) ^ set(expected.items()), key=lambda pair: (pair[1], pair[0]))[
             0

@@ -75,10 +75,8 @@ class Translation:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text that Ollama writes with it."""
-        text, around = (
-            "",
-            {"user": self.user, "assistant": self.assistant, "system": self.system or ("", "")},
-        )
+        text = ""
+        around = {"user": self.user, "assistant": self.assistant, "system": self.system or ("", "")}
         if messages[0].role != "system":
             text = self.head
         for message in messages:
@@ -102,7 +100,8 @@ def translate(render: Render) -> Translation | None:
     after_user = _shared(to_answer, last)
     before_user = _shared(first[::-1], to_question[::-1])[::-1]
     head = first.removesuffix(before_user)
-    before_answer, prompt = to_answer.removeprefix(after_user), last.removeprefix(after_user)
+    before_answer = to_answer.removeprefix(after_user)
+    prompt = last.removeprefix(after_user)
     system = None
     try:
         with_system = _cut(render([Message("system", a), Message("user", b)]), (a, b))
@@ -146,7 +145,9 @@ def _cut(text: str, marks: Sequence[str]) -> list[str] | None:
 
 def modelfile(file: str, files: ModelFiles, tokenizer: Tokenizer) -> tuple[str, list[str]]:
     """Its text, and what Ollama does differently."""
-    lines, notes, stops = [f"FROM ./{file}"], list[str](), list[str]()
+    lines = [f"FROM ./{file}"]
+    notes = list[str]()
+    stops = list[str]()
     if own_templates(tokenizer.config):
         template = find_template(None, tokenizer.config)
         names = {

@@ -72,10 +72,12 @@ def quantize(weight_OI: Tensor, bits: int, group: int, dtype: torch.dtype) -> tu
 
     Of thirteen scales the one with the least squared error is taken, for each group.
     """
-    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    low = -(2 ** (bits - 1))
+    high = 2 ** (bits - 1) - 1
     groups = weight_OI.float().reshape(len(weight_OI), -1, group)
     largest = groups.abs().amax(-1, keepdim=True)
-    best_error, best_scale = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+    best_error = torch.full_like(largest, torch.inf)
+    best_scale = torch.zeros_like(largest)
     for clip in CLIPS.tolist() if bits < 8 else (1.0,):
         scale = (
             (largest * (clip / (high + 0.5))).to(dtype).float().clamp_min(torch.finfo(dtype).tiny)
@@ -86,10 +88,8 @@ def quantize(weight_OI: Tensor, bits: int, group: int, dtype: torch.dtype) -> tu
             .sum(-1, keepdim=True)
         )
         better = error < best_error
-        best_error, best_scale = (
-            torch.where(better, error, best_error),
-            torch.where(better, scale, best_scale),
-        )
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
     levels = (groups / best_scale).round().clamp(low, high).to(torch.int8)
     return levels.reshape(weight_OI.shape), best_scale[..., 0].to(dtype)
 
@@ -118,8 +118,10 @@ def write_quantized(
 
     `piece`: a parameter by our name. `dtype`: of scales and of tensors that are not quantized. Raises UserError.
     """
-    bits, (shapes, whole) = BITS[kind], stored_pieces(piece, config)
-    group, chosen = group_size(config, shapes, kind), set(matrices(shapes))
+    bits = BITS[kind]
+    (shapes, whole) = stored_pieces(piece, config)
+    group = group_size(config, shapes, kind)
+    chosen = set(matrices(shapes))
     specs: dict[str, Spec] = {}
     for name, shape in shapes.items():
         if name not in chosen:
@@ -168,7 +170,9 @@ def write_quantized(
 @torch.no_grad()
 def read_quantized(folder: Path, kind: str) -> Decoder:
     """The decoder of a quantized folder, dequantized to float32."""
-    config, tensors, bits = read_config(folder), find_tensors(folder), BITS[kind]
+    config = read_config(folder)
+    tensors = find_tensors(folder)
+    bits = BITS[kind]
     with torch.device("meta"):
         decoder = Decoder(config)
     give_memory(decoder, "cpu")
@@ -179,10 +183,8 @@ def read_quantized(folder: Path, kind: str) -> Decoder:
 
         for name, place in places(config).items():
             if f"{place.name}_packed" in tensors:
-                levels, scales = (
-                    unpack(read(f"{place.name}_packed"), bits),
-                    read(f"{place.name}_scale").float(),
-                )
+                levels = unpack(read(f"{place.name}_packed"), bits)
+                scales = read(f"{place.name}_scale").float()
                 whole = levels.float() * scales.repeat_interleave(
                     levels.shape[1] // scales.shape[1], 1
                 )
@@ -213,7 +215,8 @@ def export_quantized(
 def _checked(draft: Path, files: ModelFiles, kind: str, use: Use) -> list[str]:
     """KL divergence and equal best tokens over a text, then the logits in transformers."""
     original = load_whole(files.weights, use, base=files.base)
-    config, device = original.config, original.model.embed_tokens.weight.device
+    config = original.config
+    device = original.model.embed_tokens.weight.device
     ids = load_tokenizer(files.tokenizer).encode(" ".join(TEXTS))[
         : min(MOST_TOKENS, config.max_positions)
     ]
@@ -227,10 +230,8 @@ def _checked(draft: Path, files: ModelFiles, kind: str, use: Use) -> list[str]:
         raise UserError(
             "the logits of the exported model are not finite", where=str(files.weights), fix=fix
         )
-    kl, top = (
-        float((first.exp() * (first - second)).sum(-1).mean()),
-        first.argmax(-1) == second.argmax(-1),
-    )
+    kl = float((first.exp() * (first - second)).sum(-1).mean())
+    top = first.argmax(-1) == second.argmax(-1)
     proofs = [
         f"KL divergence {kl:.1e} nats per token over {len(ids)} tokens, best token equal at {top.double().mean():.1%}"
     ]

@@ -122,7 +122,8 @@ class Graph:
 
     def __init__(self, path: Path) -> None:
         library = gguf_library()
-        self.path, self._library = path, library
+        self.path = path
+        self._library = library
         reader = library.GGUFReader(path)
         self.facts: Json = {name: field.contents() for name, field in reader.fields.items()}
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
@@ -194,13 +195,15 @@ class Graph:
         return values
 
     def _linear(self, x: Array, name: str) -> Array:
-        weight, bias = self.value(f"{name}.weight"), self.value(f"{name}.bias")
+        weight = self.value(f"{name}.weight")
+        bias = self.value(f"{name}.bias")
         assert weight is not None
         product: Array = x @ weight.T
         return product if bias is None else product + bias
 
     def _norm(self, x: Array, name: str) -> Array:
-        weight, bias = self.value(f"{name}.weight"), self.value(f"{name}.bias")
+        weight = self.value(f"{name}.weight")
+        bias = self.value(f"{name}.bias")
         if weight is None:  # OLMo 2 has none before a block
             return x
         if self.arch == "gpt2":
@@ -220,10 +223,8 @@ class Graph:
         stretch = float(self._key("rope.scaling.factor", 1.0)) if kind != "none" else 1.0
         if self._windowed(layer):
             default = 10000.0 if self.arch == "gemma3" else base
-            base, stretch = (
-                float(self._key("rope.freq_base_swa", default)),
-                1.0 if self.arch == "gemma3" else stretch,
-            )
+            base = float(self._key("rope.freq_base_swa", default))
+            stretch = 1.0 if self.arch == "gemma3" else stretch
         frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
         original = int(
             self._key("rope.scaling.original_context_length", self._key("context_length"))
@@ -242,7 +243,8 @@ class Graph:
                 width * math.log(original / (each * 2 * math.pi)) / (2 * math.log(base))
                 for each in turns
             ]
-            low, high = max(0, math.floor(ends[0])), min(width - 1, math.ceil(ends[1]))
+            low = max(0, math.floor(ends[0]))
+            high = min(width - 1, math.ceil(ends[1]))
             mix = 1 - np.clip((np.arange(width // 2) - low) / max(0.001, high - low), 0, 1)
             frequencies = frequencies / stretch * (1 - mix) + frequencies * mix
             scale *= 1.0 + 0.1 * math.log(stretch)
@@ -271,7 +273,8 @@ class Graph:
         )
 
     def _attention(self, x: Array, layer: int, positions: Array) -> Array:
-        block, count = f"blk.{layer}", len(x)
+        block = f"blk.{layer}"
+        count = len(x)
         if f"{block}.attn_qkv.weight" in self.tensors:
             sizes = np.cumsum([self.heads * self.head_dim, self.kv_heads * self.head_dim])
             q, k, v = np.split(self._linear(x, f"{block}.attn_qkv"), sizes, axis=-1)
@@ -282,15 +285,18 @@ class Graph:
             gain = self.value(f"{block}.{norm}.weight") if norm else None
             # of all heads together
             if gain is not None and gain.size == values.shape[-1] != self.head_dim:
-                values, gain = self._norm(values, f"{block}.{norm}"), None
+                values = self._norm(values, f"{block}.{norm}")
+                gain = None
             values = values.reshape(count, heads, self.head_dim).swapaxes(0, 1)
             return values if gain is None else self._norm(values, f"{block}.{norm}")
 
-        q, k = by_head(q, self.heads, "attn_q_norm"), by_head(k, self.kv_heads, "attn_k_norm")
+        q = by_head(q, self.heads, "attn_q_norm")
+        k = by_head(k, self.kv_heads, "attn_k_norm")
         v = by_head(v, self.kv_heads, "")
         if self.arch != "gpt2" and not (self.arch == "smollm3" and (layer + 1) % 4 == 0):
             cos, sin = self._angles(positions, layer)
-            q, k = self._turn(q, cos, sin), self._turn(k, cos, sin)
+            q = self._turn(q, cos, sin)
+            k = self._turn(k, cos, sin)
         k, v = (
             np.concatenate(pair, axis=1) for pair in zip(self.cache[layer], (k, v), strict=True)
         )
@@ -368,7 +374,8 @@ class FileTokenizer:
     """The tokenizer of a file as llama.cpp reads it, with special tokens in a text."""
 
     def __init__(self, facts: Json) -> None:
-        self.model, self.facts = facts["tokenizer.ggml.model"], facts
+        self.model = facts["tokenizer.ggml.model"]
+        self.facts = facts
         self.tokens: list[str] = facts["tokenizer.ggml.tokens"]
         self.types: list[int] = facts["tokenizer.ggml.token_type"]
         self.ids = {token: index for index, token in enumerate(self.tokens)}
@@ -390,10 +397,8 @@ class FileTokenizer:
     def _words(self) -> Any:
         from tokenizers import Tokenizer as Library
 
-        steps, empty = (
-            splits(PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][0]),
-            {"type": "BPE", "vocab": {}, "merges": []},
-        )
+        steps = splits(PRE_TOKENIZERS[self.facts["tokenizer.ggml.pre"]][0])
+        empty = {"type": "BPE", "vocab": {}, "merges": []}
         return Library.from_str(
             json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": steps})
         ).pre_tokenizer
@@ -412,7 +417,8 @@ class FileTokenizer:
                         part = part.lstrip(" \t\n\r\v\f") if token in self.stripping else part
                     cut += [part] if part else []
             fragments = cut
-        found, after_special = list[int](), True
+        found = list[int]()
+        after_special = True
         for fragment in fragments:
             if isinstance(fragment, int):
                 found.append(fragment)
@@ -542,8 +548,10 @@ def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bo
         fill_from_file(decoder, graph.tensors)
         with adapters_disabled(decoder):  # which the file has merged
             same = decoder(torch.tensor([tokens], device=device))[0].float().cpu().numpy()
-    difference, scale = float(np.abs(theirs - same).max()), float(np.abs(same).max())
-    first, second = log_softmax(original), log_softmax(theirs)
+    difference = float(np.abs(theirs - same).max())
+    scale = float(np.abs(same).max())
+    first = log_softmax(original)
+    second = log_softmax(theirs)
     kl = float((np.exp(first) * (first - second)).sum(-1).mean())
     top1 = float((original.argmax(-1) == theirs.argmax(-1)).mean())
     equal = None
@@ -566,7 +574,8 @@ def log_softmax(x: Array) -> Array:
 def _check_tokens(theirs: FileTokenizer, tokenizer: Tokenizer, where: Path) -> Iterator[str]:
     texts = TEXTS[:-1] if composes(tokenizer.description) else TEXTS
     for text in texts:
-        (expected, _), found = tokenizer.encode_places([text])[0], theirs.encode(text)
+        (expected, _) = tokenizer.encode_places([text])[0]
+        found = theirs.encode(text)
         if found != expected:
             problem = f"the tokenizer of the file gives other tokens for {text[:40]!r}: {found[:8]} and {expected[:8]}"
             raise UserError(

@@ -40,7 +40,8 @@ def made_of(token: str, ranks: Mapping[tuple[str, str], int]) -> set[str]:
 
     No merge of a text crosses the border of a final token, so these are all that the token needs in any text.
     """
-    parts, seen = list(token), set(token)
+    parts = list(token)
+    seen = set(token)
     while len(parts) > 1:
         at = min(
             range(len(parts) - 1), key=lambda n: ranks.get((parts[n], parts[n + 1]), len(ranks))
@@ -58,8 +59,10 @@ def cut(tokenizer: Tokenizer, used: set[int]) -> tuple[Tokenizer, list[int]]:
     Texts of used tokens have the same tokens as before. Raises UserError for a model other than BPE and Unigram.
     """
     description = tokenizer.description
-    model, added = description["model"], description.get("added_tokens") or []
-    kind, vocab = model.get("type"), model["vocab"]
+    model = description["model"]
+    added = description.get("added_tokens") or []
+    kind = model.get("type")
+    vocab = model["vocab"]
     ids = (
         dict(vocab)
         if isinstance(vocab, dict)
@@ -96,10 +99,8 @@ def cut(tokenizer: Tokenizer, used: set[int]) -> tuple[Tokenizer, list[int]]:
         model["vocab"] = [entry for entry in vocab if entry[0] in keep]
         model["unk_id"] = new.get(model.get("unk_id", -1))
         if [new[ids[entry[0]]] for entry in model["vocab"]] != list(range(len(model["vocab"]))):
-            problem, fix = (
-                "added tokens have ids below those of the vocabulary",
-                "use another tokenizer",
-            )
+            problem = "added tokens have ids below those of the vocabulary"
+            fix = "use another tokenizer"
             raise UserError(problem, where="tokenizer.json", fix=fix)
     changed = {
         **description,
@@ -152,7 +153,9 @@ def export_cut(
             where=str(source),
             fix="use --to merged first",
         )
-    tokenizer, used, first = load_tokenizer(source), set[int](), ""
+    tokenizer = load_tokenizer(source)
+    used = set[int]()
+    first = ""
     documents = read_documents(
         open_dataset(Source(path=str(data))), on_error="stop", stats=ReadStats()
     )
@@ -213,7 +216,8 @@ def _same(
     use: Use,
 ) -> Iterator[str]:
     """The first text has the same tokens, and these the same logits; then transformers opens the folder."""
-    tokens, again = before.encode(text)[:CHECKED], after.encode(text)[:CHECKED]
+    tokens = before.encode(text)[:CHECKED]
+    again = after.encode(text)[:CHECKED]
     if [int(rows[index]) for index in again] != tokens:
         problem = "the smaller tokenizer splits the first text in another way"
         raise UserError(

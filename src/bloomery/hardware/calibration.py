@@ -81,7 +81,8 @@ def calibrations(machine: Machine) -> tuple[Calibration, ...]:
 
 def _on(machine: Machine, result: Calibration) -> Calibration | None:
     """The result as this machine would measure it; None where that is unknown."""
-    there, here = result.cpu_check, machine.cpu_check
+    there = result.cpu_check
+    here = machine.cpu_check
     if not result.cores:  # GPUs of one name are alike
         return result
     if there is None or here is None:

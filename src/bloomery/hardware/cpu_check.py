@@ -49,7 +49,8 @@ def with_check(machine: Machine) -> Machine:
         or machine.cpu_check is not None
     ):
         return machine
-    key, results = _key(machine), _results()
+    key = _key(machine)
+    results = _results()
     if key in results:
         return with_known_check(machine)
     job = {"device": "cpu", "dtype": build_profile(machine).dtype.value, "arch": ""}
@@ -71,7 +72,8 @@ def _key(machine: Machine) -> str:
     """This boot, the CPU as far as torch may use it, and torch."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     since = boot.read_text(encoding="utf-8").strip() if boot.is_file() else ""
-    host, user = machine.host, machine.software.environment
+    host = machine.host
+    user = machine.software.environment
     limits = [f"{name}={os.environ.get(name) or user.get(name, '')}" for name in VARIABLES]
     return " ".join((since, host.cpu_name, *host.cpu_flags, machine.software.torch or "", *limits))
 

@@ -89,7 +89,8 @@ def read_access(root: Path) -> tuple[Access, dict[str, Opening]]:
     """(access to /dev/kfd and groups, access to each render node)."""
     if os.name == "nt":
         return Access(), {}
-    kfd, renders = root / "dev/kfd", sorted((root / "dev/dri").glob("renderD*"))
+    kfd = root / "dev/kfd"
+    renders = sorted((root / "dev/dri").glob("renderD*"))
     answers = openings([path for path in (kfd, *renders) if path.exists()])
     names = {int(number): name for name, _, number, _ in _group_rows(root)}
     gid, render_gid = (
@@ -341,7 +342,8 @@ SHELL_FILES = (
     "/etc/profile",
 )
 SHELL_FOLDERS = (("/etc/profile.d", "*.sh"), ("~/.config/environment.d", "*.conf"))
-_NAME, _VALUE = r"([A-Z][A-Z0-9_]*)", r"""("[^"]*"|'[^']*'|[^\s;#&]*)"""
+_NAME = r"([A-Z][A-Z0-9_]*)"
+_VALUE = r"""("[^"]*"|'[^']*'|[^\s;#&]*)"""
 SETS = (
     re.compile(rf"(?:^|[\s;&])(?:export\s+)?{_NAME}={_VALUE}"),  # sh, environment.d
     re.compile(rf"^\s*(?:setenv|set\s+-\S*x\S*)\s+{_NAME}\s+{_VALUE}"),  # csh, fish
@@ -646,11 +648,9 @@ def _cores(root: Path) -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ]
     for folder in _cgroups(root, "cpu"):
-        v2, quota, period = (
-            folder / "cpu.max",
-            folder / "cpu.cfs_quota_us",
-            folder / "cpu.cfs_period_us",
-        )
+        v2 = folder / "cpu.max"
+        quota = folder / "cpu.cfs_quota_us"
+        period = folder / "cpu.cfs_period_us"
         words = text_of(v2).split() if v2.is_file() else [text_of(quota), text_of(period)]
         share, whole = (number_of(word) for word in (words if len(words) == 2 else ("", "")))
         if share > 0 and whole > 0:  # "max" and -1: no limit
@@ -660,7 +660,8 @@ def _cores(root: Path) -> int:
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The control groups of this process for `controller` and their parents, in cgroup v1 and v2."""
-    base, table = root / "sys/fs/cgroup", root / "proc/self/cgroup"
+    base = root / "sys/fs/cgroup"
+    table = root / "proc/self/cgroup"
     rows = (line.split(":", 2) for line in text_of(table).splitlines())
     for _, controllers, path in (row for row in rows if len(row) == 3):
         if controllers and controller not in controllers.split(","):
@@ -679,7 +680,8 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
     """(total, free) bytes of the machine, or of the smallest control group around this process."""
     lines = re.findall(r"^(\w+):\s+(\d{1,20}) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
     kib = {key: int(value) * 1024 for key, value in lines}
-    total, free = kib.get("MemTotal", 0), kib.get("MemAvailable", kib.get("MemFree", 0))
+    total = kib.get("MemTotal", 0)
+    free = kib.get("MemAvailable", kib.get("MemFree", 0))
     for folder in _cgroups(root, "memory"):
         # Page cache that the kernel frees on demand counts as used in the cgroup.
         stat = re.search(
@@ -691,7 +693,8 @@ def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
             )
             if 0 <= limit < UNLIMITED:  # -1: missing, or "max"
                 used = max(0, max(0, used) - (int(stat[1]) if stat else 0))
-                total, free = min(total, limit), min(free, max(0, limit - used))
+                total = min(total, limit)
+                free = min(free, max(0, limit - used))
     return total, free
 
 

@@ -77,7 +77,8 @@ def _read_node(root: Path, folder: Path) -> KfdNode | None:
     facts = _properties(folder / "properties")
     if facts.get("gfx_target_version", 0) == 0 or facts.get("vendor_id") != AMD_VENDOR:
         return None
-    minor, bus = facts.get("drm_render_minor", 0), facts.get("location_id", 0)
+    minor = facts.get("drm_render_minor", 0)
+    bus = facts.get("location_id", 0)
     device = root / f"class/drm/renderD{minor}/device"
     # Memory banks that are not system memory (heap_type 0); `local_mem_size` is always 0.
     banks = [

@@ -26,7 +26,8 @@ Shapes = Sequence[tuple[int, ...]]
 # The largest error due to rounding, relative to the largest value. Half precision: MI200 rounds the inputs of fp16
 # backward matmuls to bf16, and sums can be accumulated in half precision.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
-REPEATS, TIMING_SECONDS = 5, 1.0
+REPEATS = 5
+TIMING_SECONDS = 1.0
 # rows, inputs, outputs: at most 5 ms
 CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))
 
@@ -85,7 +86,8 @@ def check(run: Compute, reference: Compute, shapes: Shapes, where: str, dtype: s
     *given, gradient = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
     exact = [tensor.double().requires_grad_() for tensor in given]
     inputs = [tensor.to(where).requires_grad_() for tensor in given]
-    truth, result = reference(*exact), run(*inputs)
+    truth = reference(*exact)
+    result = run(*inputs)
     torch.autograd.backward(truth, gradient.double())
     torch.autograd.backward(result, gradient.to(where))
     pairs = [(result.detach(), truth.detach())]
@@ -183,7 +185,8 @@ def be_rank(_: str, job: Mapping[str, Any]) -> Result:
     import torch
     from torch import distributed
 
-    rank, world = job["rank"], job["world"]
+    rank = job["rank"]
+    world = job["world"]
     device = "cpu" if job["device"] == "cpu" else f"cuda:{rank}"
     if device != "cpu":
         torch.cuda.set_device(rank)
@@ -449,7 +452,8 @@ def p2p(_: str, __: Mapping[str, Any]) -> Result:
     """Copies between every two devices: correct, and how fast."""
     import torch
 
-    count, size = torch.cuda.device_count(), 2**26
+    count = torch.cuda.device_count()
+    size = 2**26
     if count < 2:
         return {"outcome": "absent", "message": f"torch sees {count} device"}
     facts: dict[str, str] = {}

@@ -185,7 +185,8 @@ def _run_child(
 
 def cache_key(machine: Machine) -> str:
     """A hash of the devices, torch, the driver and the variables that affect torch."""
-    host, software = machine.host, machine.software
+    host = machine.host
+    software = machine.software
     devices = [(device.name, device.arch, device.memory_bytes) for device in machine.accelerators]
     facts = [
         VERSION,
@@ -224,7 +225,8 @@ def _probes_of(entry: Any) -> tuple[Probe, ...]:
 
 def _store(machine: Machine, results: Sequence[Probe]) -> None:
     """Adds to the cached results of this machine."""
-    key, cache = cache_key(machine), _cache()
+    key = cache_key(machine)
+    cache = _cache()
     probes = {each.name: each for each in (*_probes_of(cache.get(key)), *results)}
     cache[key] = {
         "at": time.time(),

@@ -73,7 +73,8 @@ def build_profile(machine: Machine) -> Profile:
     accelerator, device = choose_device(machine)
     arch = arch_spec(accelerator.arch) if accelerator else None
     cpu = cpu_spec(machine.host)
-    settings, user = _environment(machine, accelerator, arch), machine.software.environment
+    settings = _environment(machine, accelerator, arch)
+    user = machine.software.environment
 
     def set_by_user(name: str) -> tuple[str, ...]:
         """The user's variables that have the same effect as `name`."""
@@ -86,10 +87,8 @@ def build_profile(machine: Machine) -> Profile:
     unset = [each for each in settings if not set_by_user(each.name)]
     pin_memory = Choice(True, "copies to the device overlap with computation")
     if accelerator is None:
-        memory_share, pin_memory = (
-            Choice(1.0, "of the free memory"),
-            Choice(False, "no copies to a device"),
-        )
+        memory_share = Choice(1.0, "of the free memory")
+        pin_memory = Choice(False, "no copies to a device")
     elif accelerator.integrated:
         memory_share = Choice(SHARED_MEMORY_SHARE, "the CPU needs the rest, or the machine swaps")
         pin_memory = Choice(False, "an integrated GPU uses the same memory")
@@ -286,7 +285,8 @@ def family_name(arch: str) -> str:
 
 
 def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None) -> Choice[bool]:
-    user, compiler = machine.software.environment, machine.host.compiler
+    user = machine.software.environment
+    compiler = machine.host.compiler
     off = next(
         (
             name
@@ -316,7 +316,8 @@ def _compile(machine: Machine, device: Accelerator | None, arch: ArchSpec | None
 
 def _native(machine: Machine, device: Accelerator | None) -> Choice[bool]:
     """Vectors of 512 bits: with shorter ones the sums of a product do not stay in registers."""
-    compiler, flags = machine.host.compiler, machine.host.cpu_flags
+    compiler = machine.host.compiler
+    flags = machine.host.cpu_flags
     if device is not None:
         return Choice(False, "training runs on a GPU")
     if compiler is None or not Path(compiler).name.endswith("g++"):
@@ -336,7 +337,8 @@ def _environment(
     machine: Machine, device: Accelerator | None, arch: ArchSpec | None
 ) -> list[_Setting]:
     """Variables to set in the parent process, before torch is imported."""
-    compiler, torch = machine.host.compiler, machine.software.torch
+    compiler = machine.host.compiler
+    torch = machine.software.torch
     if device is None:
         if compiler is None or compiler.endswith("/g++"):
             return []
@@ -375,7 +377,8 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
     If the user has set a mask: the mask that it should be, where it shows a better device later.
     """
     peers = [each for each in visible_devices(machine) if each.vendor == device.vendor]
-    best, user_mask = _best(peers), mask_of(machine, device.vendor)
+    best = _best(peers)
+    user_mask = mask_of(machine, device.vendor)
     if best is device if user_mask else device.number is None and _same_model(peers):
         return []
     reason = f"PyTorch uses the first visible GPU, and the best one is {best.name}"

@@ -288,14 +288,17 @@ def counted_gpu(text: str) -> tuple[str, int | None]:
 
     None where no number is written. Raises UserError for a number that is 0 or above 1,024; `find_gpu` judges the name.
     """
-    before, behind = _BEFORE.fullmatch(text), _BEHIND.fullmatch(text)
+    before = _BEFORE.fullmatch(text)
+    behind = _BEHIND.fullmatch(text)
     # A name of the table may end like a number of GPUs: RX 6700 is no product R, 6,700 times.
     if _matching(text):
         return text, None
     if behind is not None and _matching(_SIZE.sub("", behind[1])):
-        name, count = behind[1].strip(), int(behind[2])
+        name = behind[1].strip()
+        count = int(behind[2])
     elif before is not None:
-        name, count = before[2].strip(), int(before[1])
+        name = before[2].strip()
+        count = int(before[1])
     else:
         return text, None
     if not 1 <= count <= LARGEST_NODE:
@@ -340,7 +343,8 @@ def _words(name: str) -> list[str]:
 
 
 def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
-    sizes, facts = spec.memory_gib, arch_spec(spec.arch)
+    sizes = spec.memory_gib
+    facts = arch_spec(spec.arch)
     assert facts is not None, f"gpus.toml has no [[arch]] for {spec.arch}"
     if not sizes:
         if size is None:

@@ -126,7 +126,8 @@ def shared_power(
     dies.sort(key=lambda device: (device.pci_address, device.index))
     by_index = {reading.device: reading for reading in readings}
     for first, second in zip(dies[::2], dies[1::2], strict=False):
-        even, odd = by_index.get(first.index), by_index.get(second.index)
+        even = by_index.get(first.index)
+        odd = by_index.get(second.index)
         if even and odd and even.power and not odd.power:
             by_index[odd.device] = replace(odd, power=None, shared_with=even.device)
     return [by_index[reading.device] for reading in readings]
@@ -213,7 +214,8 @@ class CpuSensors:
     name = "proc"
 
     def __init__(self, root: Path = Path("/"), name: str = "") -> None:
-        self._root, self._title = root, name
+        self._root = root
+        self._title = name
         self._ticks: tuple[float, float] | None = None  # busy, all
         self._joules: tuple[float, float] | None = None  # and when
 
@@ -236,8 +238,10 @@ class CpuSensors:
         if len(line) < 6 or line[0] != "cpu":
             return None
         ticks = [float(word) for word in line[1:9]]  # guests are part of user time
-        everything, idle = sum(ticks), ticks[3] + ticks[4]
-        before, self._ticks = self._ticks, (everything - idle, everything)
+        everything = sum(ticks)
+        idle = ticks[3] + ticks[4]
+        before = self._ticks
+        self._ticks = (everything - idle, everything)
         if before is None or everything <= before[1]:
             return None
         return max(0.0, 100 * (everything - idle - before[0]) / (everything - before[1]))
@@ -250,7 +254,8 @@ class CpuSensors:
         if not counts or any(count is None for count in counts):
             return None
         joules = sum(count or 0.0 for count in counts)
-        before, self._joules = self._joules, (joules, now)
+        before = self._joules
+        self._joules = (joules, now)
         if before is None or joules < before[0] or now <= before[1]:
             return None  # the first read, or the counter restarted
         return (joules - before[0]) / (now - before[1])
@@ -278,7 +283,8 @@ class CpuSensors:
         }
         if len(kib) < 2:
             return None, None
-        total, free = kib["MemTotal"] * 1024 / GIB, kib["MemAvailable"] * 1024 / GIB
+        total = kib["MemTotal"] * 1024 / GIB
+        free = kib["MemAvailable"] * 1024 / GIB
         return total - free, total
 
 
@@ -304,7 +310,8 @@ def figure(value: object) -> float | None:
 
 def _same_gpu(device: SensorDevice, address: str) -> bool:
     """Compares PCI addresses, whose domain has four digits, eight or none."""
-    ours, theirs = device.pci_address.lower().split(":"), address.lower().strip().split(":")
+    ours = device.pci_address.lower().split(":")
+    theirs = address.lower().strip().split(":")
     if len(ours) < 2 or ours[-2:] != theirs[-2:]:
         return False
     return len(ours) < 3 or len(theirs) < 3 or int(ours[-3], 16) == int(theirs[-3], 16)
@@ -330,11 +337,10 @@ class AmdSmi:
             for handle in (
                 handle for address, handle in self._handles if _same_gpu(device, address)
             ):
-                memory, power = (
-                    library.amdsmi_get_gpu_vram_usage(handle),
-                    library.amdsmi_get_power_info(handle),
-                )
-                used, total = figure(memory.get("vram_used")), figure(memory.get("vram_total"))
+                memory = library.amdsmi_get_gpu_vram_usage(handle)
+                power = library.amdsmi_get_power_info(handle)
+                used = figure(memory.get("vram_used"))
+                total = figure(memory.get("vram_total"))
                 watts = (
                     figure(power.get(f"{kind}socket_power"))
                     for kind in ("current_", "average_", "")
@@ -396,7 +402,8 @@ def _through_nvml(library: Any, device: SensorDevice) -> SensorReading:
         except (library.NVMLError, AttributeError):
             return None
 
-    load, memory = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetMemoryInfo")
+    load = ask("nvmlDeviceGetUtilizationRates")
+    memory = ask("nvmlDeviceGetMemoryInfo")
     milliwatts = ask("nvmlDeviceGetPowerUsage")
     bits = ask("nvmlDeviceGetCurrentClocksEventReasons")
     # the name in older releases
@@ -439,7 +446,8 @@ class SensorReader:
         as_json = [asdict(device) for device in devices]
         self._job: dict[str, Any] = {"devices": as_json, "root": str(root), "cpu_name": cpu_name}
         self._without: list[str] = []
-        self._on_problem, self._deadline = on_problem, deadline
+        self._on_problem = on_problem
+        self._deadline = deadline
         self._child: Child | None = None
         self._trying = ""
         self._failed = False
@@ -472,7 +480,8 @@ class SensorReader:
     def _disable(self, problem: str) -> None:
         """The current source is not used again; the next read starts another process."""
         self.close()
-        name, self._trying = self._trying, ""
+        name = self._trying
+        self._trying = ""
         if not name:
             self._failed = True
             self._on_problem(f"cannot read sensors: {problem}; training continues without")
@@ -484,7 +493,8 @@ class SensorReader:
 
     def close(self) -> None:
         """Ends the process. One that is stuck in a driver is left running and ends later."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.close()
 

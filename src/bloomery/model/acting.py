@@ -28,7 +28,8 @@ _acting = _Acting()
 @contextmanager
 def acting_as(kind: str, *, fuse: Fuse[None]) -> Iterator[None]:
     """While it is entered the code of that kind of device runs ("cpu", "cuda"); `fuse` stands for the compiler."""
-    _acting.kind, _acting.fuse = kind, fuse
+    _acting.kind = kind
+    _acting.fuse = fuse
     try:
         yield
     finally:

@@ -30,7 +30,8 @@ class LayerCache:
     """One layer's keys and values [slots, K, kept, E]; with a window, a ring of those that a later query can see."""
 
     def __init__(self, cache: "Cache", window: int | None) -> None:
-        self.cache, self.window = cache, window
+        self.cache = cache
+        self.window = window
         self.kept = cache.capacity if window is None else min(cache.capacity, window)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
@@ -48,7 +49,8 @@ class LayerCache:
         if self.keys is None or self.values is None:
             # Zeros: masked keys still are multiplied, and memory may hold NaN.
             shape = self.cache.slots, heads, self.kept, width
-            self.keys, self.values = like.new_zeros(shape), like.new_zeros(shape)
+            self.keys = like.new_zeros(shape)
+            self.values = like.new_zeros(shape)
         return self.keys, self.values
 
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> Seen:
@@ -56,22 +58,27 @@ class LayerCache:
         whole_keys, whole_values = self.memory(k_BKTE.shape[1], k_BKTE.shape[3], k_BKTE)
         if not self.cache.alike:
             index, at = self.cache.places(self.kept, k_BKTE.device)
-            whole_keys[index, :, at], whole_values[index, :, at] = k_BKTE[:, :, 0], v_BKTE[:, :, 0]
+            whole_keys[index, :, at] = k_BKTE[:, :, 0]
+            whole_values[index, :, at] = v_BKTE[:, :, 0]
             mask = self.cache.mask(self.kept, k_BKTE.device)
             seen = slice(len(self.cache.rows)), slice(None), slice(mask.shape[-1])
             return Seen(whole_keys[seen], whole_values[seen], mask)
         rows = self.cache.rows
-        begin, count = self.cache.lengths[rows.start], k_BKTE.shape[2]
-        keys, values = whole_keys[rows.start : rows.stop], whole_values[rows.start : rows.stop]
+        begin = self.cache.lengths[rows.start]
+        count = k_BKTE.shape[2]
+        keys = whole_keys[rows.start : rows.stop]
+        values = whole_values[rows.start : rows.stop]
         if begin + count <= self.kept:
-            keys[:, :, begin : begin + count], values[:, :, begin : begin + count] = k_BKTE, v_BKTE
+            keys[:, :, begin : begin + count] = k_BKTE
+            values[:, :, begin : begin + count] = v_BKTE
             return Seen(keys[:, :, : begin + count], values[:, :, : begin + count], None)
         last = (
             torch.arange(max(begin, begin + count - self.kept), begin + count, device=k_BKTE.device)
             % self.kept
         )
         if count == 1:
-            keys[:, :, last], values[:, :, last] = k_BKTE, v_BKTE
+            keys[:, :, last] = k_BKTE
+            values[:, :, last] = v_BKTE
             return Seen(keys, values, None)  # their order does not matter to one query
         old = torch.arange(max(0, begin - self.kept + 1), begin, device=k_BKTE.device) % self.kept
         seen_keys = torch.cat((keys[:, :, old], k_BKTE), dim=2)
@@ -92,8 +99,10 @@ class Cache:
     """
 
     def __init__(self, config: ModelConfig, capacity: int, slots: int = 1) -> None:
-        self.capacity, self.slots = capacity, slots
-        self.lengths, self.rows = [0] * slots, range(1)
+        self.capacity = capacity
+        self.slots = slots
+        self.lengths = [0] * slots
+        self.rows = range(1)
         self.layers = [LayerCache(self, config.window(layer)) for layer in range(config.num_layers)]
         self.pasts: list[Any] = [None] * slots  # the caches of transformers' layers
         self._shared = dict[tuple[str, int], Any]()  # of one forward: what layers share

@@ -22,7 +22,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 def _code() -> Any:
     """The functions of `scores.cpp`. Raises Uncompiled."""
     code: Any = library(Library("bloomery.model", "scores.cpp", "vectors.h"))
-    pointer, number = c_void_p, c_int64
+    pointer = c_void_p
+    number = c_int64
     code.scores_add.argtypes = (
         pointer,
         c_int,
@@ -121,7 +122,9 @@ class RowsOf(torch.autograd.Function):
         weight_VD, tokens_BT = ctx.saved_tensors
         if weight_VD.grad is None:
             weight_VD.grad = torch.zeros_like(weight_VD)
-        rows, places, into = grad_BTD.contiguous(), tokens_BT.contiguous(), weight_VD.grad
+        rows = grad_BTD.contiguous()
+        places = tokens_BT.contiguous()
+        into = weight_VD.grad
         assert rows.dtype == into.dtype == torch.float32 and into.is_contiguous()
         _code().rows_add(
             into.data_ptr(),

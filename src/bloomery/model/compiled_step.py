@@ -27,8 +27,11 @@ from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.rope import Rotary
 
-LANES, LINE = 16, 64  # numbers that the code handles at once, and bytes
-HUGE, MADV_HUGEPAGE = 2**21, 14
+# numbers that the code handles at once, and bytes
+LANES = 16
+LINE = 64
+HUGE = 2**21
+MADV_HUGEPAGE = 14
 LEAST = 2**24  # bytes of weights: smaller models answer before the code is compiled
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -107,11 +110,14 @@ class CompiledStep:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        config, body = decoder.config, decoder.model
+        config = decoder.config
+        body = decoder.model
         if (reason := _unsupported(decoder)) is not None:
             raise Uncompiled(reason)
         assert isinstance(body, Backbone)
-        self.config, self._body, self._run = config, body, _built()
+        self.config = config
+        self._body = body
+        self._run = _built()
         self._held: list[Tensor] = []  # what the structures point to, and the decoder does not hold
         _move_together([*decoder.parameters(), *decoder.buffers()])
         self._tables: tuple[int, list[Rotary | None]] = 0, []
@@ -140,7 +146,8 @@ class CompiledStep:
 
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:
         """Whether it may append these tokens: not many, and none pushes another of them out of a window."""
-        count, one = sum(map(len, tokens)), all(len(ids) <= 1 for ids in tokens)
+        count = sum(map(len, tokens))
+        one = all(len(ids) <= 1 for ids in tokens)
         longest = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
         return one or (count <= self._most and all(longest <= layer.kept for layer in cache.layers))
 
@@ -194,14 +201,20 @@ class CompiledStep:
         embeddings = self._body.embed_tokens.weight
         for layer, held, table in zip(self._layers, cache.layers, tables, strict=True):
             keys, values = held.memory(self.config.num_kv_heads, self.config.head_dim, embeddings)
-            layer.keys, layer.values, layer.kept = keys.data_ptr(), values.data_ptr(), held.kept
+            layer.keys = keys.data_ptr()
+            layer.values = values.data_ptr()
+            layer.kept = held.kept
             if table is not None:
-                layer.cos, layer.sin = table.cos.data_ptr(), table.sin.data_ptr()
+                layer.cos = table.cos.data_ptr()
+                layer.sin = table.sin.data_ptr()
             self._model.cache_kind = KINDS[keys.dtype]
 
     def _layer(self, block: Any) -> _Layer:
-        config, attention, mlp = self.config, block.self_attn, block.mlp
-        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        config = self.config
+        attention = block.self_attn
+        mlp = block.mlp
+        before = config.norm_placement != "after"
+        after = config.norm_placement != "before"
         names = (
             "input_layernorm" if before else None,
             "post_attention_layernorm" if after else None,
@@ -235,22 +248,19 @@ class CompiledStep:
         if isinstance(linear, LoraLinear):
             A, B = (each.detach() for each in linear.pair(torch.float32))
             spare = -len(A) % LANES
-            rank, A, B = (
-                len(A) + spare,
-                F.pad(A, (0, 0, 0, spare)),
-                F.pad(B * linear.scale, (0, spare)),
-            )
+            rank = len(A) + spare
+            A = F.pad(A, (0, 0, 0, spare))
+            B = F.pad(B * linear.scale, (0, spare))
         scales = None
         stored = None if type(linear) is nn.Linear else linear.stored
         if isinstance(stored, QuantizedWeight):
-            weight, scales, shape = (
-                stored.codes,
-                stored.scales.view(torch.float32),
-                (stored.outputs, stored.inputs),
-            )
+            weight = stored.codes
+            scales = stored.scales.view(torch.float32)
+            shape = (stored.outputs, stored.inputs)
         else:
             assert isinstance(linear, nn.Linear)
-            weight, shape = linear.weight.detach(), (linear.out_features, linear.in_features)
+            weight = linear.weight.detach()
+            shape = (linear.out_features, linear.in_features)
             if int8:
                 weight, scales = quantize_int8(weight.flatten())
         pointers = [self._hold(each, whole=False) for each in (weight, scales)]
@@ -294,7 +304,8 @@ def _move_together(tensors: Sequence[Tensor]) -> None:
 
 def _unsupported(decoder: Decoder) -> str | None:
     """Why the compiled code does not compute this decoder."""
-    config, body = decoder.config, decoder.model
+    config = decoder.config
+    body = decoder.model
     if not isinstance(body, Backbone) or config.head != "tokens":
         return "its layers are not Bloomery's"
     if body.embed_tokens.weight.device.type != "cpu":

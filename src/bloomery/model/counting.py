@@ -122,7 +122,8 @@ def _block(config: ModelConfig, matrices: tuple[Matrix, ...]) -> Iterator[tuple[
 
 def _experts(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
     """Of the router and of all experts, whose matrices are stacked: a plan quantizes and counts them as matrices."""
-    width, count = config.hidden_size, experts.count
+    width = config.hidden_size
+    count = experts.count
     yield "mlp.router.weight", (count, width)
     for name in ("gate_proj", "up_proj"):
         yield f"mlp.experts.{name}.weight", (count * experts.width, width)
@@ -150,7 +151,8 @@ def _norm(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Sha
 
 def _matrices(config: ModelConfig) -> Iterator[Matrix]:
     """The linear maps of a layer of our own decoder, whose layers are alike in that."""
-    width, inner = config.hidden_size, config.intermediate_size
+    width = config.hidden_size
+    inner = config.intermediate_size
     yield Matrix("self_attn.q_proj", config.query_width, width, config.attention_bias)
     yield Matrix("self_attn.k_proj", config.key_width, width, config.attention_bias)
     yield Matrix("self_attn.v_proj", config.key_width, width, config.attention_bias)

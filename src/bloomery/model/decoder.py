@@ -43,12 +43,15 @@ def plain_backend(config: ModelConfig) -> str:
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
         super().__init__()
-        self.config, self.window = config, config.window(layer)
+        self.config = config
+        self.window = config.window(layer)
         self.backend: str | Backend = backend
         self.scale = (
             config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         )
-        width, queries, keys = config.hidden_size, config.query_width, config.key_width
+        width = config.hidden_size
+        queries = config.query_width
+        keys = config.key_width
         self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
         self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
@@ -63,23 +66,30 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None
     ) -> Tensor:
         config = self.config
-        q, k, v = self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)
+        q = self.q_proj(x_BTD)
+        k = self.k_proj(x_BTD)
+        v = self.v_proj(x_BTD)
         # Norm and rotation both compute in float32: nothing is rounded between them.
         between = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
         if config.qk_norm == "full":
-            q, k = self.q_norm(q, between), self.k_norm(k, between)
+            q = self.q_norm(q, between)
+            k = self.k_norm(k, between)
         q, k, v = (x.unflatten(-1, (-1, config.head_dim)) for x in (q, k, v))
         if config.qk_norm == "head":
-            q, k = self.q_norm(q, between), self.k_norm(k, between)
+            q = self.q_norm(q, between)
+            k = self.k_norm(k, between)
         if rotary is not None:
-            q, k = rotate(q, rotary, v.dtype), rotate(k, rotary, v.dtype)
+            q = rotate(q, rotary, v.dtype)
+            k = rotate(k, rotary, v.dtype)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
-        backend, window = self.backend, self.window
+        backend = self.backend
+        window = self.window
         if cache is not None:
             k_BKTE, v_BKTE, mask = cache.extend(k_BKTE, v_BKTE)
             backend = plain_backend(config)
             if mask is not None:
-                layout, window = DocumentLayout(mask_B1TS=mask), None
+                layout = DocumentLayout(mask_B1TS=mask)
+                window = None
         y_BHTE = attend(
             q_BHTE,
             k_BKTE,
@@ -129,7 +139,8 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
         super().__init__()
-        self.placement, self.dropout = config.norm_placement, config.residual_dropout
+        self.placement = config.norm_placement
+        self.dropout = config.residual_dropout
         for name in config.block_norms:
             self.add_module(name, build_norm(config, config.hidden_size))
         self.self_attn = Attention(config, layer, backend)
@@ -143,7 +154,8 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Two additions to the residual stream, with norms before, after or on both sides."""
-        before, after = self.placement != "after", self.placement != "before"
+        before = self.placement != "after"
+        after = self.placement != "before"
         y_BTD = self.input_layernorm(x_BTD) if before else x_BTD
         y_BTD = self.drop(self.self_attn(y_BTD, rotary, layout, cache))
         x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if after else y_BTD)
@@ -170,7 +182,8 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config = config
+        self.backend = backend
         self.embedding_noise = 0.0  # of NEFTune, in training
         # whether backward adds to the embedding's `.grad` by itself: `compiled_scores.RowsOf`
         self.adds_rows = False

@@ -95,7 +95,8 @@ def penalized(
     """Logits [V] after the penalties of what occurred; the same tensor where there are none."""
     if sampling.repetition_penalty != 1.0:
         ids = torch.tensor(sorted({*prompt, *new}))
-        old, penalty = logits[ids], sampling.repetition_penalty
+        old = logits[ids]
+        penalty = sampling.repetition_penalty
         logits = logits.index_copy(0, ids, torch.where(old > 0, old / penalty, old * penalty))
     if new and (sampling.frequency_penalty or sampling.presence_penalty):
         ids, counts = torch.tensor(new).unique(return_counts=True)
@@ -158,7 +159,9 @@ class Past:
     def __init__(
         self, decoder: Decoder, slots: int = 1, capacity: int = 0, choose: Choose | None = None
     ) -> None:
-        self.decoder, self.slots, self.choose = decoder, slots, choose
+        self.decoder = decoder
+        self.slots = slots
+        self.choose = choose
         self.ids: list[list[int]] = [[] for _ in range(slots)]
         self.adapters: list[Adapter] = [None] * slots
         self.cache = Cache(decoder.config, capacity, slots)
@@ -184,11 +187,13 @@ class Past:
                 f"{capacity} tokens do not fit into a slot of {self.cache.capacity}"
             )
             room = max(capacity, min(2 * capacity, self.decoder.config.max_positions))
-            common, self.cache = 0, Cache(self.decoder.config, room)
+            common = 0
+            self.cache = Cache(self.decoder.config, room)
         elif not self.cache.cut(common, slot):
             common = 0
             self.cache.cut(0, slot)
-        self.ids[slot], self.adapters[slot] = list(ids[:common]), adapter
+        self.ids[slot] = list(ids[:common])
+        self.adapters[slot] = adapter
         return list(ids[common:])
 
     def read(
@@ -197,7 +202,8 @@ class Past:
         """Logits after the tokens of the slots from `first` on, float32 [slots, V] on the CPU; with `every`, [N, V]
         after each token, of as many as `ahead` allows. What interrupts it leaves nothing of their past.
         """
-        rows, step = range(first, first + len(tokens)), self.decoder.step
+        rows = range(first, first + len(tokens))
+        step = self.decoder.step
         if step is not None and step.takes(tokens, first, self.cache):
             logits = step(tokens, first, self.cache, every=every)
             for row, more in zip(rows, tokens, strict=True):
@@ -205,12 +211,14 @@ class Past:
             return logits
         if len(rows) > 1 and not in_one_forward(self.decoder.config):
             return torch.cat([self.read([ids], row) for row, ids in zip(rows, tokens, strict=True)])
-        past, self.cache.rows = [self.ids[row] for row in rows], rows
+        past = [self.ids[row] for row in rows]
+        self.cache.rows = rows
         for row in rows:
             self.ids[row] = []
         if self.choose is not None:
             self.choose([self.adapters[row] for row in rows])
-        device, head = self.decoder.model.embed_tokens.weight.device, ALL_LOGITS if every else LAST
+        device = self.decoder.model.embed_tokens.weight.device
+        head = ALL_LOGITS if every else LAST
         try:
             with torch.no_grad():
                 read: Tensor = self.decoder(
@@ -325,7 +333,9 @@ class Batch:
         agree: Callable[[float], float] | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self.past, self.agree, self.speculation = past, agree, speculation
+        self.past = past
+        self.agree = agree
+        self.speculation = speculation
         # What rotations that depend on the length make of a token depends on the piece in which it is read.
         self.exact = in_one_forward(past.decoder.config)
         self.piece = piece if self.exact else None
@@ -347,7 +357,8 @@ class Batch:
         """Begins a text in the free slot that holds most of its prompt. `logprobs`: how many of the likeliest, too."""
         assert prompt, "a decoder needs at least one token to start from"
         assert not self.full
-        past, slot = self.past, len(self.texts)
+        past = self.past
+        slot = len(self.texts)
         most = past.decoder.config.max_positions
         most = most if past.slots == 1 else min(most, past.cache.capacity)
         room = max(0, min(sampling.max_new_tokens, most - len(prompt)))
@@ -404,7 +415,8 @@ class Batch:
 
     def _short_prompts(self) -> list[list[int]]:
         """The tokens of each slot for a step that reads short prompts with the other texts; none where it cannot."""
-        step, left = self.past.decoder.step, FEW - sum(bool(text.new) for text in self.texts)
+        step = self.past.decoder.step
+        left = FEW - sum(bool(text.new) for text in self.texts)
         tokens = list[list[int]]()
         for text in self.texts:
             fits = bool(text.new) or len(text.unread) <= left
@@ -426,7 +438,8 @@ class Batch:
         self, texts: Sequence[Text], guesses: Sequence[Sequence[int]], logits: Tensor
     ) -> list[Drawn]:
         """One token of each text, and one more after each guess that is right. `logits`: after each token in turn."""
-        found, first = list[Drawn](), 0
+        found = list[Drawn]()
+        first = 0
         for text, guess in zip(texts, guesses, strict=True):
             right = 0
             while True:
@@ -462,7 +475,8 @@ class Batch:
             text.constraint.take(token)
         text.new.append(token)
         text.unread = [token]
-        logprob, top = None, tuple[tuple[int, float], ...]()
+        logprob = None
+        top = tuple[tuple[int, float], ...]()
         if text.logprobs is not None:
             shares = logits.log_softmax(-1)
             logprob = float(shares[token])
@@ -509,7 +523,9 @@ class PromptLookup:
         ids = array("q", [*text.prompt, *text.new])
         whole = ids.tobytes()
         for size in NGRAMS:
-            last, at, end = ids[-size:].tobytes(), 1, len(whole) - ids.itemsize
+            last = ids[-size:].tobytes()
+            at = 1
+            end = len(whole) - ids.itemsize
             while at > 0 and at % ids.itemsize:  # elsewhere it begins within a number
                 at = whole.rfind(last, 0, end)
                 end = at + len(last) - 1
@@ -528,7 +544,8 @@ class DraftModel:
 
     def __init__(self, decoder: Decoder, target: Decoder, tokens: int = 4) -> None:
         """Raises UserError where the vocabularies differ."""
-        ours, theirs = target.config.vocab_size, decoder.config.vocab_size
+        ours = target.config.vocab_size
+        theirs = decoder.config.vocab_size
         if ours != theirs:
             raise UserError(
                 f"the draft model has {theirs:,} tokens in its vocabulary, the model {ours:,}",
@@ -536,7 +553,8 @@ class DraftModel:
                 fix="take a smaller model of the same family",
                 code=2,
             )
-        self.decoder, self.tokens = decoder, tokens
+        self.decoder = decoder
+        self.tokens = tokens
         self._pasts = WeakKeyDictionary[Text, Past]()
 
     def __call__(self, text: Text, most: int) -> list[int]:
@@ -553,7 +571,8 @@ class DraftModel:
         if most < 1 or capacity > self.decoder.config.max_positions:
             return []
         unread = past.rest([*text.prompt, *text.new], capacity)
-        random, new = torch.Generator(), list(text.new)
+        random = torch.Generator()
+        new = list(text.new)
         random.set_state(text.random.get_state())
         for _ in range(most):
             [logits] = past.read([unread])

@@ -168,31 +168,23 @@ def _scaling(
     factor = raw_config.number("factor", low=1e-6, default=max_positions / original)
     shared: ConfigFields = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "llama3":
-        low, high = (
-            raw_config.number("low_freq_factor", low=1e-6),
-            raw_config.number("high_freq_factor", low=1e-6),
-        )
+        low = raw_config.number("low_freq_factor", low=1e-6)
+        high = raw_config.number("high_freq_factor", low=1e-6)
         return RopeScaling(**shared, low_freq_factor=low, high_freq_factor=high)
     shared["attention_factor"] = raw_config.optional_number("attention_factor")
     if kind == "longrope":
-        short, long = (
-            raw_config.numbers("short_factor", width // 2),
-            raw_config.numbers("long_factor", width // 2),
-        )
+        short = raw_config.numbers("short_factor", width // 2)
+        long = raw_config.numbers("long_factor", width // 2)
         return RopeScaling(**shared, short_factor=short, long_factor=long)
     # DeepSeek states a ratio of two `mscale`; None: YaRN's own formula
     if shared["attention_factor"] is None:
-        above, below = (
-            raw_config.optional_number("mscale"),
-            raw_config.optional_number("mscale_all_dim"),
-        )
+        above = raw_config.optional_number("mscale")
+        below = raw_config.optional_number("mscale_all_dim")
         if above and below and factor > 1:
             log = math.log(factor)  # in this order of products: they round
             shared["attention_factor"] = (0.1 * above * log + 1.0) / (0.1 * below * log + 1.0)
-    fast, slow = (
-        raw_config.optional_number("beta_fast") or 32.0,
-        raw_config.optional_number("beta_slow") or 1.0,
-    )
+    fast = raw_config.optional_number("beta_fast") or 32.0
+    slow = raw_config.optional_number("beta_slow") or 1.0
     return RopeScaling(
         **shared, beta_fast=fast, beta_slow=slow, truncate=raw_config.get("truncate") is not False
     )
@@ -200,7 +192,8 @@ def _scaling(
 
 def rope_keys(config: ModelConfig) -> ConfigFields:
     """The settings under their new and their old names, so that old and new versions of transformers agree."""
-    scaling, keys = config.rope_scaling, {"rope_theta": config.rope_theta}
+    scaling = config.rope_scaling
+    keys = {"rope_theta": config.rope_theta}
     share = {} if config.rotary_share == 1.0 else {"partial_rotary_factor": config.rotary_share}
     stretched: ConfigFields = (
         {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
@@ -611,7 +604,8 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of a multimodal model's language model, with what only the whole states of it; any other as it
     is.
     """
-    kind, text = hf.get("model_type"), hf.get("text_config")
+    kind = hf.get("model_type")
+    text = hf.get("text_config")
     if not isinstance(kind, str) or kind not in MULTIMODAL or not isinstance(text, dict):
         return hf
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
@@ -621,7 +615,8 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:
     """The key of FAMILIES, from `model_type` or `architectures`. Raises UserError for an unknown architecture."""
-    kind, architectures = hf.get("model_type"), hf.get("architectures")
+    kind = hf.get("model_type")
+    architectures = hf.get("architectures")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind
     raw_config = architectures[0] if isinstance(architectures, list) and architectures else kind
@@ -672,7 +667,8 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
 
 def _gives_values(hf: Mapping[str, Any], where: str) -> bool:
     """Whether it is a reward model: transformers' classifier of a text with a single label. UserError for several."""
-    architectures, labels = hf.get("architectures"), hf.get("id2label")
+    architectures = hf.get("architectures")
+    labels = hf.get("id2label")
     raw_config = architectures[0] if isinstance(architectures, list) and architectures else ""
     if not str(raw_config).endswith("ForSequenceClassification"):
         return False
@@ -695,7 +691,8 @@ def _sizes(fields: Fields, family: Family) -> dict[str, int]:
             else fields.size(theirs or native_name, LARGEST[native_name], default=default)
         )
 
-    width, heads = size("hidden_size"), size("num_heads")
+    width = size("hidden_size")
+    heads = size("num_heads")
     per_head = width // heads
     whole = width % heads == 0 or fields.get(family.keys.get("head_dim", "")) is not None
     if not whole:

@@ -86,15 +86,15 @@ class LabelScores:
         assert set(dict(output.named_parameters())) == known, (
             "only weight and bias of the output layer are read"
         )
-        flat_ND, labels_N, loss_mask_N = (
-            hidden_BTD.flatten(0, 1),
-            self.labels_BT.flatten(),
-            self.loss_mask_BT.flatten(),
-        )
-        weight_VD, into_grad = output.weight, self.into_grad
+        flat_ND = hidden_BTD.flatten(0, 1)
+        labels_N = self.labels_BT.flatten()
+        loss_mask_N = self.loss_mask_BT.flatten()
+        weight_VD = output.weight
+        into_grad = self.into_grad
         # one more input, which is always 1; the joined matrix is no parameter
         if output.bias is not None:
-            flat_ND, into_grad = F.pad(flat_ND, (0, 1), value=1.0), False
+            flat_ND = F.pad(flat_ND, (0, 1), value=1.0)
+            into_grad = False
             weight_VD = torch.cat((weight_VD, output.bias[:, None]), 1)
         settings = Settings(
             softcap, min(self.chunk, len(labels_N)), self.compiled, into_grad, self.native
@@ -126,7 +126,8 @@ def label_scores(
     hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
 ) -> Tensor:
     """log softmax(hidden @ weight.T)[label], float32 [N] (float64 stays). Autocast decides what the matmuls run in."""
-    kind, num_rows = hidden_ND.device.type, len(labels_N)
+    kind = hidden_ND.device.type
+    num_rows = len(labels_N)
     compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
     if settings.native and settings.softcap is None and compute in compiled_scores.DTYPES:
         settings = replace(settings, compiled=False)
@@ -138,7 +139,8 @@ def label_scores(
         else _spare(num_rows, settings, compute, kind)
     )
     if spare:
-        hidden_ND, labels_N = F.pad(hidden_ND, (0, 0, 0, spare)), F.pad(labels_N, (0, spare))
+        hidden_ND = F.pad(hidden_ND, (0, 0, 0, spare))
+        labels_N = F.pad(labels_N, (0, spare))
     inputs = hidden_ND.to(compute), weight_VD, labels_N, settings
     scores_N: Tensor = _LabelScores.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's `apply`
     return scores_N[:num_rows]
@@ -167,7 +169,8 @@ def _to_other_gradient(
     logits_CV: Tensor, sums_C: Tensor, grad_C: Tensor, softcap: float | None
 ) -> None:
     """Turns logits into -grad times the softmax, through the soft-cap: right everywhere but at the label."""
-    exact_CV, slope_CV = widened(logits_CV), None
+    exact_CV = widened(logits_CV)
+    slope_CV = None
     if softcap is not None:
         exact_CV = exact_CV.div_(softcap).tanh_()
         slope_CV = exact_CV.square().neg_().add_(1)
@@ -200,10 +203,8 @@ class _LabelScores(torch.autograd.Function):
     def forward(
         ctx: _Context, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, settings: Settings
     ) -> Tensor:
-        log_sums, exact = (
-            _chosen(_log_sums, settings),
-            torch.promote_types(hidden_ND.dtype, torch.float32),
-        )
+        log_sums = _chosen(_log_sums, settings)
+        exact = torch.promote_types(hidden_ND.dtype, torch.float32)
         sums_N = hidden_ND.new_full(labels_N.shape, float("-inf"), dtype=exact)
         labelled_N = torch.zeros_like(sums_N)
         for entries in _slices(len(weight_VD), _tile(weight_VD)):
@@ -229,7 +230,8 @@ class _LabelScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, labels_N, scores_N, sums_N, *kept = ctx.saved_tensors
-        settings, to_other_gradient = ctx.settings, _chosen(_to_other_gradient, ctx.settings)
+        settings = ctx.settings
+        to_other_gradient = _chosen(_to_other_gradient, ctx.settings)
         d_hidden = torch.zeros_like(hidden_ND, dtype=sums_N.dtype)
         d_weight = None
         if ctx.needs_input_grad[1] and settings.into_grad:
@@ -261,10 +263,8 @@ class _LabelScores(torch.autograd.Function):
                     place_C, inside_C = _places(labels_N[rows], entries)
                     every_C = torch.arange(len(place_C), device=place_C.device)
                     # equals scatter_, which passes over the whole vocabulary on a CPU
-                    others_C, own_C = (
-                        gradient_CU[every_C, place_C],
-                        label_N[rows].to(gradient_CU.dtype),
-                    )
+                    others_C = gradient_CU[every_C, place_C]
+                    own_C = label_N[rows].to(gradient_CU.dtype)
                     gradient_CU[every_C, place_C] = torch.where(inside_C, own_C, others_C)
                 d_hidden[rows] += gradient_CU @ weight_UD
                 if d_weight is None:
@@ -327,7 +327,8 @@ class Divergence:
         shared = min(output.out_features, self.teacher.output.out_features)
         heads = output.weight, output.bias, *_first(self.teacher.output, shared)
         piece = partial(_scored, caps=(softcap, self.teacher.softcap), temperature=self.temperature)
-        hidden_ND, labels_N = hidden_BTD.flatten(0, 1)[learned], self.labels_BT.flatten()[learned]
+        hidden_ND = hidden_BTD.flatten(0, 1)[learned]
+        labels_N = self.labels_BT.flatten()[learned]
         pieces = [
             checkpoint(
                 piece, h_CD, t_CS, *heads, labels_C, use_reentrant=False, preserve_rng_state=False

@@ -17,10 +17,12 @@ from bloomery.hardware.machine import Machine
 CPU_TILE = 4096
 ATTENTION_BLOCK = 256  # queries and keys of a tile of blockwise attention
 # of such tiles that exist at once: a cache's worth, or enough to fill a GPU
-CPU_SCORES, GPU_SCORES = 2**20, 2**23
+CPU_SCORES = 2**20
+GPU_SCORES = 2**23
 # Numbers that an optimizer of our own works on at once: 16 million (64 MiB of float32) keep a device busy, 128 thousand
 # stay in a core's cache.
-GPU_PIECE, CPU_PIECE = 2**24, 2**17
+GPU_PIECE = 2**24
+CPU_PIECE = 2**17
 # numbers of a state that share a scale: arXiv:2110.02861 takes 2048, bitsandbytes 256 today
 INT8_BLOCK = 256
 # tensors of fewer numbers keep float32 moments, as in bitsandbytes: they decide much
@@ -36,7 +38,9 @@ SCALES_BLOCK = 256
 Dequantizer = Literal["torch", "compiled", "bitsandbytes"]
 SCALE_BYTES = 4  # float32
 # Weights dequantized at once, and the scratch bytes of each in addition to its float. On a CPU they stay in its caches.
-DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_BYTES = 2**17, 2**23, 6
+DEQUANTIZED_ON_CPU = 2**17
+DEQUANTIZED_ON_GPU = 2**23
+PIECE_BYTES = 6
 OLDEST = (0, 50)  # of bitsandbytes: before 0.50 its 4-bit kernels were wrong on AMD GPUs
 
 

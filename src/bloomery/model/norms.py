@@ -44,7 +44,8 @@ class RMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, gain, scale = ctx.saved_tensors
-        grad, normed = widened(grad), widened(x) * scale
+        grad = widened(grad)
+        normed = widened(x) * scale
         product = grad * normed
         with torch.autocast(x.device.type, enabled=False):
             overlap = (product @ gain).unsqueeze(-1).div_(-x.shape[-1])
@@ -86,7 +87,8 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, *, unit_offset: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps = eps
+        self.unit_offset = unit_offset
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `dtype`; None: in the dtype of the next matmul."""

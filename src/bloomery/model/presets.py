@@ -192,10 +192,8 @@ def _sizes(fields: Fields) -> dict[str, int]:
         )
         return fields.size(key, LARGEST[native_name], default=default)
 
-    width, heads = (
-        fields.size("hidden_size", LARGEST["hidden_size"]),
-        fields.size("num_attention_heads", 2**16),
-    )
+    width = fields.size("hidden_size", LARGEST["hidden_size"])
+    heads = fields.size("num_attention_heads", 2**16)
     return {
         "vocab_size": fields.size("vocab_size", LARGEST["vocab_size"]),
         "hidden_size": width,
@@ -210,7 +208,8 @@ def _sizes(fields: Fields) -> dict[str, int]:
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """The layers with sliding-window attention, from transformers' common keys."""
-    window, kinds = fields.get("sliding_window"), fields.get("layer_types")
+    window = fields.get("sliding_window")
+    kinds = fields.get("layer_types")
     if not isinstance(window, int) or fields.get("use_sliding_window") is False:
         return ()
     if not isinstance(kinds, list):
@@ -281,7 +280,8 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
 
     `implementation`: auto: native where supported, else transformers.
     """
-    said, where = stated_config(folder), str(folder / "config.json")
+    said = stated_config(folder)
+    where = str(folder / "config.json")
     refuse_experts(said, where=where)
     if chosen(said, implementation) == "transformers":
         return transformers_config(said, where=where)
@@ -463,7 +463,8 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
         raise UserError(
             f"a {model.family} model needs {', '.join(missing)}", where="model", fix=fix, code=2
         )
-    width, heads = sizes["hidden_size"], sizes["num_heads"]
+    width = sizes["hidden_size"]
+    heads = sizes["num_heads"]
     if "head_dim" not in sizes and width % heads:
         problem = f"hidden_size {width} is not a multiple of num_heads {heads}"
         raise UserError(

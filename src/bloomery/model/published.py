@@ -86,7 +86,8 @@ def entry_config(entry: Published, *, where: str) -> ModelConfig:
     keys = {**null, **entry.config}
     if entry.kind in FAMILIES:
         return config_from_hf({"model_type": entry.kind, **keys}, where=where)
-    per_token, of_gpt_oss = keys["num_experts_per_tok"], entry.kind == "gpt_oss"
+    per_token = keys["num_experts_per_tok"]
+    of_gpt_oss = entry.kind == "gpt_oss"
     width = keys.get("moe_intermediate_size", keys["intermediate_size"])
     experts = Experts(
         count=keys.get("num_experts") or keys["num_local_experts"],

@@ -73,10 +73,13 @@ def _yarn(periods: Tensor, theta: float, scaling: RopeScaling, original: int, wi
         """The (fractional) frequency that turns so often within the original context."""
         return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    low = index(scaling.beta_fast)
+    high = index(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, width - 1)
     if low == high:
         high += 0.001
     ramp = ((torch.arange(width // 2, device=periods.device).float() - low) / (high - low)).clamp(

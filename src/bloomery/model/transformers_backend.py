@@ -58,7 +58,8 @@ def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str
 
 def parts(whole: Any, num_layers: int) -> dict[str, nn.Module]:
     """The modules from tokens to the last hidden states by native names. Raises Unlike for an unsupported structure."""
-    base, embedding = whole.base_model, whole.get_input_embeddings()
+    base = whole.base_model
+    embedding = whole.get_input_embeddings()
     lists = (
         module
         for module in base.modules()
@@ -128,11 +129,9 @@ class TransformersBackbone(nn.Module):
     def __init__(self, config: ModelConfig, backend: str) -> None:
         super().__init__()
         assert config.transformers_backend is not None
-        self.config, self.backend, self.transformers_backend = (
-            config,
-            backend,
-            config.transformers_backend,
-        )
+        self.config = config
+        self.backend = backend
+        self.transformers_backend = config.transformers_backend
         whole, _ = blank_model(
             self.transformers_backend.raw_config, self.transformers_backend.attention
         )
@@ -243,7 +242,9 @@ def loaded_safely(backbone: TransformersBackbone, folder: Path) -> dict[str, Ten
 def transformers_facts(whole: Any, num_layers: int) -> dict[str, Any]:
     """`parameters` and `matrices` of `config.Foreign`. Raises Unlike."""
     actual = parts(whole, num_layers)
-    saved, seen, parameters = _saved_names(whole), set[int](), []
+    saved = _saved_names(whole)
+    seen = set[int]()
+    parameters = []
     for part, module in {
         **{f"model.{name}": m for name, m in actual.items()},
         "lm_head": output_of(whole),
@@ -322,8 +323,10 @@ def check_head(model: "Decoder", limit: float) -> None:
 def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
     """No token may see a later one, nor, in `packed` rows, one of another document. Raises UserError."""
     assert not model.training
-    tokens_BT, where = _trial_tokens(model), f"a {model.config.family} model through transformers"
-    first, second = tokens_BT[:, : TOKENS // 3], tokens_BT[:, TOKENS // 3 :]
+    tokens_BT = _trial_tokens(model)
+    where = f"a {model.config.family} model through transformers"
+    first = tokens_BT[:, : TOKENS // 3]
+    second = tokens_BT[:, TOKENS // 3 :]
     error = _difference(model(tokens_BT)[:, : first.shape[1]], model(first))
     if not error <= limit:
         problem = (
@@ -332,7 +335,8 @@ def check_rows(model: "Decoder", limit: float, *, packed: bool) -> None:
         raise UserError(problem, where=where, fix=OTHER)
     if not packed:
         return
-    numbers, device = torch.arange(TOKENS), tokens_BT.device
+    numbers = torch.arange(TOKENS)
+    device = tokens_BT.device
     documents = numbers.ge(first.shape[1]).long()
     positions = numbers - documents * first.shape[1]
     rows = (

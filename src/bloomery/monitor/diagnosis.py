@@ -43,7 +43,8 @@ FALLEN = 0.1
 
 # The logits of a random model have a standard deviation of 0.02 sqrt(width) and less: ln V + 0.0002 width nats at most,
 # which is below 1.2 ln V up to a width of 8,192. A first loss far below ln V means that labels leak.
-FIRST_HIGH, FIRST_LOW = 1.5, 0.7
+FIRST_HIGH = 1.5
+FIRST_LOW = 0.7
 # bytes per token: on its training dataset a byte-level vocabulary of 300 has 1.6, 2,048 has 3
 TINY_TOKENS = 1.5
 REPEATS = 0.3
@@ -72,10 +73,8 @@ def _masked(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if len(steps) < 5 or not facts.tokens_per_step:
         return
     loss_tokens = sum(step.loss_tokens or 0 for step in steps) / len(steps)
-    share, fix = (
-        loss_tokens / facts.tokens_per_step,
-        "check the loss mask: `bloomery prepare RECIPE --preview 3`",
-    )
+    share = loss_tokens / facts.tokens_per_step
+    fix = "check the loss mask: `bloomery prepare RECIPE --preview 3`"
     if share == 0:
         evidence = f"0 loss tokens of {facts.tokens_per_step:,} tokens per step in the last {len(steps)} steps"
         yield Diagnosis("masked", "all labels are masked: no token is trained on", evidence, fix)
@@ -117,7 +116,8 @@ def _labels(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
 
 def _shuffled(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     samples = [health.pair_excess for health in history.health if health.pair_excess is not None]
-    loss, floor = history.loss, facts.unigram_nats
+    loss = history.loss
+    floor = facts.unigram_nats
     if (
         len(samples) < ORDER_SAMPLES
         or median(samples) >= ORDER
@@ -146,23 +146,21 @@ def _frozen(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         return
     name = f", for example {samples[-1].unchanged}" if samples[-1].unchanged else ""
     if without >= 0.9 * share:
-        why, fix = (
-            "no gradient reaches them",
-            "check for requires_grad=False, detach() and no_grad()",
-        )
+        why = "no gradient reaches them"
+        fix = "check for requires_grad=False, detach() and no_grad()"
     elif facts.precision == "bfloat16-pure":
-        why, fix = "their updates are lost in rounding to bfloat16", "set train.precision=bfloat16"
+        why = "their updates are lost in rounding to bfloat16"
+        fix = "set train.precision=bfloat16"
     else:
-        why, fix = (
-            "they have gradients but no update",
-            "check that the optimizer has these parameters",
-        )
+        why = "they have gradients but no update"
+        fix = "check that the optimizer has these parameters"
     evidence = f"unchanged in {len(samples)} sampled steps{name}"
     yield Diagnosis("frozen", f"{share:.0%} of the parameters do not change: {why}", evidence, fix)
 
 
 def _first_loss(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
-    begin, size = history.begin, facts.vocab_size
+    begin = history.begin
+    size = facts.vocab_size
     if begin is None or size is None or size < 2:
         return
     chance = log(size)
@@ -200,7 +198,9 @@ def _fell_little(history: RunHistory, facts: PlanFacts) -> bool:
 
 def _stuck(history: RunHistory, facts: PlanFacts) -> bool:
     """Hardly below the first loss, well above the lowest loss, or long at the token entropy."""
-    begin, loss, lowest = history.begin, history.loss, history.lowest
+    begin = history.begin
+    loss = history.loss
+    lowest = history.lowest
     if (
         not facts.falls
         or begin is None
@@ -261,17 +261,16 @@ def _rate_too_high(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]
 
 def _too_high(changes: str, history: RunHistory, facts: PlanFacts) -> Diagnosis:
     key, rate = _rate_key(facts)
-    problem, evidence = (
-        "the learning rate is too high",
-        f"{changes} (0.1% is typical); {_curve(history, facts)}",
-    )
+    problem = "the learning rate is too high"
+    evidence = f"{changes} (0.1% is typical); {_curve(history, facts)}"
     fix = f"set {key}={_rounded(rate / 100)} (now {rate:g}); if the loss falls, try ten times that"
     return Diagnosis("rate-high", problem, evidence, fix)
 
 
 def _rate_too_low(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     """From how far the weights can move: so far, and by the end of the run at the peak learning rate."""
-    ratio, (key, rate) = history.ratio, _rate_key(facts)
+    ratio = history.ratio
+    (key, rate) = _rate_key(facts)
     flat = _fell_little(history, facts) or _stuck(history, facts)
     if not facts.fresh or not ratio or not history.recent or not flat or history.path >= MOVED:
         return
@@ -293,7 +292,8 @@ def _gradient(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     norms = [step.grad_norm for step in history.recent if step.grad_norm is not None]
     if len(norms) < FEW:
         return
-    now, then = median(norms[-FEW:]), median(history.first_norms)
+    now = median(norms[-FEW:])
+    then = median(history.first_norms)
     if now == 0:
         evidence = f"gradient norm 0 in the last {FEW} steps; {_curve(history, facts)}"
         fix = "check for detach() and no_grad()"
@@ -404,7 +404,8 @@ def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
         reasons = [sample.throttled for sample in samples if sample.throttled]
         hottest = max((sample.temperature or 0.0 for sample in samples), default=0.0)
         busy = [s for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)]
-        clocks, now = [s.clock_mhz or 0.0 for s in busy], busy[-FEW:]
+        clocks = [s.clock_mhz or 0.0 for s in busy]
+        now = busy[-FEW:]
         hot = len(now) == FEW and median(s.temperature or 0.0 for s in now) >= THROTTLING_CELSIUS
         silent = not reasons and all(s.throttled != "" for s in now)
         if len(reasons) > 0.1 * len(samples):
@@ -443,16 +444,19 @@ def _compiling(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if not facts.compiled or not facts.steps or history.began is None:
         return
     typical = median(step.step_seconds for step in history.recent)
-    took, whole = history.began.step_seconds - typical, facts.steps * typical
+    took = history.began.step_seconds - typical
+    whole = facts.steps * typical
     if took > SECONDS and took > COMPILING * (whole + took):
-        problem, fix = "torch.compile costs more time than it saves", "set train.compile=false"
+        problem = "torch.compile costs more time than it saves"
+        fix = "set train.compile=false"
         evidence = f"first step {history.began.step_seconds:,.0f} s, all {facts.steps:,} steps {whole:,.0f} s"
         yield Diagnosis("compile", problem, evidence, fix)
 
 
 def _graphs(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     """Shapes are fixed: no graph is compiled after the first evaluation."""
-    early, last = history.compiled_graphs, history.health[-1].graphs if history.health else None
+    early = history.compiled_graphs
+    last = history.health[-1].graphs if history.health else None
     if early is not None and last is not None and last > 2 * early + 4:
         evidence = f"{early} graphs at the start, {last} at step {history.health[-1].step:,}"
         fix = "set train.compile=false, and report the shape that changes"
@@ -469,7 +473,8 @@ def _crowded(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     if len(counts) < 2:
         return
     retries = sum(max(0, after - before) for (_, before), (_, after) in pairwise(counts))
-    steps, last = counts[-1][0].step - counts[0][0].step, counts[-1][0]
+    steps = counts[-1][0].step - counts[0][0].step
+    last = counts[-1][0]
     if retries > RETRIES * max(steps, FEW):
         fragmented = (
             f"{last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB is fragmented"
@@ -514,7 +519,8 @@ def _recomputing(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
 def _late(history: RunHistory, facts: PlanFacts, *, explained: bool) -> Iterator[Diagnosis]:
     if facts.step_seconds is None:
         return
-    high, took = facts.step_seconds[1], median(step.step_seconds for step in history.recent)
+    high = facts.step_seconds[1]
+    took = median(step.step_seconds for step in history.recent)
     if took > LATE * high:
         why = "" if explained else ", for no measured reason"
         evidence = (
@@ -593,7 +599,8 @@ class Diagnoser:
     """Reads the events of a run as they are written and warns of each cause once, also across resumes."""
 
     def __init__(self, facts: Callable[[], PlanFacts], before: Iterable[Event] = ()) -> None:
-        self._facts, self._history = facts, RunHistory()
+        self._facts = facts
+        self._history = RunHistory()
         self._known: PlanFacts | None = None
         self._warned: set[str] = set()
         for event in before:

@@ -390,7 +390,9 @@ class Tail:
     """Reads the new events of a growing file; an incomplete line is read once it is complete."""
 
     def __init__(self, path: Path, start: int = 0) -> None:
-        self._path, self._position, self._rest = path, start, b""
+        self._path = path
+        self._position = start
+        self._rest = b""
         self.read_lines = self.unknown_lines = 0  # unknown: damaged or of another version
 
     def read(self, *, whole: bool = False) -> Iterator[Event]:
@@ -407,10 +409,12 @@ class Tail:
             self._position += len(chunk)
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             if len(self._rest) > LONGEST_LINE:
-                lines, self._rest = [*lines, self._rest], b""
+                lines = [*lines, self._rest]
+                self._rest = b""
             yield from self._events(lines)
         if whole:
-            last, self._rest = self._rest, b""
+            last = self._rest
+            self._rest = b""
             yield from self._events([last])
 
     def _events(self, lines: Iterable[bytes]) -> Iterator[Event]:

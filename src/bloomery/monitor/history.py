@@ -110,7 +110,8 @@ class RunHistory:
             case StepHealth():
                 # The path counts each ratio for all steps since the previous one: ratios change slowly.
                 since = event.step - (self.health[-1].step if self.health else self.began_at)
-                ratio, before = event.update_ratio or 0.0, self.moved[-1]
+                ratio = event.update_ratio or 0.0
+                before = self.moved[-1]
                 self.moved.append(
                     Moved(
                         event.step, before.path + ratio * max(1, since), max(before.largest, ratio)
@@ -133,7 +134,8 @@ class RunHistory:
             case DeviceStats() if event.device >= 0:
                 self.gpus.append(event)
             case RunStarted():
-                self.attention, self.began_at = event.attention, event.step
+                self.attention = event.attention
+                self.began_at = event.step
                 self.began = self.compiled_graphs = None
             case Resumed() | Recovered():
                 self._go_back(event.step)
@@ -167,7 +169,8 @@ class RunHistory:
             (sample for sample in self.allocator if sample.step <= step), maxlen=RECENT
         )
         self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
-        self.first, self.step = self.first if step else None, step
+        self.first = self.first if step else None
+        self.step = step
 
     @property
     def path(self) -> float:
@@ -197,7 +200,8 @@ class RunHistory:
     @property
     def flat(self) -> bool:
         """Whether the loss fell by less than 1% from the middle tenth of the steps to the last."""
-        tenth, half = max(FEW, len(self.losses) // 10), len(self.losses) // 2
+        tenth = max(FEW, len(self.losses) // 10)
+        half = len(self.losses) // 2
         if half < 2 * FEW:
             return False
         return fmean(self.losses[-tenth:]) > 0.99 * fmean(

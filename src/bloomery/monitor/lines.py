@@ -114,7 +114,9 @@ class LiveView:
     """The picture of `bloomery watch`, redrawn twice per second; `close` leaves the last one on the screen."""
 
     def __init__(self, facts: RunFacts, console: Console, run: WatchedRun) -> None:
-        self._facts, self._console, self._run = facts, console, run
+        self._facts = facts
+        self._console = console
+        self._run = run
         self._lock = threading.Lock()  # the drawing thread reads what `write` changes
         self._live = Live(
             console=console,
@@ -149,7 +151,9 @@ class NotebookView:
     """The picture of `bloomery watch` as one output of a notebook cell, redrawn in place. The last one stays."""
 
     def __init__(self, facts: RunFacts, run: WatchedRun) -> None:
-        self._facts, self._run, self._drawn = facts, run, time.monotonic()
+        self._facts = facts
+        self._run = run
+        self._drawn = time.monotonic()
         # in every notebook
         self._handle = import_module("IPython.display").display(self, display_id=True)
 
@@ -199,7 +203,8 @@ class PlainView:
         summary: RunSummary | None = None,
         width: int = WIDTH,
     ) -> None:
-        self._facts, self._width = facts, width
+        self._facts = facts
+        self._width = width
         self._write: Callable[[str], None] = lambda line: write(harmless(line))
         self._summary = summary or RunSummary(steps=facts.steps, announced=facts.steps)
         self._line: _Line | None = None
@@ -312,14 +317,13 @@ class PlainView:
         if self._line is not None and self._line.step == step:
             return self._line
         self._flush()
-        steps, self._since = self._since, []
+        steps = self._since
+        self._since = []
         losses = [event.loss for event in steps if event.loss is not None]
         seconds = sum(event.step_seconds for event in steps)
         tokens = sum(event.tokens_per_second * event.step_seconds for event in steps)
-        speed, left = (
-            tokens / seconds if seconds else self._summary.tokens_per_second,
-            self._summary.eta_seconds,
-        )
+        speed = tokens / seconds if seconds else self._summary.tokens_per_second
+        left = self._summary.eta_seconds
         if losses:
             self._curve.append(fmean(losses))
         skipped = not self._curve or (bool(steps) and steps[-1].loss is None)
@@ -335,10 +339,12 @@ class PlainView:
         return self._line
 
     def _flush(self) -> None:
-        line, self._line = self._line, None
+        line = self._line
+        self._line = None
         if line is None:
             return
-        unit, memory = self._summary.loss_unit, self._facts.show_memory
+        unit = self._summary.loss_unit
+        memory = self._facts.show_memory
         if not self._headed:
             self._write("")
             self._write(header(unit, memory=memory))
@@ -357,7 +363,8 @@ class PlainView:
     def _end(self, event: RunEnded) -> None:
         took = format_seconds(self._summary.seconds)
         if event.status == "done" and self._line is not None:
-            notes, best = [f"done in {took}"], self._summary.best
+            notes = [f"done in {took}"]
+            best = self._summary.best
             if best is not None and best.step < self._line.step:
                 notes.insert(0, f"best: step {best.step:,}")
             elif BEST_CHECKPOINT in self._line.notes:  # the last step has a checkpoint

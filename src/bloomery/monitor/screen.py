@@ -55,10 +55,12 @@ def plot(
     `line` is drawn as the mean of each interval, `marks` as `o`. Values above `top` are drawn at the upper edge.
     `plain`: ASCII only. Empty without two points.
     """
-    columns, across = width - _LABEL - 1, [x for x, _ in (*line, *marks)]
+    columns = width - _LABEL - 1
+    across = [x for x, _ in (*line, *marks)]
     if len(line) < 2 or columns < 10 or height < 2:
         return []
-    first, last = min(across), max(across)
+    first = min(across)
+    last = max(across)
     span = max(last - first, 1e-9)
 
     def means(points: Sequence[Point], intervals: int) -> np.ndarray:
@@ -72,7 +74,8 @@ def plot(
 
     curve = means(line, columns * (1 if plain else 2))
     heights = [*curve[~np.isnan(curve)].tolist(), *(y for _, y in marks)]
-    low, high = min(heights), max(heights)
+    low = min(heights)
+    high = max(heights)
     high = high if top is None else min(max(top, low), high)
     room = (high - low) or abs(high) * 0.1 or 1.0
 
@@ -106,7 +109,8 @@ def plot(
         + "".join(chr(cell or 32) for cell in row).rstrip()
         for at, row in enumerate(bits)
     ]
-    start_step, end_step = f"{first:,.0f}", f"{last:,.0f}"
+    start_step = f"{first:,.0f}"
+    end_step = f"{last:,.0f}"
     rows.append(f"{'step':>{_LABEL - 1}}  {start_step}{end_step:>{columns - len(start_step)}}")
     levels = " .:-=+*#" if plain else BARS
     for name, points in (strips or {}).items():
@@ -127,7 +131,8 @@ def settled_top(line: Sequence[Point]) -> float | None:
     if start < 10:
         return None
     rest = [y for _, y in line[start:]]
-    low, high = min(y for _, y in line), max(y for _, y in line)
+    low = min(y for _, y in line)
+    high = max(y for _, y in line)
     return max(rest) if max(rest) - low < 0.6 * (high - low) else None
 
 
@@ -194,7 +199,9 @@ class WatchedRun:
 
     def restart(self) -> None:
         """A new process resumes the run: the end of the previous one is no longer its state."""
-        self.summary.ended, self.summary.stopping, self.summary.phase = None, False, None
+        self.summary.ended = None
+        self.summary.stopping = False
+        self.summary.phase = None
         self.summary.recent.clear()
         self.incidents.clear()
 
@@ -220,11 +227,14 @@ class Screen:
 
 def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> list[str]:
     """The picture, no line wider than the screen. `state`: as in `bloomery watch --json`; `now`: seconds since 1970."""
-    width, all_devices = screen.width, run.summary.devices.all
-    head, figures = _head(run.summary, facts, screen, state, now), _figures(run, facts, width)
+    width = screen.width
+    all_devices = run.summary.devices.all
+    head = _head(run.summary, facts, screen, state, now)
+    figures = _figures(run, facts, width)
     devices = device_lines(all_devices, width)
     if screen.height is None:
-        chart, incidents = _chart(run, screen, 10), _incidents(run, width, 16, now=now)
+        chart = _chart(run, screen, 10)
+        incidents = _incidents(run, width, 16, now=now)
         samples = _samples(run, width, 8)
     else:
         # one of them between blocks
@@ -271,7 +281,8 @@ def _head(
     summary: RunSummary, facts: RunFacts, screen: Screen, state: str, now: float
 ) -> list[str]:
     """Name, state and step in one line, or two where a name is long; then a bar with elapsed time and ETA."""
-    steps, phase = summary.steps or facts.steps, summary.phase
+    steps = summary.steps or facts.steps
+    phase = summary.phase
     works = state in ("starting", "running")
     doing = f" · {phase.name}" if phase is not None and works and phase.name != "length" else ""
     progress = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")
@@ -284,13 +295,16 @@ def _head(
     if state == "running" and (seconds := summary.eta_seconds):
         times += f", ETA {format_seconds(seconds)}"
         if seconds > _CLOCK_SECONDS:
-            end, today = time.localtime(now + seconds), time.localtime(now)
+            end = time.localtime(now + seconds)
+            today = time.localtime(now)
             times += (
                 f" ({time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)})"
             )
-    done, total = float(summary.step), float(summary.steps or 0)
+    done = float(summary.step)
+    total = float(summary.steps or 0)
     if phase is not None and phase.total and not summary.last:
-        done, total = phase.done, phase.total
+        done = phase.done
+        total = phase.total
     share = min(done / total, 1.0) if total else 0.0
     room = max(screen.width - len(times) - 8, 4)
     full = int(share * room)
@@ -304,7 +318,8 @@ def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True)
         for step, e in sorted(run.summary.evaluations.items())
         if e.loss is not None
     ]
-    top, below = settled_top(run.curve), {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
+    top = settled_top(run.curve)
+    below = {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
     drawn = plot(
         run.curve, evals, below, width=screen.width, height=height, top=top, plain=screen.plain
     )
@@ -315,11 +330,16 @@ def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True)
 
 
 def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
-    summary, last = run.summary, run.summary.last
+    summary = run.summary
+    last = run.summary.last
     if last is None:
         return []
-    speed, latest, best = summary.tokens_per_second or 0.0, summary.evaluation, summary.best
-    used, joules, each = facts.utilization(speed), summary.devices.joules, summary.joules_per_token
+    speed = summary.tokens_per_second or 0.0
+    latest = summary.evaluation
+    best = summary.best
+    used = facts.utilization(speed)
+    joules = summary.devices.joules
+    each = summary.joules_per_token
     loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
     limit = f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else ""
     energy = (

@@ -131,7 +131,9 @@ class TrackerSink:
         self, name: str, run_dir: Path, warn: Callable[[str], None], every_steps: int = 1
     ) -> None:
         self._name = "tensorboard" if name == IF_INSTALLED else name
-        self._asked_for, self._run_dir, self._every = name != IF_INSTALLED, run_dir, every_steps
+        self._asked_for = name != IF_INSTALLED
+        self._run_dir = run_dir
+        self._every = every_steps
         self._warn: Callable[[str], None] = lambda text: warn(redact_secrets(text)[:300])
         self._events: queue.Queue[Event | None] = queue.Queue(WAITING_EVENTS)
         self._lost = False
@@ -171,7 +173,9 @@ class TrackerSink:
             )
 
     def _track(self) -> None:
-        name, status, failed = self._name, "killed", False
+        name = self._name
+        status = "killed"
+        failed = False
         try:
             with _ID_LOCK:
                 run_info = (
@@ -217,7 +221,8 @@ class _Muted:
     """Standard output that drops the output of a tracker's thread."""
 
     def __init__(self, stream: TextIO, thread: threading.Thread) -> None:
-        self._stream, self._thread = stream, thread
+        self._stream = stream
+        self._thread = thread
 
     def write(self, text: str) -> int:
         return len(text) if threading.current_thread() is self._thread else self._stream.write(text)
@@ -257,7 +262,8 @@ def tensorboard(run_info: Mapping[str, Any]) -> Tracker:
 
 def wandb(run_info: Mapping[str, Any]) -> Tracker:
     """`offline` without a login: `wandb sync` uploads the run later."""
-    library, mode = importlib.import_module("wandb"), _wandb_mode(os.environ)
+    library = importlib.import_module("wandb")
+    mode = _wandb_mode(os.environ)
     settings = (
         {"settings": library.Settings(console="off", silent=True)}
         if hasattr(library, "Settings")
@@ -312,7 +318,8 @@ def mlflow(run_info: Mapping[str, Any]) -> Tracker:
     entities = importlib.import_module("mlflow.entities")
     client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run_info["project"])
-    experiment, found = client.get_experiment_by_name(name), []
+    experiment = client.get_experiment_by_name(name)
+    found = []
     if experiment is not None and run_info["resumed"]:
         mine = f"tags.`bloomery.id` = '{run_info['id']}'"
         found = client.search_runs([experiment.experiment_id], filter_string=mine, max_results=1)
@@ -372,7 +379,8 @@ def run_info_of(run_dir: Path) -> dict[str, Any]:
     resumed = tracked.is_file()
     if not resumed:
         write_durably(tracked, json.dumps({"id": uuid.uuid4().hex[:16]}) + "\n")
-    plan, settings = _read(run_dir / "plan.json"), dict[str, Any]()
+    plan = _read(run_dir / "plan.json")
+    settings = dict[str, Any]()
     for section in _COMPARED:
         values = plan.get(section)
         for key, value in values.items() if isinstance(values, dict) else ():
@@ -467,8 +475,11 @@ class CommandSink:
     """
 
     def __init__(self, command: str, folder: Path, warn: Warn, every_steps: int = 1) -> None:
-        self._command, self._folder, self._warn = shlex.split(command), folder, warn
-        self._schedule, self._failures = Schedule(every_steps), 0
+        self._command = shlex.split(command)
+        self._folder = folder
+        self._warn = warn
+        self._schedule = Schedule(every_steps)
+        self._failures = 0
 
     def write(self, event: Event) -> None:
         if self._failures >= _HOOK_FAILURES or not self._schedule.accepts(event):
@@ -518,7 +529,9 @@ class CommandSink:
 
 def _last_output(process: "subprocess.Popen[bytes]", pipe: int, deadline: float) -> bytes:
     """The last bytes that a process writes before it ends or times out, without waiting for its children."""
-    output, total, ended = b"", 0, False
+    output = b""
+    total = 0
+    ended = False
     ready = select.poll()
     ready.register(pipe, select.POLLIN)
     while time.monotonic() < deadline:
@@ -529,7 +542,8 @@ def _last_output(process: "subprocess.Popen[bytes]", pipe: int, deadline: float)
                 break
             continue
         chunk = os.read(pipe, _CHUNK)
-        output, total = (output + chunk)[-_CHUNK:], total + len(chunk)
+        output = (output + chunk)[-_CHUNK:]
+        total = total + len(chunk)
         if not chunk:  # closed, the process may still run
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0.0))
@@ -577,7 +591,9 @@ def write_metrics(
 
 def metrics_of(summary: RunSummary) -> dict[str, Any]:
     """Figures of the run so far, for programs."""
-    joules, last, ended = summary.devices.joules, summary.last, summary.ended
+    joules = summary.devices.joules
+    last = summary.last
+    ended = summary.ended
     return {
         "status": ended.status if ended else None,
         "error": redact_secrets(ended.error) if ended and ended.error else None,

@@ -218,14 +218,17 @@ class RunSummary:
             case EvalDone():
                 self.evaluations[event.step] = event
             case RunStarted():
-                self.steps, self.ended, self.stopping = event.steps or self.steps, None, False
+                self.steps = event.steps or self.steps
+                self.ended = None
+                self.stopping = False
                 self.announced = event.steps or None
                 self.loss_unit = event.loss_unit
                 self.recent.clear()
             case Phase(name="stopping"):
                 self.stopping = True
             case Phase(name="tokenizer" | "tokens" | "checksums"):
-                self.phase, self.preparation_seconds = event, self.clock.seconds
+                self.phase = event
+                self.preparation_seconds = self.clock.seconds
             case Phase():
                 self.phase = event
                 if event.name == "length" and event.total:
@@ -236,10 +239,14 @@ class RunSummary:
                     ):
                         self.announced = self.steps
             case Resumed():
-                self.resumes, self.step, self.ended = self.resumes + 1, event.step, None
+                self.resumes = self.resumes + 1
+                self.step = event.step
+                self.ended = None
                 self.resume_seconds.append(event.seconds)
                 if not event.step:  # it starts over: no earlier loss belongs to it
-                    self._mean, self._weight, self.smoothed = 0.0, 0.0, None
+                    self._mean = 0.0
+                    self._weight = 0.0
+                    self.smoothed = None
                     self.losses.clear()
                 self.evaluations = {
                     step: e for step, e in self.evaluations.items() if step <= event.step
@@ -261,7 +268,8 @@ class RunSummary:
             case DeviceStats():
                 self.devices.add(event)
             case RunEnded():
-                self.ended, self.stopping = event, False
+                self.ended = event
+                self.stopping = False
 
     @property
     def unit(self) -> str:
@@ -271,7 +279,10 @@ class RunSummary:
     def _add_step(self, event: StepDone) -> None:
         if self.phase is not None and self.phase.name == "compile":
             self.compiling_steps.append(event.step_seconds)
-        self.step, self.tokens, self.last, self.phase = event.step, event.tokens, event, None
+        self.step = event.step
+        self.tokens = event.tokens
+        self.last = event
+        self.phase = None
         self.trained_seconds += event.step_seconds
         self.steps_run += 1
         self.peak_gib = max(self.peak_gib, event.memory_gib)
@@ -369,7 +380,8 @@ def summary_of(events: Iterable[Event]) -> RunSummary:
 def sparkline(values: Iterable[float], width: int) -> str:
     """Bars of the last `width` values, scaled to all of them; equal values are low bars."""
     shown = list(values)
-    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    low = min(shown, default=0.0)
+    high = max(shown, default=0.0)
     scale = (len(BARS) - 2) / (high - low) if high > low else 0.0
     return "".join(
         BARS[round((value - low) * scale)] for value in shown[max(len(shown) - width, 0) :]

@@ -225,7 +225,8 @@ class _Away(saved_tensors_hooks):
         if (given := kept.given()) is not None:
             return given
         tensor, here = self._bring(kept)
-        kept.coming, kept.lent = None, weakref.ref(tensor)
+        kept.coming = None
+        kept.lent = weakref.ref(tensor)
         if here is not None:
             wait_for(here, kept.device)
         return tensor

@@ -35,7 +35,8 @@ BUCKET_NUMBERS = 25 * 2**20 // 4
 ALONE_NUMBERS = {"cpu": 2**18}
 SHARED_BYTES = 2**24  # of what a CPU gathers or sums at once; larger buffers are not kept
 # of mallopt(3); larger tensors of a shard are mappings of their own
-M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 65536
+M_MMAP_THRESHOLD = -3
+MAPPED_BYTES = 65536
 TEXT_BYTES = 1024
 # a backstop: the deadline of the worker ends a hang much earlier
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -51,7 +52,9 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self.waited, self._ended, self._axes = 0.0, 0.0, dict[str, float]()
+        self.waited = 0.0
+        self._ended = 0.0
+        self._axes = dict[str, float]()
         self._behind: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def reset(self) -> None:
@@ -64,7 +67,8 @@ class Clock:
     def around(self, axis: str = "", device: str = "cpu") -> Iterator[None]:
         """Count a collective of gradients or weights over `axis`; "": of a few numbers, on the host."""
         if device == "cuda":
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            first = torch.cuda.Event(enable_timing=True)
+            last = torch.cuda.Event(enable_timing=True)
             first.record()
             yield
             last.record()
@@ -84,7 +88,8 @@ class Clock:
             self._count(axis)
 
     def _count(self, axis: str) -> None:
-        began, self._ended = self._ended, time.perf_counter()
+        began = self._ended
+        self._ended = time.perf_counter()
         self.waited += self._ended - began
         if axis:
             self._axes[axis] = self._axes.get(axis, 0.0) + self._ended - began
@@ -211,7 +216,9 @@ class Mesh:
     def _sum_in_buckets(self, known: list[nn.Parameter]) -> None:
         here = torch.tensor([parameter.grad is not None for parameter in known], dtype=torch.uint8)
         dist.all_reduce(here, dist.ReduceOp.MAX)
-        bucket, size, under_way = list[Tensor](), 0, list[dist.Work]()
+        bucket = list[Tensor]()
+        size = 0
+        under_way = list[dist.Work]()
         for parameter, exists in zip(known, here.tolist(), strict=True):
             if not exists:
                 continue
@@ -228,7 +235,8 @@ class Mesh:
             size += parameter.numel()
             if size >= BUCKET_NUMBERS:
                 _sum_bucket(bucket)
-                bucket, size = [], 0
+                bucket = []
+                size = 0
         if bucket:
             _sum_bucket(bucket)
         for work in under_way:
@@ -282,7 +290,8 @@ class Mesh:
     def _joined(self, rows: Tensor) -> Tensor:
         """The tensor whose rows the ranks of a replica hold in turn, not all of them equally many."""
         assert self.devices is not None, "only shards are joined"
-        group, rows = self.devices.get_group(self.devices.ndim - 1), rows.detach().contiguous()
+        group = self.devices.get_group(self.devices.ndim - 1)
+        rows = rows.detach().contiguous()
         counts = [torch.zeros((), dtype=torch.int64, device=rows.device) for _ in range(self.shard)]
         dist.all_gather(counts, torch.tensor(len(rows), device=rows.device), group=group)
         found = [rows.new_empty(max(map(int, counts)), *rows.shape[1:]) for _ in counts]
@@ -320,7 +329,8 @@ def _meeting(rank: int, ranks: int) -> Any:
         )
     store.set(f"arrived {rank}", "1")
     store.add("arrived", 1)
-    deadline, pause = time.monotonic() + JOIN_SECONDS, 0.005
+    deadline = time.monotonic() + JOIN_SECONDS
+    pause = 0.005
     while store.add("arrived", 0) < ranks:
         if time.monotonic() > deadline:
             raise NotArrived(
@@ -350,7 +360,8 @@ def join(plan: TrainPlan) -> Mesh:
     """
     if plan.ranks == 1:
         return ALONE
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = int(os.environ["RANK"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     backend = "gloo"
     if plan.device == "cuda":
         # one visible device under some launchers
@@ -405,7 +416,8 @@ class _OnHost:
     """
 
     def __init__(self) -> None:
-        self._shared, self._reducing = torch.empty(0, dtype=torch.uint8), False
+        self._shared = torch.empty(0, dtype=torch.uint8)
+        self._reducing = False
 
     def room(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """For gathered weights, which FSDP2 copies out before anything else is gathered.

@@ -25,7 +25,9 @@ from bloomery.parallel.mesh import Mesh, NotArrived, join
 from bloomery.plan.types import RunPlan, TrainPlan
 
 SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
-CPU_NUMBERS, GPU_NUMBERS = 2**18, 2**24  # float32 in the timed all-reduce
+# float32 in the timed all-reduce
+CPU_NUMBERS = 2**18
+GPU_NUMBERS = 2**24
 
 
 @final
@@ -48,7 +50,8 @@ class Preflight:
 
 def meet(plan: TrainPlan) -> Mesh:
     """`join`, with its errors in one sentence. Raises UserError."""
-    rank, address = os.environ.get("RANK", "0"), os.environ.get("MASTER_ADDR", "")
+    rank = os.environ.get("RANK", "0")
+    address = os.environ.get("MASTER_ADDR", "")
     if plan.ranks > 1 and plan.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"rank {rank} on {platform.node()} sees no GPU",
@@ -67,7 +70,8 @@ def meet(plan: TrainPlan) -> Mesh:
             fix="read the output of that rank; start as many processes as the launcher names, with the same command",
         ) from error
     except RuntimeError as error:
-        reason, port = str(error), os.environ.get("MASTER_PORT", "")
+        reason = str(error)
+        port = os.environ.get("MASTER_PORT", "")
         if "EADDRINUSE" in reason or "address already in use" in reason:
             raise UserError(
                 f"port {port} of {address} is taken, so the ranks cannot meet",

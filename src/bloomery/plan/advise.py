@@ -136,7 +136,8 @@ def check_claims(
             case "duration":
                 if plan.seconds is None:
                     return "the step time of this device is unknown"
-                low, high = plan.seconds.low, plan.seconds.high
+                low = plan.seconds.low
+                high = plan.seconds.high
                 where = "within" if claimed[0] >= low and claimed[1] <= high else "overlaps"
                 planned = span((low, high))
                 return KnownRange(
@@ -148,7 +149,8 @@ def check_claims(
                     near=1e30,
                 )
             case "memory":
-                total, sequences = plan.memory.total, plan.train.micro_batch_size
+                total = plan.memory.total
+                sequences = plan.train.micro_batch_size
                 reason = f"{total / GIB:.1f} GiB at micro-batch {sequences}"
 
                 def otherwise(_: str) -> str:
@@ -157,7 +159,8 @@ def check_claims(
                     )
 
                 return KnownRange(total, total, reason, otherwise, near=1e30)
-        vocabulary, steps = plan.model.config.vocab_size, plan.train.steps
+        vocabulary = plan.model.config.vocab_size
+        steps = plan.train.steps
         if claimed[0] > vocabulary:
             return KnownRange(
                 0.0,
@@ -175,7 +178,8 @@ def check_claims(
 def _tokens(claimed: ClaimedRange, plan: RunPlan) -> KnownRange:
     assert plan.total_tokens is not None
     tokens = plan.total_tokens
-    length, each = plan.data.sequence_length, plan.train.tokens_per_step
+    length = plan.data.sequence_length
+    each = plan.train.tokens_per_step
     product = f"{plan.train.steps:,} x {each // length:,} x {length:,} = {format_count(tokens)}"
     steps = -(-int(claimed[0]) // each)
     needed = f"{product}; {format_count(claimed[0])} are {steps:,} steps"
@@ -256,7 +260,8 @@ SHORTEST = 256  # tokens of a sequence that a plan suggests
 
 def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     """The plan, with the edits that make it fit, and its report."""
-    recipe, profile = loaded.recipe, facts.profile
+    recipe = loaded.recipe
+    profile = facts.profile
     step, measure, parts = _planned_step(plan, facts.model, facts.machine, profile, facts.teacher)
     gpus = 1 if plan.parallel is None else plan.parallel.gpus
     nodes = 1 if plan.parallel is None else plan.parallel.nodes
@@ -264,7 +269,8 @@ def advise(loaded: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanReport:
     def plan_of(edit: str) -> RunPlan | None:
         """None where the edit contradicts the rest of the recipe."""
         try:
-            other, config = edited(loaded, edit), facts.config
+            other = edited(loaded, edit)
+            config = facts.config
             if edit == NO_DROPOUT:
                 config = replace(
                     config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0
@@ -307,7 +313,8 @@ def _verdicts(
 
 def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
     """At the boards' rated power all the time; None where it or the time is unknown."""
-    watts, seconds = profile.gpu.board_watts if profile.gpu else None, plan.seconds
+    watts = profile.gpu.board_watts if profile.gpu else None
+    seconds = plan.seconds
     devices = 1 if plan.parallel is None else plan.parallel.devices
     return None if not watts or seconds is None else watts * devices * seconds.value / 3.6e6
 
@@ -320,7 +327,8 @@ def _planned_step(
     teacher: ModelConfig | None,
 ) -> tuple[StepShape, Measure, dict[str, Estimate] | None]:
     """The step on one device, the memory of any step like it, and its seconds by operation."""
-    train, parallel = plan.train, plan.parallel
+    train = plan.train
+    parallel = plan.parallel
     plain = shape_of(
         plan,
         model,
@@ -388,7 +396,9 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     best weights as of each where evaluations come between them), and the reference log-probabilities where they are
     precomputed.
     """
-    dataset, claimed, config = plan.dataset, recipe.claims.epochs, step.config
+    dataset = plan.dataset
+    claimed = recipe.claims.epochs
+    config = step.config
     tokens = None if dataset is None else dataset.tokens
     if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
@@ -397,7 +407,8 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     wide = 1 if config.vocab_size <= 65536 else 2
     disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * wide)}
     disk |= {"checkpoint": each, "checkpoints": each * (recipe.checkpoint.keep + 2)}
-    evaluates, saves = plan.eval.every_steps, plan.checkpoint.every_steps
+    evaluates = plan.eval.every_steps
+    saves = plan.checkpoint.every_steps
     if evaluates is not None and evaluates % saves != 0:  # some evaluations have no checkpoint
         disk["best_weights"] = weights
         disk["checkpoints"] += weights * recipe.checkpoint.keep
@@ -431,7 +442,8 @@ def _to_fit(recipe: Recipe, plan: RunPlan, plan_of: PlanOf) -> Iterator[Suggesti
     # by key: the first edit that fits, else the one that saves most
     best: dict[str, tuple[str, str, RunPlan]] = {}
     for edit, cost in _ladder(recipe, plan):
-        after, key = plan_of(edit), edit.partition("=")[0]
+        after = plan_of(edit)
+        key = edit.partition("=")[0]
         if after is None:
             continue
         left = after.memory.total / plan.memory.total
@@ -464,13 +476,12 @@ def _saved(before: RunPlan, after: RunPlan, cost: str) -> str:
 
 def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Edits from cheap to expensive, each with its cost."""
-    train, asked, optimizer, adapter = (
-        plan.train,
-        recipe.train,
-        recipe.optimizer,
-        recipe.adapter.kind,
-    )
-    sequences, gpu = train.micro_batch_size, train.device != "cpu"
+    train = plan.train
+    asked = recipe.train
+    optimizer = recipe.optimizer
+    adapter = recipe.adapter.kind
+    sequences = train.micro_batch_size
+    gpu = train.device != "cpu"
     while asked.micro_batch_size != "auto" and sequences % 2 == 0:
         sequences //= 2
         yield f"train.micro_batch_size={sequences}", "same training"
@@ -572,7 +583,8 @@ def warnings(
         yield repeated
     yield from far_rates(recipe, width=facts.config.hidden_size)
     yield from _lengths(plan)
-    empty, sequences = plan.train.empty_sequences, plan.train.sequences_per_step
+    empty = plan.train.empty_sequences
+    sequences = plan.train.sequences_per_step
     if empty > mesh.PADDED_SHARE * sequences:
         full = -(-sequences // plan.train.ranks) * plan.train.ranks
         uneven = (
@@ -580,7 +592,8 @@ def warnings(
         )
         idle = f"{empty / (empty + sequences):.0%} of what they compute is padding"
         yield f"{uneven}: {idle}; train.batch_size={full} would use all of them, and is another training run"
-    dataset, length = plan.dataset, plan.data.sequence_length
+    dataset = plan.dataset
+    length = plan.data.sequence_length
     if dataset is not None and dataset.left_out:
         dropped = counted(dataset.left_out, "examples")
         yield f"{dropped} dropped: all labels within {length:,} tokens are masked"
@@ -588,7 +601,8 @@ def warnings(
         yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
     # the product of its matrices has at most the rank of the weight
     if isinstance(recipe.adapter, Lora):
-        rank, model = recipe.adapter.rank, facts.model
+        rank = recipe.adapter.rank
+        model = facts.model
         sides = {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.pairs}
         name = min(sides, key=lambda one: sides[one])
         if rank > sides[name]:
@@ -611,24 +625,30 @@ def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Itera
         and plan.total_tokens
         and any(verdict.claim.endswith(" tokens") for verdict in wrong)
     ):
-        planned, claimed = format_count(plan.total_tokens), format_count(claims.tokens[0])
+        planned = format_count(plan.total_tokens)
+        claimed = format_count(claims.tokens[0])
         yield f"train.{recipe.train.length_key} trains on {planned} tokens, claims.tokens is {claimed}"
     if claims.tokens and claims.tokens_per_second and claims.duration:
         fastest = claims.tokens[0] / max(claims.tokens_per_second[1], 1e-9)
         slowest = claims.tokens[1] / max(claims.tokens_per_second[0], 1e-9)
         if fastest > 2 * claims.duration[1] or 2 * slowest < claims.duration[0]:
-            tokens, rate = format_count(claims.tokens[0]), format_count(claims.tokens_per_second[1])
+            tokens = format_count(claims.tokens[0])
+            rate = format_count(claims.tokens_per_second[1])
             took = roughly(fastest)
             result = f"{tokens} tokens at {rate} tokens/s take {took}, not {span(claims.duration)}"
             yield f"the claims contradict each other: {result}"
 
 
 def _lengths(plan: RunPlan) -> Iterator[str]:
-    step, asked = plan.step_seconds, plan.train.seconds
+    step = plan.step_seconds
+    asked = plan.train.seconds
     if step is not None and asked is not None and asked < step.value:
-        one, least = format_seconds(step.value), counted(plan.train.min_steps or 1, "steps")
+        one = format_seconds(step.value)
+        least = counted(plan.train.min_steps or 1, "steps")
         yield f"train.max_time is {format_seconds(asked)}, but one step takes about {one}: the run takes {least}"
-    steps, warmup, decay = plan.train.steps, plan.optimizer.warmup_steps, plan.optimizer.decay_steps
+    steps = plan.train.steps
+    warmup = plan.optimizer.warmup_steps
+    decay = plan.optimizer.decay_steps
     if steps is None:
         return
     if warmup >= steps:
@@ -641,7 +661,8 @@ def _lengths(plan: RunPlan) -> Iterator[str]:
 
 
 def _settings(recipe: Recipe, profile: Profile) -> Iterator[str]:
-    asked, arch = recipe.train.precision, profile.arch
+    asked = recipe.train.precision
+    arch = profile.arch
     if profile.accelerator is None:
         if asked == "float16":
             yield "train.precision is float16: a CPU multiplies float16 five to nine times slower than float32"

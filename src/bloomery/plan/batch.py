@@ -48,10 +48,8 @@ def choose_tokens_per_step(
         return _within_an_epoch(best, sequence_length, sequences_per_epoch)
     assert isinstance(asked, int)
     if asked % sequence_length:
-        below, above = (
-            asked // sequence_length * sequence_length,
-            -(-asked // sequence_length) * sequence_length,
-        )
+        below = asked // sequence_length * sequence_length
+        above = -(-asked // sequence_length) * sequence_length
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
             f"tokens per step is not a multiple of data.sequence_length={sequence_length}: {asked:,}",

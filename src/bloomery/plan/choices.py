@@ -27,7 +27,9 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
     """Raises UserError for settings that the transformers implementation does not support."""
     if config.transformers_backend is None:
         return
-    where, problem, fix = "model.implementation=transformers", None, None
+    where = "model.implementation=transformers"
+    problem = None
+    fix = None
     window = min(
         (window for window in config.sliding_window if window is not None), default=float("inf")
     )
@@ -42,36 +44,30 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
     )
     if recipe.objective.spec.values:
         problem = f"reward models need the native implementation, which does not support {architecture_of(config)}"
-        where, fix = (
-            f"objective.kind={recipe.objective.kind}",
-            "choose a model family of docs/reference/models.md",
-        )
+        where = f"objective.kind={recipe.objective.kind}"
+        fix = "choose a model family of docs/reference/models.md"
     elif recipe.model.dropout is not None:
         problem = "the transformers implementation takes dropout from config.json"
-        where, fix = "model.dropout", "remove it, or set dropout in the model's config.json"
+        where = "model.dropout"
+        fix = "remove it, or set dropout in the model's config.json"
     elif head and stored != "lm_head.weight":
         problem = "the head of this architecture has another name in its files: PEFT cannot load it"
-        where, fix = (
-            "adapter.modules_to_save",
-            "remove lm_head, or set adapter.kind=none to train all parameters",
-        )
+        where = "adapter.modules_to_save"
+        fix = "remove lm_head, or set adapter.kind=none to train all parameters"
     elif isinstance(recipe.adapter, Peft) and (recipe.adapter.model_extra or {}).get(
         "modules_to_save"
     ):
         problem = "modules_to_save is not supported for PEFT methods on this architecture"
-        where, fix = (
-            "adapter.modules_to_save",
-            "remove it, or set adapter.kind=lora adapter.modules_to_save=[...]",
-        )
+        where = "adapter.modules_to_save"
+        fix = "remove it, or set adapter.kind=lora adapter.modules_to_save=[...]"
     elif recipe.train.compile is True:
         problem = "compilation is not supported for the transformers implementation"
-        where, fix = "train.compile", "set train.compile=auto"
+        where = "train.compile"
+        fix = "set train.compile=auto"
     elif recipe.data.layout == "packed" and window < recipe.data.sequence_length:
         problem = f"packing is not supported for the sliding window of transformers' layers: {window:,} tokens"
-        where, fix = (
-            "data.packing=true",
-            "set data.packing=false, or a shorter data.sequence_length",
-        )
+        where = "data.packing=true"
+        fix = "set data.packing=false, or a shorter data.sequence_length"
     if problem is not None and fix is not None:
         raise UserError(problem, where=where, fix=fix, code=2)
 
@@ -250,7 +246,8 @@ def optimizer_memory_choices(
     recipe: Recipe, *, accelerator: bool, precision: str
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key: settings that save memory, and their effect in this run."""
-    optimizer, spec = recipe.optimizer, OPTIMIZERS[recipe.optimizer.kind]
+    optimizer = recipe.optimizer
+    spec = OPTIMIZERS[recipe.optimizer.kind]
     if optimizer.state_dtype != "float32" and "state_dtype" in spec.settings:
         reason = "stochastic rounding, so that small updates are not lost"
         if optimizer.state_dtype == "int8":
@@ -277,7 +274,8 @@ def optimizer_memory_choices(
 
 def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -> Iterator[str]:
     """Warnings about settings without effect in this run."""
-    optimizer, spec = recipe.optimizer, OPTIMIZERS[recipe.optimizer.kind]
+    optimizer = recipe.optimizer
+    spec = OPTIMIZERS[recipe.optimizer.kind]
     offload = "optimizer.paged" if optimizer.paged else "optimizer.offload"
     if optimizer.offload and "offload" in spec.idle:
         yield f"{offload} has no effect with {spec.name}: {spec.idle['offload']}"
@@ -315,15 +313,11 @@ def arithmetic_choices(
     def decimal(size: float) -> str:  # decimal, as in papers
         return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
-    numbers, whole = (
-        parameter_count(model.config),
-        TrainedModel(model.config).state_parts("adamw", "bfloat16"),
-    )
+    numbers = parameter_count(model.config)
+    whole = TrainedModel(model.config).state_parts("adamw", "bfloat16")
     each = ", ".join(f"{name} {size / numbers:.0f}" for name, size in whole.items())
-    held, in_full = (
-        model.state_parts(recipe.optimizer.kind, precision),
-        decimal(sum(whole.values())),
-    )
+    held = model.state_parts(recipe.optimizer.kind, precision)
+    in_full = decimal(sum(whole.values()))
     rule = f"{sum(size / numbers for size in whole.values()):.0f} bytes ({each}) for each of {format_count(numbers)}"
     if held == whole:
         yield "model.from", Choice(f"training state {in_full}", f"full training: {rule} parameters")
@@ -370,7 +364,8 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
 
 def setting(plan: RunPlan) -> str:
     """`StepShape.setting` of a plan."""
-    mode, away = mode_of(plan, plan.model.config), plan.train.offload_activations
+    mode = mode_of(plan, plan.model.config)
+    away = plan.train.offload_activations
     return setting_of(
         mode, extra_forwards=extra_forwards(plan), teacher=teacher_of(plan), offloading=away
     )

@@ -16,7 +16,8 @@ from bloomery.plan.types import RunPlan
 
 def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
     """MFU needs the device's peak in the plan's precision from the table."""
-    config, train = plan.model.config, plan.train
+    config = plan.model.config
+    train = plan.train
     rate = None
     if machine is not None:
         profile = build_profile(machine)
@@ -40,11 +41,14 @@ def run_facts(plan: RunPlan, machine: Machine | None) -> RunFacts:
 
 def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
     """Reads a sample of the shards: a tenth of a second. Facts of a missing or damaged dataset are None."""
-    config, train, optimizer = plan.model.config, plan.train, plan.optimizer
+    config = plan.model.config
+    train = plan.train
+    optimizer = plan.optimizer
     stats: DatasetStats | None = None
     with suppress(UserError, OSError):
         stats = read_stats(plan.data.prepared)
-    estimate, aim = plan.step_seconds, plan.objective.spec
+    estimate = plan.step_seconds
+    aim = plan.objective.spec
     nats = aim.loss_unit == "token"
     return PlanFacts(
         vocab_size=config.vocab_size if nats else None,  # a guess is worth ln V to these alone

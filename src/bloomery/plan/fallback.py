@@ -40,7 +40,8 @@ def smaller_micro_batch(plan: RunPlan, reason: str) -> Fallback | None:
     if sequences == 1 or plan.optimizer.fused_backward:  # freed gradients cannot be accumulated
         return None
     factor = next(number for number in range(2, sequences + 1) if sequences % number == 0)
-    fewer, more = sequences // factor, plan.train.accumulation * factor
+    fewer = sequences // factor
+    more = plan.train.accumulation * factor
     cut = {
         "train": plan.train.model_copy(update={"micro_batch_size": fewer, "accumulation": more}),
         "model": plan.model.model_copy(
@@ -104,7 +105,8 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
             update={"eval": fallback.plan.eval.model_copy(update={"micro_batch_size": sequences})}
         )
         return Fallback(evaluated, fallback.action, only_time=True)
-    optimizer, gpu = plan.optimizer, plan.train.device != "cpu"
+    optimizer = plan.optimizer
+    gpu = plan.train.device != "cpu"
     settings = OPTIMIZERS[optimizer.kind].settings
     if plan.train.activation_checkpointing != "full":
         action = "activation checkpointing: full (recompute); less memory, a third more compute"

@@ -120,7 +120,8 @@ def facts_of(
     dataset: DatasetFacts | None = None,
 ) -> Facts:
     """With the dataset of these facts. Raises UserError for a recipe that no machine can train."""
-    recipe, start = loaded.recipe, loaded.recipe.model.from_
+    recipe = loaded.recipe
+    start = loaded.recipe.model.from_
     refuse_recipe(recipe)
     if dataset is None or dataset.vocab_size is None:
         config = build_config(recipe.model, vocab_size=planned_vocabulary(recipe))
@@ -165,8 +166,10 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
     folder = cached_model(start)
     if folder is None:
         return
-    raw_config, taken = stated_config(folder), architecture_of(config)
-    kind, name = raw_config.get("model_type"), folder.name if Path(start).exists() else start
+    raw_config = stated_config(folder)
+    taken = architecture_of(config)
+    kind = raw_config.get("model_type")
+    name = folder.name if Path(start).exists() else start
     if text_part(raw_config) is not raw_config:
         yield f"{name} is multimodal: its language model is trained as {taken}, vision weights are left out"
     elif raw_config.get("auto_map"):
@@ -251,7 +254,8 @@ FILES = 20  # of a built-in dataset
 
 def counted(manifest: Manifest, data: Data, prepared: Path) -> DatasetFacts:
     """The facts of a prepared dataset in the recipe's layout."""
-    learned, tokens = manifest.train.loss_tokens, manifest.train.tokens
+    learned = manifest.train.loss_tokens
+    tokens = manifest.train.tokens
     laid = count_sequences(
         prepared, manifest, sequence_length=data.sequence_length, layout=data.layout
     )
@@ -284,7 +288,8 @@ def absent(recipe: Recipe) -> list[str]:
 
 def left_aside(recipe: Recipe) -> list[str]:
     """Files of the recipe's folders that may be data and are not read, each with the key that reads it."""
-    data, rows = recipe.data, recipe.objective.spec.data_kind in ("sft", "pairs", "kto")
+    data = recipe.data
+    rows = recipe.objective.spec.data_kind in ("sft", "pairs", "kto")
     lines = [
         unread_files(source, rows=rows, key="in data.sources glob: ") for source in data.sources
     ]
@@ -336,7 +341,8 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
 
     Raises the UserError that `prepare` would raise for them.
     """
-    data, corpora = recipe.data, streams(recipe)
+    data = recipe.data
+    corpora = streams(recipe)
     try:
         firsts = [_first_documents(corpus, data.on_error, 1) for corpus in corpora]
         kinds = kinds_among([rows[0] if rows else None for rows in firsts])
@@ -398,12 +404,14 @@ def _template(
     Raises UserError for conversations without a template, for a template that cannot be used, and for rows that it
     refuses. With a tokenizer that is not trained yet nothing is rendered.
     """
-    asked, stays = recipe.data.chat.template, recipe.objective.spec.reads_text
+    asked = recipe.data.chat.template
+    stays = recipe.objective.spec.reads_text
     config = {} if tokenizer is None else tokenizer.config
     unknown = tokenizer is None and "train" not in tokenizer_spec(recipe)
     if unknown or not kinds.formatted(asked, config, verbatim=stays):
         return "", 1.0
-    lengths, longest = list[int](), recipe.data.sequence_length
+    lengths = list[int]()
+    longest = recipe.data.sequence_length
     if tokenizer is not None:
         with Renderer(
             tokenizer, template=asked, train_on=train_on(recipe), verbatim=stays

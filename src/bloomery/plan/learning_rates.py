@@ -41,7 +41,8 @@ MUON = Rates(2e-3, 5e-2)  # optimizer.muon_learning_rate, of the matrices
 
 FAR = 10  # times the usual range: beyond it the loss diverges, or does not move
 # Narrow models take higher rates (arXiv:2203.03466): those below this width, up to six times as high again.
-NARROW_WIDTH, NARROW = 512, 6
+NARROW_WIDTH = 512
+NARROW = 6
 
 
 def usual_rates(recipe: Recipe) -> tuple[Rates, str]:
@@ -56,11 +57,13 @@ def usual_rates(recipe: Recipe) -> tuple[Rates, str]:
         rates = PREFERENCES[recipe.objective.kind][0 if adapted else 1]
         method = f"{recipe.objective.kind} with {method}"
     elif isinstance(recipe.adapter, Peft):
-        rates, method = PEFT, recipe.adapter.method
+        rates = PEFT
+        method = recipe.adapter.method
     elif adapted:
         rates = LORA
     elif recipe.model.from_ is None:
-        rates, method = PRETRAINING, "pretraining"
+        rates = PRETRAINING
+        method = "pretraining"
     else:
         rates = FULL
     return rates.times(factor), method if optimizer == "adamw" else f"{method} and {optimizer}"

@@ -57,7 +57,9 @@ def in_epochs(plan: RunPlan) -> str:
 
 def too_many_epochs(plan: RunPlan) -> str | None:
     """A warning with the edit, where the dataset is repeated so often that the model overfits."""
-    repeats, epochs, dataset = REPEATS.get(plan.objective.kind), plan.epochs, plan.dataset
+    repeats = REPEATS.get(plan.objective.kind)
+    epochs = plan.epochs
+    dataset = plan.dataset
     if (
         repeats is None
         or epochs is None

@@ -260,7 +260,8 @@ def _facts(model: str) -> dict[str, Any]:
     if folder is None:
         known = published_config(model)
         return {} if known is None else {"positions": known.max_positions}
-    config, tokenizer = _json(folder / "config.json"), _json(folder / "tokenizer_config.json")
+    config = _json(folder / "config.json")
+    tokenizer = _json(folder / "tokenizer_config.json")
     positions = config.get("max_position_embeddings") or config.get("n_positions")
     bare = not (own_templates(tokenizer) or templates_in(folder))
     return {"positions": positions if isinstance(positions, int) else None, "bare": bare}

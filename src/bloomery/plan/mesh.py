@@ -265,10 +265,14 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
 
     Raises UserError where a feature of the recipe does not train over the split that it asks for, or over any.
     """
-    fabric, parallel, model = workload.fabric, recipe.parallel, workload.step.model
+    fabric = workload.fabric
+    parallel = recipe.parallel
+    model = workload.step.model
     int8_states = recipe.optimizer.state_dtype == "int8"
     if (parallel.replicate, parallel.shard, parallel.pipeline) != ("auto", "auto", 1):
-        copies, shards, stages = parallel.replicate, parallel.shard, parallel.pipeline
+        copies = parallel.replicate
+        shards = parallel.shard
+        stages = parallel.pipeline
         left = fabric.devices // stages
         if copies == "auto":
             copies = left // (1 if shards == "auto" else shards)
@@ -441,7 +445,8 @@ def layout_parts(
     if workload.rate is None:
         return None
     tokens = sequences * step.sequence_length
-    whole, stages = work or work_of(step, tokens=tokens), split.pipeline
+    whole = work or work_of(step, tokens=tokens)
+    stages = split.pipeline
     # one device's: of the layers with a pipeline, of the optimizer with sharding too
     share = replace(
         whole,
@@ -465,8 +470,11 @@ def communication_seconds(
     workload: MeshWorkload, split: MeshSplit, step: StepShape, sequences: int
 ) -> dict[str, float]:
     """Of a step over so many sequences of each data-parallel rank, by axis, whether compute hides it or not."""
-    fabric, config, found = workload.fabric, step.config, dict[str, float]()
-    learning, layers = step.model.learning_bytes(step.precision), config.num_layers
+    fabric = workload.fabric
+    config = step.config
+    found = dict[str, float]()
+    learning = step.model.learning_bytes(step.precision)
+    layers = config.num_layers
     passes = max(1, sequences // step.micro_batch_size)
     if split.shard > 1:
         inside = replace(fabric, per_node=min(fabric.per_node, split.shard))
@@ -503,7 +511,8 @@ def _exposed(
 ) -> Estimate:
     """Communication that compute does not hide; transfers between pipeline stages never overlap."""
     bare = seconds.get("pipeline", 0.0)
-    hidden, window = sum(seconds.values()) - bare, computing
+    hidden = sum(seconds.values()) - bare
+    window = computing
     if split.pipeline > 1:
         window = computing / passes
     elif split.shard == 1:
@@ -517,7 +526,8 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
 
     Raises UserError where the recipe asks for a pipeline whose copies do not divide the sequences of a step.
     """
-    fabric, sequences_per_step = workload.fabric, workload.sequences_per_step
+    fabric = workload.fabric
+    sequences_per_step = workload.sequences_per_step
     candidates = [
         candidate
         for name, split in _splits(workload, recipe)
@@ -534,12 +544,11 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
         )
 
     def entry(candidate: LayoutCandidate) -> LayoutPlan:
-        split, parts, micro_batch_size = (
-            candidate.split,
-            candidate.parts or {},
-            candidate.micro_batching.micro_batch_size.value,
-        )
-        waits, bubble = parts.get("exposed communication"), parts.get("pipeline bubble")
+        split = candidate.split
+        parts = candidate.parts or {}
+        micro_batch_size = candidate.micro_batching.micro_batch_size.value
+        waits = parts.get("exposed communication")
+        bubble = parts.get("pipeline bubble")
         return LayoutPlan(
             name=candidate.name,
             replicate=split.replicate,
@@ -558,7 +567,8 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
         )
 
     chosen, reason = choose(candidates)
-    inside, between = fabric.inside, fabric.between
+    inside = fabric.inside
+    between = fabric.between
     return chosen, ParallelPlan(
         gpus=fabric.per_node,
         nodes=fabric.nodes,

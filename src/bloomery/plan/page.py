@@ -75,8 +75,10 @@ def page(
     `source`: the recipe and its overrides as typed; `devices`: the options that chose devices; `commands`: those that
     may be suggested; `simulated`: lines below memory's.
     """
-    plan, profile = report.plan, build_profile(machine)
-    sentence, remark = headline(report), "nothing was run"
+    plan = report.plan
+    profile = build_profile(machine)
+    sentence = headline(report)
+    remark = "nothing was run"
     lines = [f"{sentence:<{WIDTH - len(remark)}}{remark}"]
     if len(sentence) + len(remark) >= WIDTH:  # the last sentence gets a line of its own
         first, _, last = sentence.rpartition(". ")
@@ -142,7 +144,8 @@ def columns(head: str, text: str) -> Iterator[str]:
 
 def headline(report: PlanReport) -> str:
     """Whether the run fits, how long it takes, and the claimed number of tokens where that is wrong."""
-    plan, (unit, size) = report.plan, unit_of(report.plan.memory.total)
+    plan = report.plan
+    (unit, size) = unit_of(report.plan.memory.total)
     needs = f"{plan.memory.total / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
     most = f"{plan.memory.high / size:.1f} of {plan.memory.limit / size:.1f} {unit}"
     text = f"{verdict(plan)}: up to {most}." if verdict(plan) != "Fits" else "Fits."
@@ -181,12 +184,13 @@ def about(seconds: float) -> str:
 
 def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]:
     """The device, how many of it, and the links between several."""
-    device, gpu, arch, mesh = profile.accelerator, profile.gpu, profile.arch, plan.parallel
+    device = profile.accelerator
+    gpu = profile.gpu
+    arch = profile.arch
+    mesh = plan.parallel
     if device is None:
-        host, kind = (
-            machine.host,
-            profile.cpu.name if profile.cpu else "no vector instructions of the table",
-        )
+        host = machine.host
+        kind = profile.cpu.name if profile.cpu else "no vector instructions of the table"
         memory = f"{format_bytes(host.memory_free_bytes)} of {format_bytes(host.memory_bytes)} free"
         return [f"{host.cpu_cores} cores · {host.cpu_name} · {kind} · {memory}"]
     count = (
@@ -238,7 +242,8 @@ def model_line(plan: RunPlan) -> str:
 
 
 def batch_lines(plan: RunPlan) -> list[str]:
-    train, length = plan.train, plan.data.sequence_length
+    train = plan.train
+    length = plan.data.sequence_length
     cut = f"micro-batch {train.micro_batch_size}, "
     cut += (
         f"gradient accumulation {train.accumulation}"
@@ -270,11 +275,9 @@ def unit_of(value: float) -> tuple[str, float]:
 
 def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     """The three largest parts with bars, the rest in a line; next to them total, limit and range."""
-    memory, (unit, size), (above, large) = (
-        plan.memory,
-        unit_of(plan.memory.total),
-        unit_of(plan.memory.limit),
-    )
+    memory = plan.memory
+    (unit, size) = unit_of(plan.memory.total)
+    (above, large) = unit_of(plan.memory.limit)
     digits = 1 if size == GIB else 0
     names = {
         "context": f"{'HIP' if profile.arch.vendor == 'amd' else 'CUDA'} context"
@@ -319,7 +322,8 @@ def bar(value: float, longest: float) -> str:
 def _max_length(report: PlanReport) -> list[str]:
     if report.max_length is None:
         return []
-    planned, recomputed = report.max_length.as_planned, report.max_length.checkpointed
+    planned = report.max_length.as_planned
+    recomputed = report.max_length.checkpointed
     if recomputed == 0:
         return ["not even 256 tokens fit at micro-batch 1"]
     if report.plan.train.activation_checkpointing == "full" or planned == recomputed:
@@ -330,7 +334,9 @@ def _max_length(report: PlanReport) -> list[str]:
 
 
 def time_lines(report: PlanReport, profile: Profile) -> list[str]:
-    plan, step, gpu = report.plan, report.plan.step_seconds, profile.gpu
+    plan = report.plan
+    step = report.plan.step_seconds
+    gpu = profile.gpu
     if step is None:
         return [
             "unknown: this device is not in the table, and no similar device's figures are used"
@@ -342,7 +348,8 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
         low, high = (reached_flops(plan, seconds) / peak for seconds in (step.high, step.low))
         ends += f" = {low * 100:.0f} to {high:.0%} of peak"
     facts = [f"{two_digits(rate.value)} tokens/s ({ends})"]
-    whole, asked = plan.seconds, plan.train.seconds
+    whole = plan.seconds
+    asked = plan.train.seconds
     if whole is not None and asked is None:
         unit = format_seconds(whole.value).partition(" ")[2]
         facts.append(
@@ -366,18 +373,18 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
 
 def part_lines(report: PlanReport, profile: Profile) -> list[str]:
     """Where a step's time goes, and MFU against the device's peak and the best matmul published, with its formula."""
-    plan, step, gpu = report.plan, report.plan.step_seconds, profile.gpu
+    plan = report.plan
+    step = report.plan.step_seconds
+    gpu = profile.gpu
     if step is None or gpu is None:
         return []
     shares = sorted(
         ((part.value / step.value, name) for name, part in report.step_parts.items()), reverse=True
     )
     spent = [f"{name} {share:.0%}" for share, name in shares if share >= 0.005]
-    reached, peak, best = (
-        reached_flops(plan),
-        gpu.peak_flops(dtype_of(plan)),
-        gpu.achievable_flops(dtype_of(plan)),
-    )
+    reached = reached_flops(plan)
+    peak = gpu.peak_flops(dtype_of(plan))
+    best = gpu.achievable_flops(dtype_of(plan))
     mfu = [
         f"MFU {reached / peak:.0%} of {peak / 1e12:,.1f} TFLOP/s"
         if peak
@@ -415,8 +422,10 @@ def dtype_of(plan: RunPlan) -> str:
 
 
 def disk_lines(report: PlanReport) -> list[str]:
-    disk, kept = report.disk, report.plan.checkpoint.keep
-    total, each = format_bytes(disk["checkpoints"]), format_bytes(disk["checkpoint"])
+    disk = report.disk
+    kept = report.plan.checkpoint.keep
+    total = format_bytes(disk["checkpoints"])
+    each = format_bytes(disk["checkpoint"])
     number, _, unit = each.partition(" ")
     each = number if total.endswith(unit) else each
     facts = [f"{format_bytes(disk['shards'])} dataset"] if "shards" in disk else []
@@ -438,7 +447,8 @@ def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
     for index, layout in enumerate(mesh.layouts):
         yield ("> " if index == mesh.chosen else "  ") + _layout(layout, plan)
     yield f"> {mesh.layouts[mesh.chosen].name}: {mesh.reason}"
-    empty, sequences = plan.train.empty_sequences, plan.train.sequences_per_step
+    empty = plan.train.empty_sequences
+    sequences = plan.train.sequences_per_step
     if empty:
         yield f"{sequences:,} sequences per step do not divide among {mesh.devices:,} devices:"
         yield f"{empty:,} of {sequences + empty:,} that they compute are padding, of zero weight"
@@ -489,7 +499,8 @@ def suggestion_lines(report: PlanReport) -> Iterator[str]:
 def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator[str]:
     """The choices that depend on the machine, and their reasons."""
     choices = {choice.key: (choice.value, choice.reason) for choice in plan.choices}
-    used, rows = profile.accelerator, []
+    used = profile.accelerator
+    rows = []
     # which of several devices
     if plan.parallel is None and len(machine.accelerators) > (used is not None):
         rows.append((f"GPU {used.index}" if used else "on the CPU", profile.device.reason))
@@ -508,7 +519,8 @@ def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator
         overridden = any("HSA_OVERRIDE_GFX_VERSION" in text for text in build.never)
         unset = ["leave HSA_OVERRIDE_GFX_VERSION unset"] if overridden else []
         rows.append((build.requirement.split("==")[0], "; ".join((build.reason, *unset))))
-        (pinned, why), (fused, reason) = choices["data.pin_memory"], choices["optimizer.fused"]
+        (pinned, why) = choices["data.pin_memory"]
+        (fused, reason) = choices["optimizer.fused"]
         rows.append(("pinned memory" if pinned == "yes" else "pageable memory", why))
         rows.append(("fused optimizer" if fused == "yes" else "own optimizer", reason))
         if "environment" in choices:
@@ -605,7 +617,8 @@ class GpuPlan:
 
     def document(self) -> dict[str, Any]:
         """Of `--json`."""
-        plan, rate = self.plan, self.rate
+        plan = self.plan
+        rate = self.rate
         seconds = plan.seconds if plan else None
         origin = plan.step_seconds.origin if plan and plan.step_seconds else None
         return {
@@ -639,9 +652,12 @@ def compare_gpus(
 
     Raises UserError when the recipe itself is wrong.
     """
-    compared, facts, results = chosen or list(devices()), facts_of(loaded, machine), []
+    compared = chosen or list(devices())
+    facts = facts_of(loaded, machine)
+    results = []
     for device in compared:
-        memory, spec = device.usable_bytes / GIB, gpu_spec(device)
+        memory = device.usable_bytes / GIB
+        spec = gpu_spec(device)
         assert spec is not None, f"gpus.toml has no {device.name}"
         there = facts.on(with_gpu(machine, device))
         try:
@@ -719,7 +735,8 @@ def _line(gpu: GpuPlan) -> str:
     if gpu.rate is None:
         return f"{head}{needs}{dtype:<5}speed unknown"
     value, low, high = (two_digits(rate) for rate in gpu.rate)
-    seconds, energy = gpu.plan.seconds, gpu.energy_kwh
+    seconds = gpu.plan.seconds
+    energy = gpu.energy_kwh
     takes = format_seconds(seconds.value) if seconds else "?"
     kwh = "?" if energy is None else f"{energy:.1f}" if energy < 9.95 else two_digits(energy)
     ends = f"{low} to {high}"

@@ -65,11 +65,14 @@ def resolve(loaded: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: int = 1
 
     Raises UserError for settings that the machine does not support; a run that does not fit is planned.
     """
-    recipe, profile, config = loaded.recipe, facts.profile, facts.config
+    recipe = loaded.recipe
+    profile = facts.profile
+    config = facts.config
     gpus, nodes = mesh.devices_of(recipe.parallel, gpus=gpus, nodes=nodes)
     refuse_mesh(profile, gpus=gpus, nodes=nodes)
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes)
-    scale, micro_batching = step.scale, step.micro_batching
+    scale = step.scale
+    micro_batching = step.micro_batching
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
         unsupported.refuse_settings(recipe, config, steps=scale.steps)
     asked = recipe.train
@@ -177,13 +180,12 @@ class _Step:
 
 def _choose_step(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
     """In the order in which the choices depend on each other."""
-    profile, config, dataset, torch = (
-        facts.profile,
-        facts.config,
-        facts.dataset,
-        facts.machine.software.torch,
-    )
-    train, length = recipe.train, recipe.data.sequence_length
+    profile = facts.profile
+    config = facts.config
+    dataset = facts.dataset
+    torch = facts.machine.software.torch
+    train = recipe.train
+    length = recipe.data.sequence_length
     estimator = StepEstimator.of(recipe, facts.machine, profile)
     tokens = batch.choose_tokens_per_step(
         recipe.tokens_per_step,
@@ -270,7 +272,8 @@ def shape_of(
     attention: str,
 ) -> StepShape:
     """A step with micro-batch size 1, uncompiled, that keeps all activations."""
-    arch, environment = profile.arch, profile.environment.value
+    arch = profile.arch
+    environment = profile.environment.value
     return StepShape(
         model=model,
         sequence_length=asked.data.sequence_length,
@@ -300,7 +303,8 @@ def _compiled(
     gain = compile_gain(
         estimator.measurements, model=facts.config, precision=eager.precision, setting=eager.setting
     )
-    seconds, length = None, recipe.train.length
+    seconds = None
+    length = recipe.train.length
     if length.unit == "seconds":
         seconds = length.amount
     elif scale.steps is not None and (parts := estimator.step_parts(eager, scale.tokens_per_step)):
@@ -310,8 +314,11 @@ def _compiled(
 
 def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...]:
     """Every choice with its reason, in the order of the page."""
-    profile, config, micro_batching = facts.profile, facts.config, step.micro_batching
-    precision, attention = step.precision, step.attention
+    profile = facts.profile
+    config = facts.config
+    micro_batching = step.micro_batching
+    precision = step.precision
+    attention = step.attention
     if precision.value == "float16":  # always with loss scaling
         precision = Choice("float16 + loss scaling", precision.reason)
     if profile.attention.value == "plain" and not keeps_scores(micro_batching.step):
@@ -336,7 +343,8 @@ def _decisions(recipe: Recipe, facts: Facts, step: _Step) -> tuple[Decision, ...
     )
     if interval.reason != ASKED:
         choices["checkpoint.every"] = Choice(f"{interval.value:,} steps", interval.reason)
-    workers, reads = recipe.data.num_proc, profile.workers.reason
+    workers = recipe.data.num_proc
+    reads = profile.workers.reason
     by_size = f"one process for small datasets, every core for large ones; {reads}"
     prepares = Choice(str(workers), f"{ASKED}: processes of `prepare`; {reads}")
     choices |= {

@@ -106,7 +106,8 @@ def write_sealed(folder: Path, files: Mapping[str, str]) -> None:
 
 def read_sealed(path: Path, *, fix: str = _AS_IT_WAS) -> bytes:
     """A file of a run, as it was written. Raises UserError when it changed since, and OSError."""
-    content, head = read_whole(path), read_identity(path.parent)
+    content = read_whole(path)
+    head = read_identity(path.parent)
     if head is not None and digest_of(content) not in head.files.get(path.name, ()):
         raise UserError(f"{path.name} has changed since the run wrote it", where=str(path), fix=fix)
     return content

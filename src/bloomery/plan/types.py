@@ -346,7 +346,9 @@ class RunPlan(PlanPart):
 
         A wall-time run that has begun: as estimated when its steps were first measured.
         """
-        step, steps, asked = self.step_seconds, self.train.steps, self.train.seconds
+        step = self.step_seconds
+        steps = self.train.steps
+        asked = self.train.seconds
         for known in (block.ends for block in self.train.blocks if block.ends is not None):
             return Estimate(value=known, low=known, high=known, origin="measured")
         if asked is not None:

@@ -115,7 +115,8 @@ def quantized_choices(
     recipe: Recipe, reader: Choice[Dequantizer]
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key: bits per weight, and the implementation that reads them."""
-    base, double = recipe.quantize.kind, recipe.quantize.double_quant
+    base = recipe.quantize.kind
+    double = recipe.quantize.double_quant
     if base == "none":
         return
     bits = 8 * storage_bytes((MANY,), base, double) / MANY
@@ -151,7 +152,8 @@ def adapter_choices(
         kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
         kind += " (rsLoRA)" if adapter.use_rslora else ""
         kind += " from PiSSA" if adapter.init == "pissa" else ""
-        trained, total = model.trained_count, parameter_count(model.config)
+        trained = model.trained_count
+        total = parameter_count(model.config)
         reason = f"{format_count(trained)} trainable parameters, {trained / total:.2%} of"
         reason += f" {format_count(total)}, on {len(model.mode.pairs):,} target modules"
         yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
@@ -216,7 +218,9 @@ def _refuse_keys(keys: list[str], *, one_device: bool = False) -> None:
 
 def refuse_optimizer_memory_misfits(recipe: Recipe) -> None:
     """Raises UserError for memory settings that the optimizer or a fused backward does not support."""
-    optimizer, train, spec = recipe.optimizer, recipe.train, OPTIMIZERS[recipe.optimizer.kind]
+    optimizer = recipe.optimizer
+    train = recipe.train
+    spec = OPTIMIZERS[recipe.optimizer.kind]
     asked = {key: f"optimizer.{key}" for key in OPTIMIZER_MEMORY_KEYS if getattr(optimizer, key)}
     if optimizer.paged:
         asked["offload"] = "optimizer.paged"  # another name for it

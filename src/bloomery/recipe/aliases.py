@@ -70,7 +70,8 @@ def look_up(
     In order: the table (rows of `program` first), the same key in another section, the nearest key of its section.
     """
     names = tuple(part for part in path if isinstance(part, str))
-    shown, last = ".".join(names), names[-1]
+    shown = ".".join(names)
+    last = names[-1]
     sections = _table()["sections"]
     if len(names) == 1 and last in sections and isinstance(value, dict) and value:
         return None  # a section: its keys have answers of their own
@@ -148,7 +149,8 @@ def _elsewhere(name: str) -> list[tuple[str, ...]]:
 
 def _similar(names: Sequence[str], value: Any, siblings: Mapping[str, Any]) -> Alias | None:
     """A misspelled key of the same section, or name of the table: a slip rarely changes the first letter or a digit."""
-    name, table = _normal(names[-1]), _rows("")
+    name = _normal(names[-1])
+    table = _rows("")
     here = {_normal(key[-1]): key for key in known_keys() if key[:-1] == tuple(names[:-1])}
 
     def near(known: Iterable[str], cutoff: float) -> str:
@@ -219,11 +221,10 @@ def _answer(row: _Row, shown: str, value: Any, siblings: Mapping[str, Any]) -> A
         edits, reason = CALLS[text[1:]](value, siblings)
     else:
         edits, reason = _split(text)
-        edits, reason = (
-            [_filled(edit, value, siblings) for edit in edits],
-            _filled(reason, value, siblings),
-        )
-    found, reasons = list[str](), [reason] if reason else []
+        edits = [_filled(edit, value, siblings) for edit in edits]
+        reason = _filled(reason, value, siblings)
+    found = list[str]()
+    reasons = [reason] if reason else []
     for edit in edits:
         more, why = _translated(edit) or ((edit,), "")
         found += [one if "=" not in one or accepted(one) else one.partition("=")[0] for one in more]
@@ -348,10 +349,8 @@ def _length(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     """Version 1: "3 epochs", "2000 steps", "10B tokens", "8h" -> the key of that unit."""
     del siblings
     text = str(plain(value))
-    amount, unit = (
-        re.sub(r"\s*(steps?|epochs?|tokens?)$", "", text),
-        re.findall(r"(step|epoch|token)s?$", text),
-    )
+    amount = re.sub(r"\s*(steps?|epochs?|tokens?)$", "", text)
+    unit = re.findall(r"(step|epoch|token)s?$", text)
     if not unit and not amount.isdigit():
         return [f"train.max_time={text}"], ""
     key = {"epoch": "epochs", "token": "max_tokens"}.get("".join(unit), "max_steps")
@@ -472,7 +471,8 @@ def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any
     named = {f"{place}.{name}": (name, column) for name, column in dataset.items()}
     if isinstance(own, dict):
         named |= {f"{place}.type.{name}": (name, column) for name, column in own.items()}
-    columns, origins = dict[str, str](), list[str]()
+    columns = dict[str, str]()
+    origins = list[str]()
     for origin, (name, column) in named.items():
         if name in _AXOLOTL_COLUMNS and isinstance(column, str) and column:
             columns[_AXOLOTL_COLUMNS[name]] = column
@@ -487,16 +487,15 @@ def _source(dataset: str | Mapping[str, Any], place: str) -> dict[str, tuple[Any
         format = "preference"
         columns |= {"prompt": columns.pop("messages")} if "messages" in columns else {}
     kept = {role: name for role, name in columns.items() if role != name}
-    path, path_origin = dataset.get("path"), f"{place}.path"
+    path = dataset.get("path")
+    path_origin = f"{place}.path"
     if (
         isinstance(path, str)
         and isinstance(dataset.get("revision"), str)
         and _HUB_ID.fullmatch(path)
     ):
-        path, path_origin = (
-            f"hub:{path.removeprefix('hub:')}@{dataset['revision']}",
-            f"{place}.path, {place}.revision",
-        )
+        path = f"hub:{path.removeprefix('hub:')}@{dataset['revision']}"
+        path_origin = f"{place}.path, {place}.revision"
     parts = {
         "path": (path, path_origin),
         "format": (format, f"{place}.type" if not isinstance(own, dict) else place),

@@ -378,7 +378,8 @@ def _outgrown(
     base: Mapping[str, Any], over: Mapping[str, Any], origins: Mapping[KeyPath, Origin]
 ) -> bool:
     """Whether a recipe's micro-batch does not divide the batch size of the layer above it: the plan chooses another."""
-    batch, micro = over.get("batch_size"), base.get("micro_batch_size")
+    batch = over.get("batch_size")
+    micro = base.get("micro_batch_size")
     if type(batch) is not int or type(micro) is not int or "micro_batch_size" in over or micro < 1:
         return False
     path = ("train", "micro_batch_size")

@@ -145,7 +145,8 @@ def step(data: Any, part: str | int, absent: object = None) -> Any:
 def _mistakes(
     path: KeyPath, details: list[ErrorDetails], data: Any, origins: Mapping[KeyPath, Origin]
 ) -> list[Mistake]:
-    kind, value = details[0]["type"], details[0]["input"]
+    kind = details[0]["type"]
+    value = details[0]["input"]
     place = place_of(path, origins)
     if kind == "missing":
         in_list = isinstance(reduce(step, path, data), list)
@@ -289,7 +290,8 @@ def secrets(data: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) ->
         else ()
     )
     for key, value in items:
-        inner, problem = (*path, key), ""
+        inner = (*path, key)
+        problem = ""
         named = isinstance(key, str) and _SECRET_KEY.match(key) and path[-1:] != ("columns",)
         if named and isinstance(value, str | int):
             problem = "secrets do not belong in a recipe"

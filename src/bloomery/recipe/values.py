@@ -111,7 +111,8 @@ def _tokens_of_a_sequence(value: object) -> object:
     if isinstance(value, str) and (
         found := re.fullmatch(r"([0-9]+)\s*[kK](?:i?B?)", value.strip())
     ):
-        thousand, binary = int(found[1]) * 1000, int(found[1]) * 1024
+        thousand = int(found[1]) * 1000
+        binary = int(found[1]) * 1024
         raise ValueError(f"{value!r} may be {thousand} or {binary} tokens; write the number")
     if isinstance(value, str):
         raise ValueError(

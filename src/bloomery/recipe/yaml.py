@@ -23,7 +23,9 @@ from ruamel.yaml.parser import Parser
 
 KeyPath = tuple[str | int, ...]
 
-MAX_BYTES, MAX_DEPTH, MAX_ALIASES = 1_000_000, 32, 64
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 32
+MAX_ALIASES = 64
 MAX_VALUES = 5_000  # after aliases are written out; a recipe of 300 lines holds about 400
 _CORE = "tag:yaml.org,2002:"
 _HINTS = (  # (ruamel.yaml's message, its usual cause)
@@ -196,7 +198,8 @@ class _Reader:
         found: dict[str, Any] = {}
         first: dict[str, int] = {}
         for key_node, value_node in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
+            key = key_node.value
+            line = key_node.start_mark.line + 1
             if not isinstance(key_node, ScalarNode):
                 self._wrong(path, self._place(key_node), "a key must be a plain word")
             elif str(key_node.tag) == _CORE + "merge":
@@ -212,7 +215,8 @@ class _Reader:
         return found
 
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
-        kind, text = str(node.tag).removeprefix(_CORE), node.value
+        kind = str(node.tag).removeprefix(_CORE)
+        text = node.value
         if "\0" in text:
             return self._wrong(
                 path, self._place(node), "holds a NUL character, which no text or name has"

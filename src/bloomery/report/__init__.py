@@ -81,8 +81,6 @@ def _write(text: str, path: Path) -> Path:
         write_durably(path, text.encode("utf-8", errors="replace").decode())
         return path
     except OSError as error:
-        problem, fix = (
-            f"cannot write the report: {error.strerror}",
-            "free disk space or fix the permissions",
-        )
+        problem = f"cannot write the report: {error.strerror}"
+        fix = "free disk space or fix the permissions"
         raise UserError(problem, where=str(path), fix=fix) from error

@@ -48,7 +48,8 @@ def _clean(value: Any) -> Any:
     """Removes secrets and the path of the home folder before escaping; None becomes an empty text."""
     if hasattr(value, "__html__"):
         return value
-    home, text = str(Path.home()), "" if value is None else redact_secrets(str(value))
+    home = str(Path.home())
+    text = "" if value is None else redact_secrets(str(value))
     return text.replace(home + "/", "~/") if len(home) > 1 else text
 
 
@@ -63,7 +64,11 @@ def prose(text: str) -> Markup:
 
 
 Point = tuple[float, float]
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 58, 14, 26, 30
+_WIDTH = 720
+_LEFT = 58
+_RIGHT = 14
+_TOP = 26
+_BOTTOM = 30
 _BUCKETS = 400  # the lowest and the highest value of each are drawn, so that spikes stay visible
 
 
@@ -132,10 +137,13 @@ def line_chart(
         return Markup('<p class="absent">{}: not measured.</p>').format(title)
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in one.points]
-    low, high = min([*ys, 0.0] if from_zero else ys), max(ys)
+    low = min([*ys, 0.0] if from_zero else ys)
+    high = max(ys)
     room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    floor, ceiling = 0.0 if low == 0 else low - room, high + room
-    first, last = min(xs), max(max(xs), min(xs) + 1)
+    floor = 0.0 if low == 0 else low - room
+    ceiling = high + room
+    first = min(xs)
+    last = max(max(xs), min(xs) + 1)
 
     def at_x(value: float) -> str:
         return f"{_LEFT + (value - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT):.1f}"
@@ -238,7 +246,8 @@ def interval_chart(intervals: Intervals) -> Markup:
     known = [figure for _, *figures in intervals.rows for figure in figures if figure is not None]
     low, high = (0.0, 1.0) if intervals.share else (min(known), max(known))
     room = 0.0 if intervals.share else (high - low) * 0.1 or abs(high) * 0.1 or 1.0
-    floor, size = low - room, high - low + 2 * room
+    floor = low - room
+    size = high - low + 2 * room
     rows = []
     for label, value, begin, end in intervals.rows:
         first, last = (value if edge is None else edge for edge in (begin, end))

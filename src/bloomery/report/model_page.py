@@ -65,7 +65,8 @@ def read_facts(model: ModelFiles) -> ModelFacts:
     source = model.base or model.weights
     config = read_config(source)
     stored_parameters(source, config)
-    files, adapter = _files(find_tensors(source).values()), None
+    files = _files(find_tensors(source).values())
+    adapter = None
     if model.base is not None:
         refuse_other_base(model.weights, model.base)
         config, adapter = _adapter(model.weights, config, base=Base(str(model.base), "").name)
@@ -79,7 +80,8 @@ def read_facts(model: ModelFiles) -> ModelFacts:
 
 
 def _files(tensors: Iterable[Stored]) -> Files:
-    sizes, paths = Counter[str](), set[Path]()
+    sizes = Counter[str]()
+    paths = set[Path]()
     for tensor in tensors:
         sizes[str(tensor.dtype).removeprefix("torch.")] += math.prod(tensor.shape)
         paths.add(tensor.path)
@@ -91,8 +93,10 @@ def _files(tensors: Iterable[Stored]) -> Files:
 
 
 def _adapter(folder: Path, config: ModelConfig, *, base: str) -> tuple[ModelConfig, AdapterFacts]:
-    settings, tensors = read_settings(folder), stored_in(folder, TENSORS).values()
-    stored, files = sum(math.prod(tensor.shape) for tensor in tensors), _files(tensors)
+    settings = read_settings(folder)
+    tensors = stored_in(folder, TENSORS).values()
+    stored = sum(math.prod(tensor.shape) for tensor in tensors)
+    files = _files(tensors)
     if settings["peft_type"] != "LORA":
         names = settings.get("target_modules")
         modules = _short(names) if isinstance(names, list) else ()
@@ -185,7 +189,8 @@ def _measured(results: ModelResults) -> list[tuple[str, str]]:
         ("nats per token", "loss", ".3f"),
         ("perplexity", "perplexity", ".4g"),
     ):
-        base, now = known[0][key], known[-1][key]
+        base = known[0][key]
+        now = known[-1][key]
         if base is not None and now is not None:
             cards.append(
                 (f"{now:{form}}", title + (f"; base {base:{form}}" if len(known) > 1 else ""))
@@ -194,7 +199,9 @@ def _measured(results: ModelResults) -> list[tuple[str, str]]:
 
 
 def _sizes(facts: ModelFacts) -> list[tuple[str, str]]:
-    config, adapter, total = facts.config, facts.adapter, parameter_count(facts.config)
+    config = facts.config
+    adapter = facts.adapter
+    total = parameter_count(facts.config)
     files = (format_bytes(facts.files.bytes), f"weights, {facts.files.dtypes[0]}")
     shared = [
         (f"{config.vocab_size:,}", "vocabulary size"),
@@ -230,7 +237,9 @@ def adapter_text(adapter: AdapterFacts) -> str:
 
 def described(facts: ModelFacts) -> list[tuple[str, str]]:
     """Title and text of each row."""
-    config, adapter, templates = facts.config, facts.adapter, facts.templates
+    config = facts.config
+    adapter = facts.adapter
+    templates = facts.templates
     heads = f"{counted(config.num_heads, 'heads')} of {config.head_dim}"
     heads += f", {config.num_kv_heads} KV heads" if config.num_kv_heads != config.num_heads else ""
     backend = ", transformers implementation" if config.transformers_backend is not None else ""

@@ -78,7 +78,8 @@ def page(
     responses: Sequence[ResponsePair] = (),
 ) -> str:
     """The whole document. `validation_text` may be the reason why there is none."""
-    summary, started = record.summary, record.started
+    summary = record.summary
+    started = record.started
     lead = [
         f"{summary.step:,} of {summary.steps:,} steps"
         if summary.steps
@@ -176,18 +177,23 @@ def loss_plot(folder: Path) -> Plot:
 
 def _cards(record: RunRecord) -> list[tuple[str, str]]:
     """Figures and their captions; an unknown figure is empty."""
-    summary, best = record.summary, record.summary.best
-    joules, each = summary.devices.joules, summary.joules_per_token
-    steps, compiling = [step.step_seconds for step in record.steps], summary.compile_seconds
-    bits, loss, accuracy, perplexity, few = None, None, None, None, ""
+    summary = record.summary
+    best = record.summary.best
+    joules = summary.devices.joules
+    each = summary.joules_per_token
+    steps = [step.step_seconds for step in record.steps]
+    compiling = summary.compile_seconds
+    bits = None
+    loss = None
+    accuracy = None
+    perplexity = None
+    few = ""
     if best is not None:
         few = f", on {best.tokens:,} loss tokens" if best.tokens < MEASURABLE_TOKENS else ""
-        bits, loss, accuracy, perplexity = (
-            best.bits_per_byte,
-            best.loss,
-            best.metrics.get("accuracy"),
-            best.perplexity,
-        )
+        bits = best.bits_per_byte
+        loss = best.loss
+        accuracy = best.metrics.get("accuracy")
+        perplexity = best.perplexity
     return [
         (
             figure(loss, ".3f", ""),
@@ -235,9 +241,12 @@ def smooth(points: Sequence[Point]) -> list[Point]:
     share = 1 / min(max(len(points) / 40, 3), 200)
 
     def averages(values: Sequence[float]) -> list[float]:
-        mean, weight, found = 0.0, 0.0, []
+        mean = 0.0
+        weight = 0.0
+        found = []
         for value in values:
-            mean, weight = mean + share * (value - mean), weight + share * (1 - weight)
+            mean = mean + share * (value - mean)
+            weight = weight + share * (1 - weight)
             found.append(mean / weight)
         return found
 
@@ -269,7 +278,8 @@ def _metrics(record: RunRecord) -> list[Markup]:
                 (event.step, event.metrics[name]) for event in record.evals if name in event.metrics
             ]
             series = [Series("training", smoothed(name)), Series("validation set", points, "eval")]
-            title, unit = name.replace("_", " ").capitalize(), _METRIC_UNITS.get(name, "")
+            title = name.replace("_", " ").capitalize()
+            unit = _METRIC_UNITS.get(name, "")
             charts.append(line_chart(title, series, unit=unit))
     return charts
 
@@ -300,7 +310,8 @@ def _speed(record: RunRecord) -> list[Markup]:
 
 def _devices(record: RunRecord) -> dict[str, Any]:
     """One line per device over time, and a table of utilization, temperature, power, energy and memory."""
-    began, known = record.summary.began or 0.0, record.summary.devices
+    began = record.summary.began or 0.0
+    known = record.summary.devices
 
     def points(device: int, value: Callable[[DeviceStats], float | None]) -> list[Point]:
         samples = ((s.time, value(s)) for s in record.device_samples if s.device == device)
@@ -341,12 +352,18 @@ def _devices(record: RunRecord) -> dict[str, Any]:
             line_chart("Memory of PyTorch", both, unit="GiB", from_zero=True, across="minute")
         )
 
-    head, rows = (
-        ["mean utilization", "max temperature", "mean power", "energy", "peak memory", "throttled"],
-        [],
-    )
+    head = [
+        "mean utilization",
+        "max temperature",
+        "mean power",
+        "energy",
+        "peak memory",
+        "throttled",
+    ]
+    rows = []
     for device in known.all:
-        now, throttled = device.latest, device.throttled_seconds.items()
+        now = device.latest
+        throttled = device.throttled_seconds.items()
         cells = [
             figure(device.mean_utilization, ".0f", "%"),
             figure(device.peak_temperature, ".0f", " °C"),
@@ -359,10 +376,8 @@ def _devices(record: RunRecord) -> dict[str, Any]:
             or ("never" if now.throttled is not None else ""),
         ]
         rows.append(((device.name, now.name), cells))
-    filled, energy = (
-        [at for at in range(len(head)) if any(cells[at] for _, cells in rows)],
-        _energy(record),
-    )
+    filled = [at for at in range(len(head)) if any(cells[at] for _, cells in rows)]
+    energy = _energy(record)
     with_plan = any(plan for *_, plan in energy)
     parts = {device.latest.device == CPU_DEVICE for device in known.all if device.power_seconds}
     source = "GPUs and CPU" if len(parts) == 2 else "the CPU" if True in parts else "the GPUs"
@@ -381,10 +396,12 @@ def _devices(record: RunRecord) -> dict[str, Any]:
 
 def _energy(record: RunRecord) -> list[tuple[str, str, str]]:
     """Energy of the run and per token, measured and planned; empty without power measurements."""
-    summary, plan = record.summary, record.plan
+    summary = record.summary
+    plan = record.plan
     kwh = energy_kwh(plan, build_profile(record.machine)) if plan and record.machine else None
     planned = kwh * JOULES_IN_KWH if kwh else None
-    joules, each = summary.devices.joules, summary.joules_per_token
+    joules = summary.devices.joules
+    each = summary.joules_per_token
     if joules is None:
         return []
     rows = [
@@ -409,7 +426,8 @@ def _energy(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _memory(record: RunRecord) -> Markup | None:
-    plan, peak = record.plan, record.summary.peak_gib
+    plan = record.plan
+    peak = record.summary.peak_gib
     if plan is None:
         return None
     unit, name = (GIB, "GiB") if plan.memory.total >= GIB else (GIB / 1024, "MiB")
@@ -430,7 +448,8 @@ def _memory(record: RunRecord) -> Markup | None:
 
 def compared(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
     """Title with unit, planned value, measured value."""
-    plan, summary = record.plan, record.summary
+    plan = record.plan
+    summary = record.summary
     if plan is None:
         return []
     step = plan.step_seconds.value if plan.step_seconds else None
@@ -517,7 +536,8 @@ def _machine(record: RunRecord) -> list[tuple[str, str]]:
     machine = record.machine
     if machine is None:
         return []
-    host, software = machine.host, machine.software
+    host = machine.host
+    software = machine.software
     cores = (
         f"{host.cpu_cores} cores ({', '.join(host.cpu_flags)})"
         if host.cpu_flags

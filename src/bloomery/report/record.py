@@ -125,7 +125,8 @@ class RunRecord:
 
 def read_record(folder: Path) -> RunRecord:
     """Raises UserError when the folder holds no events."""
-    events, history = list(read_events(folder / "events.jsonl")), read_history(folder)
+    events = list(read_events(folder / "events.jsonl"))
+    history = read_history(folder)
     if not events:
         lost = (
             "this run has no events yet"
@@ -140,7 +141,8 @@ def read_record(folder: Path) -> RunRecord:
     if contradicted(folder, summary.ended, summary.step):
         summary.ended = None
     plan = _read(folder / "plan.json", RunPlan)
-    recipe, machine = folder / "recipe.yaml", _read(folder / "machine.json", Machine)
+    recipe = folder / "recipe.yaml"
+    machine = _read(folder / "machine.json", Machine)
     # the last of each
     samples = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
     # the last of each
@@ -185,7 +187,10 @@ def _expected(recipe: Path) -> Claims:
 def incidents_of(events: list[Event]) -> list[Incident]:
     """In order. A run that continues without RunEnded was killed after its last step."""
     found: list[Incident] = []
-    clock, last, step, open_ended = Elapsed(), 0.0, 0, False
+    clock = Elapsed()
+    last = 0.0
+    step = 0
+    open_ended = False
     for event in events:
         now = clock.add(event)
         if isinstance(event, RunStarted | Resumed) and open_ended:
@@ -202,7 +207,8 @@ def incidents_of(events: list[Event]) -> list[Incident]:
             found = found[:-1] if same_skip else found
             found.append(Incident(event.step, now, *kind_and_text))
         if isinstance(event, StepDone):
-            step, open_ended = event.step, True
+            step = event.step
+            open_ended = True
         open_ended = open_ended and not isinstance(event, RunEnded)
         last = now
     return found
@@ -248,7 +254,8 @@ def repeated_steps(events: Iterable[Event]) -> Repeated | None:
 
 def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
     """One verdict per claim of the recipe, from the measured figures."""
-    summary, manifest = record.summary, record.manifest
+    summary = record.summary
+    manifest = record.manifest
     dataset_tokens = manifest.train.tokens if manifest else 0
     each = summary.tokens / summary.step if summary.step else None
 
@@ -288,7 +295,8 @@ def check_claims(record: RunRecord) -> tuple[Verdict, ...]:
                     if peak
                     else "not measured"
                 )
-        began, steps = summary.began or 0.0, summary.steps
+        began = summary.began or 0.0
+        steps = summary.steps
         at: float | None = {
             "steps": claim.amount,
             "tokens": claim.amount / each if each else None,

@@ -101,10 +101,13 @@ def compare_models(
         return f"cannot read the validation split: {error.where} {error.problem}", []
     if len(tokens) < 2 and not chosen:
         return "the validation split is empty", []
-    use, trained, config = use or Use("cpu"), find_model(checkpoint), plan.model.config
+    use = use or Use("cpu")
+    trained = find_model(checkpoint)
+    config = plan.model.config
 
     def results(decoder: "Decoder", when: str) -> tuple[list[ScoredText], list[str]]:
-        spans, completions = [], []
+        spans = []
+        completions = []
         progress(f"loss of a validation text {when} training")
         if len(tokens) > 1:
             spans = scored_spans(tokens, next(score_documents(decoder, [tokens])), tokenizer, mask)
@@ -156,7 +159,8 @@ def excerpt(documents: Iterable[Excerpt], tokenizer: Tokenizer) -> Excerpt:
     """The first tokens of the first long enough document without secrets (one could be split between two spans)."""
     found: Excerpt = ([], [])
     for whole, flags in islice(documents, _DOCUMENTS):
-        tokens, mask = whole[:_TOKENS], flags[:_TOKENS]
+        tokens = whole[:_TOKENS]
+        mask = flags[:_TOKENS]
         text = tokenizer.decode(tokens)
         if len(tokens) > len(found[0]) and any(mask[1:]) and redact_secrets(text) == text:
             found = tokens, mask
@@ -183,7 +187,8 @@ def scored_spans(
         here = slice(max(start - 1, 0), end - 1)
         losses = nats[here][flags[here]]
         found.append(ScoredText(text[len(shown) :], float(losses.sum()) if len(losses) else None))
-        start, shown = end, text
+        start = end
+        shown = text
     return [one for one in found if one.text]
 
 

@@ -74,7 +74,8 @@ class Assembly:
         self, run_dir: Path, *, rank: int, world: int, launch: str, variables: tuple[str, str]
     ) -> None:
         """`variables`: the names of those that gave rank and world."""
-        self._run_dir, self._path = run_dir, run_dir / "ranks" / "present"
+        self._run_dir = run_dir
+        self._path = run_dir / "ranks" / "present"
         self._variables = variables
         own = Member(rank, world, os.getpid(), _start_of(os.getpid()), host_name(), launch)
         self._own = Member.of(own.file_name) or own  # as others read it
@@ -157,7 +158,8 @@ class Assembly:
         members = [
             member for member in named if member is not None and member.launch == self._own.launch
         ]
-        ranks, worlds = [member.rank for member in members], {member.world for member in members}
+        ranks = [member.rank for member in members]
+        worlds = {member.world for member in members}
         suspicious = [
             member for member in members if len(worlds) > 1 or ranks.count(member.rank) > 1
         ]

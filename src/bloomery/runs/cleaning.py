@@ -51,10 +51,8 @@ def deletable(folder: Path) -> Leftover:
     """The run as something to delete. Raises UserError for one in progress and for a folder that is more than a run."""
     path = folder.absolute()
     if worked_on(folder):
-        problem, fix = (
-            "the run is running",
-            f"`bloomery stop {RunFolder(path).name}`, then run this again",
-        )
+        problem = "the run is running"
+        fix = f"`bloomery stop {RunFolder(path).name}`, then run this again"
         raise UserError(problem, where=str(folder), fix=fix)
     names = {entry.name for entry in folder.iterdir()}
     here = Path.cwd()
@@ -79,8 +77,10 @@ def deletable(folder: Path) -> Leftover:
 
 def leftovers() -> tuple[list[Leftover], list[str]]:
     """What no run in runs/ uses, and reasons why something else is kept."""
-    found, notes = list[Leftover](), list[str]()
-    used, unknown = dict[Path, str](), list[str]()
+    found = list[Leftover]()
+    notes = list[str]()
+    used = dict[Path, str]()
+    unknown = list[str]()
     for run in all_runs():
         folder = data_of(run)
         if folder is None:
@@ -188,9 +188,7 @@ def delete(found: Sequence[Leftover]) -> Iterator[Leftover]:
                 path = away
             remove(path)
         except OSError as error:
-            problem, fix = (
-                f"cannot be deleted: {error.strerror}",
-                "correct its owner or permissions, then run this again",
-            )
+            problem = f"cannot be deleted: {error.strerror}"
+            fix = "correct its owner or permissions, then run this again"
             raise UserError(problem, where=str(error.filename or one.path), fix=fix) from error
         yield one

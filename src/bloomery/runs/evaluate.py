@@ -192,7 +192,8 @@ def evaluate_as_trained(
     for module in decoder.modules():
         if isinstance(module, Backbone | Attention):
             module.backend = plan.model.attention if own else "mask"  # supported by every device
-    loader, sizes = open_loader(plan, "validation"), tokenizer.token_bytes()
+    loader = open_loader(plan, "validation")
+    sizes = tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)
     result = evaluate_validation(
         decoder,
@@ -304,7 +305,9 @@ def evaluate_texts(
     """The mean over all scored tokens of all documents."""
     texts = list(texts)
     scores = score_documents(decoder, (text.tokens for text in texts), context=context)
-    nats, tokens, size = 0.0, 0, 0
+    nats = 0.0
+    tokens = 0
+    size = 0
     for text, nats_of_text in zip(texts, scores, strict=True):
         scored = nats_of_text if text.loss_mask is None else nats_of_text[text.loss_mask[1:]]
         nats += float(scored.sum(dtype=np.float64))
@@ -316,7 +319,8 @@ def evaluate_texts(
         problem = "the loss is not a finite number: the weights are damaged or have diverged"
         raise UserError(problem, where=where, fix="evaluate an earlier checkpoint with --step")
     # Bits per byte = nats / ln 2 / bytes (independent of the tokenizer); perplexity = exp(nats / tokens).
-    bits, loss = nats / math.log(2) / size if size else None, nats / tokens
+    bits = nats / math.log(2) / size if size else None
+    loss = nats / tokens
     return TextScores(loss, math.exp(min(loss, 700.0)), bits, tokens, size)
 
 
@@ -349,11 +353,13 @@ def _masked(ids: list[int], loss_mask: np.ndarray, sizes: np.ndarray, kind: Shar
 
 
 def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...] | Example]:
-    root, glob = data, None
+    root = data
+    glob = None
     places = [index for index, part in enumerate(data.parts) if any(mark in part for mark in "*?[")]
     # the folder before the first wildcard, and the pattern after it
     if places and not data.exists():
-        root, glob = Path(*data.parts[: places[0]]), str(Path(*data.parts[places[0] :]))
+        root = Path(*data.parts[: places[0]])
+        glob = str(Path(*data.parts[places[0] :]))
     if root.is_file() and suffix_of(root) not in DATA | TABLES:
         yield read_file(root)
         return
@@ -396,7 +402,8 @@ def _bytes(
 
 def _prepared(folder: Path, tokenizer: Tokenizer, *, bos: bool) -> Iterator[Text]:
     """The validation set as in training, [bos] text [eos]; the EOS is scored and has no bytes."""
-    split, sizes = open_split(folder, "validation"), tokenizer.token_bytes()
+    split = open_split(folder, "validation")
+    sizes = tokenizer.token_bytes()
     for index in range(0, len(split), DOCUMENTS_PER_UNIT[split.kind]):
         ids: list[int] = split.document(index).tolist()
         if split.loss_mask is not None and not split.is_plain(index):
@@ -419,10 +426,8 @@ def notes_of(texts: list[Text], tokenizer: Tokenizer, *, bos: bool, context: int
         )
     masked = [text for text in texts if text.loss_mask is not None]
     if masked:
-        scored, whole = (
-            sum(text.scored for text in masked),
-            sum(len(text.tokens) for text in masked),
-        )
+        scored = sum(text.scored for text in masked)
+        whole = sum(len(text.tokens) for text in masked)
         part = {
             "pairs": f"the chosen response of {counted(len(masked), 'pairs')}",
             "kto": f"{counted(len(masked), 'desirable responses')}",

@@ -82,7 +82,10 @@ class EventHub:
     """`emit` writes an event of the parent and shows it; `show` shows one that a child has written."""
 
     def __init__(self, folder: RunFolder, write: EventLog, *, quiet: bool, lines: bool) -> None:
-        self._folder, self._write, self._quiet, self._lines = folder, write, quiet, lines
+        self._folder = folder
+        self._write = write
+        self._quiet = quiet
+        self._lines = lines
         self._sinks: list[Sink] = []
         self._pending: list[Event] = []  # written before the view opened
         self._log = LogFile(folder.log)
@@ -127,7 +130,8 @@ class EventHub:
                 console = Console(file=stream, force_terminal=False if self._lines else None)
                 self._sinks.append(stack.enter_context(showing(facts, console, before)))
             self._sinks += self._opened(plan, stack)
-            pending, self._pending = self._pending, []
+            pending = self._pending
+            self._pending = []
             for event in pending if not self._quiet else ():
                 self._sinks[0].write(event)
             if plan is not None:
@@ -137,7 +141,8 @@ class EventHub:
             try:
                 yield
             finally:
-                self._sinks, self._followed = [], False
+                self._sinks = []
+                self._followed = False
 
     def _machine(self) -> Machine | None:
         path = self._folder.machine

@@ -57,7 +57,9 @@ def start_mark(pid: int) -> str | None:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return None
-    state, started = after_name[0], after_name[19]  # fields 3 and 22 of proc(5)
+    # fields 3 and 22 of proc(5)
+    state = after_name[0]
+    started = after_name[19]
     return None if state in "ZX" else f"{boot} {started}"
 
 

@@ -58,7 +58,8 @@ class Model:
     """A decoder with its tokenizer, in evaluation mode. `settings` are the fields of Sampling."""
 
     def __init__(self, decoder: Decoder, tokenizer_folder: Path) -> None:
-        self.decoder, self._tokenizer_folder = decoder, tokenizer_folder
+        self.decoder = decoder
+        self._tokenizer_folder = tokenizer_folder
 
     @staticmethod
     def load(
@@ -94,10 +95,8 @@ class Model:
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         told = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
         with _chat_form(self.tokenizer, template) as form:
-            sampling, ends = (
-                replace(Sampling(**settings), stop_ids=form.stop_ids),
-                (*stop, *form.stop_strings),
-            )
+            sampling = replace(Sampling(**settings), stop_ids=form.stop_ids)
+            ends = (*stop, *form.stop_strings)
             return "".join(
                 continued(self.decoder, self.tokenizer, form.encode(told), sampling, ends)
             )
@@ -108,7 +107,9 @@ class Speed:
     """The tokens of completions, and the seconds that they took from prompt to end; with what was guessed of them."""
 
     def __init__(self, speculation: Speculation | None = None) -> None:
-        self.tokens, self.seconds, self.speculation = 0, 0.0, speculation
+        self.tokens = 0
+        self.seconds = 0.0
+        self.speculation = speculation
 
     def measured(self, tokens: Iterator[int]) -> Iterator[int]:
         """The same tokens; the time of the caller does not count."""
@@ -166,10 +167,8 @@ def speculation_of(
         return None
     smaller, words = load_model(draft, use=use, on_load=on_load)
     if words.hash != tokenizer.hash:
-        problem, fix = (
-            "the draft model has another tokenizer",
-            "take a smaller model of the same family",
-        )
+        problem = "the draft model has another tokenizer"
+        fix = "take a smaller model of the same family"
         raise UserError(problem, where="--draft", fix=fix, code=2)
     return Speculation(DraftModel(smaller, decoder))
 
@@ -233,7 +232,8 @@ class JsonText:
     """How far a text has come in its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+        self._matcher = matcher
+        self._vocab_size = vocab_size
 
     def copy(self) -> "JsonText":
         """For another text: compiling a grammar takes longer."""
@@ -286,12 +286,15 @@ class Writer:
         ends = known_ids(
             self.tokenizer.eos_id, self.decoder.config.eos_token_id, *self.sampling.stop_ids
         )
-        sampling, slots = replace(self.sampling, stop_ids=ends), min(slots, len(rows))
+        sampling = replace(self.sampling, stop_ids=ends)
+        slots = min(slots, len(rows))
         longest = max(map(len, rows)) + sampling.max_new_tokens
         past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
-        batch, waiting = Batch(past, speculation=self.speed.speculation), deque(enumerate(rows))
+        batch = Batch(past, speculation=self.speed.speculation)
+        waiting = deque(enumerate(rows))
         open_ = dict[Text, tuple[int, list[str], TextStream, Stops]]()
-        ended, following = dict[int, str](), 0
+        ended = dict[int, str]()
+        following = 0
         while waiting or batch.texts:
             while waiting and not batch.full:
                 number, ids = waiting.popleft()
@@ -350,7 +353,8 @@ def writer(
         yield made(partial(beginning, tokenizer), sampling, stop)
         return
     with _chat_form(tokenizer, None) as form:
-        settings, ends = replace(sampling, stop_ids=form.stop_ids), (*stop, *form.stop_strings)
+        settings = replace(sampling, stop_ids=form.stop_ids)
+        ends = (*stop, *form.stop_strings)
         yield made(lambda prompt: form.encode((Message("user", prompt),)), settings, ends)
 
 
@@ -431,7 +435,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        self.tokenizer, self.ids = tokenizer, list(before[-8:])
+        self.tokenizer = tokenizer
+        self.ids = list(before[-8:])
         self.written = len(self.ids)  # ids whose text was returned
 
     def push(self, token: int) -> str:
@@ -461,11 +466,14 @@ class Stops:
     """Holds back text that may be the start of a stop text."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self.texts, self.held, self.stopped = [text for text in texts if text], "", False
+        self.texts = [text for text in texts if text]
+        self.held = ""
+        self.stopped = False
 
     def push(self, piece: str) -> str:
         """Text that can be returned; a stop text sets `stopped`, and nothing after it is returned."""
-        text, self.held = self.held + piece, ""
+        text = self.held + piece
+        self.held = ""
         at = min((text.find(stop) for stop in self.texts if stop in text), default=None)
         if at is not None:
             self.stopped = True
@@ -475,7 +483,8 @@ class Stops:
         return text[: len(text) - kept]
 
     def flush(self) -> str:
-        text, self.held = self.held, ""
+        text = self.held
+        self.held = ""
         return text
 
     @staticmethod

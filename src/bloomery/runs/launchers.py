@@ -103,7 +103,8 @@ def current_launch(given: Mapping[str, str] | None = None) -> Launch | None:
     if not known:
         return None
     names = max(known, key=lambda each: int(given[each[2]]))
-    rank, world = int(given[names[1]]), int(given[names[2]])
+    rank = int(given[names[1]])
+    world = int(given[names[2]])
     if world <= 1:
         return None
     if world > MOST_RANKS:
@@ -267,7 +268,8 @@ class Board:
     """The folder `ranks` of a run, through which the processes of one launch talk to each other."""
 
     def __init__(self, folder: RunFolder, launch: Launch) -> None:
-        self._folder, self.launch = folder, launch
+        self._folder = folder
+        self.launch = launch
         self.path = folder.path / "ranks"
         self.assembly = Assembly(
             folder.path,
@@ -278,7 +280,8 @@ class Board:
         )
         self.word: Word | None = None
         self.met = False  # as another rank: whether rank 0 has been seen at work
-        self._checked_at, self._is_over = 0.0, False
+        self._checked_at = 0.0
+        self._is_over = False
 
     def open(self) -> None:
         """As rank 0, which holds the lock: messages of earlier starts no longer count.
@@ -349,7 +352,8 @@ class Board:
         while not stopped() and time.monotonic() < deadline:
             if (mistake := self.assembly.mistake()) is not None:
                 raise mistake
-            word, works = self._current(), worked_on(self._folder.path)
+            word = self._current()
+            works = worked_on(self._folder.path)
             if works:
                 self.met = True
                 deadline = time.monotonic() + GONE_SECONDS

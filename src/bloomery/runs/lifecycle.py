@@ -75,7 +75,9 @@ from bloomery.train.run import is_done, name_of, read_history
 INTERRUPTED = 130
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 MOST_RESTARTS = 3
-CHECKPOINT_MARGIN, CHECKPOINT_SLACK = 1.05, MIB  # over the planned tensors; for headers and JSON
+# over the planned tensors; for headers and JSON
+CHECKPOINT_MARGIN = 1.05
+CHECKPOINT_SLACK = MIB
 
 
 @final
@@ -539,9 +541,11 @@ def _resumed(
     _refuse_other_dataset(flow, loaded, plan)
     read_sealed(folder.machine, fix="delete it; the run is then planned again for this machine")
     before = read_machine(folder.machine)
-    launch, hosts = current_launch(), 1
+    launch = current_launch()
+    hosts = 1
     if launch is not None:
-        machine, count = _rank_machine(launch, devices), launch.world
+        machine = _rank_machine(launch, devices)
+        count = launch.world
         hosts = launch.hosts if machine.accelerators else 1
     elif devices is None:
         machine = same_devices(detect(), before)
@@ -592,7 +596,8 @@ def _resumed(
 
 def _refuse_other_dataset(flow: _Flow, loaded: LoadedRecipe, plan: RunPlan) -> None:
     """Raises UserError when the prepared dataset or its tokenizer is not the one of the run."""
-    data, checkpoints = plan.data.prepared, flow.folder.checkpoints
+    data = plan.data.prepared
+    checkpoints = flow.folder.checkpoints
     same_text = counted(read_manifest(data), loaded.recipe.data, data) == plan.dataset
     saved = [
         step_folder(checkpoints, step) / name
@@ -616,7 +621,8 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
     `recover` also where it changes the training.
     """
     environment = _environment(flow, plan, machine)
-    bfloat16, restarts = build_profile(machine).dtype.value == "bfloat16", 0
+    bfloat16 = build_profile(machine).dtype.value == "bfloat16"
+    restarts = 0
     while True:
         flow.folder.fallback.unlink(missing_ok=True)
         ending = flow.stage("train", ("--resumed",) if resumed else (), environment, plan)
@@ -636,7 +642,8 @@ def _train(flow: _Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -> in
         ):
             break
         restarts += counts
-        plan, resumed = _fall_back(flow, fallback_after), True
+        plan = _fall_back(flow, fallback_after)
+        resumed = True
     error = failure(ending, flow.folder, step=last_step(flow.folder))
     if fallback_after is None:
         raise error

@@ -124,13 +124,15 @@ def _devices(machine: Machine) -> str:
 
 def moved(stored: RunPlan, fresh: RunPlan) -> tuple[RunPlan, list[str]]:
     """The stored plan with the machine-dependent choices of `fresh`, and each choice that changed with its reason."""
-    fresh, sections = _of_the_same_batch(fresh, stored), dict[str, BaseModel]()
+    fresh = _of_the_same_batch(fresh, stored)
+    sections = dict[str, BaseModel]()
     changes: list[str] = []
     reasons = {decision.key: decision.reason for decision in fresh.choices}
     reasons["model.attention"] = reasons["train.attention"]  # the recipe's key for it
     exact = True
     for section, fields in MACHINE_DEPENDENT.items():
-        old, new = getattr(stored, section), getattr(fresh, section)
+        old = getattr(stored, section)
+        new = getattr(fresh, section)
         # a fallback's choice stays
         free = [field for field in fields if f"{section}.{field}" not in stored.recovered]
         changed = {
@@ -158,7 +160,8 @@ def _of_the_same_batch(fresh: RunPlan, stored: RunPlan) -> RunPlan:
 
     With a fused backward, a batch that the recipe leaves open is what the machine can hold.
     """
-    tokens, train = stored.train.tokens_per_step, fresh.train
+    tokens = stored.train.tokens_per_step
+    train = fresh.train
     if train.tokens_per_step == tokens:
         return fresh
     sequences = tokens // stored.data.sequence_length

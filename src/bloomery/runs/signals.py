@@ -29,7 +29,8 @@ class StopRequests:
         """Raises KeyboardInterrupt for a Ctrl+C after an earlier request, unless the run is over."""
         if self.asked and not self.over and number == signal.SIGINT:
             raise KeyboardInterrupt
-        first, self.asked = not self.asked, True
+        first = not self.asked
+        self.asked = True
         if first and self.listener is not None:
             self.listener()
 
@@ -44,7 +45,8 @@ class StopRequests:
         self, listener: Callable[[], None], saver: Callable[[], None] | None = None
     ) -> Iterator[None]:
         """Inside the block `listener` gets the first stop request, also an earlier one; `saver` likewise."""
-        self.listener, self.saver = listener, saver
+        self.listener = listener
+        self.saver = saver
         try:
             if self.asked:
                 listener()

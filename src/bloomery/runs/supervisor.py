@@ -154,7 +154,8 @@ class _Peer:
     """A rank that another process supervises: how it ended is on the board."""
 
     def __init__(self, board: Board, rank: int) -> None:
-        self._board, self._rank = board, rank
+        self._board = board
+        self._rank = rank
         self._ended: dict[str, Any] | None = None
 
     def poll(self) -> int | None:
@@ -196,8 +197,12 @@ class _Group:
         stacks: Path,
         over_elsewhere: Callable[[], bool] | None = None,
     ) -> None:
-        self.members, self.ended = members, list[int]()  # ranks in the order of their ends
-        self._world, self._stacks, self._over_elsewhere = world, stacks, over_elsewhere
+        # ranks in the order of their ends
+        self.members = members
+        self.ended = list[int]()
+        self._world = world
+        self._stacks = stacks
+        self._over_elsewhere = over_elsewhere
         self._has_peers = any(isinstance(member, _Peer) for member in members.values())
         self._patience = PEER_WORDS_SECONDS if self._has_peers else LAST_WORDS_SECONDS
         self._failed_at = self._stopping_since = math.inf
@@ -403,7 +408,8 @@ class _Absence:
     """Warns once that rank 0 waits for ranks that have not come."""
 
     def __init__(self, board: Board, on_event: Callable[[Event], None]) -> None:
-        self._board, self._on_event = board, on_event
+        self._board = board
+        self._on_event = on_event
         self._due = time.monotonic() + QUIET_SECONDS
 
     def look(self) -> None:

@@ -64,7 +64,9 @@ class Guard:
             self._over_limit[reading.device] = samples
             at_once = reading.critical is not None and heat >= reading.critical
             if samples >= SAMPLES_OVER_LIMIT or (at_once and samples):
-                self.since, self._held_by, self._last_reading = now, reading, now
+                self.since = now
+                self._held_by = reading
+                self._last_reading = now
                 resumes = f"training resumes below {limit - COOLER_DEGREES:.0f} °C"
                 return Change(
                     True,
@@ -113,7 +115,10 @@ class Waiting:
     def __init__(
         self, pause: Path, emit: Emit, most: Callable[..., Sequence[float]] = lambda *own: own
     ) -> None:
-        self._pause, self._emit, self._step, self._most = pause, emit, 0, most
+        self._pause = pause
+        self._emit = emit
+        self._step = 0
+        self._most = most
 
     def emit(self, event: Event) -> None:
         self._step = event.step if isinstance(event, StepDone) else self._step
@@ -192,7 +197,10 @@ class Watcher:
     def __init__(
         self, reader: SensorReader, guard: Guard, emit: Callable[[Event], None], pause: Path
     ) -> None:
-        self._reader, self._guard, self._emit, self._pause = reader, guard, emit, pause
+        self._reader = reader
+        self._guard = guard
+        self._emit = emit
+        self._pause = pause
         self._step = 0
         self._stretches: dict[int, Stretch] = {}
         self._sampled: float | None = None  # the time of the last sample
@@ -222,7 +230,8 @@ class Watcher:
                 samples += 1
                 often = time.monotonic() - began < YOUNG_SECONDS or ending
                 if samples > 1 and (often or samples % SAMPLES_PER_EVENT == 0):
-                    stretches, self._stretches = self._stretches, {}
+                    stretches = self._stretches
+                    self._stretches = {}
                     for device in sorted(stretches):
                         self._emit(stretches[device].event(self._step))
                 if ending:
@@ -236,8 +245,10 @@ class Watcher:
             self._reader.close()
 
     def _sample(self) -> None:
-        readings, now = self._reader.read(), time.monotonic()
-        before, self._sampled = self._sampled, now
+        readings = self._reader.read()
+        now = time.monotonic()
+        before = self._sampled
+        self._sampled = now
         change = self._guard.check(readings, now)
         if change is not None:
             if change.paused and not self._ending.is_set():

@@ -82,8 +82,13 @@ class Deadline:
         faulthandler.cancel_dump_traceback_later()
 
 
-DONE, FAILED, STOPPED = 0, 1, 75
-UNSOUND, OUT_OF_MEMORY, DIVERGED = 3, 4, 5  # failures with a fallback
+DONE = 0
+FAILED = 1
+STOPPED = 75
+# failures with a fallback
+UNSOUND = 3
+OUT_OF_MEMORY = 4
+DIVERGED = 5
 
 
 @final
@@ -103,7 +108,8 @@ class StopFlag:
 
     def take_save(self) -> bool:
         """Whether a checkpoint was requested since the last call."""
-        asked, self.save_asked = self.save_asked, False
+        asked = self.save_asked
+        self.save_asked = False
         return asked
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -111,7 +117,8 @@ class StopFlag:
         if number == SAVE_SIGNAL:
             self.save_asked = True
             return
-        first, self.asked = not self.asked, True
+        first = not self.asked
+        self.asked = True
         if not self.step:
             os._exit(STOPPED)
         if first and self.emit is not None:

@@ -21,7 +21,8 @@ def token_for(host: str, environment: Mapping[str, str]) -> str | None:
             fix=f"set {TOKEN}, which clients send as their API key: export {TOKEN}=$(openssl rand -hex 16)",
         )
     if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
-        problem, fix = f"{TOKEN} is too short, or not plain ASCII", "use 8 characters or more"
+        problem = f"{TOKEN} is too short, or not plain ASCII"
+        fix = "use 8 characters or more"
         raise UserError(problem, where="the environment", fix=fix, code=2)
     return token
 

@@ -46,7 +46,10 @@ class Shape:
         tools: ToolFormat | None = None,
     ) -> None:
         self.tools = tools
-        self.kind, self.model, self.chat, self.top = kind, model, kind == "chat.completion", top
+        self.kind = kind
+        self.model = model
+        self.chat = kind == "chat.completion"
+        self.top = top
         self.head = {
             "id": prefix + secrets.token_hex(12),
             "created": int(time.time()),
@@ -89,7 +92,8 @@ class Shape:
     ) -> AsyncIterator[str]:
         """Server-sent events. `with_usage`: the last one reports the tokens."""
         kind = "chat.completion.chunk" if self.chat else self.kind
-        new, begun = 0, set[int]()
+        new = 0
+        begun = set[int]()
         parsers = dict[int, ToolParser]()
 
         def line(choices: list[Json], **more: Any) -> str:
@@ -98,7 +102,8 @@ class Shape:
 
         async for index, event in events:
             reason: str | None = None
-            text, chances = "", list[Chance]()
+            text = ""
+            chances = list[Chance]()
             if isinstance(event, End):
                 new += event.tokens
                 if event.problem:
@@ -106,7 +111,8 @@ class Shape:
                     return
                 reason = event.reason
             else:
-                text, chances = event.text, [event.chance] if event.chance is not None else []
+                text = event.text
+                chances = [event.chance] if event.chance is not None else []
             logprobs = self._logprobs(chances) if chances else None
             if not self.chat:
                 yield line(
@@ -147,7 +153,8 @@ class Shape:
                 ],
                 "refusal": None,
             }
-        offsets, at = [], 0
+        offsets = []
+        at = 0
         for each in chances:
             offsets.append(at)
             at += len(each.text)
@@ -161,7 +168,9 @@ class Shape:
 
 def _called(form: ToolFormat, text: str, reason: str) -> Json:
     """The message and the reason of an answer that may hold calls."""
-    parser, calls, content = ToolParser(form), list[Json](), ""
+    parser = ToolParser(form)
+    calls = list[Json]()
+    content = ""
     for part in (*parser.push(text), *parser.flush()):
         content += part.content
         if part.name is not None:

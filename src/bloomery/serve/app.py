@@ -52,7 +52,8 @@ from bloomery.serve.tools import ToolFormat
 
 BODY_SECONDS = 30.0  # for a client to send its request
 # of a request that is refused, so that its client reads the answer
-DRAIN_SECONDS, DRAIN_BYTES = 1.0, 4 * 2**20
+DRAIN_SECONDS = 1.0
+DRAIN_BYTES = 4 * 2**20
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -68,12 +69,10 @@ class Server:
         self, engine: Engine, *, token: str | None = None, defaults: Mapping[str, Any] | None = None
     ) -> None:
         self.defaults = dict(defaults or {})
-        self.engine, self.limits, self.token, self.begun = (
-            engine,
-            engine.limits,
-            token,
-            int(time.time()),
-        )
+        self.engine = engine
+        self.limits = engine.limits
+        self.token = token
+        self.begun = int(time.time())
         self.tokenizing = Tokenizing(engine.limits.slots + engine.limits.queue)
         self._body_bytes = 0  # of requests that are read or tokenized
         # model name -> (model, adapter)
@@ -199,11 +198,13 @@ class Server:
         if model.form is None:
             problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
             raise Refused(400, problem, parameter="messages")
-        messages, offered = [turn.message() for turn in asked.messages], asked.offered_tools
+        messages = [turn.message() for turn in asked.messages]
+        offered = asked.offered_tools
         num_bytes = sum(len(turn.content.encode()) for turn in messages)
         num_bytes += len(json.dumps([[turn.calls for turn in messages], offered]).encode())
         self._measure(model, num_bytes, "messages")
-        lane, tools = lane_of(num_bytes), None
+        lane = lane_of(num_bytes)
+        tools = None
         try:
             if offered:
                 tools = await self._work(request, "grammar", lambda: model.tools)
@@ -224,7 +225,8 @@ class Server:
     ) -> Response:
         model = form.model
         assert model.form is not None
-        ends, texts = (*model.form.stop_ids, *model.ends), model.form.stop_strings
+        ends = (*model.form.stop_ids, *model.ends)
+        texts = model.form.stop_strings
         grammar = None
         if asked.callable_tools:
             if schema_of(asked) is not None:
@@ -406,11 +408,9 @@ class Server:
         must_follow = isinstance(asked, ChatAsked) and asked.must_call
         parameter = "tools"
         if (schema := schema_of(asked)) is not None:
-            grammar, must_follow, parameter = (
-                partial(model.json_text, schema),
-                True,
-                "response_format",
-            )
+            grammar = partial(model.json_text, schema)
+            must_follow = True
+            parameter = "response_format"
         if grammar is not None and asked.min_tokens:
             raise Refused(400, "min_tokens and JSON exclude each other", parameter="min_tokens")
         stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
@@ -441,7 +441,8 @@ class Server:
             min_p=asked.min_p,
             stop_ids=known_ids(*ends),
         )
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece | End]]()
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Queue[tuple[int, Piece | End]]()
 
         def put_at(index: int) -> Callable[[Piece | End], None]:
             def put(event: Piece | End) -> None:
@@ -496,7 +497,8 @@ class Server:
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """What the work returns. Raises ClientDisconnect, and cancels it, when its client goes away."""
-    gone, done = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    done = asyncio.ensure_future(work)
     try:
         await asyncio.wait((gone, done), return_when=asyncio.FIRST_COMPLETED)
         if done.done():
@@ -556,13 +558,11 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, token: str | None, hosts: Sequence[str], most: int) -> None:
-        self.app, self.token, self.hosts, self.most, self.open = (
-            app,
-            token,
-            frozenset(hosts),
-            most,
-            0,
-        )
+        self.app = app
+        self.token = token
+        self.hosts = frozenset(hosts)
+        self.most = most
+        self.open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -606,7 +606,9 @@ class Body:
     """The messages of one request. An answer before its body has arrived drops a little of the rest, and closes."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
-        self._receive, self._send, self._arrived = receive, send, False
+        self._receive = receive
+        self._send = send
+        self._arrived = False
 
     async def receive(self) -> Event:
         event = await self._receive()

@@ -52,7 +52,8 @@ class Embedding:
 
     def step(self) -> bool:
         """True when every text is embedded, and `put` was called."""
-        ids, decoder = self.prompts[len(self._found)], self.model.decoder
+        ids = self.prompts[len(self._found)]
+        decoder = self.model.decoder
         # else a token depends on the piece in which it is read
         exact = in_one_forward(decoder.config)
         if self._cache is None:
@@ -71,7 +72,9 @@ class Embedding:
         if self._read == len(ids):
             # The length is 1 either way: a sum and a mean have one direction.
             self._found.append(torch.nn.functional.normalize(self._sum, dim=0).tolist())
-            self._read, self._sum, self._cache = 0, None, None
+            self._read = 0
+            self._sum = None
+            self._cache = None
         if len(self._found) < len(self.prompts):
             return False
         self.put(self._found)

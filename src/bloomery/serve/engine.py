@@ -96,7 +96,8 @@ class Engine:
     """Use it in a `with` block: its thread ends with the block, and requests with it."""
 
     def __init__(self, models: Sequence[Served], limits: Limits) -> None:
-        self.models, self.limits = models, limits
+        self.models = models
+        self.limits = limits
         self.counts = Counter[str]()  # requests by how they ended, tokens, seconds
         self._wake = threading.Condition()
         self._waiting = deque[Job]()
@@ -257,7 +258,8 @@ class Engine:
 
     def _give(self, job: Job, drawn: Drawn) -> None:
         """Text and end of a drawn token to its request."""
-        text, tokenizer = drawn.text, job.model.tokenizer
+        text = drawn.text
+        tokenizer = job.model.tokenizer
         ended: Literal["stop", "length", "error"] | None = None
         if drawn.token is not None:
             if job.first is None:
@@ -278,10 +280,12 @@ class Engine:
                 ended = "stop"
                 if drawn.ended is None:
                     job.model.batch.remove(text)
-        problem, refused = "", isinstance(drawn.ended, GrammarFailed)
+        problem = ""
+        refused = isinstance(drawn.ended, GrammarFailed)
         if drawn.ended is not None and ended is None:
             if isinstance(drawn.ended, UserError):
-                ended, problem = "error", drawn.ended.problem
+                ended = "error"
+                problem = drawn.ended.problem
             else:
                 ended = drawn.ended
                 last = job.held.push(job.stream.flush()) + job.held.flush()

@@ -15,8 +15,11 @@ from pydantic import (
 from bloomery.data.examples import Message
 from bloomery.serve.limits import Refused
 
-MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 16, 20
-MOST_TURNS, MOST_TOOLS = 4096, 128
+MOST_STOPS = 16
+MOST_CHOICES = 16
+MOST_TOP = 20
+MOST_TURNS = 4096
+MOST_TOOLS = 128
 MEDIA = (
     "image",
     "input_image",

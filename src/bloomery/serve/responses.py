@@ -149,9 +149,11 @@ class ResponseShape:
     """How /v1/responses words one answer."""
 
     def __init__(self, asked: ResponseAsked, model: Served) -> None:
-        self.asked, self.model = asked, model
+        self.asked = asked
+        self.model = model
         self.top: int | None = None  # no log-probabilities
-        self.id, self.item_id = f"resp_{secrets.token_hex(24)}", f"msg_{secrets.token_hex(24)}"
+        self.id = f"resp_{secrets.token_hex(24)}"
+        self.item_id = f"msg_{secrets.token_hex(24)}"
         self.created = int(time.time())
 
     async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
@@ -172,7 +174,8 @@ class ResponseShape:
     ) -> AsyncIterator[str]:
         """Server-sent events, as the `openai` client reads them. The last one always reports the usage."""
         del with_usage
-        number, text = 0, ""
+        number = 0
+        text = ""
 
         def line(kind: str, **fields: Any) -> str:
             nonlocal number
@@ -211,7 +214,9 @@ class ResponseShape:
 
     def _response(self, text: str, end: End | None, prompt_tokens: int) -> Json:
         """`end`: None while it is written."""
-        status, usage, why = "in_progress", None, None
+        status = "in_progress"
+        usage = None
+        why = None
         if end is not None:
             status = "completed" if end.reason == "stop" else "incomplete"
             why = None if end.reason == "stop" else {"reason": "max_output_tokens"}

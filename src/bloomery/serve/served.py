@@ -43,14 +43,13 @@ class Served:
         open_form: Callable[[], ChatFormat] | None = None,
     ) -> None:
         """`open_form` makes a second chat format, for long conversations."""
-        self.name, self.decoder, self.tokenizer, self.form, self.adapters = (
-            name,
-            decoder,
-            tokenizer,
-            form,
-            adapters,
-        )
-        self.slots, self.longest = limits.slots, decoder.config.max_positions
+        self.name = name
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.form = form
+        self.adapters = adapters
+        self.slots = limits.slots
+        self.longest = decoder.config.max_positions
         self.context = min(limits.context or self.longest, self.longest)
         # a longer text has more tokens than the context
         self.prompt_bytes = most_bytes(tokenizer, self.context)

@@ -39,14 +39,16 @@ class Tokenizing:
     """
 
     def __init__(self, waiting: int) -> None:
-        self._waiting, self._closed = waiting, False
+        self._waiting = waiting
+        self._closed = False
         self._calls: dict[Lane, queue.SimpleQueue[Callable[[], None]]] = {}
         self._pending: dict[Lane, int] = {}
         self._futures = set[asyncio.Future[Any]]()
         several = max(1, (os.cpu_count() or 1) // 2)
         lanes: dict[Lane, int] = {"short": several, "long": several, "grammar": 1}
         for lane, threads in lanes.items():
-            self._calls[lane], self._pending[lane] = queue.SimpleQueue(), 0
+            self._calls[lane] = queue.SimpleQueue()
+            self._pending[lane] = 0
             for _ in range(threads):
                 threading.Thread(
                     target=self._serve, args=(lane,), name=f"{lane} requests", daemon=True
@@ -82,7 +84,8 @@ class Tokenizing:
                 future.set_result(result)  # type: ignore[arg-type]  # None only where the call returns None
 
         def turn() -> None:
-            result, error = None, None
+            result = None
+            error = None
             if not future.done():
                 try:
                     result = call()

@@ -70,10 +70,8 @@ def tool_format(render: RenderTurns) -> ToolFormat:
         problem = f"the chat template takes no tools: {error.problem}"
         raise UserError(problem, where=error.where, fix=error.fix) from error
     if MARKER not in with_tools:
-        problem, fix = (
-            "the chat template takes no tools",
-            "serve a model whose template does, or pass --template qwen",
-        )
+        problem = "the chat template takes no tools"
+        fix = "serve a model whose template does, or pass --template qwen"
         raise UserError(problem, where="the chat template", fix=fix)
     if _HERMES.search(text):
         return ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>")
@@ -93,7 +91,8 @@ def tool_grammar(
     form: ToolFormat, tokenizer: Tokenizer, tools: Sequence[Json], *, required: bool, parallel: bool
 ) -> str:
     """In llguidance's Lark. `required`: a call and nothing else; `parallel`: or several."""
-    opening, closing = _marker(form.opening, tokenizer), _marker(form.closing.strip(), tokenizer)
+    opening = _marker(form.opening, tokenizer)
+    closing = _marker(form.closing.strip(), tokenizer)
     lines = ["%llguidance {}"]
     for number, tool in enumerate(tools):
         schema = tool["function"].get("parameters") or {
@@ -104,7 +103,8 @@ def tool_grammar(
         lines.append(f"arguments_{number}: %json {json.dumps({**schema, 'x-guidance': _SPACING})}")
         lines.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
-    before, space = json.dumps(form.before), form.closing.removesuffix(form.closing.strip())
+    before = json.dumps(form.before)
+    space = form.closing.removesuffix(form.closing.strip())
     after = f"{json.dumps(space)} {closing}" if space else closing
     if not form.opening:
         lines.append("calls: call")
@@ -154,12 +154,16 @@ class ToolParser:
     """Reads the calls in an answer while it is written."""
 
     def __init__(self, form: ToolFormat) -> None:
-        self.form, self.calls = form, 0
-        self._text, self._inside = "", False
+        self.form = form
+        self.calls = 0
+        self._text = ""
+        self._inside = False
         self._state: Literal["content", "head", "arguments", "tail"] = (
             "content" if form.opening else "head"
         )
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
         self._head = re.compile(
             rf'[\s\[,]*\{{\s*"name":\s*"([^"]*)",\s*"{form.arguments}":\s*(?=\{{)'
         )
@@ -175,7 +179,8 @@ class ToolParser:
 
     def flush(self) -> list[Delta]:
         """What is left at the end: text that began like a call, and was none."""
-        text, self._text = self._text, ""
+        text = self._text
+        self._text = ""
         if self._state == "tail" or not text or (self.calls and not text.strip()):
             return []
         if self._state == "arguments":
@@ -195,8 +200,10 @@ class ToolParser:
     def _content(self) -> Delta | None:
         at = self._text.find(self.form.opening)
         if at >= 0:
-            content, self._text = self._text[:at], self._text[at + len(self.form.opening) :]
-            self._state, self._inside = "head", True
+            content = self._text[:at]
+            self._text = self._text[at + len(self.form.opening) :]
+            self._state = "head"
+            self._inside = True
             return Delta(content="" if self.calls and not content.strip() else content)
         # The beginning of an opening is held back, and white space that may stand before one.
         opening = self.form.opening
@@ -210,7 +217,8 @@ class ToolParser:
     def _begin(self) -> Delta | None:
         match = self._head.match(self._text)
         if match is not None:
-            self._text, self._state = self._text[match.end() :], "arguments"
+            self._text = self._text[match.end() :]
+            self._state = "arguments"
             self.calls += 1
             name = secrets.token_hex(16)[: self.form.id_length]
             return Delta(
@@ -218,7 +226,9 @@ class ToolParser:
             )
         beginning = self._text.lstrip(" \n[,")
         if not self.form.opening and beginning and not beginning.startswith("{"):
-            content, self._text = self._text, ""  # an answer that is no call
+            # an answer that is no call
+            content = self._text
+            self._text = ""
             return Delta(content=content)
         return None
 
@@ -228,7 +238,8 @@ class ToolParser:
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
-                self._escaped, self._quoted = letter == "\\", letter != '"'
+                self._escaped = letter == "\\"
+                self._quoted = letter != '"'
             elif letter == '"':
                 self._quoted = True
             elif letter in "{[":
@@ -236,13 +247,12 @@ class ToolParser:
             elif letter in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    piece, self._text, self._state = (
-                        self._text[: at + 1],
-                        self._text[at + 1 :],
-                        "tail",
-                    )
+                    piece = self._text[: at + 1]
+                    self._text = self._text[at + 1 :]
+                    self._state = "tail"
                     return Delta(call=self.calls - 1, arguments=piece)
-        piece, self._text = self._text, ""
+        piece = self._text
+        self._text = ""
         return Delta(call=self.calls - 1, arguments=piece) if piece else None
 
     def _end(self) -> Delta | None:
@@ -260,5 +270,6 @@ class ToolParser:
         if at < 0:
             return None
         self._text = self._text[at + len(self.form.closing.strip()) :]
-        self._state, self._inside = "content", False
+        self._state = "content"
+        self._inside = False
         return Delta()

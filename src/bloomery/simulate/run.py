@@ -108,7 +108,9 @@ def simulate(
 
 def notes_of(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[str]:
     """Parts of the simulation that differ from the real run."""
-    notes, gpu, attention = [], plan.train.device != "cpu", plan.model.attention
+    notes = []
+    gpu = plan.train.device != "cpu"
+    attention = plan.model.attention
     if gpu and attention in FLASH_LIKE and fused:
         notes.append(
             f"{attention} attention is counted as FlashAttention-2: its kernel needs the GPU"
@@ -169,7 +171,9 @@ class SimulationResult:
         return [*figures, *(line for note in self.simulated.notes for line in joined([note]))]
 
     def _figures(self) -> Iterator[str]:
-        memory, peak, stages = self.plan.memory, self.simulated.peak, self.simulated.stages
+        memory = self.plan.memory
+        peak = self.simulated.peak
+        stages = self.simulated.stages
         unit, size = unit_of(peak)
         digits = 1 if size == GIB else 0
         apart = round(memory.allocated / peak - 1, 2)
@@ -239,11 +243,9 @@ def main() -> None:
     with loading():
         from bloomery.simulate.step import simulated_stage, simulated_step, stage_positions
 
-    plan, split, fused = (
-        RunPlan.model_validate(job["plan"]),
-        MeshSplit(**job["split"]),
-        job["fused"],
-    )
+    plan = RunPlan.model_validate(job["plan"])
+    split = MeshSplit(**job["split"])
+    fused = job["fused"]
 
     def on_progress(doing: str) -> None:
         reply(job, {"doing": doing})

@@ -63,7 +63,8 @@ from bloomery.train.step import (
     train_step,
 )
 
-_aten, _native = torch.ops.aten, torch.ops.bloomery
+_aten = torch.ops.aten
+_native = torch.ops.bloomery
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 
 
@@ -76,7 +77,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __init__(self, gradients: Callable[[], Iterable[Tensor]] = tuple) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self.gradients, self.hidden = gradients, False
+        self.gradients = gradients
+        self.hidden = False
         self.peak: dict[str, float] = {}
         # by a storage's identity, for as long as it lives
         self._kinds: dict[int, tuple[str, int]] = {}
@@ -93,12 +95,14 @@ class MemoryTracker(TorchDispatchMode):
             self._note(id(storage), kind, self._kinds[id(storage)][1])
 
     def forget_peak(self) -> None:
-        self.peak, self._highest = {}, 0
+        self.peak = {}
+        self._highest = 0
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Tensors created meanwhile take no memory: a fused kernel keeps them in registers."""
-        before, self.hidden = self.hidden, True
+        before = self.hidden
+        self.hidden = True
         try:
             yield
         finally:
@@ -247,7 +251,8 @@ def _group(q: Tensor, rest: tuple[Any, ...]) -> tuple[slice, blockwise.Task]:
 
 
 def _blockwise(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, sums = like_projection(q), sums_like(q)
+    out = like_projection(q)
+    sums = sums_like(q)
     part, task = _group(q, rest)
     out[part], sums[part] = blockwise.forward(q[part], k[part], v[part], task)
     return out, sums
@@ -370,8 +375,10 @@ class _Graphs:
     """A block as two graphs of tensors: parameters, buffers of quantized weights, arguments of forward."""
 
     def __init__(self, block: Block, tracker: MemoryTracker) -> None:
-        self._tracker, self._inside = tracker, nn.Module()
-        self._inside.block, self._inside.forward = block, block.forward
+        self._tracker = tracker
+        self._inside = nn.Module()
+        self._inside.block = block
+        self._inside.forward = block.forward
         self._names = [
             name for name, _ in (*self._inside.named_parameters(), *self._inside.named_buffers())
         ]
@@ -385,10 +392,8 @@ class _Graphs:
             names = [
                 field.name for field in fields(layout) if getattr(layout, field.name) is not None
             ]
-            seen, tables = (
-                [getattr(layout, name) for name in names],
-                [] if rotary is None else list(rotary),
-            )
+            seen = [getattr(layout, name) for name in names]
+            tables = [] if rotary is None else list(rotary)
             given = [*block.parameters(), *block.buffers()], tables, seen, x_BTD
             if (turns := rotary is not None) not in self._traced:
                 self._traced[turns] = self._trace(names, turns=turns)
@@ -544,7 +549,8 @@ def simulated_stage(
         model_and_optimizer = _model_and_optimizer(plan, tracker, place=place, fused=fused)
         if place.index:
             model_and_optimizer.model.model.embed = lambda *_: sent().requires_grad_()  # type: ignore[method-assign]  # stands for the stage before
-        objective, scale = build_objective(plan, meta_teacher), model_and_optimizer.scale
+        objective = build_objective(plan, meta_teacher)
+        scale = model_and_optimizer.scale
         factor = 1.0 if scale is None else scale.value
 
         def ahead() -> Tensor | GradientEdge:
@@ -586,7 +592,8 @@ def simulated_stage(
 
 @contextmanager
 def _fake_tensors(plan: RunPlan) -> Iterator[MemoryTracker]:
-    tracker, kind = MemoryTracker(), "cpu" if plan.train.device == "cpu" else "cuda"
+    tracker = MemoryTracker()
+    kind = "cpu" if plan.train.device == "cpu" else "cuda"
     functions = nullcontext() if kind == "cpu" else GpuFunctions()
     with FakeTensorMode(allow_non_fake_inputs=True), functions, acting_as(kind, fuse=tracker.fuse):
         yield tracker
@@ -623,7 +630,9 @@ def _model_and_optimizer(
     place: StagePosition | None = None,
 ) -> ModelAndOptimizer:
     """As `train.state.build_state`, with fake tensors; a compiled block is its graphs, run op by op."""
-    model, train, attention = empty_model(plan), plan.train, plan.model.attention
+    model = empty_model(plan)
+    train = plan.train
+    attention = plan.model.attention
     for module in model.modules():  # `to_empty` swaps tensors, which fake ones refuse
         for name, parameter in module.named_parameters(recurse=False):
             like = torch.empty_like(parameter, device="cpu")

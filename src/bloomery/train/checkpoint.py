@@ -100,12 +100,10 @@ class Saver:
 
         `tokenizer`: a folder with the tokenizer to copy.
         """
-        self.folder, self.keep, self.async_save, self.tokenizer = (
-            folder,
-            keep,
-            async_save,
-            tokenizer,
-        )
+        self.folder = folder
+        self.keep = keep
+        self.async_save = async_save
+        self.tokenizer = tokenizer
         self._writer = writer
         self._emit = emit
         self._thread: threading.Thread | None = None
@@ -145,7 +143,8 @@ class Saver:
         # damaged during the run: keep the last one; `bloomery resume` reports it
         with suppress(UserError):
             self._head = read_identity(self.folder.parent)
-        head, before = self._head, self._before
+        head = self._head
+        before = self._before
         # saved again: it follows what the one that it replaces followed
         if before is not None and before[0] == step:
             before = before_of(step_folder(self.folder, step))
@@ -173,12 +172,14 @@ class Saver:
 
     def poll(self) -> None:
         """Emit the events of the writing thread; re-raise its unexpected errors."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         if self._emit is not None:
             for event in events:
                 self._emit(event)
         if self._crash is not None:
-            crash, self._crash = self._crash, None
+            crash = self._crash
+            self._crash = None
             raise crash
 
     def drain(self) -> None:
@@ -304,7 +305,8 @@ class Saver:
         returns. True if any was deleted. With a damaged best.json, none.
         """
         try:
-            steps, best = saved_steps(self.folder), best_step(self.folder)
+            steps = saved_steps(self.folder)
+            best = best_step(self.folder)
             needed = {
                 best,
                 *(_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:]),

@@ -59,7 +59,8 @@ def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = ALONE) -> RunPlan:
         return plan
     folder = run_dir / "base"
     if mesh.first and not folder.exists():  # written under another name, then renamed
-        draft, config = folder.with_name(f".tmp-{folder.name}-{os.getpid()}"), plan.model.config
+        draft = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+        config = plan.model.config
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         write_model(model_state(fresh_decoder(config, seed=plan.train.seed)), config, draft)
@@ -131,7 +132,8 @@ class RunContext:
 
     def source(self) -> AbstractContextManager[BatchSource]:
         """Micro-batches from the current position in the data."""
-        data, train = self.plan.data, self.plan.train
+        data = self.plan.data
+        train = self.plan.train
         return Prefetcher(
             self.loader,
             self.state.cursor,
@@ -151,8 +153,10 @@ class RunContext:
         waited: float,
     ) -> None:
         """Emit StepDone, and the health of the step where it was measured."""
-        plan, model_and_optimizer = self.plan.train, self.state.model_and_optimizer
-        clock, sizes = self.mesh.clock, axes(plan)
+        plan = self.plan.train
+        model_and_optimizer = self.state.model_and_optimizer
+        clock = self.mesh.clock
+        sizes = axes(plan)
         own = seconds - clock.waited, *(clock.of_axes().get(axis, 0.0) for axis in sizes)
         memory, works, *communication = zip(
             *self.mesh.each(peak_memory_gib(plan.device), *own), strict=True
@@ -218,7 +222,8 @@ def open_context(
     )
     build_kernels(plan)
     check_attention(state.model, plan)
-    prepared, adapts = plan.data.prepared, not isinstance(plan.adapter, NoAdapter)
+    prepared = plan.data.prepared
+    adapts = not isinstance(plan.adapter, NoAdapter)
     named = state.model.named_parameters()
     has_validation = bool(read_manifest(prepared).validation.tokens)
     splits: tuple[SplitName, ...] = ("train", "validation") if has_validation else ("train",)
@@ -269,7 +274,8 @@ def follow(context: RunContext, checkpoint: Path | None) -> None:
     """The next checkpoint follows this one, and the best is the best as of it; None: the start of the run."""
     context.saver.follow(checkpoint)
     context.restored_step = None if checkpoint is None else context.step
-    progress, checkpoints = context.state.progress, context.saver.folder
+    progress = context.state.progress
+    checkpoints = context.saver.folder
     lost = context.mesh.first and not restore_best(
         checkpoints, step=context.step, best=progress.best_step
     )
@@ -331,15 +337,14 @@ def reference_files(
     """The files of the reference model's log-probabilities by split, computed where missing; {} if not needed."""
     if reference_of(plan.objective, plan.adapter).value != "precomputed":
         return {}
-    mesh, files = (
-        state.model_and_optimizer.mesh,
-        {split: reference_file(run_dir, split) for split in splits},
-    )
+    mesh = state.model_and_optimizer.mesh
+    files = {split: reference_file(run_dir, split) for split in splits}
     missing = {split: file for split, file in files.items() if mesh.number(not file.is_file())}
     if missing and resume_from is not None:
         go_back(state, plan, None)
     loaders = {split: open_loader(plan, split, mesh=mesh) for split in missing}
-    done, total = 0, sum(loader.stored_sequences for loader in loaders.values())
+    done = 0
+    total = sum(loader.stored_sequences for loader in loaders.values())
     for split, loader in loaders.items():
         precompute(
             state.model,

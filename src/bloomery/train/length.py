@@ -95,7 +95,8 @@ def _every(what: Repeated, plan: RunPlan) -> float | int:
 
 def due(what: Repeated, plan: RunPlan, *, step: int) -> bool:
     """Whether it is due after `step`."""
-    every, blocks = _every(what, plan), plan.train.blocks
+    every = _every(what, plan)
+    blocks = plan.train.blocks
     if isinstance(every, int):
         return step % every == 0
     if math.isinf(every):
@@ -126,7 +127,8 @@ class Timer:
 
     def start(self) -> None:
         """Start timing steps."""
-        self._begun, self._aside = self.clock(), 0.0
+        self._begun = self.clock()
+        self._aside = 0.0
 
     def stepped(self) -> None:
         """End a step. Work timed by `aside` does not count toward the next one."""
@@ -166,15 +168,18 @@ class Timer:
     def forget(self) -> None:
         """Drop the measured step times: the micro-batch size has changed."""
         self._laps.clear()
-        self.steps, self.last = 0, math.inf
+        self.steps = 0
+        self.last = math.inf
 
     def step_seconds(self, recent: float) -> float | None:
         """Mean step time over the last `recent` seconds; the median of a few first steps."""
         if len(self._laps) <= MEASURED_STEPS - WARMING:
             return median(self._laps) if self._laps else None
-        taken, seconds = 0, 0.0
+        taken = 0
+        seconds = 0.0
         for lap in reversed(self._laps):
-            taken, seconds = taken + 1, seconds + lap
+            taken = taken + 1
+            seconds = seconds + lap
             if seconds >= recent and taken >= MEASURED_STEPS - WARMING:
                 break
         return seconds / taken
@@ -193,7 +198,8 @@ def current(plan: RunPlan, *, step: int) -> RunPlan | None:
 
 def measured(plan: RunPlan, timer: Timer, *, step: int) -> float | None:
     """Seconds per step; None while too few steps were taken."""
-    seconds, blocks = plan.train.seconds, plan.train.blocks
+    seconds = plan.train.seconds
+    blocks = plan.train.blocks
     assert seconds is not None
     before = block_at(step, blocks).step_seconds if blocks else None
     now = timer.step_seconds(RECENT * seconds)
@@ -208,7 +214,8 @@ def with_next_block(plan: RunPlan, timer: Timer, *, step: int) -> RunPlan:
 
     Until steps are measured the learning rate rises as if the estimate were right, or slower: too steep a warmup harms.
     """
-    seconds, blocks = plan.train.seconds, plan.train.blocks
+    seconds = plan.train.seconds
+    blocks = plan.train.blocks
     assert seconds is not None
     blocks = blocks if blocks and blocks[0].step <= step else ()
     begins = min(1.0, timer.elapsed / seconds) if step else 0.0  # set-up time trained nothing
@@ -257,7 +264,8 @@ def fitted(
     At least `done`, and at least the recipe's minimum.
     """
     least = max(done, plan.train.min_steps or 1)
-    low, high = least, max(least, done + max(0, int(seconds / costs.step)) + 1) + 1
+    low = least
+    high = max(least, done + max(0, int(seconds / costs.step)) + 1) + 1
     while high - low > 1:
         middle = (low + high) // 2
         ends = costs.until_the_end(_longer(plan, middle, costs.step), done=done, fraction=fraction)

@@ -54,7 +54,8 @@ def run(
     try:
         timer = timer or Timer(time.perf_counter())
         context = open_context(plan, run_dir, emit, resume_from, stop, mesh, began=timer.began)
-        context.timer, timer.before = timer, context.state.progress.seconds
+        context.timer = timer
+        timer.before = context.state.progress.seconds
         context.before_save = before_save
     except Stopped:  # before the first step
         return "stopped"
@@ -96,7 +97,9 @@ def train(
 
 def take_step(context: RunContext, source: BatchSource) -> Action:
     """Read micro-batches, train on them, emit the step's events and decide how to continue."""
-    plan, state, begun = context.plan.train, context.state, time.perf_counter()
+    plan = context.plan.train
+    state = context.state
+    begun = time.perf_counter()
     context.mesh.clock.reset()
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun

@@ -140,7 +140,8 @@ def ipo_loss(pairs: PairScores, reference: PairScores, *, beta: float) -> LossPa
 
 def simpo_loss(pairs: PairScores, *, beta: float, gamma: float) -> LossParts:
     """-log sigmoid(beta * difference of mean log-probabilities - gamma); arXiv:2405.14734, eq. 6."""
-    chosen_P, rejected_P = beta * pairs.chosen.mean_P, beta * pairs.rejected.mean_P
+    chosen_P = beta * pairs.chosen.mean_P
+    rejected_P = beta * pairs.rejected.mean_P
     return pair_parts(
         -F.logsigmoid(chosen_P - rejected_P - gamma), (chosen_P, rejected_P), pairs.there_P
     )
@@ -194,7 +195,8 @@ def kto_loss(
     prompt with the response of another prompt. `kl`: the estimated KL term, non-negative and constant. `weights`: of
     desirable and undesirable responses.
     """
-    rewards_P, there_P = pairs.chosen.score_P - reference.chosen.score_P, pairs.there_P
+    rewards_P = pairs.chosen.score_P - reference.chosen.score_P
+    there_P = pairs.there_P
     lead_P = torch.where(desirable_P, rewards_P - kl, kl - rewards_P)
     losses_P = torch.where(desirable_P, *weights) * (1 - torch.sigmoid(beta * lead_P))
     metrics = {

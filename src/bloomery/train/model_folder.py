@@ -42,7 +42,8 @@ def seal(folder: Path, lineage: Lineage = Lineage()) -> None:
 
     All files get the folder's mode without x: safetensors writes 0600.
     """
-    files, mode = {}, folder.stat().st_mode & 0o666
+    files = {}
+    mode = folder.stat().st_mode & 0o666
     for path in sorted(folder.iterdir()):
         path.chmod(mode)
         flush_to_disk(path)
@@ -75,7 +76,8 @@ def damage(folder: Path) -> str | None:
 
 def refuse_other_run(folder: Path) -> None:
     """Raises UserError for a valid checkpoint of another run, or of another history of this one."""
-    checkpoints, manifest = folder.parent, unstamped(folder / MANIFEST)
+    checkpoints = folder.parent
+    manifest = unstamped(folder / MANIFEST)
     head = read_identity(checkpoints.parent)
     if head is None:
         return
@@ -318,7 +320,8 @@ def split(model: Path) -> tuple[Path | None, Path]:
     text = str(model)
     if not model.exists():
         for place in (number for number, letter in enumerate(text) if letter == "+"):
-            base, adapter = Path(text[:place]), Path(text[place + 1 :])
+            base = Path(text[:place])
+            adapter = Path(text[place + 1 :])
             if base.is_dir() and adapter.is_dir():
                 return base, adapter
     return None, model

@@ -93,7 +93,8 @@ def precompute(
 
     `model` must be as before the first step. Ranks share out the sequences; the first one writes.
     """
-    device, last = next(model.parameters()).device, 0.0
+    device = next(model.parameters()).device
+    last = 0.0
     with ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         writer = (
@@ -380,7 +381,8 @@ def marked(
     """
 
     def kl(scores_BT: Tensor, batch: Batch) -> Tensor:
-        pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
+        pairs = _pairs(scores_BT, batch)
+        reference = _reference(scores_BT, batch)
         return kto_kl(pairs.rejected, reference.rejected, pairs.there_P)
 
     def mismatched(batch: Batch) -> LabelScores:  # scores sequences 2i + 1 only
@@ -411,7 +413,8 @@ def marked(
         )
         own = _at_least_0(kl(scores_BT, batch)) if batch.baseline is None else batch.baseline
         desirable = sequence_sums(batch.kto_labels, batch.sequences).view(-1, 2)[:, 0] > 0
-        pairs, reference = _pairs(scores_BT, batch), _reference(scores_BT, batch)
+        pairs = _pairs(scores_BT, batch)
+        reference = _reference(scores_BT, batch)
         weights = asked.desirable_weight, asked.undesirable_weight
         return kto_loss(
             pairs, reference, desirable, own.to(scores_BT.dtype), beta=asked.beta, weights=weights

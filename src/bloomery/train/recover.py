@@ -99,8 +99,10 @@ def shrink(context: RunContext, full: AllocationFailed) -> Action:
 
     Raises OutOfMemory when the micro-batch is one sequence or cannot be split.
     """
-    plan, updating = context.plan, context.state.model_and_optimizer.updating
-    size, problem = plan.train.micro_batch_size, full.at(f"at step {context.step + 1}")
+    plan = context.plan
+    updating = context.state.model_and_optimizer.updating
+    size = plan.train.micro_batch_size
+    problem = full.at(f"at step {context.step + 1}")
     if size == 1 and not updating:  # the run ends here; its weights are sound
         save(context)
         context.saver.wait()
@@ -135,7 +137,8 @@ def replan(context: RunContext, plan: RunPlan) -> None:
 
 def _fix(plan: RunPlan) -> str:
     """The plan's suggestions, cheapest first; without any, the settings that save most."""
-    train, length = plan.train, plan.data.sequence_length
+    train = plan.train
+    length = plan.data.sequence_length
     if (size := train.micro_batch_size) > 1:
         return f"start a new run with train.micro_batch_size={size // 2} train.tokens_per_step={size // 2 * length}"
     edits = [edit for edit in plan.suggestions if not edit.startswith("train.micro_batch_size")]
@@ -174,7 +177,8 @@ def other_processes(processes: tuple[GpuProcess, ...], *, others: int, total: in
 
 def check_step(context: RunContext, result: StepResult, sequences: range, first: Batch) -> Action:
     """How to continue after a step that trained on `sequences`; warns when the step was not taken."""
-    policy, scale = context.state.policy, context.state.model_and_optimizer.scale
+    policy = context.state.policy
+    scale = context.state.model_and_optimizer.scale
     if result.taken:
         return policy.decide(True, step=context.step, sequences=sequences)
     if result.overflowed and scale is not None:
@@ -194,7 +198,8 @@ def check_step(context: RunContext, result: StepResult, sequences: range, first:
 
 def rewind(context: RunContext) -> None:
     """Restore the newest valid checkpoint (or the initial weights) and continue after the non-finite sequences."""
-    bad_step, cursor = context.step, context.state.cursor
+    bad_step = context.step
+    cursor = context.state.cursor
     return_to_checkpoint(context)
     context.state.cursor = cursor
     context.emit(
@@ -229,7 +234,8 @@ def save(context: RunContext) -> None:
     """Save a checkpoint of this step, unless it has one, and mark the best so far. Raises Diverged as `_write`."""
     if context.step == context.saved_step and not context.best_due:
         return
-    context.saved_step, context.saving_due = context.step, False
+    context.saved_step = context.step
+    context.saving_due = False
     seconds = _write(context, context.state.parts)
     context.timer.note_save(seconds)
 
@@ -261,7 +267,8 @@ def _write(
             where=f"step {context.step}",
             fix="start again with a lower optimizer.learning_rate; older checkpoints are untouched",
         )
-    best, context.best_due = context.best_due, False
+    best = context.best_due
+    context.best_due = False
     context.state.progress.seconds = context.timer.elapsed
     with context.timer.aside() as seconds, context.state.averaged():
         parts = context.mesh.whole(live_parts(), context.state.optimizer.is_split)

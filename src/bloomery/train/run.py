@@ -74,7 +74,9 @@ class History:
 
 def read_history(run_dir: Path) -> History:
     """Raises UserError when events or checkpoints cannot be read."""
-    tail, steps, ended = Tail(run_dir / "events.jsonl"), set[int](), None
+    tail = Tail(run_dir / "events.jsonl")
+    steps = set[int]()
+    ended = None
     for event in tail.read(whole=True):
         if isinstance(event, StepDone):
             steps.add(event.step)
@@ -86,7 +88,8 @@ def read_history(run_dir: Path) -> History:
 
 def _gaps(steps: Iterable[int], reached: int) -> tuple[range, ...]:
     """The runs of steps between 1 and `reached` that are missing."""
-    found, before = [], 0
+    found = []
+    before = 0
     for step in sorted({step for step in steps if 0 < step <= reached} | {reached + 1}):
         if step > before + 1:
             found.append(range(before + 1, step))

@@ -92,7 +92,8 @@ class NonFinite:
 
     def load(self, state: dict[str, Any]) -> None:
         """Load after a resume, not after a rewind, which keeps its count."""
-        self._skipped, self._rewound = int(state["skipped"]), int(state["rewound"])
+        self._skipped = int(state["skipped"])
+        self._rewound = int(state["rewound"])
 
 
 METHOD = "method"  # part and state key of what a PEFT method needs to resume
@@ -156,7 +157,8 @@ class CheckpointedModel:
 
     def writer(self) -> Write:
         """A function that writes the model as configured now; training continues while it runs."""
-        config, settings = self.model.config, self.settings
+        config = self.model.config
+        settings = self.settings
         if self.method is None and settings is None:
             return lambda tensors, folder: write_model(tensors, config, folder)
         assert self.base is not None, "a saved adapter names its base model"
@@ -306,15 +308,11 @@ def build_state(
         and weight.requires_grad
         and weight.dtype == torch.float32
     )
-    start, adapter = (
-        InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir),
-        plan.adapter,
-    )
+    start = InitialWeights(plan.model.source, plan.train.seed, plan.model.new_ids, run_dir)
+    adapter = plan.adapter
     base = None if start.source is None or isinstance(adapter, NoAdapter) else base_of(start.source)
-    method, settings = (
-        None,
-        adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None,
-    )
+    method = None
+    settings = adaptation(plan.model.config, adapter) if isinstance(adapter, Lora) else None
     if isinstance(adapter, Peft):
         start.fill(model)  # PEFT initializes its parameters from the base weights
         config = method_config(adapter, plan.model.config, steps=plan.train.steps)
@@ -373,7 +371,8 @@ def go_back(state: TrainState, plan: RunPlan, folder: Path | None, *, policy: bo
         if state.average is not None:
             state.average.restore(None, 0)
         state.optimizer.load({}, {})
-        state.cursor, state.progress = Cursor(plan.train.seed, 0), RunProgress()
+        state.cursor = Cursor(plan.train.seed, 0)
+        state.progress = RunProgress()
         return
     stored = read_state(folder)
     if stored["cursor"]["seed"] != state.cursor.seed:

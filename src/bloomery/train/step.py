@@ -63,7 +63,8 @@ class LossScale:
         if not finite:
             self.value = max(1.0, self.value / 2)
         elif self.clean_steps == 2000:
-            self.value, self.clean_steps = self.value * 2, 0
+            self.value = self.value * 2
+            self.clean_steps = 0
 
 
 @dataclass
@@ -104,12 +105,11 @@ def train_step(
     for loss and norm; the update then runs while the host continues. `position`: the first sequence of the step, which
     keys dropout, so that no generator state is part of a run.
     """
-    model, optimizer, scale = (
-        model_and_optimizer.model,
-        model_and_optimizer.optimizer,
-        model_and_optimizer.scale,
-    )
-    method, health_check = model_and_optimizer.method, model_and_optimizer.health_check
+    model = model_and_optimizer.model
+    optimizer = model_and_optimizer.optimizer
+    scale = model_and_optimizer.scale
+    method = model_and_optimizer.method
+    health_check = model_and_optimizer.health_check
     mesh = model_and_optimizer.mesh
     device = next(model.parameters()).device
     own_count = sum(objective.count(batch) for batch in batches)
@@ -120,7 +120,8 @@ def train_step(
     if objective.before is not None:
         batches = objective.before(model, batches)
     factor = 1.0 if scale is None else scale.value
-    total, sums = torch.zeros((), dtype=torch.float32, device=device), dict[str, Tensor]()
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    sums = dict[str, Tensor]()
     fused_norm: Tensor | None = None  # computed by the fused optimizer, which frees the gradients
     for number, batch in enumerate(batches):
         seed = mix(plan.seed, position, number, mesh.rank) >> 1
@@ -183,7 +184,8 @@ def fused_step(
     """
     if not math.isfinite(scaled.item()):
         return math.nan
-    optimizer, health_check = model_and_optimizer.optimizer, model_and_optimizer.health_check
+    optimizer = model_and_optimizer.optimizer
+    health_check = model_and_optimizer.health_check
     model_and_optimizer.updating = True
     with nullcontext() if health_check is None else health_check.watching(gradients=False):
         optimizer.begin_step(lr_scale, factor=factor, clip=plan.max_grad_norm)

@@ -55,9 +55,11 @@ class Use:
     @staticmethod
     def of(profile: Profile, quantize: str | None, *, machine: Machine, asked: str) -> "Use":
         """The device that training would use. Raises UserError for a requested one that cannot be used."""
-        gpu, reason = profile.accelerator is not None, profile.device.reason
+        gpu = profile.accelerator is not None
+        reason = profile.device.reason
         if gpu and not torch.cuda.is_available():
-            gpu, reason = False, "this PyTorch cannot use it (torch.cuda.is_available() is False)"
+            gpu = False
+            reason = "this PyTorch cannot use it (torch.cuda.is_available() is False)"
         if not gpu and asked not in ("auto", "cpu"):
             fix = "run `bloomery doctor --probe`, or pass --devices cpu"
             raise UserError(f"device {asked} cannot be used: {reason}", where="--devices", fix=fix)
@@ -196,11 +198,13 @@ def _refuse_full(
 ) -> None:
     """Report the memory needed. Raises UserError with a command when it exceeds the free memory."""
     weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
-    config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
+    config = decoder.config
+    item = decoder.model.embed_tokens.weight.itemsize
     # KV cache, the largest matrix dequantized, and a forward's workspace.
     slots, context = cached
     cache = slots * _cache_bytes(config, min(config.max_positions, context), item)
-    needed, free = weights + cache + _working_bytes(decoder, item), use.free_bytes()
+    needed = weights + cache + _working_bytes(decoder, item)
+    free = use.free_bytes()
     kind = f"{quantize.kind} base" if quantize.kind != "none" else "weights"
     if needed <= free:
         total = f"{format_bytes(weights)}, {format_bytes(needed)} with KV cache and workspace"
@@ -230,7 +234,8 @@ def _working_bytes(decoder: Decoder, item: int) -> int:
 
 def _fitting_context(decoder: Decoder, use: Use, slots: int) -> int:
     """The tokens of each slot: the model's context, or the largest that leaves memory to other programs."""
-    config, item = decoder.config, decoder.model.embed_tokens.weight.itemsize
+    config = decoder.config
+    item = decoder.model.embed_tokens.weight.itemsize
     weights = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     room = (use.free_bytes() - weights - _working_bytes(decoder, item)) * CACHE_SHARE[use.device]
     if slots * _cache_bytes(config, config.max_positions, item) <= room:

@@ -19,7 +19,9 @@ _PLANES = (0x100000, 0xF0000)  # Unicode's private planes: 65,534 characters eac
 # marks of a turn: around its content, and after the name of its last call
 _OPEN, _CLOSE, _CALL = range(3)
 MAX_TURNS = 0xFFF0 // 3
-_BEGINS, _ENDS = 0xFFF8, 0xFFF9  # the marks of `{% generation %}`, at the top of a plane
+# the marks of `{% generation %}`, at the top of a plane
+_BEGINS = 0xFFF8
+_ENDS = 0xFFF9
 _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
 _KEPT = 4096  # pieces of template kept
 _SHORT = 512  # characters of such a piece
@@ -100,7 +102,10 @@ def free_plane(turns: Iterable[Turn], tools: object) -> int:
 
 
 def unmarked(text: str, plane: int) -> Marked:
-    parts, marks, start, length = [], [], 0, 0
+    parts = []
+    marks = []
+    start = 0
+    length = 0
     for match in _pattern(plane).finditer(text):
         parts.append(text[start : match.start()])
         length += match.start() - start
@@ -115,11 +120,13 @@ def _with_marks(turns: Sequence[Turn], plane: int, both: bool) -> list[Turn]:
 
 def _with_mark(turn: Turn, index: int, plane: int, both: bool) -> Turn:
     """Marks are inside the white space at the edges, so that templates trim it as without marks."""
-    content, first = turn["content"], plane + 3 * index
+    content = turn["content"]
+    first = plane + 3 * index
     core = content.strip()
     if core:  # an empty content stays empty, as templates test for it
         start = content.index(core)
-        before, after = content[:start], content[start + len(core) :]
+        before = content[:start]
+        after = content[start + len(core) :]
         opened = chr(first + _OPEN) if both else ""
         turn = {**turn, "content": f"{before}{opened}{core}{chr(first + _CLOSE)}{after}"}
     if turn.get("tool_calls"):
@@ -184,7 +191,8 @@ class RenderedConversation:
             except Refused:
                 continue
             if marked.text == self.text:
-                self._marked, self._both = marked, both
+                self._marked = marked
+                self._both = both
                 return
 
     def _prefix(self, count: int, *, prompt: bool) -> Marked:
@@ -281,10 +289,8 @@ class RenderedConversation:
 
     def _plain_span(self, turn: int) -> Span:
         """Without marks: the rendering must begin with the rendering of its first turns."""
-        asked, ended = (
-            self.render(self.turns[:turn], prompt=True),
-            self.render(self.turns[: turn + 1]),
-        )
+        asked = self.render(self.turns[:turn], prompt=True)
+        ended = self.render(self.turns[: turn + 1])
         start = len(asked)
         if not self.text.startswith(asked) or _common(ended, self.text) < start:
             raise Unclear("the template changes earlier turns when a conversation continues")
@@ -301,7 +307,8 @@ def _common(one: str, other: str) -> int:
     """The length of the common beginning."""
     if other.startswith(one):
         return len(one)
-    low, high = 0, min(len(one), len(other))
+    low = 0
+    high = min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
@@ -327,7 +334,8 @@ def generation_marks(plane: int) -> tuple[str, str]:
 def generated_spans(marked: Marked) -> list[Span]:
     """Characters between the marks of `{% generation %}`. Raises Unclear when they are not in pairs."""
     places = [(mark, place) for mark, place in marked.marks if mark in (_BEGINS, _ENDS)]
-    begins, ends = places[::2], places[1::2]
+    begins = places[::2]
+    ends = places[1::2]
     if [mark for mark, _ in begins] != [_BEGINS] * len(ends) or any(
         mark != _ENDS for mark, _ in ends
     ):
@@ -337,7 +345,8 @@ def generated_spans(marked: Marked) -> list[Span]:
 
 def loss_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     """Whether each token has at least one character of a span; both in order."""
-    mask, index = [], 0
+    mask = []
+    index = 0
     for start, end in offsets:
         while index < len(spans) and spans[index][1] <= start:
             index += 1

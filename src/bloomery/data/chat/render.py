@@ -63,7 +63,9 @@ class TemplateProcess:
     def __init__(
         self, template: ChatTemplate, names: Mapping[str, str], enders: Sequence[str]
     ) -> None:
-        self._template, self._names, self._enders = template, dict(names), list(enders)
+        self._template = template
+        self._names = dict(names)
+        self._enders = list(enders)
         self._child: Child | None = None
         self._deaths = self._answered = 0
 
@@ -124,7 +126,8 @@ class TemplateProcess:
         return f"its process ended with code {code}"
 
     def close(self) -> None:
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.close()
 
@@ -149,7 +152,9 @@ class Renderer:
         With a template, a prompt and a response that are texts are formatted as a user turn and an assistant turn.
         `verbatim`: they are not, as for pretraining.
         """
-        self._tokenizer, self._name, self._train_on = tokenizer, template, train_on
+        self._tokenizer = tokenizer
+        self._name = template
+        self._train_on = train_on
         self._formats = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
         self._processes: dict[str, TemplateProcess] = {}
@@ -252,7 +257,8 @@ class Renderer:
         """The prompt for the next assistant turn as ids. A control token that a message spells out stays text. Raises
         UserError when the template refuses.
         """
-        turns, markup = [as_turn(message) for message in messages], self._tokenizer.markup
+        turns = [as_turn(message) for message in messages]
+        markup = self._tokenizer.markup
         if not markup.occurs([turns, tools]):
             return self._tokenizer.encode_rendered(self._rendered(turns, tools, prompt=True))
         (turns, offered), mark = markup.broken([turns, tools])
@@ -275,7 +281,8 @@ class Renderer:
         on. The responses of one prompt have the same masked length. Raises BadRow for a text that is too long.
         """
         assert isinstance(example.prompt, str)
-        prompt, prefix = example.prompt, self._tokenizer.prefix
+        prompt = example.prompt
+        prefix = self._tokenizer.prefix
         texts = [
             prompt,
             *(prompt + answer for answer in example.responses if isinstance(answer, str)),
@@ -288,7 +295,8 @@ class Renderer:
         start = min(num_equal(prompt_ids, ids) for ids in wholes)
         if self._train_on == "all" and example.kind == "completion":
             start = 0
-        end, encoded = self._tokenizer.eos_id, []
+        end = self._tokenizer.eos_id
+        encoded = []
         for ids in wholes:
             whole = [*prefix, *ids, *([end] if end is not None and ids[-1:] != [end] else [])]
             encoded.append(
@@ -309,7 +317,8 @@ class Renderer:
         for answer, (ids, offsets) in zip(good, placed, strict=True):
             mask = loss_tokens(offsets, answer["spans"]) if "spans" in answer else [True] * len(ids)
             answer["encoded"] = EncodedText(ids, mask)
-        left, encoded = iter(answers), list[EncodedExample | BadRow]()
+        left = iter(answers)
+        encoded = list[EncodedExample | BadRow]()
         for example in examples:
             own = [next(left) for _ in example.responses]
             if refused := next((answer for answer in own if "error" in answer), None):
@@ -340,7 +349,8 @@ class Renderer:
     def _process(self, tools: bool) -> TemplateProcess:
         text = self.template.tool_use if tools and self.template.tool_use else self.template.text
         if text not in self._processes:
-            config, tokenizer = self._tokenizer.config, self._tokenizer
+            config = self._tokenizer.config
+            tokenizer = self._tokenizer
             names = {role: _name(config[role]) for role in _ROLES if config.get(role)}
             template = ChatTemplate(text, self.template.origin)
             self._processes[text] = process = TemplateProcess(

@@ -113,7 +113,8 @@ class Template:
             "documents": None,
             "add_generation_prompt": prompt,
         }
-        pieces, size = list[str](), 0
+        pieces = list[str]()
+        size = 0
         try:
             for piece in self._compiled.generate(**given):
                 size += len(piece)
@@ -130,7 +131,8 @@ class Template:
 
     def read(self, job: Json) -> Json:
         """The whole text of a conversation and the spans to train on."""
-        turns, tools = job["messages"], job.get("tools") or None
+        turns = job["messages"]
+        tools = job.get("tools") or None
         if job["train_on"] is None:
             return {"text": self.render(turns, tools, prompt=job.get("prompt", False))}
         if self.marks_itself:

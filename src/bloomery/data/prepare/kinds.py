@@ -78,9 +78,11 @@ def refuse_mixture(document: Document, kind: ShardKind) -> None:
     if own == kind:
         return
     if {own, kind} == set(_MIXED):
-        rule, fix = "one source has one kind", "list them as separate sources in data.sources"
+        rule = "one source has one kind"
+        fix = "list them as separate sources in data.sources"
     else:
-        rule, fix = "a run trains on one kind", "remove one of them, or set data.format"
+        rule = "a run trains on one kind"
+        fix = "remove one of them, or set data.format"
     problem = f"the dataset has {_NAMES[own]} here and {_NAMES[kind]} before: {rule}"
     raise UserError(problem, where=document.source, fix=fix)
 
@@ -110,7 +112,9 @@ class KtoPairCheck:
     def __init__(
         self, dataset: Dataset, split_of: Callable[[Document], str], *, on_error: str
     ) -> None:
-        self._dataset, self._split_of, self._on_error = dataset, split_of, on_error
+        self._dataset = dataset
+        self._split_of = split_of
+        self._on_error = on_error
         self._last: dict[str, Example] = {}  # of each split
         self._other: dict[str, Example] = {}  # the latest example with another prompt than `_last`
 
@@ -118,12 +122,14 @@ class KtoPairCheck:
         """The document with both responses. Call in the order of the documents."""
         example = document.example
         assert example is not None
-        last, self._last[split] = self._last.get(split), example
+        last = self._last.get(split)
+        self._last[split] = example
         if last is not None and last.prompt != example.prompt:
             self._other[split] = last
         if split not in self._other:
             self._other[split] = self._first_other(example, split)
-        own, response = example.responses[0], self._other[split].responses[0]
+        own = example.responses[0]
+        response = self._other[split].responses[0]
         # in the form of its own response
         if isinstance(own, str) and not isinstance(response, str):
             response = "\n".join(turn.content for turn in response)

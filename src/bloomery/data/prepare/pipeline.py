@@ -121,7 +121,9 @@ def record_sources(
 ) -> tuple[SourceRecord, ...]:
     """Write the checksum of every file to FINGERPRINT. Raises UserError when a file changed since `before`."""
     files = [file for dataset in datasets for file in dataset.files]
-    total, done, sums = sum(state.bytes for state in before), 0, []
+    total = sum(state.bytes for state in before)
+    done = 0
+    sums = []
     with ThreadPoolExecutor(4) as threads:
         for state, value in zip(before, threads.map(_sha256, files), strict=True):
             sums.append(replace(state, sha256=value))
@@ -194,7 +196,8 @@ def open_journal(folder: Path, *, identity: str, sources: str) -> PrepareJournal
     """The folder's journal when it belongs to the same recipe and files, else a new one in a cleared folder. A finished
     folder has none and gets none. Raises UserError for a folder with other files.
     """
-    fresh, path = PrepareJournal(identity=identity, sources=sources), folder / JOURNAL
+    fresh = PrepareJournal(identity=identity, sources=sources)
+    path = folder / JOURNAL
     if (folder / MANIFEST).is_file():
         return fresh
     if path.is_file():
@@ -279,8 +282,13 @@ class Preparation:
     def __init__(
         self, recipe: Recipe, name: str, identity: str, folder: Path, report: Report, limits: Limits
     ) -> None:
-        self._recipe, self._data, self._name, self._identity = recipe, recipe.data, name, identity
-        self._folder, self._report, self._limits = folder, report, limits
+        self._recipe = recipe
+        self._data = recipe.data
+        self._name = name
+        self._identity = identity
+        self._folder = folder
+        self._report = report
+        self._limits = limits
         self._datasets = streams(recipe)
         self._num_train = len(self._datasets) - len(
             validation_datasets(recipe.data, recipe.objective.spec.data_kind)
@@ -318,7 +326,8 @@ class Preparation:
         """How examples are tokenized; None for plain text."""
         if self.kind == "text":
             return None
-        template, verbatim = self._data.chat.template, self._recipe.objective.spec.reads_text
+        template = self._data.chat.template
+        verbatim = self._recipe.objective.spec.reads_text
         return Rendering(template, train_on(self._recipe), DOCUMENTS_PER_UNIT[self.kind], verbatim)
 
     def first_documents(self, count: int) -> Iterator[tuple[SplitName, Document]]:
@@ -354,7 +363,8 @@ class Preparation:
             raise
 
     def _open_writers(self) -> None:
-        dtype, size = self._tokenizer.dtype, self._limits.shard_tokens
+        dtype = self._tokenizer.dtype
+        size = self._limits.shard_tokens
         self._writers = {
             name: SplitWriter(
                 self._folder, name, dtype, size, getattr(self._journal, name), self.kind
@@ -377,7 +387,9 @@ class Preparation:
 
     def _train_texts(self) -> Iterator[str]:
         """Texts of the train split, up to `tokenizer_bytes`."""
-        taken, any_tokens, stats = 0, False, ReadStats()
+        taken = 0
+        any_tokens = False
+        stats = ReadStats()
         limit = min(self._limits.tokenizer_bytes, self._bytes)
         for source, dataset in enumerate(self._datasets[: self._num_train]):
             for document in read_documents(dataset, on_error=self._data.on_error, stats=stats):
@@ -405,12 +417,17 @@ class Preparation:
         """Batches of about batch_bytes, after the documents in the journal `start`. The end of a source ends its batch.
         `only`: of one source.
         """
-        tokenizer, empty, held_back = self._tokenizer, start.empty, start.held_back
+        tokenizer = self._tokenizer
+        empty = start.empty
+        held_back = start.held_back
         held_files = dict(start.held_files)
         for source in range(len(self._datasets)) if only is None else (only,):
-            batch, size, read = list[tuple[SplitName, Document]](), 0, 0
+            batch = list[tuple[SplitName, Document]]()
+            size = 0
+            read = 0
             passed = start.read if source == start.source else 0
-            dataset, on_error = self._datasets[source], self._data.on_error
+            dataset = self._datasets[source]
+            on_error = self._data.on_error
             kto_pairs = KtoPairCheck(dataset, partial(self._split_of, source), on_error=on_error)
             for whole in read_documents(dataset, on_error=on_error, stats=self._summary):
                 read += 1
@@ -428,7 +445,8 @@ class Preparation:
                     and document.example is None
                     and (error := tokenizer.too_long(document.text))
                 ):
-                    bad_row, name = BadRow(document.source, error.problem, error.fix), "bad"
+                    bad_row = BadRow(document.source, error.problem, error.fix)
+                    name = "bad"
                     if on_error != "skip":
                         raise bad_row
                     self._summary.skip(bad_row)
@@ -449,7 +467,8 @@ class Preparation:
                     )
                 if size >= self._limits.batch_bytes:
                     yield EncodeTask(batch, source, read, empty, held_back, dict(held_files))
-                    batch, size = [], 0
+                    batch = []
+                    size = 0
             if source >= start.source:
                 yield EncodeTask(batch, source, read, empty, held_back, dict(held_files))
 
@@ -464,7 +483,8 @@ class Preparation:
         return "validation" if self._splitter.keeps(key) else "train"
 
     def _write_all(self, encoded: Iterator[tuple[EncodeTask, EncodedBatch]]) -> None:
-        written, begun = time.monotonic(), len(self._journal.train.parts)
+        written = time.monotonic()
+        begun = len(self._journal.train.parts)
         for task, batch in encoded:
             self._last = task
             for writer in self._writers.values():
@@ -494,8 +514,10 @@ class Preparation:
         made: dict[SplitName, list[tuple[Document, Array, Array, Array]]] = {
             name: [] for name in SPLITS
         }
-        responses, ends = DOCUMENTS_PER_UNIT[self.kind], [0, *np.cumsum(encoded.lengths).tolist()]
-        number, loss_mask = 0, encoded.loss_mask
+        responses = DOCUMENTS_PER_UNIT[self.kind]
+        ends = [0, *np.cumsum(encoded.lengths).tolist()]
+        number = 0
+        loss_mask = encoded.loss_mask
         for name, document in task.documents:
             if document.tokens is not None:
                 ids = checked_tokens(document, self._tokenizer)
@@ -504,7 +526,8 @@ class Preparation:
                     flags = np.array(document.loss_mask, np.uint8)
                 made[name].append((document, ids, np.array([len(ids)], np.uint64), flags))
                 continue
-            first, last = number * responses, (number + 1) * responses
+            first = number * responses
+            last = (number + 1) * responses
             if number not in encoded.bad_rows:
                 place = slice(int(ends[first]), int(ends[last]))
                 flags = np.zeros(0, np.uint8) if loss_mask is None else loss_mask[place]
@@ -555,12 +578,10 @@ class Preparation:
         sources = record_sources(
             self._datasets, self._states, self._folder, partial(self._report, "checksums")
         )
-        template, summary, journal, tokenizer = (
-            self._data.chat.template,
-            self._summary,
-            self._journal,
-            self._tokenizer,
-        )
+        template = self._data.chat.template
+        summary = self._summary
+        journal = self._journal
+        tokenizer = self._tokenizer
         verbatim = self._recipe.objective.spec.reads_text
         formatted = self.kinds.formatted(template, tokenizer.config, verbatim=verbatim)
         manifest = Manifest(

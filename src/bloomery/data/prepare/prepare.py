@@ -170,7 +170,8 @@ def refuse_layout(recipe: Recipe) -> None:
 
 def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
     """Raises UserError when no source fills one sequence, or all labels of conversations and pairs are masked."""
-    parts, length = manifest.train.parts, data.sequence_length
+    parts = manifest.train.parts
+    length = data.sequence_length
     if manifest.kind == "text":
         longest = max((part.tokens for part in parts), default=0)
         if data.layout == "padded" or longest > length:
@@ -210,10 +211,8 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         with os.fdopen(open_regular(folder / ".lock", os.O_WRONLY | os.O_CREAT), "w") as file:
             if not try_lock(file.fileno()):
-                problem, fix = (
-                    "another process is preparing this folder",
-                    "wait until it ends, then run again",
-                )
+                problem = "another process is preparing this folder"
+                fix = "wait until it ends, then run again"
                 raise UserError(problem, where=str(folder), fix=fix)
             yield
     except OSError as error:
@@ -221,7 +220,8 @@ def locked(folder: Path) -> Iterator[None]:
             fix = "free some space and run the same command again; it resumes"
             raise UserError("the disk is full", where=str(folder), fix=fix) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            problem, where = f"cannot write: {error.strerror}", str(error.filename or folder)
+            problem = f"cannot write: {error.strerror}"
+            where = str(error.filename or folder)
             fix = "set data.prepared to a folder with write permission"
             raise UserError(problem, where=where, fix=fix) from error
         raise

@@ -105,7 +105,8 @@ def validation_of(
             if present
             else "the path of a file or folder"
         )
-        problem, where = "no such file, folder or split of the dataset", f"data.validation: {name}"
+        problem = "no such file, folder or split of the dataset"
+        where = f"data.validation: {name}"
         raise UserError(problem, where=where, fix=f"set a share such as 1%, or {others}")
     whole = Source(path=name, glob=data.glob, format=data.format, columns=data.columns)
     return 0.0, held or [open_dataset(whole, required_format)]
@@ -214,7 +215,8 @@ def make_splitter(
 
 def size_warnings(manifest: Manifest, *, sequence_length: int) -> Iterator[str]:
     """What `prepare` and `train` say about a dataset that is too small to train on, or to measure."""
-    train, validation = manifest.train, manifest.validation
+    train = manifest.train
+    validation = manifest.validation
     rows = train.documents // DOCUMENTS_PER_UNIT[manifest.kind]
     if rows < MEASURABLE_ROWS and train.tokens < MEASURABLE_ROWS * sequence_length:
         yield f"only {counted(rows, 'rows')} to train on: the model will memorize them; use a few hundred or more"
@@ -249,7 +251,8 @@ def _held_keys(held: Dataset, *, on_error: str) -> frozenset[int]:
 def repeated_lines(validation: Iterable[str], train: Iterable[str]) -> float:
     """The share of validation lines, without blank ones, that also occur in train. Keeps their hashes in memory."""
     lines = [_line_key(line) for text in validation for line in text.splitlines() if line.strip()]
-    keys, repeated = set(lines), set[int]()
+    keys = set(lines)
+    repeated = set[int]()
     for text in train:
         repeated.update(key for line in text.splitlines() if (key := _line_key(line)) in keys)
     return sum(line in repeated for line in lines) / len(lines) if lines else 0.0

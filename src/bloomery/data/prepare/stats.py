@@ -185,7 +185,8 @@ def check_dataset(
     duplicates, double_bos, missing_eos, other_eos = _texts(
         split, manifest, {end for end in ends if end is not None}
     )
-    unknown, unk_id = 0, manifest.unk_id
+    unknown = 0
+    unk_id = manifest.unk_id
     for start in range(0, len(split.tokens), _CHUNK) if unk_id is not None else ():
         unknown += int((split.tokens[start : start + _CHUNK] == unk_id).sum())
     histogram = tuple[tuple[int, int], ...]()  # units by length, in powers of two
@@ -238,8 +239,11 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
     """Units that repeat an earlier one; texts that begin with two BOS tokens; texts whose end is not trained on; texts
     that end in another of `ends` than the EOS token. The ends of plain text next to conversations are not checked.
     """
-    keys, together = array("Q"), DOCUMENTS_PER_UNIT[split.kind]
-    double, missing, other = 0, 0, 0
+    keys = array("Q")
+    together = DOCUMENTS_PER_UNIT[split.kind]
+    double = 0
+    missing = 0
+    other = 0
     for unit in range(len(split) // together):
         digest = blake2b(digest_size=8)
         for index in range(unit * together, (unit + 1) * together):
@@ -260,7 +264,8 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
             ):
                 continue
             ended = bool(ends & loss_mask)
-            other, missing = other + ended, missing + (not ended)
+            other = other + ended
+            missing = missing + (not ended)
         keys.append(int.from_bytes(digest.digest(), "big"))
     repeated = len(keys) - len(np.unique(np.frombuffer(keys, np.uint64))) if keys else 0
     return repeated, double, missing, other
@@ -357,7 +362,9 @@ def preview(
     tokenizer = work.begin()
     with closing(LocalEncoder(tokenizer, work.rendering)) as encoder:
         for name, document in work.first_documents(count):
-            kind, example, sides = "", document.example, list[tuple[list[int], list[bool]]]()
+            kind = ""
+            example = document.example
+            sides = list[tuple[list[int], list[bool]]]()
             if work.rendering is not None and (kind_of(document) == "text" or work.kinds.plain):
                 kind = "text" if kind_of(document) == "text" else "conversation"
             if document.tokens is not None:
@@ -423,7 +430,8 @@ def preview(
 
 def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:
     """Each id as text. A character of several tokens is at the last of them."""
-    shown, start = [], 0
+    shown = []
+    start = 0
     for stop in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:stop])
         if text.endswith("�") and stop - start < 4 and stop < len(ids):

@@ -62,11 +62,9 @@ class LocalEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, rendering: Rendering | None) -> None:
-        self._tokenizer, self._dtype, self._rendering = (
-            tokenizer,
-            np.dtype(tokenizer.dtype),
-            rendering,
-        )
+        self._tokenizer = tokenizer
+        self._dtype = np.dtype(tokenizer.dtype)
+        self._rendering = rendering
         self._renderer = rendering.renderer(tokenizer) if rendering is not None else None
         ends = tokenizer.eos_id if tokenizer.eos_id != tokenizer.bos_id else None
         self._bos, self._eos = (
@@ -75,7 +73,9 @@ class LocalEncoder:
         )
 
     def encode(self, documents: list[Document]) -> EncodedBatch:
-        parts, loss_mask, bad_rows = list[bytes](), list[Array](), dict[int, BadRow]()
+        parts = list[bytes]()
+        loss_mask = list[Array]()
+        bad_rows = dict[int, BadRow]()
         examples = [document.example for document in documents if document.example is not None]
         rendered = iter(self._renderer.encode_batch(examples) if self._renderer is not None else [])
         for number, document in enumerate(documents):
@@ -113,7 +113,8 @@ class _ChildEncoder:
     def __init__(self, folder: Path, dtype: str, rendering: Rendering | None) -> None:
         job = {"folder": str(folder), "rendering": None if rendering is None else asdict(rendering)}
         self._child = Child("bloomery.data.prepare.workers", job, environment=os.environ).start()
-        self._dtype, self._structured = np.dtype(dtype), rendering is not None
+        self._dtype = np.dtype(dtype)
+        self._structured = rendering is not None
 
     def encode(self, documents: list[Document]) -> EncodedBatch:
         parts = [document.wire for document in documents]
@@ -131,7 +132,8 @@ class _ChildEncoder:
             raise UserError(
                 problem, where=where or "prepare", fix=fix or "use another tokenizer file"
             )
-        content, lengths = response.get("content", b""), np.array(response["lengths"], np.uint64)
+        content = response.get("content", b"")
+        lengths = np.array(response["lengths"], np.uint64)
         end = int(lengths.sum()) * self._dtype.itemsize
         ids = np.frombuffer(content[:end], self._dtype)
         if not self._structured:
@@ -206,7 +208,9 @@ def main() -> None:
     rendering = None if job["rendering"] is None else Rendering(**job["rendering"])
     encoder = LocalEncoder(load_tokenizer(Path(job["folder"])), rendering)
     for asked in requests(job):
-        content, documents, end = asked.get("content", b""), list[Document](), 0
+        content = asked.get("content", b"")
+        documents = list[Document]()
+        end = 0
         for size, source in zip(asked["sizes"], asked["sources"], strict=True):
             text = content[end : end + size].decode()
             documents.append(

@@ -68,7 +68,9 @@ def _functions(files: tuple[SourceFile, ...]) -> list[tuple[str, str, str]]:
     """The place, prompt and response of functions, without repeated prompts and responses: the prompt asks for what the
     docstring says, the response is the source without it. A file that is no valid Python of this version has none.
     """
-    prompts, responses, found = set[str](), set[str](), list[tuple[str, str, str]]()
+    prompts = set[str]()
+    responses = set[str]()
+    found = list[tuple[str, str, str]]()
     for file in files:
         try:
             text = file.path.read_bytes().decode("utf-8")

@@ -195,7 +195,8 @@ _Read = Callable[[Value], Sequence[Document]]  # of a row; raises BadRow
 
 def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator[Document | BadRow]:
     """Rows as the first of them, or the columns of a table; other values as texts."""
-    columns, read = list[str]() or None, None
+    columns = list[str]() or None
+    read = None
     try:
         if file.format in TABLES:
             types = column_types(file.path, file.format)
@@ -350,7 +351,8 @@ def _choose(types: Mapping[str, str], dataset: Dataset, where: str) -> tuple[str
 
 def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -> Document:
     """The document in a column ("": in the value itself). Raises BadRow."""
-    content, where = value.content, value.where
+    content = value.content
+    where = value.where
     if column:
         where = f"{where}, field {column}"
         if not isinstance(content, dict) or column not in content:
@@ -362,9 +364,11 @@ def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -
         type(item) is int and 0 <= item < 2**32 for item in content
     ):
         raise BadRow(where, f"is {kind_of(content)}, not a list of token ids")
-    found, attended = Document(value.where, tokens=tuple(content)), None
+    found = Document(value.where, tokens=tuple(content))
+    attended = None
     for mask in masks:
-        flags, where = value.content.get(mask), f"{value.where}, field {mask}"
+        flags = value.content.get(mask)
+        where = f"{value.where}, field {mask}"
         if not isinstance(flags, list) or len(flags) != len(content):
             size = f"{len(flags):,} entries" if isinstance(flags, list) else "no list"
             raise BadRow(where, f"has {size} where {column} has {len(content):,} tokens")
@@ -381,7 +385,8 @@ def _document(value: Value, role: str, column: str, masks: Sequence[str] = ()) -
 def _kept(document: Document, flags: Sequence[bool]) -> Document:
     """The document without the tokens whose flag is false."""
     assert document.tokens is not None
-    tokens, loss_mask = tuple(compress(document.tokens, flags)), document.loss_mask
+    tokens = tuple(compress(document.tokens, flags))
+    loss_mask = document.loss_mask
     flagged = None if loss_mask is None else tuple(compress(loss_mask, flags))
     return replace(
         document, tokens=tokens, loss_mask=flagged, padding=len(document.tokens) - len(tokens)
@@ -400,10 +405,12 @@ def unpadded(document: Document, *, pad_id: int | None, ends: Collection[int | N
         or pad_id not in (tokens[:1] + tokens[-1:])
     ):
         return document
-    size, spared = len(tokens), int(pad_id in ends)
+    size = len(tokens)
+    spared = int(pad_id in ends)
     front = next((index for index, token in enumerate(tokens) if token != pad_id), size)
     back = next((index for index, token in enumerate(reversed(tokens)) if token != pad_id), size)
-    start, stop = max(front - spared, 0), size - max(back - spared, 0) if front < size else 0
+    start = max(front - spared, 0)
+    stop = size - max(back - spared, 0) if front < size else 0
     return _kept(document, [start <= index < stop for index in range(size)])
 
 

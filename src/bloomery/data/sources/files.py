@@ -60,13 +60,12 @@ def list_files(source: Source, *, rows: bool = False) -> list[SourceFile]:
     try:
         return _listed(source, rows=rows)
     except OSError as error:
-        problem, fix = (
-            f"cannot be read: {error.strerror}",
-            "check its owner, its permissions and the disk",
-        )
+        problem = f"cannot be read: {error.strerror}"
+        fix = "check its owner, its permissions and the disk"
         raise UserError(problem, where=str(error.filename or source.path), fix=fix) from error
     except UnicodeEncodeError as error:
-        problem, fix = "the locale cannot encode this name", "set LANG=C.UTF-8"
+        problem = "the locale cannot encode this name"
+        fix = "set LANG=C.UTF-8"
         raise UserError(problem, where=f"data.path: {source.path}", fix=fix) from error
 
 
@@ -177,7 +176,8 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
     root = data_place(source.path)
     if not root.is_dir() or (root / "state.json").is_file():
         return {}
-    shown, splits = _shown(source.path, root), dict[str, list[SourceFile]]()
+    shown = _shown(source.path, root)
+    splits = dict[str, list[SourceFile]]()
     if (root / "dataset_dict.json").is_file():
         others = [split for split in _names_of_splits(root) if split != "train"]
         splits = {split: _saved_dataset(root / split, shown / split) for split in others}
@@ -207,7 +207,8 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
         or (root / "dataset_dict.json").is_file()
     ):
         return None
-    found, rows = sorted(_walk(root, None)), rows or source.format in FORMATS
+    found = sorted(_walk(root, None))
+    rows = rows or source.format in FORMATS
     taken = _recognized(found, rows=rows)
     aside = [
         name for name in found if name not in set(taken) and _may_be_data(name, taken, rows=rows)
@@ -230,7 +231,8 @@ def _may_be_data(name: str, taken: list[str], *, rows: bool) -> bool:
     split = split_of(name)
     if split is not None and split.kind != "train":
         return False
-    suffix, data = suffix_of(Path(name)), suffix_of(Path(taken[0])) in DATA
+    suffix = suffix_of(Path(name))
+    data = suffix_of(Path(taken[0])) in DATA
     return (suffix in TABLES and (rows or data)) or (suffix in TEXT and data and not rows)
 
 
@@ -305,8 +307,6 @@ def _read_saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
     try:
         return names(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        problem, fix = (
-            "not a folder of datasets' save_to_disk, or damaged",
-            "save the dataset again",
-        )
+        problem = "not a folder of datasets' save_to_disk, or damaged"
+        fix = "save the dataset again"
         raise UserError(problem, where=str(path), fix=fix) from error

@@ -42,7 +42,8 @@ ROLES: dict[str, Role] = {
     "tool_response": "tool",
 }
 _CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
-_ROLE_KEYS, _TEXT_KEYS = ("role", "from"), ("content", "value")
+_ROLE_KEYS = ("role", "from")
+_TEXT_KEYS = ("content", "value")
 _THINKING = ("reasoning_content", "thinking", "reasoning")  # transformers takes the same three
 Columns = Mapping[str, str]  # roles to columns of other names
 
@@ -103,7 +104,8 @@ def _message(
         if role == "assistant"
         else ()
     )
-    content, place = "", f"{where}.{text_key}"
+    content = ""
+    place = f"{where}.{text_key}"
     if turn.get(text_key) is not None or not calls:
         if text_key not in turn:
             raise BadRow(place, "is missing")
@@ -112,7 +114,8 @@ def _message(
         parsed = _parsed(content)
         if not isinstance(parsed, dict | list):
             raise BadRow(place, "is not a call: a function_call is JSON with a name and arguments")
-        calls, content = _calls(parsed if isinstance(parsed, list) else [parsed], place), ""
+        calls = _calls(parsed if isinstance(parsed, list) else [parsed], place)
+        content = ""
     thinking = next((turn[key] for key in _THINKING if turn.get(key)), None)
     optional = {
         "name": turn.get("name"),
@@ -339,10 +342,12 @@ def _kto(row: Row) -> Example:
 
 def _preference(row: Row) -> Example:
     """Without a column for the prompt, and for whole conversations, both sides begin with it."""
-    (chosen, chosen_place), (rejected, rejected_place) = row.side("chosen"), row.side("rejected")
+    (chosen, chosen_place) = row.side("chosen")
+    (rejected, rejected_place) = row.side("rejected")
     if chosen == rejected:
         raise BadRow(row.where, "has equal chosen and rejected responses", _PAIR_FIX)
-    prompt, place = cast(Turns, ""), ""
+    prompt = cast(Turns, "")
+    place = ""
     if "prompt" in row.named or row.cells.get("prompt") is not None:
         prompt, place = row.side("prompt")
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -363,7 +368,9 @@ def _preference(row: Row) -> Example:
             repeats = len(chosen) > len(prompt) and chosen[: len(prompt)] == prompt
     if not prompt or repeats:
         length = _common(chosen, rejected)
-        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        prompt = chosen[:length]
+        chosen = chosen[length:]
+        rejected = rejected[length:]
         if not prompt:
             fix = "name the prompt's column: data.columns={prompt: NAME}"
             raise BadRow(

@@ -111,7 +111,8 @@ def _wide_encoding(data: bytes) -> str | None:
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "UTF-16"
     sample = data[:4096]
-    low, high = sample[0::2].count(0), sample[1::2].count(0)
+    low = sample[0::2].count(0)
+    high = sample[1::2].count(0)
     if len(sample) >= 8 and max(low, high) > 0.4 * len(sample) and min(low, high) <= 1:
         return "UTF-16LE" if high > low else "UTF-16BE"
     return None
@@ -204,10 +205,12 @@ class _Rejoined:
     """A stream whose beginning was already read. As much of a BinaryIO as the readers of lines and of JSON use."""
 
     def __init__(self, head: bytes, stream: BinaryIO) -> None:
-        self._head, self._stream = head, stream
+        self._head = head
+        self._stream = stream
 
     def read(self, size: int) -> bytes:
-        begun, self._head = self._head[:size], self._head[size:]
+        begun = self._head[:size]
+        self._head = self._head[size:]
         return begun or self._stream.read(size)
 
     def readline(self, limit: int) -> bytes:
@@ -268,7 +271,11 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
     much each time.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    buffer, line, ended, run, brackets = "", 1, False, 0, ""
+    buffer = ""
+    line = 1
+    ended = False
+    run = 0
+    brackets = ""
     while True:
         stripped = buffer.lstrip(" \t\r\n,[]")
         run = 0 if stripped else run + len(buffer)
@@ -276,7 +283,8 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
             raise blank(f"{name}:{line}")
         between = buffer[: len(buffer) - len(stripped)]
         line += between.count("\n")
-        buffer, where = stripped, f"{name}:{line}"
+        buffer = stripped
+        where = f"{name}:{line}"
         # Brackets are those of one list around all rows: what is in a second one is no row, but a part of one.
         brackets += re.sub(r"[^][]", "", between)[:8]
         if "[" in brackets[1:]:
@@ -287,7 +295,8 @@ def _json_values(stream: BinaryIO, name: str) -> Iterator[Value]:
         except (ValueError, RecursionError) as error:
             if ended or isinstance(error, RecursionError):
                 raise BadRow(where, _reason(error)) from error
-            content, end = None, 0
+            content = None
+            end = 0
         if end and (ended or end < len(buffer)):
             yield Value(where, content)
             line += buffer.count("\n", 0, end)
@@ -365,7 +374,9 @@ def _csv_lines(stream: BinaryIO, name: str) -> tuple[str, Iterator[str]]:
                 raise line
             yield decode(line, where, of_line=True)
 
-    text, head, size = decoded(), list[str](), 0
+    text = decoded()
+    head = list[str]()
+    size = 0
     for line in text:
         head.append(line)
         size += len(line)
@@ -383,7 +394,8 @@ def find_delimiter(head: Sequence[str], usual: str = ",", *, cut: bool = False) 
     """The delimiter of a table by its first lines: of those that split the header, the one with which most rows have as
     many fields as it. `usual`, unless another does better. `cut`: the last of these rows may be incomplete.
     """
-    best, most = usual, 0.0
+    best = usual
+    most = 0.0
     for delimiter in (usual, *(one for one in DELIMITERS if one != usual)):
         try:
             rows = [row for row in csv.reader(head, delimiter=delimiter) if row]
@@ -392,7 +404,8 @@ def find_delimiter(head: Sequence[str], usual: str = ",", *, cut: bool = False) 
         header, *below = rows[: len(rows) - cut] or [[]]
         fits = sum(len(row) == len(header) for row in below) / len(below) if below else 1.0
         if len(header) > 1 and fits > most and (delimiter == usual or fits >= 0.5):
-            best, most = delimiter, fits
+            best = delimiter
+            most = fits
     return best
 
 

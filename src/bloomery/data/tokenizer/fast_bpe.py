@@ -44,7 +44,8 @@ class _Merged(dict[str, bytes]):
 
     def __init__(self, merge: Encode, dtype: str) -> None:
         super().__init__()
-        self._merge, self._dtype = merge, dtype
+        self._merge = merge
+        self._dtype = dtype
 
     def __missing__(self, word: str) -> bytes:
         ids = np.array(self._merge(word), dtype=self._dtype).tobytes()
@@ -61,14 +62,16 @@ class WordEncoder:
         self, pattern: str, added: list[str], whole: Encode, merge: Encode, dtype: str
     ) -> None:
         expression = re.compile(ascii_pattern(pattern), re.ASCII)
-        self._words, self._each = expression.findall, expression.finditer
+        self._words = expression.findall
+        self._each = expression.finditer
         self._lines = pattern == GPT2_PATTERN
         self._added = (
             re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
             if added
             else None
         )
-        self._whole, self._dtype = whole, dtype
+        self._whole = whole
+        self._dtype = dtype
         self._merged = _Merged(lambda word: merge(word.translate(_SPELLING)), dtype)
 
     def encode(self, text: str) -> Ids:
@@ -94,11 +97,14 @@ class WordEncoder:
                 b"".join(map(self._merged.__getitem__, words)) if complete else self._library(text)
             )
         # word by word: a list of all words would take ten times the memory
-        parts, at, size = list[bytes](), 0, 0
+        parts = list[bytes]()
+        at = 0
+        size = 0
         for match in self._each(text):
             if match.start() != at:
                 return self._library(text)
-            at, size = match.end(), max(size, match.end() - match.start())
+            at = match.end()
+            size = max(size, match.end() - match.start())
             refuse_long(size)
             parts.append(self._merged[match[0]])
         return b"".join(parts) if at == len(text) else self._library(text)
@@ -182,7 +188,8 @@ def word_pattern(description: dict[str, Any]) -> str | None:
 
 def _pattern(description: dict[str, Any]) -> str | None:
     """The expression that splits words, whatever the next steps."""
-    normalizer, cut = description.get("normalizer"), description.get("pre_tokenizer") or {}
+    normalizer = description.get("normalizer")
+    cut = description.get("pre_tokenizer") or {}
     if normalizer and normalizer.get("type") not in ("NFC", "NFKC"):
         return None
     steps = cut.get("pretokenizers", [cut])

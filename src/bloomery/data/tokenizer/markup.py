@@ -31,7 +31,8 @@ class Markup:
         load: Callable[[Json], Encode],
     ) -> None:
         self._ids = {name: token for name, token in ids.items() if len(name) > 1}
-        self._description, self._load = description, load
+        self._description = description
+        self._load = load
         names = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._secret: tuple[dict[str, str], Encode] | None = None

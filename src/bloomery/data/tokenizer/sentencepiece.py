@@ -30,7 +30,8 @@ def describe(model: bytes) -> Json | None:
 
     messages: Any = sentencepiece_model_pb2  # protobuf defines its names at import
     proto = messages.ModelProto.FromString(model)
-    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer = proto.trainer_spec
+    normalizer = proto.normalizer_spec
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
     builders = {trainer.UNIGRAM: _unigram, trainer.BPE: bpe_of_pieces}
     if (
@@ -129,10 +130,8 @@ class SentencePiece:
         try:
             import sentencepiece
         except ImportError as error:
-            problem, fix = (
-                "the sentencepiece package is not installed",
-                "pip install 'bloomery[sentencepiece]'",
-            )
+            problem = "the sentencepiece package is not installed"
+            fix = "pip install 'bloomery[sentencepiece]'"
             raise UserError(problem, where=str(path), fix=fix) from error
         self.description: dict[str, Any] = {}
         self.growth = 1.0
@@ -205,7 +204,8 @@ class SentencePiece:
         return text
 
     def token_bytes(self) -> list[int]:
-        processor, sizes = self._processor, []
+        processor = self._processor
+        sizes = []
         for piece, index in self._ids.items():
             silent = (
                 processor.is_control(index)

@@ -117,7 +117,8 @@ def _growth(step: object) -> float:
     parts = [part for steps in nested if isinstance(steps, list) for part in steps]
     own = 1.0
     if step.get("type") == "Replace":
-        pattern, content = step.get("pattern"), step.get("content")
+        pattern = step.get("pattern")
+        content = step.get("content")
         plain = pattern.get("String") if isinstance(pattern, dict) else None
         written = len(content) if isinstance(content, str) else 0
         own = (
@@ -218,7 +219,8 @@ class JsonBackend:
 
     def __init__(self, description: Json, where: str, control: set[str]) -> None:
         check_ids(description, where)
-        self.description, self._where = description, where
+        self.description = description
+        self._where = where
         self.growth = check_growth(description, where)
         self._text = canonical(description)
         added = description.get("added_tokens") or []
@@ -321,11 +323,14 @@ class Tokenizer:
     """Encodes text without adding ids, and decodes ids without dropping any."""
 
     def __init__(self, backend: JsonBackend | SentencePiece, config: Json) -> None:
-        self._backend, self._config = backend, config
+        self._backend = backend
+        self._config = config
         names = roles(backend.description, config)
         ids = {role: backend.id_of(name) if name else None for role, name in names.items()}
-        self.bos_id, self.eos_id = ids["bos_token"], ids["eos_token"]
-        self.pad_id, self.unk_id = ids["pad_token"], ids["unk_token"]
+        self.bos_id = ids["bos_token"]
+        self.eos_id = ids["eos_token"]
+        self.pad_id = ids["pad_token"]
+        self.unk_id = ids["unk_token"]
         self.config: Json = {
             **config,
             **{role: name for role, name in names.items() if ids[role] is not None},
@@ -392,7 +397,8 @@ class Tokenizer:
             return None
         try:
             for piece in words.pieces(text, self._ends):
-                size, fast = self._size(piece), None if special else self._fast
+                size = self._size(piece)
+                fast = None if special else self._fast
                 size = (
                     fast.longest(piece)
                     if fast and size > words.LONGEST_PIECE and piece.isascii()
@@ -579,10 +585,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
             path.glob("*.model")
         )
         if not files:
-            problem, fix = (
-                "no tokenizer.json or SentencePiece .model in it",
-                "set tokenizer.from to the file or another folder",
-            )
+            problem = "no tokenizer.json or SentencePiece .model in it"
+            fix = "set tokenizer.from to the file or another folder"
             raise UserError(problem, where=str(path), fix=fix)
         path = files[0]
     if path.suffix == ".model":
@@ -641,7 +645,8 @@ def new_tokens(recipe: Recipe) -> int:
 
 def new_ids(recipe: Recipe) -> tuple[int, ...]:
     """The ids of `additional_special_tokens` that the named tokenizer lacks; none where it is not on this disk."""
-    known, asked = _grown(recipe), recipe.tokenizer.additional_special_tokens
+    known = _grown(recipe)
+    asked = recipe.tokenizer.additional_special_tokens
     return (
         () if known is None else tuple(range(known.vocab_size, known.with_tokens(asked).vocab_size))
     )

@@ -16,7 +16,8 @@ from bloomery.recipe.schema import TrainTokenizer
 
 LONGEST_WORD = 1024  # characters: training time grows with the square of the longest word
 _SEGMENT = MIB  # characters split at once in a text with a longer word
-_BLANK, _SOLID = re.compile(rf"\s{{{LONGEST_WORD},}}"), re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}")
+_BLANK = re.compile(rf"\s{{{LONGEST_WORD},}}")
+_SOLID = re.compile(rf"(?<!\S)\S{{{LONGEST_WORD},}}")
 _WORD_ENDS = re.compile(r"(?<=[!-~])(?=\n)")
 # bytes of text trained on in this process, in a second or two
 _AT_ONCE = {"bpe": MIB // 2, "unigram": MIB // 16}
@@ -42,7 +43,8 @@ def train_tokenizer(
     """
     refuse_few_tokens(spec)
     pieces = chain.from_iterable(bounded(text) for text in texts)
-    first, size = list[str](), 0
+    first = list[str]()
+    size = 0
     while size <= _AT_ONCE[spec.kind] and (piece := next(pieces, None)) is not None:
         first.append(piece)
         size += len(piece.encode())
@@ -75,14 +77,17 @@ def bounded(text: str) -> Iterator[str]:
     from tokenizers import pre_tokenizers
 
     # text since the last long word
-    words, kept = pre_tokenizers.ByteLevel(add_prefix_space=False), list[str]()
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    kept = list[str]()
     start = 0
     while start < len(text):  # a segment ends where a word always ends, if there is such a place
         stop = start + _SEGMENT
         if stop < len(text):
             ends = [match.start() for match in _WORD_ENDS.finditer(text, start + 1, stop)]
             stop = ends[-1] if ends else stop
-        segment, begin, start = text[start:stop], 0, stop
+        segment = text[start:stop]
+        begin = 0
+        start = stop
         for _, (first, last) in words.pre_tokenize_str(segment) if _maybe_long(segment) else ():
             if last - first > LONGEST_WORD:
                 kept.append(segment[begin:first])
@@ -91,7 +96,8 @@ def bounded(text: str) -> Iterator[str]:
                     segment[at : min(at + LONGEST_WORD, last)]
                     for at in range(first, last, LONGEST_WORD)
                 )
-                kept, begin = [], last
+                kept = []
+                begin = last
         kept.append(segment[begin:])
     if kept:
         yield "".join(kept)
@@ -152,7 +158,8 @@ def _trained_in_child(texts: Iterator[str], spec: TrainTokenizer, progress: Prog
         while (message := child.next(0.25)) == "silent":
             progress(*_progress_of(child.tail))
         if isinstance(message, str):
-            code, last = child.code, last_words(child.tail)
+            code = child.code
+            last = last_words(child.tail)
             raise UserError(
                 f"the process that trained the tokenizer died (code {code}){': ' if last else ''}{last}",
                 where="tokenizer.train",

@@ -25,7 +25,8 @@ from bloomery.hardware.machine import MASKS, Machine, hidden
 from bloomery.hardware.profile import best_device, build_profile, install
 from bloomery.hardware.specs import arch_spec
 
-AMD, NVIDIA = 0x1002, 0x10DE
+AMD = 0x1002
+NVIDIA = 0x10DE
 SELINUX = ("fedora", "rhel", "centos", "rocky", "almalinux")
 
 
@@ -37,7 +38,8 @@ def driver(machine: Machine) -> Iterator[Finding]:
     amd = [display for display in host.displays if display.vendor == AMD]
     nvidia = [display for display in host.displays if display.vendor == NVIDIA]
     if amd and host.driver.blacklisted:  # by a line of a modprobe file, or by a boot parameter
-        source, other = host.driver.blacklisted, amd[0].driver
+        source = host.driver.blacklisted
+        other = amd[0].driver
         if source.startswith("/"):
             fix = [
                 f"sudo sed -i.bak -E '/^ *(blacklist|install) +amdgpu( |$)/d' {shlex.quote(source)}"
@@ -100,7 +102,8 @@ def _rebuild_and_reboot(target: Literal["initramfs", "grub"], distribution: str)
 
 def compute_device(machine: Machine) -> Iterator[Finding]:
     """/dev/kfd is missing although an AMD GPU has its driver."""
-    around, access = machine.host.around, machine.host.access
+    around = machine.host.around
+    access = machine.host.access
     # in old records
     unchecked = any(one.vendor == "amd" and one.access is None for one in machine.accelerators)
     if access.kfd != "absent" or "amd" not in vendors(machine) or around.wsl or unchecked:
@@ -130,7 +133,8 @@ def hung(machine: Machine) -> Iterator[Finding]:
 
 def gpu_without_compute(machine: Machine) -> Iterator[Finding]:
     """An AMD GPU with its driver and /dev/kfd that the kernel does not list for compute."""
-    access, around = machine.host.access, machine.host.around
+    access = machine.host.access
+    around = machine.host.around
     amd = [
         display
         for display in machine.host.displays
@@ -145,7 +149,8 @@ def gpu_without_compute(machine: Machine) -> Iterator[Finding]:
 
 def silent_nvidia(machine: Machine) -> Iterator[Finding]:
     """An NVIDIA GPU that nvidia-smi does not list: the container, WSL, or a driver that was updated halfway."""
-    around, loaded = machine.host.around, machine.host.driver.nvidia
+    around = machine.host.around
+    loaded = machine.host.driver.nvidia
     nvidia = [display for display in machine.host.displays if display.vendor == NVIDIA]
     through_windows = around.wsl and around.dxg and machine.software.build == "cuda"
     if machine.accelerators or around.slurm or around.site or not (nvidia or through_windows):
@@ -211,7 +216,8 @@ def masked(machine: Machine) -> Iterator[Finding]:
 
 
 def wsl(machine: Machine) -> Iterator[Finding]:
-    around, software = machine.host.around, machine.software
+    around = machine.host.around
+    software = machine.software
     if not around.wsl or machine.accelerators:
         return
     if not around.dxg:
@@ -259,7 +265,8 @@ def integrated_gpu_first(machine: Machine) -> Iterator[Finding]:
         and not best.integrated
         and not chosen
     ):
-        integrated, discrete = amd[0].name, best.name
+        integrated = amd[0].name
+        discrete = best.name
         yield from_table(
             "igpu-is-device-0",
             arch=amd[0].arch,
@@ -270,7 +277,8 @@ def integrated_gpu_first(machine: Machine) -> Iterator[Finding]:
 
 
 def slurm(machine: Machine) -> Iterator[Finding]:
-    around, visible = machine.host.around, len(machine.accelerators)
+    around = machine.host.around
+    visible = len(machine.accelerators)
     if visible:
         allotted = around.slurm.get("SLURM_GPUS_ON_NODE", "")
         if allotted.isdigit() and int(allotted) > visible:
@@ -313,7 +321,9 @@ def image_of(machine: Machine) -> str:
 
 def run_lines(machine: Machine) -> tuple[str, ...]:
     """Commands, each with an optional remark after two spaces and "# ": build the image once, then run it."""
-    image, around, access = image_of(machine), machine.host.around, machine.host.access
+    image = image_of(machine)
+    around = machine.host.around
+    access = machine.host.access
     if around.slurm or around.site:
         flag = {"rocm": "--rocm ", "cuda": "--nv ", "cpu": ""}[image]
         return (
@@ -389,8 +399,10 @@ SUBJECTS: dict[str, tuple[str, Level, str]] = {
 REPORT = "bloomery doctor --bundle report.json  # collects what a bug report needs"
 SMALL_SHM = GIB
 # of GPU memory, by other processes: a desktop uses about 0.5 GiB
-USED_SHARE, USED_BYTES = 0.10, 1.5 * GIB
-LITTLE_DISK, NO_DISK = 10 * GIB, GIB
+USED_SHARE = 0.10
+USED_BYTES = 1.5 * GIB
+LITTLE_DISK = 10 * GIB
+NO_DISK = GIB
 RESERVED_SHARE = 0.5  # of the system memory that the driver gives an integrated GPU
 
 
@@ -413,7 +425,8 @@ def failed_probes(machine: Machine) -> Iterator[Finding]:
     profile = build_profile(machine)
     unprobed = build_profile(machine.model_copy(update={"probes": ()}))
     for probe in machine.probes:
-        kind, message = probe.name.partition("-")[0], probe.message
+        kind = probe.name.partition("-")[0]
+        message = probe.message
         if probe.outcome not in OUTCOMES or EXPERIMENTAL in message or (kind, message) in reported:
             continue
         reported.add((kind, message))
@@ -475,7 +488,8 @@ def flash_attention(machine: Machine) -> Iterator[Finding]:
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
-    around, size = machine.host.around, machine.host.around.shared_memory_bytes
+    around = machine.host.around
+    size = machine.host.around.shared_memory_bytes
     several = len(machine.accelerators) > 1
     if size is None or size >= SMALL_SHM or not (around.container or several):
         return
@@ -512,7 +526,8 @@ def used_by_others(machine: Machine) -> Iterator[Finding]:
     device = best_device(machine)
     if device is None or device.integrated:
         return
-    used, total = device.memory_used_bytes, device.memory_bytes
+    used = device.memory_used_bytes
+    total = device.memory_bytes
     if used >= USED_BYTES and used >= USED_SHARE * total:
         command = (
             "nvidia-smi"
@@ -533,7 +548,8 @@ def system_memory(machine: Machine) -> Iterator[Finding]:
     """An integrated GPU: PyTorch shows the reserved memory, training can use all that the driver provides."""
     device = best_device(machine)
     if device and device.integrated and device.vendor == "amd":
-        shared, dedicated = device.gtt_bytes, device.memory_bytes
+        shared = device.gtt_bytes
+        dedicated = device.memory_bytes
         if dedicated <= RESERVED_SHARE * shared:
             yield from_table("shared-memory-gpu", shared=shared / GIB, dedicated=dedicated / GIB)
 

@@ -45,11 +45,13 @@ SHARED_KERNELS = {
     "gfx1152": "gfx115x",
     "gfx1153": "gfx115x",
 }
-RELEASES_APART, MONTHS_APART = 2, 13
+RELEASES_APART = 2
+MONTHS_APART = 13
 INBOX_FROM = (6, 10)  # the first Linux whose own amdgpu AMD supports without its package
 OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}  # major version of CUDA -> of the NVIDIA driver
 BLACKWELL_DRIVER = 570
-BLACKWELL, TURING = 100, 75
+BLACKWELL = 100
+TURING = 75
 
 
 def missing(machine: Machine) -> Iterator[Finding]:
@@ -78,7 +80,8 @@ def missing(machine: Machine) -> Iterator[Finding]:
 
 def wrong_build(machine: Machine) -> Iterator[Finding]:
     """A CUDA or CPU build with an AMD GPU, and the like; with the package that installed it."""
-    software, device = machine.software, best_device(machine)
+    software = machine.software
+    device = best_device(machine)
     if device is None or software.build is None:
         return
     attribute, vendor = ("hip", "AMD") if device.vendor == "amd" else ("cuda", "NVIDIA")
@@ -154,10 +157,12 @@ def kernels_of(machine: Machine) -> frozenset[str] | None:
 
 def kernels(machine: Machine) -> Iterator[Finding]:
     """The build is for AMD, but not for this GPU."""
-    device, archs = best_device(machine), kernels_of(machine)
+    device = best_device(machine)
+    archs = kernels_of(machine)
     if device is None or device.vendor != "amd" or archs is None or device.arch in archs:
         return
-    arch, torch = device.arch, machine.software.torch or ""
+    arch = device.arch
+    torch = machine.software.torch or ""
     if _override_helps(machine, device):
         return
     if amd_wheel(machine):
@@ -212,7 +217,9 @@ def override(machine: Machine) -> Iterator[Finding]:
     device = best_device(machine)
     if not value or device is None or device.vendor != "amd":
         return
-    reported, archs, one_arch = reported_arch(value), kernels_of(machine), _one_arch(machine)
+    reported = reported_arch(value)
+    archs = kernels_of(machine)
+    one_arch = _one_arch(machine)
     where = (
         " and ".join(f"{one.file} line {one.line}" for one in lines)
         or "the environment of this process"
@@ -316,7 +323,8 @@ def tested(driver: str, rocm: str) -> bool:
     """Whether AMD tests the `driver` of one ROCm release with the libraries of `rocm`: "6.4" and "7.2"."""
     releases = wheel_table().rocm
     order = list(releases)
-    (one, month), (other, later) = releases[driver]["month"], releases[rocm]["month"]
+    (one, month) = releases[driver]["month"]
+    (other, later) = releases[rocm]["month"]
     apart = abs(order.index(driver) - order.index(rocm))
     return apart <= RELEASES_APART or abs(12 * (other - one) + later - month) <= MONTHS_APART
 
@@ -338,7 +346,8 @@ def wheel_rocm(machine: Machine) -> str:
 
 def amd_driver(machine: Machine) -> Iterator[Finding]:
     """AMD's driver and the wheel's ROCm are further apart than AMD tests."""
-    driver, wheel = machine.host.driver, release_of(wheel_rocm(machine) or "0")
+    driver = machine.host.driver
+    wheel = release_of(wheel_rocm(machine) or "0")
     device = best_device(machine)
     if (
         device is None
@@ -374,7 +383,8 @@ def amd_driver(machine: Machine) -> Iterator[Finding]:
     rocm, row = (listed or drivers[:1])[-1]
     if tested(rocm, wheel):
         return
-    version, torch = driver.amdgpu_version, machine.software.torch
+    version = driver.amdgpu_version
+    torch = machine.software.torch
     evidence = f"amdgpu {version} belongs to ROCm {rocm}, torch {torch} includes ROCm {wheel}"
     if version_key(rocm) > version_key(wheel):
         yield from_table("amd-driver-newer", package=row["package"], wheel=wheel, evidence=evidence)
@@ -479,7 +489,8 @@ def _on_library_path(machine: Machine) -> Iterator[tuple[str, str]]:
 
 def system_rocm(machine: Machine) -> Iterator[Finding]:
     """ROCM_PATH names another major version: training does not use it, but extensions that you compile link to it."""
-    wheel, system = wheel_rocm(machine), machine.host.driver.rocm
+    wheel = wheel_rocm(machine)
+    system = machine.host.driver.rocm
     path = machine.software.environment.get("ROCM_PATH", "")
     if not (wheel and system and path) or version_key(system)[0] == version_key(wheel)[0]:
         return
@@ -489,7 +500,8 @@ def system_rocm(machine: Machine) -> Iterator[Finding]:
 
 def site_modules(machine: Machine) -> Iterator[Finding]:
     """The modules that a cluster's documentation loads for exactly this PyTorch."""
-    build, loaded = fitting_builds(machine, best_device(machine))[0], machine.host.around.modules
+    build = fitting_builds(machine, best_device(machine))[0]
+    loaded = machine.host.around.modules
     required = [
         word
         for step in build.before
@@ -515,13 +527,16 @@ def site_modules(machine: Machine) -> Iterator[Finding]:
 
 def nvidia(machine: Machine) -> Iterator[Finding]:
     """The wheel's CUDA does not match the driver or the GPU."""
-    device, software = best_device(machine), machine.software
+    device = best_device(machine)
+    software = machine.software
     if device is None or device.vendor != "nvidia" or software.build != "cuda":
         return
-    cuda, arch = version_key(software.cuda), re.fullmatch(r"sm_(\d+)", device.arch)
+    cuda = version_key(software.cuda)
+    arch = re.fullmatch(r"sm_(\d+)", device.arch)
     if not cuda or arch is None:
         return
-    driver, capability = machine.host.driver.nvidia, int(arch[1])
+    driver = machine.host.driver.nvidia
+    capability = int(arch[1])
     oldest = max(
         OLDEST_DRIVER.get(str(cuda[0]), 0), BLACKWELL_DRIVER if capability >= BLACKWELL else 0
     )
@@ -555,7 +570,8 @@ def nvidia(machine: Machine) -> Iterator[Finding]:
 
 
 def _nvidia_update(machine: Machine, oldest: int) -> str:
-    around, name = machine.host.around, machine.host.distribution.partition(" ")[0]
+    around = machine.host.around
+    name = machine.host.distribution.partition(" ")[0]
     if around.wsl:
         return f"# install NVIDIA driver {oldest} or newer in Windows, then: wsl --shutdown"
     if around.slurm or around.site:
@@ -604,10 +620,8 @@ def idle_settings(machine: Machine, profile: Profile) -> tuple[Effect, ...]:
 def _allocator(
     name: str, value: str, machine: Machine, profile: Profile
 ) -> tuple[EffectKind, str] | None:
-    vendor, torch = (
-        profile.accelerator.vendor if profile.accelerator else "",
-        machine.software.torch,
-    )
+    vendor = profile.accelerator.vendor if profile.accelerator else ""
+    torch = machine.software.torch
     if not vendor:
         return "nothing", "training runs on the CPU, which uses another allocator"
     if (name, vendor) == ("PYTORCH_HIP_ALLOC_CONF", "nvidia"):
@@ -628,7 +642,8 @@ def _effect(
     name: str, value: str, machine: Machine, profile: Profile
 ) -> tuple[EffectKind, str] | None:
     """For any other variable; None: not supported here, or it works as documented."""
-    environment, spec = machine.software.environment, profile.arch
+    environment = machine.software.environment
+    spec = profile.arch
     vendor, arch = (
         (profile.accelerator.vendor, profile.accelerator.arch) if profile.accelerator else ("", "")
     )

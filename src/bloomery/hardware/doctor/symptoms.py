@@ -218,7 +218,8 @@ def agree(facts: MachineFacts, machine: Machine) -> bool:
 
 def _holds(name: str, required: object, machine: Machine) -> bool | None:
     """None: not recorded for this machine."""
-    around, software = machine.host.around, machine.software
+    around = machine.host.around
+    software = machine.software
     amd = [device for device in machine.accelerators if device.vendor == "amd"]
     if name == "vendor":
         present = vendors(machine)

@@ -21,7 +21,9 @@ from bloomery.recipe.schema import Lora
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ADAPTER_NAMES = ("lora_A", "lora_B", "lora_magnitude")
 EXACT_SVD = 512  # larger matrices use a randomized SVD: seconds instead of minutes
-ITERATIONS, OVERSAMPLED = 16, 16  # of it; PEFT's pissa_niter_16
+# of it; PEFT's pissa_niter_16
+ITERATIONS = 16
+OVERSAMPLED = 16
 
 
 class LoraLinear(nn.Linear):
@@ -37,11 +39,16 @@ class LoraLinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, pair: Pair, settings: Adaptation) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.weight, self.bias = base.weight, base.bias
+        self.in_features = base.in_features
+        self.out_features = base.out_features
+        self.weight = base.weight
+        self.bias = base.bias
         self.stored: QuantizedWeight | None = None  # W in 4 or 8 bits; then `weight` is None
-        self.rank, self.scale = pair.rank, pair.scale
-        self.dropout, self.dora, self.pissa = settings.dropout, settings.dora, settings.pissa
+        self.rank = pair.rank
+        self.scale = pair.scale
+        self.dropout = settings.dropout
+        self.dora = settings.dora
+        self.pissa = settings.pissa
         self.enabled = True
         like = torch.empty(0, dtype=DTYPES[settings.dtype], device=base.weight.device)
         self.lora_A = nn.Parameter(like.new_empty(pair.rank, base.in_features))
@@ -80,7 +87,8 @@ class LoraLinear(nn.Linear):
 
     def pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [R, inputs] and B [outputs, R] of what is added to W, in that dtype."""
-        A, B = self.lora_A.to(dtype), self.lora_B.to(dtype)
+        A = self.lora_A.to(dtype)
+        B = self.lora_B.to(dtype)
         if not self.pissa:
             return A, B
         return torch.cat((A, self.first_A.to(dtype))), torch.cat((B, -self.first_B.to(dtype)), 1)
@@ -90,10 +98,12 @@ class LoraLinear(nn.Linear):
 
         |w|^2 + 2 s w.(BA) + s^2 |BA|^2: the matrix W + scale B A never exists.
         """
-        A, B = A.detach(), B.detach()
+        A = A.detach()
+        B = B.detach()
         cross_RO = self.base_product(A, None)
         with torch.autocast(A.device.type, enabled=False):
-            A, B = widened(A), widened(B)
+            A = widened(A)
+            B = widened(B)
             squares = self.base_squares + 2 * self.scale * (B * widened(cross_RO).T).sum(1)
             squares = squares + self.scale**2 * ((B @ (A @ A.T)) * B).sum(1)
         norms: Tensor = squares.clamp(min=0).sqrt()

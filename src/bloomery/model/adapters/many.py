@@ -30,7 +30,8 @@ class ManyLora(nn.Module):
 
     def __init__(self, base: nn.Module, rows: Rows) -> None:
         super().__init__()
-        self.base, self.rows = base, rows
+        self.base = base
+        self.rows = rows
         self.pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -51,7 +52,8 @@ class Adapters:
 
     def __init__(self, decoder: Decoder, folders: Mapping[str, Path]) -> None:
         """In place: the layers that an adapter changes become ManyLora. Raises UserError for one that is not LoRA."""
-        self._rows, self._device = Rows(), decoder.model.embed_tokens.weight.device
+        self._rows = Rows()
+        self._device = decoder.model.embed_tokens.weight.device
         self.names = tuple(folders)
         for name, folder in folders.items():
             self._add(decoder, name, folder)
@@ -71,10 +73,8 @@ class Adapters:
     @torch.no_grad()
     def _add(self, decoder: Decoder, name: str, folder: Path) -> None:
         if not is_adapter_folder(folder):
-            problem, fix = (
-                f"not an adapter: {folder.name}",
-                "name a folder with adapter_config.json",
-            )
+            problem = f"not an adapter: {folder.name}"
+            fix = "name a folder with adapter_config.json"
             raise UserError(problem, where=f"--adapter {name}={folder}", fix=fix, code=2)
         if read_settings(folder)["peft_type"] != "LORA":
             raise UserError(

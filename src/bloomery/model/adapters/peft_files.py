@@ -45,7 +45,8 @@ from bloomery.model.io.stored import WEIGHTS, Stored, places, refuse_whole_numbe
 from bloomery.model.presets import grown
 
 TASKS = {"tokens": "CAUSAL_LM", "values": "SEQ_CLS"}
-PREFIX, MAGNITUDE = "base_model.model.", "lora_magnitude_vector"
+PREFIX = "base_model.model."
+MAGNITUDE = "lora_magnitude_vector"
 # Keys that do not change what the adapter computes, or whose meaning is read from the tensors.
 HARMLESS = frozenset(
     {
@@ -106,15 +107,15 @@ def layout(
     config: ModelConfig, settings: Adaptation, *, shared: bool = False
 ) -> dict[str, list[StoredSlice]]:
     """The parts of each stored pair: side by side, or (`shared`, what others write) with one A for all of them."""
-    where, found = places(config), dict[str, list[StoredSlice]]()
+    where = places(config)
+    found = dict[str, list[StoredSlice]]()
     for stored, modules in stored_modules(config).items():
-        begin, parts = 0, []
+        begin = 0
+        parts = []
         for module in modules:
             if module in settings.pairs:
-                place, rank = (
-                    where[f"{module}.weight"],
-                    settings.pairs[module].rank * (2 if settings.pissa else 1),
-                )
+                place = where[f"{module}.weight"]
+                rank = settings.pairs[module].rank * (2 if settings.pissa else 1)
                 parts.append(
                     StoredSlice(
                         module,
@@ -137,11 +138,13 @@ def write_adapter(
     base: str,
 ) -> None:
     """`state`: what `adapters.trained_state` gives. `base`: a folder or an id on the Hub. The folder exists."""
-    where, tensors = places(config), dict[str, Tensor]()
+    where = places(config)
+    tensors = dict[str, Tensor]()
     for stored, parts in layout(config, settings).items():
         pairs = []
         for part in parts:
-            A, B = state[f"{part.module}.lora_A"], state[f"{part.module}.lora_B"]
+            A = state[f"{part.module}.lora_A"]
+            B = state[f"{part.module}.lora_B"]
             if settings.pissa:
                 A = torch.cat((A, state[f"{part.module}.first_A"]))
                 B = torch.cat((B, -state[f"{part.module}.first_B"]), 1)
@@ -178,8 +181,10 @@ def write_named(
 
 def adapter_config(settings: Adaptation, config: ModelConfig, *, base: str) -> dict[str, object]:
     """PEFT's LoraConfig for what `write_adapter` writes."""
-    where, stored = places(config), stored_modules(config)
-    ranks, alphas = dict[str, int](), dict[str, float]()
+    where = places(config)
+    stored = stored_modules(config)
+    ranks = dict[str, int]()
+    alphas = dict[str, float]()
     for name, parts in layout(config, settings).items():
         ranks[name] = parts[-1].ranks.stop
         alpha = settings.pairs[parts[0].module].scale * (math.sqrt if settings.rslora else float)(
@@ -251,10 +256,8 @@ def read_trained(
             for part in parts:
                 module = model.get_submodule(part.module)
                 assert isinstance(module, LoraLinear)
-                A, B = (
-                    held["lora_A.weight"][part.ranks],
-                    held["lora_B.weight"][part.outputs, part.ranks],
-                )
+                A = held["lora_A.weight"][part.ranks]
+                B = held["lora_B.weight"][part.outputs, part.ranks]
                 put(A[: module.rank], module.lora_A)
                 put(B[:, : module.rank], module.lora_B)
                 if module.pissa:
@@ -302,15 +305,19 @@ def read_adaptation(folder: Path, config: ModelConfig) -> tuple[Adaptation, Mode
 
     Raises UserError when it is for another base, is damaged, or unsupported.
     """
-    settings, where = _settings(folder), str(folder / TENSORS)
+    settings = _settings(folder)
+    where = str(folder / TENSORS)
     tensors = _by_names_of_the_base(folder)
-    known, shapes, place = stored_modules(config), parameter_shapes(config), places(config)
+    known = stored_modules(config)
+    shapes = parameter_shapes(config)
+    place = places(config)
     pairs: dict[str, Pair] = {}
     for stored in sorted({match[1] for name in tensors if (match := PAIR.fullmatch(name))}):
         modules = known.get(stored, [])
         if not modules or ".layers." not in modules[0]:
             raise _not_in_base(stored, config, where)
-        pair, outputs = settings.pair(stored), place[f"{modules[0]}.weight"].of
+        pair = settings.pair(stored)
+        outputs = place[f"{modules[0]}.weight"].of
         inputs = shapes[f"{modules[0]}.weight"][1]
         expected: dict[str, Shape] = {
             "lora_A.weight": (pair.rank, inputs),
@@ -376,7 +383,8 @@ class _Settings:
 
 def _settings(folder: Path) -> _Settings:
     """Raises UserError for whatever could change the numbers in a way that is not known here."""
-    config_json, where = read_settings(folder), str(folder / CONFIG)
+    config_json = read_settings(folder)
+    where = str(folder / CONFIG)
     if config_json["peft_type"] != "LORA":
         raise UserError(
             f"{config_json['peft_type'][:40]!r} is another method than LoRA and DoRA",
@@ -474,7 +482,9 @@ def _replaced_modules(
     rest: Mapping[str, Stored], config: ModelConfig, where: str
 ) -> tuple[str, ...]:
     """The modules that the adapter replaces. By default PEFT trains tied weights as separate copies."""
-    shapes, place, tied = parameter_shapes(config), places(config), shares_head(config)
+    shapes = parameter_shapes(config)
+    place = places(config)
+    tied = shares_head(config)
     known = {each.name for each in place.values()} | ({f"{HEAD}.weight"} if tied else set())
     if strange := sorted(rest.keys() - known):
         raise _not_in_base(strange[0], config, where)

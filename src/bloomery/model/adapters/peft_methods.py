@@ -55,7 +55,8 @@ class PeftAdapter:
             ) from error
         finally:
             torch.set_rng_state(states)
-        self._model, self._updates = model, 0
+        self._model = model
+        self._updates = 0
         self._allocator: Any = getattr(self._wrapped.base_model, "rankallocator", None)  # AdaLoRA's
         self._first_pattern = getattr(self.settings, "rank_pattern", None)
         self._first = {name: tensor.detach().clone() for name, tensor in self._own()}
@@ -218,7 +219,8 @@ def has_method(model: Decoder) -> bool:
 
 def method_config(adapter: Peft, config: ModelConfig, *, steps: int | None) -> Any:
     """PEFT's config for the recipe's section. Raises UserError for what PEFT or this decoder does not support."""
-    kind, said = _kind(adapter.method), method_settings(adapter, config, steps=steps)
+    kind = _kind(adapter.method)
+    said = method_settings(adapter, config, steps=steps)
     known = {field.name for field in fields(kind)}
     for name in said:
         if name not in known:

@@ -31,9 +31,11 @@ from bloomery.model.counting import layers, parameter_shapes
 from bloomery.model.io.stored import INDEX, LARGEST_CONFIG, SINGLE, places, read_object
 from bloomery.recipe.schema import Lora, Peft
 
-ALL_LINEAR, NORMS = "all-linear", "norms"
+ALL_LINEAR = "all-linear"
+NORMS = "norms"
 VALUES = "score"
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens"
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,8 @@ def _refuse_parts(config: ModelConfig, chosen: Collection[str], where: str) -> N
     for together in stored_modules(config).values():
         missing = [name for name in together if name not in chosen]
         if missing and len(missing) < len(together):
-            fused, leaf = min(set(together) - set(missing)), missing[0].rpartition(".")[2]
+            fused = min(set(together) - set(missing))
+            leaf = missing[0].rpartition(".")[2]
             raise UserError(
                 f"a {config.family} model stores {fused} fused with {missing[0]}",
                 where=where,
@@ -325,7 +328,8 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
 
     Raises UserError for what matches no module.
     """
-    where, given = "adapter.target_modules", (adapter.model_extra or {}).get("target_modules")
+    where = "adapter.target_modules"
+    given = (adapter.model_extra or {}).get("target_modules")
     asked = given or DEFAULT_TARGET_MODULES.get(named(adapter.method), ["q_proj", "v_proj"])
     if asked in (ALL_LINEAR, [ALL_LINEAR]):  # PEFT supports it for transformers' models only
         return sorted({matrix.name for layer in layers(config) for matrix in layer.matrices})
@@ -345,10 +349,8 @@ def targets_of(adapter: Peft, config: ModelConfig) -> str | list[str]:
         try:
             matches = any(re.fullmatch(asked, name) for name in known)
         except re.error as error:
-            problem, fix = (
-                f"{asked[:80]!r} is no pattern: {error}",
-                "name modules: adapter.target_modules=[q_proj]",
-            )
+            problem = f"{asked[:80]!r} is no pattern: {error}"
+            fix = "name modules: adapter.target_modules=[q_proj]"
             raise UserError(problem, where=where, fix=fix, code=2) from error
         if not matches:
             raise unknown_module(
@@ -458,7 +460,8 @@ def _refuse_values(given: Mapping[str, Any], kind: Any) -> None:
     """By the types that PEFT's fields state, which its dataclasses do not check themselves."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name, value in given.items():
-        where, default = f"adapter.{name}", fields[name].default
+        where = f"adapter.{name}"
+        default = fields[name].default
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(
                 f"{name} must be a finite number", where=where, fix="write a number", code=2
@@ -477,7 +480,8 @@ def _refuse_values(given: Mapping[str, Any], kind: Any) -> None:
 
 def _fits(raw_config: Any, value: object) -> bool:
     """Whether a recipe's value fits a field of that type; True for an unknown type."""
-    origin, inner = typing.get_origin(raw_config), typing.get_args(raw_config)
+    origin = typing.get_origin(raw_config)
+    inner = typing.get_args(raw_config)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(one, value) for one in inner)
     if origin is typing.Literal:
@@ -497,7 +501,8 @@ def _fits(raw_config: Any, value: object) -> bool:
 
 def _described(raw_config: Any) -> str:
     """The types or literals of an annotation, without None, as an error lists them."""
-    origin, inner = typing.get_origin(raw_config), typing.get_args(raw_config)
+    origin = typing.get_origin(raw_config)
+    inner = typing.get_args(raw_config)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_described(one) for one in inner if one is not type(None)))
     if origin is typing.Literal:
@@ -596,7 +601,8 @@ def _executed(home: Path, path: Path) -> dict[str, Any]:
     return space
 
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 AGAIN = "download or save the adapter again"
 
 
@@ -649,7 +655,8 @@ def _content(path: Path, size: int, mtime_ns: int) -> str:
 
 def _weights(folder: Path) -> list[Path]:
     """The files that the model is read from."""
-    index, single = folder / INDEX, folder / SINGLE
+    index = folder / INDEX
+    single = folder / SINGLE
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -677,7 +684,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def base_folder(folder: Path) -> Path:
     """The model that the adapter in `folder` names: a local folder first, else one of the Hub. Raises UserError."""
-    name, where = read_settings(folder).get("base_model_name_or_path"), str(folder / CONFIG)
+    name = read_settings(folder).get("base_model_name_or_path")
+    where = str(folder / CONFIG)
     fix = f"name the base yourself: BASE+{folder.name}"
     if not isinstance(name, str) or not name or not name.isprintable():
         raise UserError("the adapter names no base model", where=where, fix=fix)

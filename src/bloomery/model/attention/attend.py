@@ -46,7 +46,8 @@ def block_mask(
     query_N = torch.arange(0, length, FLEX_BLOCK, device=device)
     last_N = (query_N + FLEX_BLOCK - 1).clamp(max=length - 1)
     # starts never fall along a row
-    lowest_BN1, highest_BN1 = first[:, query_N, None], first[:, last_N, None]
+    lowest_BN1 = first[:, query_N, None]
+    highest_BN1 = first[:, last_N, None]
     if window is not None:
         lowest_BN1 = torch.maximum(lowest_BN1, query_N[:, None] - window + 1)
         highest_BN1 = torch.maximum(highest_BN1, last_N[:, None] - window + 1)
@@ -152,7 +153,9 @@ def attend(
     Randomness of dropout comes from torch's default generator. Raises AssertionError where `supports` names a reason.
     """
     dtype = working_dtype(q_BHTE)
-    q_BHTE, k_BKSE, v_BKSE = q_BHTE.to(dtype), k_BKSE.to(dtype), v_BKSE.to(dtype)
+    q_BHTE = q_BHTE.to(dtype)
+    k_BKSE = k_BKSE.to(dtype)
+    v_BKSE = v_BKSE.to(dtype)
     options = Options(
         None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout
     )
@@ -173,7 +176,8 @@ def _sdpa(
 ) -> Tensor:
     """scaled_dot_product_attention, with a mask only where the causal flag is not enough."""
     assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
-    queries, keys = q_BHTE.shape[2], k_BKSE.shape[2]
+    queries = q_BHTE.shape[2]
+    keys = k_BKSE.shape[2]
     whole = layout.mask_B1TS is None and options.window is None
     seen = None if whole and queries in (1, keys) else _seen(q_BHTE, k_BKSE, layout, options.window)
     # A branch: compiled for every length, the comparison is a symbol, which the flag may not be.

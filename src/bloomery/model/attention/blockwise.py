@@ -181,9 +181,11 @@ class Task:
         """Each query block with its tiles from the diagonal down: the running maximum is finite at once."""
         lowest_N, highest_N = [[0] * -(-length // BLOCK)] * 2
         if self.reach is not None:
-            lowest_N, highest_N = self.reach[0].amin(0).tolist(), self.reach[1].amax(0).tolist()
+            lowest_N = self.reach[0].amin(0).tolist()
+            highest_N = self.reach[1].amax(0).tolist()
         for index, (lowest, highest) in enumerate(zip(lowest_N, highest_N, strict=True)):
-            start, stop = index * BLOCK, min(index * BLOCK + BLOCK, length)
+            start = index * BLOCK
+            stop = min(index * BLOCK + BLOCK, length)
             # keys below are hidden from some query
             hidden = 0 if self.window is None else stop - self.window
             bottom = lowest if self.window is None else max(lowest, start - self.window + 1)
@@ -274,8 +276,11 @@ def _scores(query: Tensor, key: Tensor, task: Task) -> Tensor:
 
 def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple[Tensor, Tensor]:
     """The output, [B, T, H, E] in memory, and the log-sum-exp [B, H, T]."""
-    out_BHTE, sums_BHT = like_projection(q_BHTE), sums_like(q_BHTE)
-    q, k, v = _grouped(q_BHTE, k_BKTE.shape[1]), k_BKTE.contiguous(), v_BKTE.contiguous()
+    out_BHTE = like_projection(q_BHTE)
+    sums_BHT = sums_like(q_BHTE)
+    q = _grouped(q_BHTE, k_BKTE.shape[1])
+    k = k_BKTE.contiguous()
+    v = v_BKTE.contiguous()
     for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
         query = q[..., queries, :] * task.scale
         mixed = torch.zeros_like(query, dtype=sums_BHT.dtype)
@@ -286,7 +291,8 @@ def forward(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, task: Task) -> tuple
             if tile.masked:
                 scores.masked_fill_(task.hidden(queries, tile.keys, scores.device), float("-inf"))
             higher = torch.maximum(top, scores.amax(-1, keepdim=True))
-            shares, shrink = scores.sub_(higher).exp_(), top.sub_(higher).exp_()
+            shares = scores.sub_(higher).exp_()
+            shrink = top.sub_(higher).exp_()
             total.mul_(shrink).add_(shares.sum(-1, keepdim=True))
             if task.dropout:
                 shares.masked_fill_(task.dropped(tile, shares), 0.0)
@@ -308,21 +314,23 @@ def backward(
     task: Task,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: with p the shares, dS = p (dP - sum of dO O), through the soft-cap's slope."""
-    key_heads, exact = k_BKTE.shape[1], sums_BHT.dtype
+    key_heads = k_BKTE.shape[1]
+    exact = sums_BHT.dtype
     dq_BHTE = like_projection(q_BHTE)
     dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (k_BKTE, v_BKTE))
-    q, grad = _grouped(q_BHTE, key_heads), _grouped(grad_BHTE, key_heads)
-    k, v = k_BKTE.contiguous(), v_BKTE.contiguous()
+    q = _grouped(q_BHTE, key_heads)
+    grad = _grouped(grad_BHTE, key_heads)
+    k = k_BKTE.contiguous()
+    v = v_BKTE.contiguous()
     sums = _grouped(sums_BHT, key_heads)[..., None]
     delta = _grouped((grad_BHTE.to(exact) * out_BHTE).sum(-1), key_heads)[..., None]
     for queries, tiles in task.query_blocks(q_BHTE.shape[2]):
-        query, d_out = (
-            q[..., queries, :] * task.scale,
-            grad[..., queries, :].flatten(2, 3) * task.boost,
-        )
+        query = q[..., queries, :] * task.scale
+        d_out = grad[..., queries, :].flatten(2, 3) * task.boost
         d_query = torch.zeros(d_out.shape, dtype=exact, device=q.device)
         for tile in tiles:
-            key, value = k[:, :, tile.keys], v[:, :, tile.keys]
+            key = k[:, :, tile.keys]
+            value = v[:, :, tile.keys]
             scores = _scores(query, key, task)
             slope = (
                 None if task.softcap is None else (scores / task.softcap).square_().neg_().add_(1)
@@ -352,7 +360,8 @@ def backward(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, rows: QueryDocuments, options: Options
 ) -> tuple[Tensor, Tensor]:
-    out_BHTE, sums_BHT = like_projection(q), sums_like(q)
+    out_BHTE = like_projection(q)
+    sums_BHT = sums_like(q)
     for part, task in Task(rows.first_BT, rows.reach, rows.seed, *options).groups(q):
         out_BHTE[part], sums_BHT[part] = forward(q[part], k[part], v[part], task)
     return out_BHTE, sums_BHT

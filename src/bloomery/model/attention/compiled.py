@@ -117,10 +117,14 @@ def _forward(
     bounds = _bounds(rows)
     if not _plain(bounds, q, options):
         return per_document.forward(q, k, v, np.diff(bounds).tolist(), rows.seed, options)
-    out, sums = like_projection(q), _sums(q)
-    q_NHE, k_NHE, v_NHE = _tokens(q), _tokens(k), _tokens(v)
+    out = like_projection(q)
+    sums = _sums(q)
+    q_NHE = _tokens(q)
+    k_NHE = _tokens(k)
+    v_NHE = _tokens(v)
     call = _call(q_NHE, k_NHE, v_NHE, bounds, options.scale)
-    call.into, call.sums = out.data_ptr(), sums.data_ptr()
+    call.into = out.data_ptr()
+    call.sums = sums.data_ptr()
     _code().attention_forward(byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
     return out, sums
 
@@ -152,20 +156,24 @@ def _backward(
         return per_document.backward(
             grad, q, k, v, out, sums, np.diff(bounds).tolist(), rows.seed, options
         )
-    dq, dk, dv = like_projection(q), like_projection(k), like_projection(v)
-    q_NHE, k_NHE, v_NHE, out_NHE, grad_NHE = (
-        _tokens(q),
-        _tokens(k),
-        _tokens(v),
-        _tokens(out),
-        _tokens(grad),
-    )
+    dq = like_projection(q)
+    dk = like_projection(k)
+    dv = like_projection(v)
+    q_NHE = _tokens(q)
+    k_NHE = _tokens(k)
+    v_NHE = _tokens(v)
+    out_NHE = _tokens(out)
+    grad_NHE = _tokens(grad)
     call = _call(q_NHE, k_NHE, v_NHE, bounds, options.scale)
-    call.out, call.grad = _input(out_NHE), _input(grad_NHE)
-    call.dq, call.dk, call.dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    call.out = _input(out_NHE)
+    call.grad = _input(grad_NHE)
+    call.dq = dq.data_ptr()
+    call.dk = dk.data_ptr()
+    call.dv = dv.data_ptr()
     call.sums = sums.data_ptr()
     heads = by_head(q, k)
-    call.dk_heads, call.dv_heads = heads[0].data_ptr(), heads[1].data_ptr()
+    call.dk_heads = heads[0].data_ptr()
+    call.dv_heads = heads[1].data_ptr()
     _code().attention_backward(byref(call), q.dtype == torch.bfloat16, torch.get_num_threads())
     return dq, dk, dv
 

@@ -88,7 +88,8 @@ def forward(
     kind: type[Task] = Task,
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of documents of these lengths, row after row; `kind` is blockwise attention's."""
-    outs, totals = [], []
+    outs = []
+    totals = []
     documents = zip(*(_documents(x, lengths) for x in (q, k, v)), strict=True)
     for number, (q_one, k_one, v_one) in enumerate(documents):
         task = _task(kind, lengths[number], number, seed, options)

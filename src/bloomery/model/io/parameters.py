@@ -53,7 +53,8 @@ def part_of(whole: Tensor, parameter: Tensor, *, block: int = 1) -> Tensor:
     """
     if not isinstance(parameter, DTensor) or not whole.ndim:
         return whole
-    start, held = first_row(parameter), parameter.to_local()
+    start = first_row(parameter)
+    held = parameter.to_local()
     if len(whole) == len(parameter):
         return whole[start : start + len(held)]
     first = start * (parameter.numel() // len(parameter)) // block

@@ -48,7 +48,8 @@ LEAST = 1e-38  # a block of zeros is divided by this
 def quantize_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, two in a byte with the first one above (uint8 [N / 2]), and the largest size in each block (float32)."""
     blocks, scales = _blocks(values_N, BLOCK)
-    values, levels = _normed(blocks, scales), nf4_levels(values_N.device)
+    values = _normed(blocks, scales)
+    levels = nf4_levels(values_N.device)
     # The number of bounds below each value, half way between the levels: torch.bucketize takes three times as long on
     # a CPU.
     codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
@@ -171,7 +172,8 @@ _READ: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
     """The weight as floats, [O, I]."""
-    codes, shape = stored.codes, (stored.outputs, stored.inputs)
+    codes = stored.codes
+    shape = (stored.outputs, stored.inputs)
     if stored.outer.numel():
         scales = dequantize_scales(stored.scales, stored.outer.view(torch.float32))
     else:
@@ -184,7 +186,8 @@ def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
     if stored.reader == "compiled" and scales.numel() * BLOCK == stored.outputs * stored.inputs:
         values: Tensor = _one_kernel(codes.dtype)(codes, scales, nf4_levels(codes.device), dtype)
         return values.view(shape)
-    read, in_a_byte = _READ[codes.dtype], 2 if codes.dtype == torch.uint8 else 1
+    read = _READ[codes.dtype]
+    in_a_byte = 2 if codes.dtype == torch.uint8 else 1
     flat = torch.empty(stored.outputs * stored.inputs, dtype=dtype, device=codes.device)
     piece = DEQUANTIZED_ON_CPU if codes.device.type == "cpu" else DEQUANTIZED_ON_GPU
     for first in range(0, len(flat), piece):
@@ -318,7 +321,8 @@ class QuantizedWeight(nn.Module):
         """`reader`: "torch", on a GPU also "compiled" or, for nf4, "bitsandbytes". Undefined until `fill`."""
         super().__init__()
         self.outputs, self.inputs = shape
-        self.base, self.reader = quantize.kind, ready(reader)
+        self.base = quantize.kind
+        self.reader = ready(reader)
         sizes = buffer_bytes(self.outputs * self.inputs, quantize.kind, quantize.double_quant)
         codes, scales, outer = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
@@ -354,7 +358,8 @@ class QuantizedWeight(nn.Module):
         Raises UserError when a weight is not finite.
         """
         quantize = quantize_int8 if self.base == "int8" else quantize_nf4
-        first, found = 0, []
+        first = 0
+        found = []
         rows = max(1, AT_ONCE // (self.inputs * self.rows_at_once)) * self.rows_at_once
         # parts take little memory
         for part in (part for piece in pieces for part in torch.split(piece, rows)):

@@ -28,7 +28,8 @@ class _Stage:
     """Memory between a file and a device; on a GPU pinned, of two one is read into while the other is copied."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.buffer = device, torch.empty(0, dtype=torch.uint8)
+        self.device = device
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def memory(self, size: int) -> Tensor:
@@ -56,7 +57,8 @@ class TensorReader:
     """
 
     def __init__(self) -> None:
-        self.stack, self.files = ExitStack(), dict[Path, FileIO]()
+        self.stack = ExitStack()
+        self.files = dict[Path, FileIO]()
         self.stages = dict[torch.device, list[_Stage]]()
 
     def __enter__(self) -> Self:
@@ -103,7 +105,8 @@ class TensorReader:
             )
         )
         for start in range(0, rows, step):
-            stage, count = next(stages), min(step, rows - start)
+            stage = next(stages)
+            count = min(step, rows - start)
             host = stage.memory(count * row).view(stored.dtype).view(count, *width)
             self._into(host, stored, first + start)
             yield start, stage.sent(host)
@@ -140,7 +143,8 @@ def write_tensors(path: Path, specs: Mapping[str, Spec], produce: Callable[[str]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype) in specs.items():
-        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        begin = end
+        end = end + dtype.itemsize * math.prod(shape)
         kind = kinds[str(dtype).removeprefix("torch.")]
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     said = json.dumps(header).encode()
@@ -162,7 +166,8 @@ def split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
     for name, size in sizes.items():
         if group and total + size > limit:
             yield group
-            group, total = [], 0
+            group = []
+            total = 0
         group.append(name)
         total += size
     yield group

@@ -108,7 +108,8 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
                 for ours, theirs, shape in config.transformers_backend.parameters
             }
         )
-    storage, shapes = STORAGE.get(config.family, PLAIN), parameter_shapes(config)
+    storage = STORAGE.get(config.family, PLAIN)
+    shapes = parameter_shapes(config)
 
     def renamed(path: str) -> str:
         for ours, theirs in storage.renamed.items():
@@ -119,10 +120,12 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
     found = {}
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")  # model.layers.0.mlp.up_proj, weight
-        layer, module = "", path
+        layer = ""
+        module = path
         if path.startswith("model.layers."):
             parts = path.split(".")
-            layer, module = ".".join(parts[:3]), ".".join(parts[3:])
+            layer = ".".join(parts[:3])
+            module = ".".join(parts[3:])
         together, stored = next(
             ((p, s) for p, s in storage.fused.items() if module in p), ((module,), module)
         )
@@ -135,7 +138,8 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
     return MappingProxyType(found)
 
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LARGEST_INDEX = 256 * 2**20
 LONGEST_NAME = 200
@@ -247,7 +251,8 @@ def inside(folder: Path, name: str) -> Path:
         raise UserError(problem, where=str(folder), fix="use a copy from a source that you trust")
     if not path.is_file():
         raise UserError(f"{name} is missing", where=str(folder), fix="download the model again")
-    target, home = path.resolve(), folder.resolve()
+    target = path.resolve()
+    home = folder.resolve()
     # models--x--y/snapshots/<commit>/file -> models--x--y/blobs/<hash>
     blobs = home.parent.parent / "blobs"
     if target.parent not in (home, blobs if home.parent.name == "snapshots" else home):
@@ -363,7 +368,9 @@ def stored_parameters(
     `headless`: the values head may be missing. Raises UserError when another tensor is missing, unexpected, or of
     another shape than in the config, or no floating-point numbers.
     """
-    found, shapes, where = find_tensors(folder), parameter_shapes(config), places(config)
+    found = find_tensors(folder)
+    shapes = parameter_shapes(config)
+    where = places(config)
     expected_names = {place.name for place in where.values()}
     # a model saved without its head lacks the outermost prefix
     if not expected_names & found.keys():
@@ -385,7 +392,8 @@ def stored_parameters(
             fix="config.json is of another architecture",
         )
     for name, place in where.items():
-        stored, expected = found.get(place.name), place.stored_shape(shapes[name])
+        stored = found.get(place.name)
+        expected = place.stored_shape(shapes[name])
         if stored is None and headless and name == VALUES:
             continue
         if stored is None and f"{place.name}_packed" in found:

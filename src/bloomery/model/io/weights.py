@@ -49,7 +49,8 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, stored: QuantizedWeight, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.stored, self.bias = stored, bias
+        self.stored = stored
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor = self.stored(x, self.bias)
@@ -252,7 +253,8 @@ def stored_pieces(
     produce: Callable[[str], Tensor], config: ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
     """The shape of each stored tensor by its name, and a function that makes it of our parameters."""
-    where, shapes = places(config), parameter_shapes(config)
+    where = places(config)
+    shapes = parameter_shapes(config)
     parts: dict[str, list[str]] = {}
     for name, place in where.items():
         parts.setdefault(place.name, []).append(name)
@@ -349,7 +351,9 @@ class StoredModel:
         of_folder = read_config(
             folder, "auto" if config.transformers_backend is None else "transformers"
         )
-        self.config, self.seed, self.new = config, seed, new
+        self.config = config
+        self.seed = seed
+        self.new = new
         self.known = min(config.vocab_size, of_folder.vocab_size)
         saved = (
             replace(config, vocab_size=self.known)
@@ -357,7 +361,8 @@ class StoredModel:
             else of_folder
         )
         self.tensors = stored_parameters(folder, saved, headless=seed is not None)
-        self.places, self.reader = places(config), TensorReader()
+        self.places = places(config)
+        self.reader = TensorReader()
 
     def __enter__(self) -> Self:
         self.reader.__enter__()
@@ -376,7 +381,9 @@ class StoredModel:
             )
             put(drawn, parameter)
             return
-        place, start, held = self.places[name], first_row(parameter), local(parameter.data)
+        place = self.places[name]
+        start = first_row(parameter)
+        held = local(parameter.data)
         held = held[: max(0, self.known - start)] if name in VOCABULARY else held
         self.reader.fill(
             held, self.tensors[name], first=place.first + start, transposed=place.transposed
@@ -404,7 +411,8 @@ def fill_new_rows(parameter: Tensor, known: int, new: Collection[int]) -> None:
     rows = sorted({*new, *range(known, len(parameter))})
     if not rows:
         return
-    start, held = first_row(parameter), local(parameter.data)
+    start = first_row(parameter)
+    held = local(parameter.data)
     mean = full(parameter.data)[: rows[0]].mean(0, dtype=torch.float32)
     held[[row - start for row in rows if start <= row < start + len(held)]] = mean.to(held)
 

@@ -42,7 +42,8 @@ def activation_bytes(step: StepShape) -> float:
 
 def kept_by_layer(step: StepShape) -> list[float]:
     """Bytes that each layer keeps for backward."""
-    mode, whole = step.checkpointing, layer_bytes(step)
+    mode = step.checkpointing
+    whole = layer_bytes(step)
     if mode == "none":
         return [whole] * step.config.num_layers
     stream = float(step.tokens_per_micro_batch * step.config.hidden_size * step.stream)
@@ -86,7 +87,8 @@ def _norm_bytes(step: StepShape) -> float:
     Inputs are the residual stream before a block's part and its half-precision result after it. A compiled block keeps
     the result of attention and recomputes the second sum of the residual stream.
     """
-    config, h = step.config, step.config.hidden_size
+    config = step.config
+    h = step.config.hidden_size
     stats = 8 if config.norm == "layer" else 4
     # torch's kernel widens it
     after = 4 if step.on_gpu and step.mixed and not step.compiled else step.element
@@ -146,7 +148,9 @@ def _adapter_bytes(step: StepShape) -> float:
     DoRA's scaling keeps the result that it scales. In half precision each PEFT layer casts its input itself;
     native adapters share the cast.
     """
-    config, mode, e = step.config, step.mode, step.element
+    config = step.config
+    mode = step.mode
+    e = step.element
     ranks = {name: rank for name, rank in mode.pairs if name.startswith("model.layers.0.")}
     total = 0.0
     for matrix in layers(config)[0].matrices:
@@ -185,7 +189,8 @@ def last_norm_bytes(step: StepShape) -> float:
 def backward_bytes(step: StepShape) -> float:
     """Temporary bytes of a layer in backward: first its MLP, then its attention."""
     tokens = step.tokens_per_micro_batch
-    config, e = step.config, step.element
+    config = step.config
+    e = step.element
     stream = step.stream * config.hidden_size
     inner = (2 if config.gated_mlp else 1) * config.intermediate_size
     all_sizes = {matrix.name: matrix.size for matrix in layers(config)[0].matrices}
@@ -268,7 +273,8 @@ SPREAD = 0.20  # of an estimate from shapes alone on a GPU
 # of a caching allocator, by whether it has expandable segments
 FRAGMENTATION = {True: 0.05, False: 0.15}
 # bytes per logit of each model: model.heads.Divergence, uncompiled
-FORWARD_DIVERGENCE, BACKWARD_DIVERGENCE = 20, 28
+FORWARD_DIVERGENCE = 20
+BACKWARD_DIVERGENCE = 28
 CPU_RUNTIME = 420 * MIB  # interpreter, PyTorch, buffers, malloc: docs/explanation/memory.md
 # Of activations and logits, by compiled or not: docs/explanation/memory.md
 CPU_FRAGMENTATION = {False: 0.45, True: 0.25}
@@ -329,7 +335,8 @@ def around(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
 
 def document_lengths(length: int) -> int:
     """Distinct lengths after `model.per_document` pads documents: steps of 64, then an eighth of a power of two."""
-    short, octaves = min(length, 1024), max(0.0, math.log2(max(1, length) / 1024))
+    short = min(length, 1024)
+    octaves = max(0.0, math.log2(max(1, length) / 1024))
     return -(-short // 64) + math.ceil(8 * octaves)
 
 
@@ -340,7 +347,8 @@ def tensor_bytes(step: StepShape) -> dict[str, float]:
 
 def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     """All live tensors at a moment."""
-    model, mode = step.model, step.mode
+    model = step.model
+    mode = step.mode
     states = model.optimizer_bytes(step.optimizer, step.precision)
     parts = {
         "weights": model.held_bytes(step.precision),
@@ -362,15 +370,20 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
 
 def moments(step: StepShape) -> Iterator[StepMoment]:
     """Every moment of a step at which memory can peak, in order."""
-    config, model, mode = step.config, step.model, step.mode
-    by_layer, ends = kept_by_layer(step), end_bytes(step)
+    config = step.config
+    model = step.model
+    mode = step.mode
+    by_layer = kept_by_layer(step)
+    ends = end_bytes(step)
     if step.offloading:  # the current layer and the next one
         by_layer = [0.0] * (len(by_layer) - 2) + by_layer[-2:]
-    whole, layer = model.learning_bytes(step.precision), model.layer_learning_bytes(step.precision)
+    whole = model.learning_bytes(step.precision)
+    layer = model.layer_learning_bytes(step.precision)
     head = step.outputs * config.hidden_size * step.weight if model.head_learns else 0
     update = model.update_bytes(step.optimizer, step.precision, on_gpu=step.on_gpu)
     if mode.fused_backward:
-        whole, layer = model.largest_bytes(step.precision), 0.0
+        whole = model.largest_bytes(step.precision)
+        layer = 0.0
     before = whole if step.accumulating else 0.0
     copy = 2.0 * copied_numbers(step)
     kept = kept_layers(step.checkpointing, config.num_layers)
@@ -383,7 +396,9 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
     yield StepMoment(
         gradients=before or head, activations=activations, logits=in_backward, copies=copy * kept
     )
-    inside, passing, last = layer_bytes(step), backward_bytes(step), last_norm_bytes(step)
+    inside = layer_bytes(step)
+    passing = backward_bytes(step)
+    last = last_norm_bytes(step)
     before_it = [0.0, *accumulate(by_layer)]
     for done in range(len(by_layer)):
         left = len(by_layer) - done
@@ -430,11 +445,10 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
     the accumulated one; a wider dtype needs the result of the matmul too.
     """
     tokens = step.tokens_per_micro_batch
-    h, entries = (
-        step.config.hidden_size,
-        step.outputs if step.on_gpu else min(step.outputs, CPU_TILE),
-    )
-    logits_at_once, weights = min(step.score_chunk, tokens) * entries, entries * h
+    h = step.config.hidden_size
+    entries = step.outputs if step.on_gpu else min(step.outputs, CPU_TILE)
+    logits_at_once = min(step.score_chunk, tokens) * entries
+    weights = entries * h
     # More than one chunk: a chunk's logits are freed after the next ones are computed.
     several = entries < step.outputs or step.score_chunk < tokens
     if step.config.head == "values":  # in float32, in one piece
@@ -555,12 +569,15 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
         replace(step, gathered=True, accumulating=False)
     )
     layer, root = gathered_layers(step)
-    learning, e, shard = step.model.trained_in_layer, step.element, step.weight / shards
+    learning = step.model.trained_in_layer
+    e = step.element
+    shard = step.weight / shards
     root_bytes = root * (e if step.mode.frozen else step.weight)
     trained_root = step.model.trained_count - len(layers) * learning
     head = step.config.vocab_size * step.config.hidden_size if step.model.head_learns else 0
     kept = (len(layers) * learning + trained_root) * shard
-    before, blocks = kept if step.accumulating else 0.0, len(layers) * learning * shard
+    before = kept if step.accumulating else 0.0
+    blocks = len(layers) * learning * shard
     found = [
         replace(forward, gradients=before, copies=root_bytes + layer * e),
         replace(logits, gradients=before + head * step.weight, copies=root_bytes + layer * e),
@@ -591,7 +608,8 @@ def gathered_layers(step: StepShape) -> tuple[int, int]:
 def stage_config(config: ModelConfig, stages: int) -> ModelConfig:
     """That of a stage's layers: no stage has more; over stages a tied head is a matrix of its own."""
     layers = math.ceil(config.num_layers / stages)
-    windows, rotary = config.sliding_window[:layers], config.rotary_layers[:layers]
+    windows = config.sliding_window[:layers]
+    rotary = config.rotary_layers[:layers]
     return replace(
         config,
         num_layers=layers,
@@ -652,10 +670,8 @@ def _stage_moments(
     """
     full = stages - index
     if micro_batches <= full:
-        head, first = (
-            own.config.vocab_size * own.config.hidden_size * own.weight,
-            replace(own, accumulating=False),
-        )
+        head = own.config.vocab_size * own.config.hidden_size * own.weight
+        first = replace(own, accumulating=False)
         for moment in _stage_with_waiting(first, index, stages, micro_batches - 1):
             reached = moment.gradients - (0 if index == stages - 1 else head)
             yield replace(moment, gradients=max(0.0, min(reached, whole)))

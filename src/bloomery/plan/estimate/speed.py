@@ -46,8 +46,10 @@ CASTS = 6.0  # bytes per parameter and micro-batch: autocast's half-precision co
 
 def layer_traffic(step: StepShape) -> float:
     """Bytes per token of one layer, forward and backward, without attention's scores."""
-    config, at = step.config, int(step.compiled)
-    width, inner = config.hidden_size, config.intermediate_size
+    config = step.config
+    at = int(step.compiled)
+    width = config.hidden_size
+    inner = config.intermediate_size
     norm = COMPILED_NORM if step.compiled else EAGER_NORM[config.norm]
     total = len(config.block_norms) * norm * width + RESIDUALS[at] * width
     total += HEADS[at] * 2 * (config.query_width + config.key_width)
@@ -61,7 +63,8 @@ def layer_traffic(step: StepShape) -> float:
 
 def score_traffic(step: StepShape) -> float:
     """Bytes per token of one layer for attention's scores: none where a fused kernel keeps them on the chip."""
-    config, length = step.config, step.sequence_length
+    config = step.config
+    length = step.sequence_length
     if keeps_scores(step):
         return QUADRATIC[int(step.compiled)] * config.num_heads * length * step.element / 2
     if step.attention == "blockwise":
@@ -125,12 +128,14 @@ def device_rate(
     """None when the table does not have the device in this precision."""
     dtype = "bfloat16" if precision.startswith("bfloat16") else precision
     if profile.accelerator is not None:
-        gpu, arch = profile.gpu, profile.arch
+        gpu = profile.gpu
+        arch = profile.arch
         peak = gpu.peak_flops(dtype) if gpu is not None else None
         if gpu is None or arch is None or arch.efficiency is None or peak is None:
             return None
         return Rate(peak=peak, share=arch.efficiency, bandwidth=gpu.bandwidth_gbs * 1e9)
-    gain, check = COMPILED_GAIN if compiled else 1.0, machine.cpu_check
+    gain = COMPILED_GAIN if compiled else 1.0
+    check = machine.cpu_check
     if check is not None and dtype in check.gflops:
         return Rate(
             peak=check.gflops[dtype] * 1e9 * machine.host.cpu_cores * gain,
@@ -167,8 +172,11 @@ def work_of(
 
     `again` and `loss`: of another program, where they differ.
     """
-    config, model, again = step.config, step.model, again or recompute(step)
-    count, trained = parameter_count(config), model.trained_count
+    config = step.config
+    model = step.model
+    again = again or recompute(step)
+    count = parameter_count(config)
+    trained = model.trained_count
     loss = loss or ("kept" if step.score_chunk >= step.tokens_per_micro_batch else "chunked")
     products = product_flops(step, again, chunked=loss == "chunked")
     quadratic = 4.0 * _keys(step) * config.query_width * config.num_layers
@@ -209,7 +217,8 @@ def work_of(
 
 def product_flops(step: StepShape, again: Recompute, *, chunked: bool) -> float:
     """FLOPs per token: forward, gradients of inputs, gradients of trainable weights, recomputation."""
-    config, model = step.config, step.model
+    config = step.config
+    model = step.model
     products = 2.0 * sum(layer.active_products for layer in layers(config))
     learning = 2.0 * _met(
         {name: s for name, s in in_layers(model.trained).items() if len(s) == 2}, config
@@ -252,7 +261,8 @@ def _keys(step: StepShape) -> float:
 
     In a window of w of T tokens the first w queries see w/2 on average and all later ones w: w - w^2 / 2T.
     """
-    length, windows = step.sequence_length, step.config.sliding_window or (None,)
+    length = step.sequence_length
+    windows = step.config.sliding_window or (None,)
     if keeps_scores(step):
         return float(length)
     reach = [min(length, window or length) for window in windows]
@@ -384,10 +394,8 @@ def corrected_memory(
     parts = {
         name: part if name == "context" else part * factor for name, part in table.parts.items()
     }
-    spread, total = (
-        1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2),
-        sum(parts.values()),
-    )
+    spread = 1 + MEMORY_SPREAD * (1 + known.distance) * (1 if known.own else 2)
+    total = sum(parts.values())
     ends = {"parts": parts, "low": total / spread, "high": total * spread, "origin": "measured"}
     return table.model_copy(update=ends)
 
@@ -502,7 +510,8 @@ class StepEstimator:
 
     @classmethod
     def of(cls, asked: Recipe | RunPlan, machine: Machine, profile: Profile) -> "StepEstimator":
-        device, share = profile.accelerator, profile.memory_share.value
+        device = profile.accelerator
+        share = profile.memory_share.value
         limit = share * device.usable_bytes if device else float(machine.host.memory_free_bytes)
         clips = asked.train.max_grad_norm is not None
         return cls(

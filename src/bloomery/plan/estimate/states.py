@@ -65,7 +65,8 @@ FULL = TrainingMode()
 
 def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
     """Raises UserError where an adapter's names match nothing."""
-    optimizer, quantize = recipe.optimizer, recipe.quantize
+    optimizer = recipe.optimizer
+    quantize = recipe.quantize
     mode = TrainingMode(
         states=optimizer.state_dtype,
         away=optimizer.offload,
@@ -181,7 +182,8 @@ class TrainedModel:
     @cached_property
     def trained(self) -> dict[str, Shape]:
         """Trainable parameters of the model itself."""
-        whole, every = self.mode.whole, not self.mode.frozen
+        whole = self.mode.whole
+        every = not self.mode.frozen
         return {
             name: shape
             for name, shape in self.shapes.items()
@@ -256,7 +258,9 @@ class TrainedModel:
     @cached_property
     def _frozen_counts(self) -> tuple[int, int, int]:
         """Bytes of quantized matrices; numbers of frozen embeddings and norms, and of everything else frozen."""
-        quantized, ends, rest = 0, 0, 0
+        quantized = 0
+        ends = 0
+        rest = 0
         for name, shape in self.frozen.items():
             if self.mode.base != "none" and ".layers." in name and len(shape) == 2:
                 quantized += storage_bytes(shape, self.mode.base, self.mode.double)
@@ -295,12 +299,12 @@ class TrainedModel:
 
         States of bfloat16 weights are bfloat16; those of small parameters are float32 with int8.
         """
-        spec, states, total = OPTIMIZERS[kind], self.mode.states, 0.0
+        spec = OPTIMIZERS[kind]
+        states = self.mode.states
+        total = 0.0
         for (name, shape, added), count in self._alike.items():
-            size, each = (
-                math.prod(shape),
-                self.mode.adapter_bytes if added else weight_of(precision),
-            )
+            size = math.prod(shape)
+            each = self.mode.adapter_bytes if added else weight_of(precision)
             half = states == "bfloat16" or (states == "float32" and each == 2)
             one = INT8_STATE if states == "int8" and size >= INT8_SMALLEST else 2 if half else 4
             total += count * spec.state_values(name, shape) * (4 if spec.float32_states else one)
@@ -321,7 +325,8 @@ class TrainedModel:
         A fused backward updates one parameter at a time. Muon stacks all matrices of a shape or its transpose, up to a
         bounded size: the step, its stack, and three bfloat16 copies for the orthogonalization.
         """
-        spec, mode = OPTIMIZERS[kind], self.mode
+        spec = OPTIMIZERS[kind]
+        mode = self.mode
         if spec.stacks:
             inside = [
                 tuple(sorted(shape))
@@ -453,7 +458,8 @@ class StepShape:
 
     @property
     def setting(self) -> str:
-        mode, teacher = self.mode, self.teacher
+        mode = self.mode
+        teacher = self.teacher
         return setting_of(
             mode, extra_forwards=self.extra_forwards, teacher=teacher, offloading=self.offloading
         )

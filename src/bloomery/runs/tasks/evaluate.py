@@ -185,7 +185,8 @@ def _report(
             compile_step(decoder, on_load)
         return score(decoder, tokenizer)
 
-    files, second = find_model(model.folder, model.step), None
+    files = find_model(model.folder, model.step)
+    second = None
     first = scored(model.name, files)
     if against is not None:
         gc.collect()  # the first decoder has cycles
@@ -201,17 +202,16 @@ def _report(
             {**one, "against": {k: v for k, v in other.items() if k != "item"}}
             for one, other in pairs
         )
-    items, other_name = (
-        max(result.items for result in results),
-        None if against is None else against.name,
-    )
+    items = max(result.items for result in results)
+    other_name = None if against is None else against.name
     report = TaskReport(task, kind, model.name, other_name, items, results, outputs, tuple(notes))
     return _recorded(report, model, files)
 
 
 def _results(first: TaskScores, second: TaskScores | None) -> tuple[tuple[Result, ...], int]:
     """The results, and how many items were left out because they weigh nothing."""
-    results, left_out = [], 0
+    results = []
+    left_out = 0
     for one, other in zip(first.scores, (second or first).scores, strict=True):
         if len(one.values) != len(other.values):
             problem = f"the models read different documents: {len(one.values):,} and {len(other.values):,}"
@@ -219,7 +219,8 @@ def _results(first: TaskScores, second: TaskScores | None) -> tuple[tuple[Result
                 problem, where="--data", fix="use --template, or data without a chat template"
             )
         kept = (one.weights > 0) & (other.weights > 0)
-        items, left_out = int(kept.sum()), left_out + int((~kept).sum())
+        items = int(kept.sum())
+        left_out = left_out + int((~kept).sum())
         if not items:
             raise UserError(
                 "no item to score", where="--data", fix="use a text of at least two tokens"
@@ -253,7 +254,8 @@ def _recorded(report: TaskReport, model: Named, files: ModelFiles) -> TaskReport
 
 
 def _event(report: TaskReport, result: Result, *, step: int) -> TaskDone:
-    against, difference = result.against, result.difference
+    against = result.against
+    difference = result.difference
     more: dict[str, Any] = {}
     if against is not None and difference is not None:
         more = {

@@ -25,7 +25,8 @@ ITEMS = 10_000  # of an iterator that a function returns
 LARGE = 2**53  # whole numbers from here on are sent in hexadecimal
 SET_UP_FAILED = 70  # exit code
 PR_SET_DUMPABLE = 4  # linux/prctl.h
-PASSED, FAILED = "passed", "failed: "
+PASSED = "passed"
+FAILED = "failed: "
 # Types whose values are sent as their name and the list or text that makes them again.
 SENT: dict[Any, Callable[[Any], Any]] = {
     tuple: list,
@@ -111,7 +112,9 @@ class Talk:
     """Messages of two processes through two pipes, one JSON object per line."""
 
     def __init__(self, reading: int, writing: int) -> None:
-        self.reading, self.writing, self.unread = reading, writing, bytearray()
+        self.reading = reading
+        self.writing = writing
+        self.unread = bytearray()
 
     def send(self, message: Mapping[str, Any]) -> None:
         unsent = memoryview(json.dumps(message).encode() + b"\n")
@@ -143,7 +146,8 @@ class Talk:
 
 def run_program(talk: Talk) -> NoReturn:
     """Runs the program, then answers what the grader asks for, for ever."""
-    job, kept = talk.receive(), list[Any]()
+    job = talk.receive()
+    kept = list[Any]()
     sys.modules.update(dict.fromkeys(job["banned"]))  # None: the import is refused
     names: dict[str, Any] = {"__name__": "__main__"}
 
@@ -218,7 +222,9 @@ class Remote:
     """Something of the program that is no plain value: it can be called, and has attributes. It equals only itself."""
 
     def __init__(self, program: "Program", number: int, kind: str) -> None:
-        self._program, self._number, self._kind = program, number, kind
+        self._program = program
+        self._number = number
+        self._kind = kind
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._program.call(self._number, arguments, keywords)
@@ -236,7 +242,9 @@ class Program:
     """The program as its grader sees it."""
 
     def __init__(self, talk: Talk, names: dict[str, Any]) -> None:
-        self.talk, self.names, self.functions = talk, names, list[Any]()
+        self.talk = talk
+        self.names = names
+        self.functions = list[Any]()
 
     def call(self, number: int, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What the function returns. Lists, sets and dicts among the arguments are changed as the function did."""
@@ -377,7 +385,8 @@ def run_grader(talk: Talk, out: int) -> NoReturn:
 
 def main() -> NoReturn:
     role, reading, writing, *rest = sys.argv[1:]
-    talk, out = Talk(int(reading), int(writing)), int(rest[0]) if rest else -1
+    talk = Talk(int(reading), int(writing))
+    out = int(rest[0]) if rest else -1
     null = os.open("/dev/null", os.O_RDWR)
     for stream in (1, 2) if role == "grader" else (0, 1, 2):
         os.dup2(null, stream)

@@ -45,10 +45,8 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
     most = decoder.config.max_positions
-    start, end = (
-        tokenizer.bos_id,
-        tokenizer.eos_id if tokenizer.eos_id is not None else decoder.config.eos_token_id,
-    )
+    start = tokenizer.bos_id
+    end = tokenizer.eos_id if tokenizer.eos_id is not None else decoder.config.eos_token_id
     start_text = "" if start is None else tokenizer.decode([start])
     marks = [
         tokenizer.decode([token])
@@ -60,7 +58,9 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
     class Adapter(TemplateLM):  # type: ignore[misc]  # the harness has no types
         eot_token_id = end
         prefix_token_id = start if start is not None else end
-        max_length, max_gen_toks, tokenizer_name = most, NEW_TOKENS, "bloomery"
+        max_length = most
+        max_gen_toks = NEW_TOKENS
+        tokenizer_name = "bloomery"
 
         def tok_encode(
             self, string: str, add_special_tokens: bool | None = None, **_: Any
@@ -107,7 +107,8 @@ def adapter(decoder: Decoder, tokenizer: Tokenizer) -> Any:
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             del disable_tqdm
-            asked, ends = [], []
+            asked = []
+            ends = []
             for number, request in enumerate(requests):
                 context, given = request.args
                 settings = normalize_gen_kwargs(given, self.max_gen_toks)
@@ -177,7 +178,8 @@ def run_harness(decoder: Decoder, tokenizer: Tokenizer, *, settings: HarnessSett
         problem = f"lm-evaluation-harness failed: {str(error)[:300]}"
         fix = "`lm_eval ls tasks` lists the tasks; files of your own need --include-path"
         raise UserError(problem, where="--lm-eval", fix=fix) from error
-    scores, outputs = [], []
+    scores = []
+    outputs = []
     for task, samples in found["samples"].items():
         scores += list(_scores_of(task, samples, found["results"].get(task, {})))
         outputs += [

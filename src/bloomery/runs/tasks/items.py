@@ -168,7 +168,8 @@ def _item(row: dict[str, Any], kind: Kind, where: str, name: str) -> Item:
         )
     asked = text("prompt") if "prompt" in row else text("question")
     prompt = asked if "prompt" in row else f"Question: {asked}\nAnswer:"
-    answer, choices = row.get("answer"), row.get("choices")
+    answer = row.get("answer")
+    choices = row.get("choices")
     if kind == "exact-match":
         answers = answer if isinstance(answer, list) else [answer]
         if not answers or any(
@@ -207,13 +208,18 @@ class Asker:
         stops: tuple[str, ...],
         stop_ids: tuple[int, ...],
     ) -> None:
-        self.tokenizer, self.settings, self.shots, self._encode = tokenizer, settings, shots, encode
-        self.stops, self.stop_ids = stops, stop_ids
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.shots = shots
+        self._encode = encode
+        self.stops = stops
+        self.stop_ids = stop_ids
 
     def pair(self, item: Item, answer: str) -> tuple[list[int], list[int]]:
         """The prompt, and the answer as its continuation, both with at least one token. Raises UserError."""
         if self._encode is not None:
-            context, continuation = self.prompt(item), self.tokenizer.encode(answer)
+            context = self.prompt(item)
+            continuation = self.tokenizer.encode(answer)
         else:
             text = self._text(item)
             context, continuation = encode_pair(
@@ -264,7 +270,8 @@ def encode_pair(
     An empty context becomes the BOS or EOS token; without either, it has no token.
     """
     stripped = context.rstrip()
-    continuation, prefix = context[len(stripped) :] + continuation, tokenizer.prefix if bos else []
+    continuation = context[len(stripped) :] + continuation
+    prefix = tokenizer.prefix if bos else []
     if not stripped:
         start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         return ([] if start is None else [start]), tokenizer.encode(continuation)
@@ -294,7 +301,8 @@ def asking(tokenizer: Tokenizer, settings: Settings, shots: Sequence[Item] = ())
 
 def ask(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings) -> TaskScores:
     """The scores of multiple choice or exact match. Raises UserError."""
-    shots, items = task.items[: settings.shots], task.items[settings.shots :][: settings.limit]
+    shots = task.items[: settings.shots]
+    items = task.items[settings.shots :][: settings.limit]
     if not items:
         problem = f"no item is left to score: {counted(len(task.items), 'items')}, {settings.shots} shown as examples"
         raise UserError(problem, where=task.name, fix="use fewer --shots", code=2)
@@ -345,7 +353,8 @@ def _choose(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores
 
 def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
     """`exact_match`: the completion without white space around it, or its extracted answer, is an accepted answer."""
-    settings, new_tokens = asker.settings, asker.settings.most(decoder)
+    settings = asker.settings
+    new_tokens = asker.settings.most(decoder)
     sampling = Sampling(
         max_new_tokens=new_tokens,
         temperature=settings.temperature or 0.0,
@@ -461,7 +470,8 @@ def complete(
             decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)
         )
     )
-    opened, texts = dict[Text, _Open](), [""] * len(requests)
+    opened = dict[Text, _Open]()
+    texts = [""] * len(requests)
     with eval_mode(decoder):
         while order or batch.texts:
             while order and not batch.full:
@@ -524,7 +534,8 @@ def run_program(
     """
     limits = limits or Limits()
     # Of the base interpreter: a virtual environment adds nothing that a program may use.
-    python, prefix = str(Path(sys.executable).resolve()), Path(sys.base_prefix)
+    python = str(Path(sys.executable).resolve())
+    prefix = Path(sys.base_prefix)
     bases = {"base": str(prefix), "platbase": sys.base_exec_prefix}
     visible = [python, *(sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib"))]
     visible += [str(place) for place in prefix.glob("lib/libpython*")]
@@ -641,11 +652,9 @@ def refuse_settings(task: Task, settings: Settings) -> None:
 
 def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings) -> TaskScores:
     """pass@1 and, of several samples, pass@k up to their number. Raises UserError where there is no sandbox."""
-    items, samples, new_tokens = (
-        task.items[: settings.limit],
-        settings.samples,
-        settings.most(decoder),
-    )
+    items = task.items[: settings.limit]
+    samples = settings.samples
+    new_tokens = settings.most(decoder)
     temperature = (
         settings.temperature if settings.temperature is not None else SAMPLED * (samples > 1)
     )
@@ -671,7 +680,8 @@ def solve(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: Settings
         ]
         requests = [Request(ids, sampling, stops) for ids in prompts for sampling in settings_of]
         completions = complete(decoder, tokenizer, requests)
-    outputs, passed = [], []
+    outputs = []
+    passed = []
     for number, item in enumerate(items):
         written = completions[number * samples : (number + 1) * samples]
         results = [passes(item, text, chat=settings.chat) for text in written]

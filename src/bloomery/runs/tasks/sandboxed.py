@@ -22,9 +22,16 @@ from typing import Any, NoReturn
 # mount, pid, network, IPC, host name
 _NAMESPACES = 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000
 _NEW_USER = 0x10000000
-_PRIVATE, _BIND, _REMOUNT = 1 << 18 | 1 << 14, 1 << 12, 1 << 5  # sys/mount.h
-_READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
-_DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38  # linux/prctl.h
+# sys/mount.h
+_PRIVATE = 1 << 18 | 1 << 14
+_BIND = 1 << 12
+_REMOUNT = 1 << 5
+_READ_ONLY = 1
+_NO_SUID = 2
+_NO_DEVICES = 4
+# linux/prctl.h
+_DEATH_SIGNAL = 1
+_NO_NEW_PRIVILEGES = 38
 _UNPRIVILEGED = 65534
 _SET_UP_FAILED = 70  # exit code of process 1
 _MOST = 2000  # bytes of a verdict
@@ -39,7 +46,9 @@ def main() -> None:
     _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != job["parent"]:
         os._exit(1)
-    root, user, group = os.geteuid() == 0, os.geteuid(), os.getegid()
+    root = os.geteuid() == 0
+    user = os.geteuid()
+    group = os.getegid()
     if _libc.unshare(_NAMESPACES | (0 if root else _NEW_USER)) != 0:
         _answer(refused=f"namespaces: {os.strerror(ctypes.get_errno())}")
     if not root:
@@ -57,7 +66,8 @@ def main() -> None:
         os.close(reading)
         _process_1(job, writing, root)
     os.close(writing)
-    found, late = b"", False
+    found = b""
+    late = False
     poll = select.poll()
     poll.register(reading, select.POLLIN)
     while True:  # until the last process that holds the pipe ends
@@ -91,7 +101,9 @@ def _process_1(job: Mapping[str, Any], out: int, root: bool) -> NoReturn:
             os.setresuid(_UNPRIVILEGED, _UNPRIVILEGED, _UNPRIVILEGED)
         _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-        (theirs, ours), (asked, asking), (answers, answering) = os.pipe(), os.pipe(), os.pipe()
+        (theirs, ours) = os.pipe()
+        (asked, asking) = os.pipe()
+        (answers, answering) = os.pipe()
         grader = os.fork()
         if grader == 0:
             os.close(ours)

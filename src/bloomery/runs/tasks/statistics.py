@@ -87,8 +87,10 @@ def compare(first: Scores, second: Scores) -> Difference:
     assert len(first.values) == len(second.values), "both models score the same items"
     # Each item's part of the difference: they sum to it.
     parts = first.values / first.weights.sum() - second.values / second.weights.sum()
-    ours, theirs = first.values / first.weights, second.values / second.weights
-    better, worse = int((ours > theirs).sum()), int((ours < theirs).sum())
+    ours = first.values / first.weights
+    theirs = second.values / second.weights
+    better = int((ours > theirs).sum())
+    worse = int((ours < theirs).sum())
     low = high = None
     if len(parts) > 1:
         drawn = [
@@ -108,16 +110,19 @@ def compare(first: Scores, second: Scores) -> Difference:
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
     """The 95% score interval of a share (Wilson 1927), which Brown, Cai and DasGupta 2001 recommend for few items."""
-    share, room = successes / count, _Z**2 / count
+    share = successes / count
+    room = _Z**2 / count
     center = share + room / 2
     half = _Z * math.sqrt(share * (1 - share) / count + room / (4 * count))
-    low, high = (center - half) / (1 + room), (center + half) / (1 + room)
+    low = (center - half) / (1 + room)
+    high = (center + half) / (1 + room)
     return max(low, 0.0) if successes else 0.0, min(high, 1.0) if successes < count else 1.0
 
 
 def mcnemar(better: int, worse: int) -> float:
     """The exact two-sided p-value: of the items on which the models disagree, half would favor each (McNemar 1947)."""
-    count, fewer = better + worse, min(better, worse)
+    count = better + worse
+    fewer = min(better, worse)
     if better == worse:
         return 1.0
     tail = sum(math.comb(count, hits) for hits in range(fewer + 1))
@@ -129,12 +134,14 @@ def sign_flip(parts: np.ndarray) -> float:
 
     All signs of up to 14 items, else 10,000 random ones, counted with the observed one (Phipson and Smyth 2010).
     """
-    count, observed = len(parts), abs(float(parts.sum()))
+    count = len(parts)
+    observed = abs(float(parts.sum()))
     reached = observed * (1 - 1e-9)  # the same sum in another order
     if count <= _EXACT:
         signs = 1.0 - 2.0 * ((np.arange(2**count)[:, None] >> np.arange(count)) & 1)
         return float((np.abs(signs @ parts) >= reached).mean())
-    random, hits = np.random.default_rng(_SEED), 0
+    random = np.random.default_rng(_SEED)
+    hits = 0
     for draws in _pieces(count):
         signs = 1.0 - 2.0 * random.integers(0, 2, (draws, count), dtype=np.int8)
         hits += int((np.abs(signs @ parts) >= reached).sum())

@@ -25,7 +25,8 @@ from bloomery.train.process import resident_gib
 from bloomery.train.run import NOT_RECORDED, PROFILE, PROFILE_ASKED, asked_steps
 from bloomery.train.step import ModelAndOptimizer
 
-KEPT, OTHERS = "saved for backward", "everything else"
+KEPT = "saved for backward"
+OTHERS = "everything else"
 GROUPS = 40  # of equal tensors in a list
 SAVED_TENSORS_READABLE = hasattr(torch._C._autograd.SavedTensor, "data")  # absent from PyTorch 2.9
 NAME = 56  # columns
@@ -204,8 +205,10 @@ class Recorder:
     ) -> None:
         """`writes`: whether this rank records; only the first does."""
         self._writes = writes
-        self._folder, self._request = run_dir / PROFILE, run_dir / PROFILE_ASKED
-        self._model_and_optimizer, self._emit = model_and_optimizer, emit
+        self._folder = run_dir / PROFILE
+        self._request = run_dir / PROFILE_ASKED
+        self._model_and_optimizer = model_and_optimizer
+        self._emit = emit
         self._open: _Recording | None = None
         self._lists = 0
         if writes:
@@ -259,7 +262,8 @@ class Recorder:
 
     def close(self) -> None:
         """End and write the current recording, if any."""
-        recording, self._open = self._open, None
+        recording = self._open
+        self._open = None
         if recording is None:
             return
         name = self._name(recording.first)
@@ -299,7 +303,10 @@ class _Recording:
     """torch.profiler from the first step to the last."""
 
     def __init__(self, plan: RunPlan, first: int, last: int) -> None:
-        self.first, self.last, self.device, self.listed = first, last, plan.train.device, False
+        self.first = first
+        self.last = last
+        self.device = plan.train.device
+        self.listed = False
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device == "cuda")
         if self.device == "cuda":
             torch.cuda.memory._record_memory_history(

@@ -48,13 +48,15 @@ class HealthCheck:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, is_adapter: bool = False) -> None:
-        self._parameters, self._is_adapter = dict(parameters), is_adapter
+        self._parameters = dict(parameters)
+        self._is_adapter = is_adapter
         self._sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._all = max(1, sum(self._sizes.values()))
         # by tensor: norms of the change and of the previous value
         self._moved: list[tuple[float, float]] = []
         self._without: float | None = None  # fraction of parameters without a gradient
-        self._since, self._waited = time.monotonic(), core_wait_seconds()
+        self._since = time.monotonic()
+        self._waited = core_wait_seconds()
 
     def due(self, step: int, every: int) -> bool:
         """Whether to measure this step."""
@@ -96,7 +98,8 @@ class HealthCheck:
         still = [
             name for name, (change, _) in zip(self._sizes, self._moved, strict=False) if change == 0
         ]
-        now, waited = time.monotonic(), core_wait_seconds()
+        now = time.monotonic()
+        waited = core_wait_seconds()
         labels = label_facts(batches, objective)
         utils = sys.modules.get("torch._dynamo.utils")  # counts compiled graphs
         health = StepHealth(
@@ -119,7 +122,10 @@ class HealthCheck:
             if compiled and utils is not None
             else None,
         )
-        self._moved, self._without, self._since, self._waited = [], None, now, waited
+        self._moved = []
+        self._without = None
+        self._since = now
+        self._waited = waited
         return health
 
 
@@ -192,7 +198,8 @@ def core_wait_seconds() -> float | None:
 # Ranks that all others wait for
 
 TIMES = 1.3  # of the median
-STEPS, SLOW_STEPS = 100, 50
+STEPS = 100
+SLOW_STEPS = 50
 
 
 @final
@@ -230,7 +237,8 @@ def check_attention(model: Decoder, plan: RunPlan) -> None:
 
     Raises Unsound when they differ by more than rounding or are non-finite; UserError for transformers' layers.
     """
-    limit, packed = TOLERANCE[plan.train.precision], plan.data.layout == "packed"
+    limit = TOLERANCE[plan.train.precision]
+    packed = plan.data.layout == "packed"
     if plan.model.config.transformers_backend is not None:
         with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
             check_head(model, limit)
@@ -257,7 +265,8 @@ def check_attention(model: Decoder, plan: RunPlan) -> None:
 
 def difference(plan: RunPlan, *, window: int | None, scale: float) -> float:
     """The largest error of output and gradients, relative to the largest value of each; NaN if any is non-finite."""
-    config, device = plan.model.config, torch.device(plan.train.device)
+    config = plan.model.config
+    device = torch.device(plan.train.device)
     length = min(TOKENS, plan.data.sequence_length)
     draw = torch.Generator().manual_seed(0)
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads

@@ -29,7 +29,8 @@ from bloomery.train.recover import AllocationFailed, attempt, replan
 from bloomery.train.step import compute_loss
 
 # Bytes per second of saving a checkpoint and of copying its tensors, assumed until one is measured.
-WRITTEN_PER_SECOND, COPIED_PER_SECOND = 300e6, 3e9
+WRITTEN_PER_SECOND = 300e6
+COPIED_PER_SECOND = 3e9
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,10 @@ def evaluate(
     """
     begun = time.perf_counter()
     device = next(model.parameters()).device
-    total, count, tokens, size = 0.0, 0, 0, 0
+    total = 0.0
+    count = 0
+    tokens = 0
+    size = 0
     sums: dict[str, Tensor] = {}
     batches: Iterable[Batch] = loader.validation_batches(plan.micro_batch_size, limit=limit)
     with eval_mode(model):
@@ -134,7 +138,8 @@ def evaluate_and_sample(context: RunContext) -> None:
     """
     if context.last_eval_step == context.step or context.plan.eval.every_steps is None:
         return
-    step, progress_before = context.step, replace(context.state.progress, eval_due=True)
+    step = context.step
+    progress_before = replace(context.state.progress, eval_due=True)
 
     def draw() -> None:
         for prompt, text in samples(
@@ -167,14 +172,17 @@ def evaluate_and_sample(context: RunContext) -> None:
     ) as error:  # the losses of the next steps are non-finite, too, and NonFinite decides
         context.emit(Warned(step=step, reason=f"no samples after step {step}: {error.problem}"))
     except Stopped:
-        context.state.progress, context.best_due = progress_before, False
+        context.state.progress = progress_before
+        context.best_due = False
         raise
-    context.last_eval_step, context.state.progress.eval_due = step, False
+    context.last_eval_step = step
+    context.state.progress.eval_due = False
 
 
 def warn_of_few_tokens(context: RunContext, result: EvalResult, *, first: bool) -> None:
     """Report an early stop, and at the `first` evaluation and at an early stop, that too few tokens decide."""
-    progress, few = context.state.progress, ""
+    progress = context.state.progress
+    few = ""
     if result.tokens < MEASURABLE_TOKENS:
         few = f"an evaluation has {result.tokens:,} loss tokens, fewer than {MEASURABLE_TOKENS:,}"
     if context.stops_early:
@@ -253,7 +261,8 @@ def keep_time(context: RunContext) -> None:
     if known is not None:
         context.plan = known
         return
-    mesh, timer = context.mesh, context.timer
+    mesh = context.mesh
+    timer = context.timer
     with interruptible(context), timer.aside():
         if mesh.number(
             timer.costs is None and measured(context.plan, timer, step=context.step) is not None
@@ -278,7 +287,8 @@ def keep_time(context: RunContext) -> None:
 
 def measure_costs(context: RunContext) -> Costs:
     """Time a small evaluation and a few sampled tokens, without changing the training state."""
-    plan, clock = context.plan, context.timer.clock
+    plan = context.plan
+    clock = context.timer.clock
     evaluate_validation(context, plan.eval.micro_batch_size)  # compiles
     begun = clock()
     evaluate_validation(context, plan.eval.micro_batch_size)
@@ -291,7 +301,8 @@ def measure_costs(context: RunContext) -> Costs:
     tensors = (tensor for part in context.state.parts().values() for tensor in part.values())
     # whole, also where it is sharded
     written = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-    save, copy = written / WRITTEN_PER_SECOND, written / COPIED_PER_SECOND
+    save = written / WRITTEN_PER_SECOND
+    copy = written / COPIED_PER_SECOND
     return Costs(
         step=0.0,
         sequence=(evaluated - begun) / plan.eval.micro_batch_size,

@@ -35,7 +35,8 @@ def windows(length: int, context: int, document: int = 0) -> Iterator[Window]:
     Every scored token has at least half a context before it (the sliding window of transformers' guide to perplexity).
     """
     assert context >= 2, "a window of one token scores nothing"
-    stride, scored = max(context // 2, 1), 1
+    stride = max(context // 2, 1)
+    scored = 1
     for start in range(0, length, stride):
         end = min(start + context, length)
         if end > scored:
@@ -77,7 +78,8 @@ def _groups(documents: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]
         size += len(tokens)
         if size >= _TOKENS_A_GROUP:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 
@@ -89,7 +91,8 @@ def _score(
     device = next(decoder.parameters()).device
     width = batch[0].end - batch[0].start - 1
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
-    labels_BT, loss_mask_BT = torch.zeros_like(tokens_BT), torch.zeros(len(batch), width)
+    labels_BT = torch.zeros_like(tokens_BT)
+    loss_mask_BT = torch.zeros(len(batch), width)
     for row, piece in enumerate(batch):
         ids = torch.tensor(documents[piece.document][piece.start : piece.end], dtype=torch.int64)
         tokens_BT[row, : len(ids) - 1], labels_BT[row, : len(ids) - 1] = ids[:-1], ids[1:]
@@ -125,7 +128,8 @@ class _ScoresAt:
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         """[2, N]: log-probabilities of the labels, and 1 where a label is the likeliest token."""
-        hidden_ND, found = hidden_BTD.flatten(0, 1)[self.places_N], []
+        hidden_ND = hidden_BTD.flatten(0, 1)[self.places_N]
+        found = []
         for hidden_CD, labels_C in zip(
             hidden_ND.split(self.chunk), self.labels_N.split(self.chunk), strict=True
         ):
@@ -145,7 +149,8 @@ def score_continuations(
     Contexts are truncated at their start. Choices of one token after one context share a row. Raises UserError for a
     continuation longer than the model's context.
     """
-    most, device = decoder.config.max_positions, next(decoder.parameters()).device
+    most = decoder.config.max_positions
+    device = next(decoder.parameters()).device
     rows: dict[tuple[int, ...], list[int]] = {}  # the input of a row, and the pairs that it scores
     for number, (context, continuation) in enumerate(pairs):
         if len(continuation) > most:
@@ -154,7 +159,8 @@ def score_continuations(
                 problem, where="the task", fix="remove it, or use a model with a longer context"
             )
         rows.setdefault((*context, *continuation)[-most - 1 : -1], []).append(number)
-    order, begin = sorted(rows, key=len, reverse=True), 0
+    order = sorted(rows, key=len, reverse=True)
+    begin = 0
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
     scores = [Likelihood(0.0, False)] * len(pairs)
     with eval_mode(decoder):
@@ -208,7 +214,8 @@ def score_pairs(decoder: Decoder, texts: Sequence[Sequence[int]]) -> PairMetrics
 
 def values_of(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
     """float32 [texts], on the host: the value at the last token of each."""
-    values, device = torch.zeros(len(texts)), next(decoder.parameters()).device
+    values = torch.zeros(len(texts))
+    device = next(decoder.parameters()).device
     order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
     begin = 0
     with eval_mode(decoder):

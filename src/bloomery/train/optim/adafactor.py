@@ -73,7 +73,8 @@ class Adafactor(torch.optim.Optimizer):
     def _step(self, run: list[nn.Parameter], *, lr: float, decay: float, gate: Gate | None) -> None:
         states = [self.state[parameter] for parameter in run]
         step = max([counted(state) for state in states])  # they are equal
-        shards, weights = self._rounding.shards, [p.detach() for p in run]
+        shards = self._rounding.shards
+        weights = [p.detach() for p in run]
         sizes_N = root_mean_square(weights, shards.across(run[0]), shards.numel(run[0])).clamp(
             min=SMALLEST_WEIGHT
         )
@@ -111,7 +112,8 @@ def _if_open(gate: Gate | None, new: Tensor, old: Tensor | float) -> Tensor:
 
 
 def _fresh(parameter: nn.Parameter) -> State:
-    shape, device = list(parameter.shape), parameter.device
+    shape = list(parameter.shape)
+    device = parameter.device
 
     def zeros(*sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=torch.float32, device=device)
@@ -134,9 +136,11 @@ class _Update:
     """
 
     def __init__(self, run: list[nn.Parameter], gate: Gate | None, shards: Shards) -> None:
-        shape, device = run[0].shape, run[0].device
+        shape = run[0].shape
+        device = run[0].device
         # of the whole parameter
-        self._mesh, self._shape = shards.across(run[0]), shards.shape(run[0])
+        self._mesh = shards.across(run[0])
+        self._shape = shards.shape(run[0])
         whole = len(run) > 1 or len(shape) != 2
         self.slices = [slice(None)] if whole else row_slices(shape[0], shape[1], device)
         self._gradient_NRC = stacked([p.grad for p in run if p.grad is not None])
@@ -205,7 +209,8 @@ class _Update:
     def piece(self, rows: slice) -> Tensor:
         """[N, rows, ...] float32, a buffer to overwrite; call once per slice."""
         assert self._scales is not None
-        by_columns, self._kept = self._by_columns(rows) if self._kept is None else self._kept, None
+        by_columns = self._by_columns(rows) if self._kept is None else self._kept
+        self._kept = None
         return by_columns.mul_(self._scales[0][:, rows])
 
 

@@ -104,7 +104,8 @@ class Int8Moment:
     signed: bool
 
     def fresh(self, parameter: Tensor) -> State:
-        blocks, device = -(-parameter.numel() // BLOCK), parameter.device
+        blocks = -(-parameter.numel() // BLOCK)
+        device = parameter.device
         dtype = torch.int8 if self.signed else torch.uint8
         levels = torch.zeros(blocks, BLOCK, dtype=dtype, device=device)
         return {
@@ -163,7 +164,8 @@ class StatePlacement:
     """
 
     def __init__(self, *, away: bool) -> None:
-        self._away, self._lane = away, Lane()
+        self._away = away
+        self._lane = Lane()
 
     def _apart(self, device: torch.device) -> bool:
         return self._away and apart(device)
@@ -252,7 +254,9 @@ class ChunkedAdamW(torch.optim.Optimizer):
         rounding: Rounding,
         placement: StatePlacement,
     ) -> None:
-        self._states, self._rounding, self._home = states, rounding, placement
+        self._states = states
+        self._rounding = rounding
+        self._home = placement
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -326,8 +330,10 @@ class ChunkedAdamW(torch.optim.Optimizer):
         )
 
     def _step(self, run: list[nn.Parameter], group: dict[str, Any], gate: Gate | None) -> None:
-        moments, step = self._moments(run[0]), round(float(self.state[run[0]]["step"]))
-        size, length = run[0].numel(), piece_size(run[0].device)
+        moments = self._moments(run[0])
+        step = round(float(self.state[run[0]]["step"]))
+        size = run[0].numel()
+        length = piece_size(run[0].device)
         pieces = [[Span(p, 0, p.numel()) for p in run]]
         if len(run) == 1:
             pieces = [
@@ -364,7 +370,9 @@ class ChunkedAdamW(torch.optim.Optimizer):
         padding: int,
     ) -> None:
         """Update the moments and weights of a chunk in place."""
-        lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+        lr = group["lr"]
+        decay = group["weight_decay"]
+        (beta1, beta2) = group["betas"]
         first, second = moments
         gradients = [
             span.of(p.grad.contiguous()) for span in spans if (p := span.parameter).grad is not None

@@ -36,8 +36,11 @@ class FusedBackward:
     """
 
     def __init__(self, rules: Mapping[nn.Parameter, Rule], heads: Sequence[nn.Parameter]) -> None:
-        self._rules, self._heads = dict(rules), tuple(heads)
-        self._armed, self._factor, self._clip = False, 1.0, float("inf")
+        self._rules = dict(rules)
+        self._heads = tuple(heads)
+        self._armed = False
+        self._factor = 1.0
+        self._clip = float("inf")
         self._open: Tensor | None = None
         self._updates: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # norm; 1 if updated
         for parameter in self._rules:
@@ -45,8 +48,11 @@ class FusedBackward:
 
     def begin(self, *, factor: float, clip: float | None) -> None:
         """Call before backward. Gradients are scaled by `factor`; each is clipped to a norm of `clip`."""
-        self._armed, self._factor, self._clip = True, factor, float("inf") if clip is None else clip
-        self._open, self._updates = None, {}
+        self._armed = True
+        self._factor = factor
+        self._clip = float("inf") if clip is None else clip
+        self._open = None
+        self._updates = {}
 
     def finish(self) -> float:
         """Call after backward: the unscaled norm over all gradients, non-finite if one is."""
@@ -61,12 +67,15 @@ class FusedBackward:
             if not updated:
                 self._rules[parameter].state[parameter]["step"] -= 1
         norms = {parameter: norm for parameter, (norm, _) in zip(self._updates, pairs, strict=True)}
-        self._open, self._updates = None, {}
+        self._open = None
+        self._updates = {}
         return math.sqrt(sum(norms.get(parameter, 0.0) ** 2 for parameter in self._rules))
 
     def drop(self) -> None:
         """Reset after an interrupted backward."""
-        self._armed, self._open, self._updates = False, None, {}
+        self._armed = False
+        self._open = None
+        self._updates = {}
 
     def _ready(self, parameter: Tensor) -> None:
         if not self._armed:
@@ -147,7 +156,8 @@ def across_shards(
     another returns those of the results.
     """
     owner = [place * mesh.shard // len(parts) for place in range(len(parts))]
-    own, widths = mesh.shard_rank, [part.shape[1] for part in parts]
+    own = mesh.shard_rank
+    widths = [part.shape[1] for part in parts]
     mine = [place for place, rank in enumerate(owner) if rank == own]
     sent = [
         sum(parts[i].numel() for i in range(len(parts)) if owner[i] == rank)
@@ -247,12 +257,10 @@ class OptimizersContainer:
         shards: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         """`names`: of the parameters that `members` update. `shards`: the model's parameter of each that is a shard."""
-        self._members, self._names, self._backward, self._shards = (
-            members,
-            dict(names),
-            backward,
-            dict(shards),
-        )
+        self._members = members
+        self._names = dict(names)
+        self._backward = backward
+        self._shards = dict(shards)
         for group in self._groups():
             group["peak"] = group["lr"]
 
@@ -279,10 +287,8 @@ class OptimizersContainer:
         self._set_rate(lr_scale)
         with torch.no_grad():
             for part, whole in self._shards.items():
-                part.data, part.grad = (
-                    local(whole),
-                    None if whole.grad is None else local(whole.grad),
-                )
+                part.data = local(whole)
+                part.grad = None if whole.grad is None else local(whole.grad)
         for member in self._members:
             member.step()
 
@@ -421,7 +427,8 @@ def build_optimizer(
     names = {p: name for name, p in named.items()}
     shards = Shards({p: trained[name] for name, p in named.items() if p is not trained[name]}, mesh)
     container = partial(OptimizersContainer, names=names, shards=shards.whole)
-    spec, rounding = OPTIMIZERS[plan.kind], Rounding(names, seed, plan.stochastic_rounding, shards)
+    spec = OPTIMIZERS[plan.kind]
+    rounding = Rounding(names, seed, plan.stochastic_rounding, shards)
     if plan.state_dtype == "int8" and shards.whole:
         refuse_split_blocks({name: shards.shape(part) for part, name in names.items()}, mesh.shard)
     placement = StatePlacement(away=plan.offload)

@@ -136,9 +136,11 @@ class Rounding:
         if parameter not in self.shards.whole:
             key = key_of(self.seed, self.names[parameter], step, start, *slot)
             return rounded(exact, random_bits(exact.numel(), key=key, device=exact.device))
-        length, numel = piece_size(exact.device), self.shards.numel(parameter)
+        length = piece_size(exact.device)
+        numel = self.shards.numel(parameter)
         begin = self.shards.start(parameter) + start
-        end, bits = begin + exact.numel(), [torch.empty(0, dtype=torch.int16, device=exact.device)]
+        end = begin + exact.numel()
+        bits = [torch.empty(0, dtype=torch.int16, device=exact.device)]
         # the pieces that one device would draw
         for first in range(begin // length * length, end, length):
             key = key_of(self.seed, self.names[parameter], step, first, *slot)
@@ -176,7 +178,8 @@ class Span:
 
 def same_place(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same memory; works for fake tensors, which have no address."""
-    here, there = one.untyped_storage()._cdata, other.untyped_storage()._cdata
+    here = one.untyped_storage()._cdata
+    there = other.untyped_storage()._cdata
     return here == there and one.storage_offset() == other.storage_offset()
 
 

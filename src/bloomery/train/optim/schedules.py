@@ -49,7 +49,8 @@ def _fallen(progress: float, shape: Shape, min_lr_ratio: float) -> float:
 
 def planned_lr_scale(step: int, plan: RunPlan) -> float:
     """The factor of the peak learning rate after `step` steps of the plan."""
-    optimizer, blocks = plan.optimizer, plan.train.blocks
+    optimizer = plan.optimizer
+    blocks = plan.train.blocks
     shape, min_lr_ratio = _shape(optimizer)
     if not blocks:
         return lr_scale_at(
@@ -68,7 +69,8 @@ def planned_lr_scale(step: int, plan: RunPlan) -> float:
         warm = _at(optimizer.warmup_steps, blocks, step)
         rising = min(1.0, (step + 1) / optimizer.warmup_steps) if optimizer.warmup_steps else 1.0
     else:
-        warm, rising = whole, _risen(step + 1, blocks, whole)
+        warm = whole
+        rising = _risen(step + 1, blocks, whole)
     decay = (
         None
         if plan.lengths.decay is None
