@@ -85,7 +85,7 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, int]) -> None:
@@ -112,7 +112,7 @@ def refuse(named: Named, part: Part, listing: dict[str, int], wanted: dict[str, 
         if any(name.endswith(".gguf") for name in listing):
             fix = "name the repository that the GGUF files were converted from"
     elif not any(name.endswith(".safetensors") and "/" not in name for name in listing):
-        pickled = next((name for name in sorted(listing) if name.endswith(PICKLED)), None)
+        pickled = next((name for name in sorted(listing) if name.endswith(PICKLE_SUFFIXES)), None)
         problem = "the repository has no weights"
         fix = "name a repository that has model.safetensors"
         if pickled is not None:
@@ -532,7 +532,7 @@ def _to_push(folder: Path) -> dict[str, int]:
             raise UserError(
                 problem, where=str(folder), fix="put the file itself there, or delete it"
             )
-        if name.endswith(PICKLED):
+        if name.endswith(PICKLE_SUFFIXES):
             problem = f"{name} is a pickle, which can run code where it is opened"
             raise UserError(
                 problem,

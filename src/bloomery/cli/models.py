@@ -191,7 +191,7 @@ def import_command(file: Path, out: Path, dtype: str | None) -> None:
     """Convert a GGUF file to Hugging Face format.
 
     The weights are dequantized. Writes a folder with config, tokenizer and chat template to train, chat with and
-    export. Pickles (.pth, .bin) are refused: use the safetensors of the model.
+    export.
 
     Example: bloomery import model-Q8_0.gguf --out my-model
     """

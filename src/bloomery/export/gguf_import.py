@@ -41,7 +41,6 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_shapes
 from bloomery.model.decoder import Decoder
 from bloomery.model.families import FAMILIES, config_from_hf
-from bloomery.model.io.stored import refuse_pickles
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
 
@@ -563,7 +562,6 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     generation settings. `dtype`: None keeps float32, float16 and bfloat16, and takes bfloat16 for quantized weights.
     Raises UserError.
     """
-    refuse_pickles(path)
     if path.is_dir():
         inside = next((name.name for name in sorted(path.glob("*.gguf"))), None)
         fix = (

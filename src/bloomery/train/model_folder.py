@@ -18,7 +18,6 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.files import added_to, flush_to_disk, remove, stamped, unstamped, write_durably
 from bloomery.model.adapters.settings import base_folder, is_adapter_folder
-from bloomery.model.io.stored import refuse_pickles
 from bloomery.plan.store import read_identity, read_plan
 from bloomery.recipe.schema import Quantize
 
@@ -352,7 +351,6 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         return run_or_folder
     steps = sorted({*saved_steps(checkpoints), *best_weight_steps(checkpoints)})
     if not steps and not (run_or_folder / "recipe.yaml").is_file():
-        refuse_pickles(run_or_folder)
         raise UserError(
             f"neither a model nor a run: {run_or_folder.name}",
             where=str(run_or_folder),

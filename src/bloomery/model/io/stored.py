@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from bloomery.core.errors import UserError
+from bloomery.hub import PICKLE_SUFFIXES
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import Shape, parameter_shapes
 
@@ -140,7 +141,6 @@ def places(config: ModelConfig) -> Mapping[str, TensorLocation]:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 LARGEST_INDEX = 256 * 2**20
 LONGEST_NAME = 200
 AGAIN = "download or save the model again"
@@ -193,22 +193,9 @@ def is_bare(folder: Path) -> bool:
 
 
 def _pickled(folder: Path) -> str | None:
-    return next((path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))), None)
-
-
-def refuse_pickles(path: Path) -> None:
-    """Raises UserError for a file whose name is that of a pickle, and for a folder whose weights are pickles alone."""
-    if path.is_dir():
-        name = None if any((path / name).is_file() for name in (SINGLE, INDEX)) else _pickled(path)
-    else:
-        name = path.name if any(path.match(pattern) for pattern in PICKLES) else None
-    if name is not None:
-        raise UserError(
-            f"{name} is a pickle, which can run code when it is opened: only safetensors are read",
-            where=str(path),
-            fix="use the safetensors of the model: Meta's Llama is on the Hub as meta-llama/Llama-2-7b-hf, "
-            "meta-llama/Llama-3.1-8B and so on (`bloomery download ID`); save others again with save_pretrained",
-        )
+    """The name of a pickle in the folder, or None."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return next((name for name in names if name.endswith(PICKLE_SUFFIXES)), None)
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -217,7 +204,12 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if not index.is_file():
         if (folder / SINGLE).is_file():
             return None
-        refuse_pickles(folder)
+        if (pickle := _pickled(folder)) is not None:
+            raise UserError(
+                f"{pickle} is a pickle, which can run code when it is opened: only safetensors are read",
+                where=str(folder),
+                fix="use a copy of the model in safetensors, or save it again with save_pretrained",
+            )
         raise UserError(
             "no model.safetensors is here",
             where=str(folder),
