@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bloomery.model.compiled_step import compile_step
-from bloomery.model.decoding import Batch, Past, Sampling, sample_tokens
+from bloomery.model.decoding import Past, RunningBatch, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.recipe.schema import Quantize
 
@@ -87,7 +87,7 @@ def sides_of(
             assert len(list(sample_tokens(ours, prompt, cold))) == tokens
 
         def together(ours=ours):
-            batch = Batch(Past(ours, TEXTS, len(prompt) + tokens))
+            batch = RunningBatch(Past(ours, TEXTS, len(prompt) + tokens))
             texts = [batch.add([*prompt[:-1], 200 + at], cold) for at in range(TEXTS)]
             while batch.texts:
                 batch.step()

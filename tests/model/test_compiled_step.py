@@ -13,7 +13,7 @@ from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import CompiledStep, compile_step
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, sample_tokens
+from bloomery.model.decoding import NotFinite, Past, RunningBatch, Sampling, sample_tokens
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.native import Uncompiled
 from bloomery.recipe.schema import Lora, Quantize
@@ -116,7 +116,7 @@ def test_batches_use_it_and_end_alike(tmp_path: Path, monkeypatch: pytest.Monkey
     lines: list[str] = []
     compile_step(decoder, lines.append)
     assert lines == ["decoding: compiled for this CPU"]
-    batch = Batch(Past(decoder, 7, 100), piece=3)
+    batch = RunningBatch(Past(decoder, 7, 100), piece=3)
     texts = [batch.add(ids, COLD) for ids in (*prompts, [*prompts[0], *prompts[1]] * 3)]
     first = batch.step()
     # 28 of at most 32 tokens; the long prompt waits

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 from bloomery.core.errors import UserError
 from bloomery.model.cache import Cache
 from bloomery.model.decoding import (
-    Batch,
     NotFinite,
     Past,
+    RunningBatch,
     Sampling,
     next_distribution,
     penalized,
@@ -168,7 +168,7 @@ def test_texts_that_share_a_batch_are_those_of_one_alone(case: str, tmp_path: Pa
     ]
     alone = [list(sample_tokens(decoder, *pair)) for pair in zip(prompts, settings, strict=True)]
     batch, left, texts = (
-        Batch(Past(decoder, 3, 60), piece=10),
+        RunningBatch(Past(decoder, 3, 60), piece=10),
         list(zip(prompts, settings, strict=True)),
         [],
     )
@@ -184,7 +184,7 @@ def test_the_numbers_of_a_text_that_is_not_finite_reach_no_other(tmp_path: Path)
     decoder = load_decoder(tmp_path)
     with torch.no_grad():
         decoder.model.embed_tokens.weight[7] = float("nan")
-    batch, cold = Batch(Past(decoder, 2, 60)), Sampling(max_new_tokens=20, temperature=0.0)
+    batch, cold = RunningBatch(Past(decoder, 2, 60)), Sampling(max_new_tokens=20, temperature=0.0)
     good, bad = batch.add([1, 5, 9], cold), batch.add([1, 7, 9, 20, 5, 30, 41], cold)
     ended = {}
     while batch.texts:
@@ -231,7 +231,7 @@ def test_penalties_of_what_was_said_are_those_that_openai_documents() -> None:
 def test_log_probabilities_are_those_of_the_model_before_any_filter(tmp_path: Path) -> None:
     saved_reference("llama2", tmp_path)
     decoder = load_decoder(tmp_path)
-    batch = Batch(Past(decoder))
+    batch = RunningBatch(Past(decoder))
     text = batch.add([1, 5, 9], Sampling(max_new_tokens=6, temperature=0.5, top_k=3), logprobs=4)
     drawn = [each for _ in range(6) for each in batch.step()]
     with torch.no_grad():
@@ -280,7 +280,7 @@ def test_a_grammar_that_gives_up_ends_its_text_alone(tmp_path: Path) -> None:
     saved_reference("llama3-gqa-tied", tmp_path)
     decoder = load_decoder(tmp_path)
     alone = list(sample_tokens(decoder, [5, 6, 7], GREEDY))
-    batch = Batch(Past(decoder, 2, 60))
+    batch = RunningBatch(Past(decoder, 2, 60))
     good, bad = batch.add([5, 6, 7], GREEDY), batch.add([5, 8], GREEDY, constraint=GivesUp())
     ends = {}
     while batch.texts:

@@ -65,7 +65,7 @@ def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
     from transformers import AutoModelForCausalLM
 
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.model.decoding import Batch, Past, Sampling, sample_tokens
+    from bloomery.model.decoding import Past, RunningBatch, Sampling, sample_tokens
     from bloomery.model.io.weights import load_decoder
 
     tokenizer = load_tokenizer(smollm2 / "model")
@@ -82,7 +82,7 @@ def test_greedy_texts_are_those_of_transformers_alone_and_together(smollm2):
         )
         expected.append(row[0, len(ids) :].tolist())
     assert [list(sample_tokens(ours, ids, cold)) for ids in prompts] == expected
-    batch = Batch(Past(ours, 3, 64), piece=3)
+    batch = RunningBatch(Past(ours, 3, 64), piece=3)
     texts = [batch.add(ids, cold) for ids in prompts]
     while batch.texts:
         batch.step()

@@ -318,7 +318,7 @@ class Speculation:
 
 
 @final
-class Batch:
+class RunningBatch:
     """Texts that are decoded together: `texts[i]` is in slot i of `past`. The decoder is in evaluation mode.
 
     Random streams are the texts' own and live on the CPU, so that the same logits give the same text on every device.
@@ -498,7 +498,7 @@ def sample_tokens(
     """New tokens after `prompt_ids`, until a stop token, `max_new_tokens`, or the end of the decoder's positions. With
     a `past`, only tokens that are not in its cache are computed; the cache then holds all of them.
     """
-    batch = Batch(past or Past(decoder), agree=agree, speculation=speculation)
+    batch = RunningBatch(past or Past(decoder), agree=agree, speculation=speculation)
     batch.add(prompt_ids, sampling, constraint=constraint)
     while batch.texts:
         for drawn in batch.step():

@@ -23,12 +23,12 @@ from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import ModelConfig, refuse_values
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import (
-    Batch,
     Constraint,
     DraftModel,
     Drawn,
     Past,
     PromptLookup,
+    RunningBatch,
     Sampling,
     Speculation,
     Text,
@@ -290,7 +290,7 @@ class Writer:
         slots = min(slots, len(rows))
         longest = max(map(len, rows)) + sampling.max_new_tokens
         past = Past(self.decoder, slots, min(self.decoder.config.max_positions, longest))
-        batch = Batch(past, speculation=self.speed.speculation)
+        batch = RunningBatch(past, speculation=self.speed.speculation)
         waiting = deque(enumerate(rows))
         open_ = dict[Text, tuple[int, list[str], TextStream, Stops]]()
         ended = dict[int, str]()

@@ -17,7 +17,7 @@ from bloomery.model.adapters.settings import refuse_other_base
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.config import refuse_values
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, Past, known_ids
+from bloomery.model.decoding import Past, RunningBatch, known_ids
 from bloomery.runs.generate import JsonGrammars, JsonText
 from bloomery.serve.limits import Limits
 from bloomery.serve.tokenizing import Lane, most_bytes
@@ -67,7 +67,7 @@ class Served:
     def reset(self) -> None:
         """Empty slots."""
         choose = None if self.adapters is None else self.adapters.choose
-        self.batch = Batch(Past(self.decoder, self.slots, self.context, choose), piece=PIECE)
+        self.batch = RunningBatch(Past(self.decoder, self.slots, self.context, choose), piece=PIECE)
 
     @property
     def grammar_ends(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from bloomery.data.sources.readers import read_values
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.model.decoder import Decoder
-from bloomery.model.decoding import Batch, NotFinite, Past, Sampling, Text, known_ids
+from bloomery.model.decoding import NotFinite, Past, RunningBatch, Sampling, Text, known_ids
 from bloomery.runs.generate import Stops, TextStream
 from bloomery.runs.tasks.graded import FAILED, PASSED
 from bloomery.runs.tasks.statistics import Scores, pass_at_k, shares
@@ -465,7 +465,7 @@ def complete(
     ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     order = deque(sorted(range(len(requests)), key=lambda number: tuple(requests[number].ids)))
     capacity = max((len(one.ids) + one.sampling.max_new_tokens for one in requests), default=0)
-    batch = Batch(
+    batch = RunningBatch(
         Past(
             decoder, max(1, min(slots, len(requests))), min(capacity, decoder.config.max_positions)
         )
