@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal, final
 
 from bloomery.core import __version__
-from bloomery.core.child import LONGEST, Child
+from bloomery.core.child import LONGEST_REASON, Child
 from bloomery.core.errors import UserError
 from bloomery.core.text import labelled
 from bloomery.core.units import GIB, format_count, format_seconds
@@ -177,7 +177,7 @@ def run(plan: RunPlan, words: tuple[str, ...], *, seconds: float, on_phase: OnPh
                     message="the system killed the process (SIGKILL): out of memory",
                 )
             if reply == "ended":
-                return result(outcome="crashed", message=child.ending()[:LONGEST])
+                return result(outcome="crashed", message=child.ending()[:LONGEST_REASON])
             assert isinstance(reply, dict)
             if "phase" not in reply:
                 break

@@ -45,12 +45,12 @@ from typing import Any, Literal, final
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"  # no other host reaches it
 TAIL_LINES = 200
-LONGEST = 300  # characters of an error message from a child
-# a killed process with much memory ends slowly; one that is stuck in a driver never does
+LONGEST_REASON = 300  # characters of an error message from a child
+# A killed process with much memory ends slowly; one that is stuck in a driver never does.
 DYING_SECONDS = 30.0
 
-# suffixes of the names of exceptions
-RAISED = ("Error", "Exception", "Interrupt", "Exit", "Iteration")
+# How the names of exceptions end.
+EXCEPTION_SUFFIXES = ("Error", "Exception", "Interrupt", "Exit", "Iteration")
 
 Message = dict[str, Any]
 Silence = Literal["ended", "silent"]
@@ -95,25 +95,27 @@ class Child:
 
     def start(self) -> "Child":
         """Raises OSError if the process cannot be started."""
-        self._talk, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [*self._command, str(theirs.fileno()), str(os.getpid())],
+                [*self._command, str(child_socket.fileno()), str(os.getpid())],
                 stdin=subprocess.PIPE,  # nothing is written: it closes when the parent ends
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                pass_fds=(theirs.fileno(),),
-                # Ctrl+C does not reach it, and its process group can be killed
+                pass_fds=(child_socket.fileno(),),
+                # Ctrl+C does not reach the child, and its process group can be killed.
                 start_new_session=True,
             )
         except BaseException:
-            self._talk.close()
+            self._socket.close()
             raise
         finally:
-            theirs.close()
-        self._talk.setblocking(False)
-        self._pump = threading.Thread(target=self._keep_tail, name="output of a child", daemon=True)
+            child_socket.close()
+        self._socket.setblocking(False)
+        self._pump = threading.Thread(
+            target=self._collect_tail, name="output of a child", daemon=True
+        )
         self._pump.start()
         self._send_some()
         return self
@@ -130,7 +132,7 @@ class Child:
         self._process.stdin.close()
         if not self._pump.is_alive():
             self._process.stdout.close()
-        self._talk.close()
+        self._socket.close()
 
     def __exit__(
         self,
@@ -154,43 +156,43 @@ class Child:
         self, message: Mapping[str, Any], content: bytes | memoryview = b"", *, seconds: float
     ) -> Message | Silence:
         """Sends a message and returns the next one, like `next`; `seconds` include the sending."""
-        until = time.monotonic() + seconds
-        return (
-            self.next(until - time.monotonic())
-            if self.send(message, content, seconds=seconds)
-            else "silent"
-        )
+        deadline = time.monotonic() + seconds
+        if not self.send(message, content, seconds=seconds):
+            return "silent"
+        return self.next(deadline - time.monotonic())
 
     def next(self, seconds: float) -> Message | Silence:
         """The next message; "ended" if the child ended without one, "silent" if none arrives within `seconds`."""
         silence = self._converse(time.monotonic() + seconds, self._has_message)
         if silence is not None:
             return silence
-        text, content = _HEAD.unpack_from(self._unread)
-        begin = _HEAD.size + text
-        end = _HEAD.size + text + content
-        message = _unpacked(
-            self._unread[_HEAD.size : begin], bytes(memoryview(self._unread)[begin:end])
-        )
-        del self._unread[:end]
+        text_size, content_size = _HEAD.unpack_from(self._unread)
+        text_end = _HEAD.size + text_size
+        content_end = text_end + content_size
+        text = self._unread[_HEAD.size : text_end]
+        content = bytes(memoryview(self._unread)[text_end:content_end])
+        message = _unpacked(text, content)
+        del self._unread[:content_end]
         return message
 
     def _has_message(self) -> bool:
         size = len(self._unread) - _HEAD.size
         return size >= 0 and size >= sum(_HEAD.unpack_from(self._unread))
 
-    def _converse(self, until: float, done: Callable[[], bool]) -> Silence | None:
-        """Sends and receives until `done`, so that neither side waits for the other to read."""
-        while not done():
+    def _converse(self, deadline: float, is_done: Callable[[], bool]) -> Silence | None:
+        """Sends and receives until `is_done`, so that neither side waits for the other to read."""
+        while not is_done():
             poll = select.poll()
-            poll.register(self._talk, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-            if not (ready := poll.poll(max(0.0, until - time.monotonic()) * 1000)):
+            poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            milliseconds_left = max(0.0, deadline - time.monotonic()) * 1000
+            if not (ready := poll.poll(milliseconds_left)):
                 return "silent"
-            if ready[0][1] & select.POLLOUT:
+            _, socket_events = ready[0]
+            if socket_events & select.POLLOUT:
                 self._send_some()
-            if ready[0][1] & ~select.POLLOUT:
+            if socket_events & ~select.POLLOUT:
                 try:
-                    piece = self._talk.recv(_PIECE)
+                    piece = self._socket.recv(_PIECE)
                 except BlockingIOError:
                     continue
                 except ConnectionResetError:  # the child ended without reading everything
@@ -203,21 +205,20 @@ class Child:
     def _send_some(self) -> None:
         """Send what the socket takes now; the rest waits for the next call."""
         try:
-            self._unsent = self._unsent[self._talk.send(self._unsent) :]
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
         except BlockingIOError:
             return
-        except (
-            BrokenPipeError,
-            ConnectionResetError,
-        ):  # the child has ended; its messages can still be read
+        except (BrokenPipeError, ConnectionResetError):
+            # The child has ended; its messages can still be read.
             self._unsent = memoryview(b"")
 
     def ending(self) -> str:
         """How the child ended, as text. Call it after `next` returned "ended"."""
         code = self._process.wait()
         self._pump.join(2.0)
-        last = last_words(self._tail)
-        return (signal_name(-code) if code < 0 else f"exit code {code}") + (last and f": {last}")
+        exit_text = signal_name(-code) if code < 0 else f"exit code {code}"
+        reason = last_words(self._tail)
+        return f"{exit_text}: {reason}" if reason else exit_text
 
     @property
     def code(self) -> int:
@@ -229,7 +230,7 @@ class Child:
         """The last lines that the child has printed."""
         return list(self._tail.copy())
 
-    def _keep_tail(self) -> None:
+    def _collect_tail(self) -> None:
         assert self._process.stdout is not None
         while line := self._process.stdout.readline(2**16):
             self._tail.append(line.decode(errors="replace").rstrip("\n"))
@@ -249,10 +250,14 @@ def signal_name(number: int) -> str:
 
 def last_words(lines: Sequence[str]) -> str:
     """The exception of a traceback, otherwise the last line, without the stack of faulthandler."""
-    printed = [line.strip() for line in lines if line.strip()]
-    raised = [line for line in printed if line.partition(":")[0].split(".")[-1].endswith(RAISED)]
-    fatal = [line for line in printed if line.startswith("Fatal Python error")]
-    return (raised[-1:] or fatal[-1:] or printed[-1:] or [""])[0][:LONGEST]
+    printed_lines = [line.strip() for line in lines if line.strip()]
+    exceptions = [
+        line
+        for line in printed_lines
+        if line.partition(":")[0].split(".")[-1].endswith(EXCEPTION_SUFFIXES)
+    ]
+    crashes = [line for line in printed_lines if line.startswith("Fatal Python error")]
+    return (exceptions[-1:] or crashes[-1:] or printed_lines[-1:] or [""])[0][:LONGEST_REASON]
 
 
 # In the child
@@ -306,22 +311,24 @@ def reply(
 
 
 def requests(job: Mapping[str, Any]) -> Iterator[Message]:
-    """The messages of the parent after the job, until it closes the connection."""
+    """The messages of the parent after the job, until the parent closes the connection."""
     while (message := _received(job["socket"])) is not None:
         yield message
 
 
 def _received(socket: int) -> Message | None:
     """None if the parent has closed the connection."""
-    head = _exactly(socket, _HEAD.size)
+    head = _read_exactly(socket, _HEAD.size)
     if len(head) < _HEAD.size:
         return None
-    text, content = _HEAD.unpack(head)
-    rest = _exactly(socket, text + content)
-    return _unpacked(rest[:text], bytes(rest[text:])) if len(rest) == text + content else None
+    text_size, content_size = _HEAD.unpack(head)
+    body = _read_exactly(socket, text_size + content_size)
+    if len(body) < text_size + content_size:
+        return None
+    return _unpacked(body[:text_size], bytes(body[text_size:]))
 
 
-def _exactly(socket: int, count: int) -> bytearray:
+def _read_exactly(socket: int, count: int) -> bytearray:
     """This many bytes, or fewer if the connection is closed."""
     received = bytearray()
     with suppress(ConnectionResetError):

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, final
 from bloomery.core.errors import UserError
 
 LARGEST = 64 * 2**20  # bytes of a file that is read into memory: manifests, plan.json, machine.json
-# a link, a pipe or socket without a reader, a device
+# A link, a pipe or socket without a reader, a device.
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 _KINDS = {
@@ -119,11 +119,11 @@ def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: in
             while piece := file.read(min(2**22, most + 1 - len(content))):
                 content += piece
                 if len(content) > most:
-                    problem = f"is larger than {most:,} bytes"
+                    problem = f"file is larger than {most:,} bytes"
                     fix = "pass another file, or a part of it"
                     raise UserError(problem, where=str(path), fix=fix, code=code)
         except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
+            problem = f"file cannot be read: {error.strerror}"
             raise UserError(problem, where=str(path), fix="check the disk", code=code) from error
     return bytes(content)
 
@@ -215,7 +215,7 @@ def write_json(path: Path, value: object) -> bool:
     return True
 
 
-# bytes: a random sequence takes 1 ms more if its block is new; 35 bytes per block in the manifest
+# Bytes. A random sequence takes 1 ms more if its block is new, and the manifest holds 35 bytes per block.
 BLOCK = 2**20
 _TASK = 16 * BLOCK  # bytes that a thread hashes at once
 _THREADS = min(8, os.cpu_count() or 1)
@@ -235,20 +235,21 @@ def digests_of_file(
         size = os.fstat(file.fileno()).st_size
         descriptor = file.fileno()
 
-        def hashed(start: int) -> list[str]:
+        def digests_from(start: int) -> list[str]:
             content = memoryview(_read_at(descriptor, start, min(_TASK, size - start)))
-            return [digest_of(content[at : at + BLOCK]) for at in range(0, len(content), BLOCK)]
+            blocks = [content[at : at + BLOCK] for at in range(0, len(content), BLOCK)]
+            return [digest_of(block) for block in blocks]
 
         digests = []
         if size <= BLOCK:
-            digests += [hashed(0)] if size else []
+            digests += [digests_from(0)] if size else []
             on_bytes(size)
         else:
             with ThreadPoolExecutor(_THREADS) as threads:
                 try:
-                    for start, part in zip(
-                        range(0, size, _TASK), _a_few_ahead(threads, hashed, size), strict=True
-                    ):
+                    starts = range(0, size, _TASK)
+                    parts = _a_few_ahead(threads, digests_from, starts)
+                    for start, part in zip(starts, parts, strict=True):
                         digests.append(part)
                         on_bytes(min(_TASK, size - start))
                 finally:
@@ -257,14 +258,14 @@ def digests_of_file(
 
 
 def _a_few_ahead(
-    threads: ThreadPoolExecutor, hashed: Callable[[int], list[str]], size: int
+    threads: ThreadPoolExecutor, task: Callable[[int], list[str]], starts: Iterable[int]
 ) -> Iterator[list[str]]:
     """Results in order; few tasks run at a time, so that Ctrl+C works and memory stays small."""
-    starts = iter(range(0, size, _TASK))
-    waiting = [threads.submit(hashed, start) for start in islice(starts, 2 * _THREADS)]
-    while waiting:
-        yield waiting.pop(0).result()
-        waiting += [threads.submit(hashed, start) for start in islice(starts, 1)]
+    remaining = iter(starts)
+    futures = [threads.submit(task, start) for start in islice(remaining, 2 * _THREADS)]
+    while futures:
+        yield futures.pop(0).result()
+        futures += [threads.submit(task, start) for start in islice(remaining, 1)]
 
 
 def _read_at(descriptor: int, start: int, count: int) -> bytes:
@@ -297,21 +298,20 @@ class Blocks:
 
     def check(self, start: int, stop: int) -> None:
         """Raises UserError if bytes [start, stop) have changed."""
-        first = start // BLOCK
-        last = -(-stop // BLOCK)
-        if 0 in self._checked[first:last]:
-            self.check_blocks(range(first, last))
+        first_block = start // BLOCK
+        end_block = -(-stop // BLOCK)
+        if 0 in self._checked[first_block:end_block]:
+            self.check_blocks(range(first_block, end_block))
 
     def check_blocks(self, numbers: Iterable[int]) -> None:
         """Raises UserError if one of these blocks has changed."""
         for number in numbers:
-            if not self._checked[number]:
-                if (
-                    digest_of(self._content[number * BLOCK : (number + 1) * BLOCK])
-                    != self._digests[number]
-                ):
-                    raise changed(self._path, fix=self._fix)
-                self._checked[number] = 1
+            if self._checked[number]:
+                continue
+            block = self._content[number * BLOCK : (number + 1) * BLOCK]
+            if digest_of(block) != self._digests[number]:
+                raise changed(self._path, fix=self._fix)
+            self._checked[number] = 1
 
 
 def changed(path: Path, *, fix: str) -> UserError:
@@ -320,12 +320,11 @@ def changed(path: Path, *, fix: str) -> UserError:
 
 def check_file(path: Path, size: int, digests: tuple[str, ...], *, fix: str) -> None:
     """Raises UserError if the file is missing, or its size or content has changed."""
-    if not path.is_file() or (current := path.stat().st_size) != size:
-        problem = (
-            f"file has {current:,} bytes instead of {size:,}"
-            if path.is_file()
-            else "file is missing"
-        )
+    if not path.is_file():
+        raise UserError("file is missing", where=str(path), fix=fix)
+    current_size = path.stat().st_size
+    if current_size != size:
+        problem = f"file has {current_size:,} bytes instead of {size:,}"
         raise UserError(problem, where=str(path), fix=fix)
     if digests_of_file(path) != digests:
         raise changed(path, fix=fix)
@@ -334,15 +333,10 @@ def check_file(path: Path, size: int, digests: tuple[str, ...], *, fix: str) -> 
 def added_to(folder: Path, listed: Iterable[str]) -> Path | None:
     """The first entry of a folder that is not `listed`; None without any. Hidden files and Markdown do not count."""
     names = set(listed)
-    entries = sorted(folder.iterdir())
-    return next(
-        (
-            e
-            for e in entries
-            if e.name not in names and not e.name.startswith(".") and e.suffix != ".md"
-        ),
-        None,
-    )
+    for path in sorted(folder.iterdir()):
+        if path.name not in names and not path.name.startswith(".") and path.suffix != ".md":
+            return path
+    return None
 
 
 def stamped(body: Mapping[str, Any]) -> str:
@@ -364,8 +358,9 @@ def unstamped(path: Path) -> dict[str, Any]:
         raise ValueError(error.problem) from error
     except (OSError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    if not isinstance(body, dict) or body.get(_STAMP) != stamp_of(
-        {k: v for k, v in body.items() if k != _STAMP}
-    ):
+    if not isinstance(body, dict):
+        raise ValueError("its content has changed")
+    stamped_entries = {key: value for key, value in body.items() if key != _STAMP}
+    if body.get(_STAMP) != stamp_of(stamped_entries):
         raise ValueError("its content has changed")
     return body

@@ -23,7 +23,7 @@ _ASSIGNED = re.compile(
     r"(?i)\b([\w.-]*(?:api[_-]?key|access[_-]?key|secret|password|passwd|auth[_-]?token|access[_-]?token))"
     r"(\"?\s*[=:]\s*\"?)([^\s\"',;&]{6,})"
 )
-# 40 digits alone may be a commit
+# 40 hexadecimal digits alone may be a commit.
 _WANDB_KEY = re.compile(r"(?i)(wandb\S*[\s=:\"']+)[0-9a-f]{40}\b")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/=-]{16,}")
 HIDDEN = "[hidden]"
@@ -42,12 +42,12 @@ def redact_secrets(text: str, environment: Mapping[str, str] = os.environ) -> st
     return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
 
 
-# they change the display order of characters
+# These change the order in which characters are displayed.
 _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 _CONTROLS = {
     code: None for code in (*range(32), *range(127, 160), *_BIDI) if chr(code) not in "\n\t"
 }
-# bytes of a name that are not UTF-8
+# Bytes of a file name that are not UTF-8.
 _SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")
 _UNPRINTED = _CONTROLS | _SURROGATES
 
@@ -81,18 +81,19 @@ def did_you_mean(
     word: str, names: Iterable[str], otherwise: str, *, shown: str = "{}", cutoff: float = 0.6
 ) -> str:
     """ "did you mean NAME?", with the name formatted by `shown`; `otherwise` if no name is similar."""
-    near = closest(word, names, cutoff=cutoff)
-    return f"did you mean {shown.format(near[0])}?" if near else otherwise
+    similar_names = closest(word, names, cutoff=cutoff)
+    return f"did you mean {shown.format(similar_names[0])}?" if similar_names else otherwise
 
 
 def broken(command: str, width: int) -> list[str]:
     """A command as several lines that end with a backslash, never broken within quotes."""
     lines = [command]
     while len(lines[-1]) > width:
-        at = max((place for place in _gaps(lines[-1]) if 4 < place <= width - 2), default=0)
-        if not at:
+        gaps = [gap for gap in _gaps(lines[-1]) if 4 < gap <= width - 2]
+        if not gaps:
             break
-        lines[-1:] = [lines[-1][:at] + " \\", "    " + lines[-1][at + 1 :]]
+        last_gap = max(gaps)
+        lines[-1:] = [lines[-1][:last_gap] + " \\", "    " + lines[-1][last_gap + 1 :]]
     return lines
 
 
@@ -101,56 +102,70 @@ def fitted(lines: Iterable[str], width: int, *, page: int = 100) -> list[str]:
 
     A remark at the right margin moves to the left; a command is broken by backslashes, its remark goes below.
     """
-    found: list[str] = []
-    # of the line before, with its length
-    rest = ""
+    fitted_lines: list[str] = []
+    # What the line before left over, the column at which that belongs, and the length that the line had.
+    remainder = ""
     column = 0
-    before = 0
+    previous_length = 0
     for line in lines:
-        word = line.lstrip().partition(" ")[0]
+        first_word = line.lstrip().partition(" ")[0]
         indent = len(line) - len(line.lstrip())
         length = len(line)
-        # The same paragraph: it starts below, or two columns further, because its first word found no room above.
-        if rest and column and indent in (column, column + 2) and before + 1 + len(word) > page:
-            line = " " * column + rest + " " + line.lstrip()
-        elif rest:
-            found.append(" " * column + rest)
-        rest = ""
-        before = length
+
+        # A line continues the paragraph of the line before when it begins below it, or two columns further,
+        # and its first word found no room above: then the remainder goes in front of it.
+        begins_below = indent in (column, column + 2)
+        if remainder and column and begins_below and previous_length + 1 + len(first_word) > page:
+            line = " " * column + remainder + " " + line.lstrip()
+        elif remainder:
+            fitted_lines.append(" " * column + remainder)
+        remainder = ""
+        previous_length = length
+
+        # A remark at the right margin moves to the left, as far as the gap before it allows.
         gaps = [gap for gap in re.finditer(" {2,}", line) if gap.end() < len(line)]
-        over = len(line) - width
-        if over > 0 and gaps and gaps[-1].end() > width * 2 // 3 and len(gaps[-1][0]) >= over + 2:
-            line = line[: gaps[-1].start()] + line[gaps[-1].start() + over :]
+        excess = len(line) - width
+        if excess > 0 and gaps and gaps[-1].end() > width * 2 // 3:
+            remark_gap = gaps[-1]
+            if len(remark_gap[0]) >= excess + 2:
+                line = line[: remark_gap.start()] + line[remark_gap.start() + excess :]
         column = max((gap.end() for gap in gaps if gap.end() <= width * 2 // 3), default=0)
+
+        # A command is broken by backslashes, so that it can still be copied; its remark goes below.
         if len(line) > width and line[column:].startswith("bloomery "):
-            command, *remark = re.split(" {3,}", line[column:], maxsplit=1)
-            first, *more = broken(command, width - column)
-            more += [
-                f"    {part}" for text in remark for part in textwrap.wrap(text, width - column - 4)
-            ]
-            found += [line[:column] + first, *(" " * column + each for each in more)]
+            command, *remarks = re.split(" {3,}", line[column:], maxsplit=1)
+            first_part, *parts = broken(command, width - column)
+            for remark in remarks:
+                parts += [f"    {part}" for part in textwrap.wrap(remark, width - column - 4)]
+            fitted_lines += [line[:column] + first_part, *(" " * column + part for part in parts)]
             continue
-        while len(line) > width and (at := line.rfind(" ", column + 1, width + 1)) > column:
-            line, rest = line[:at], line[at + 1 :].lstrip()
-            if len(rest) > width - column:
-                found.append(line.rstrip())
-                line = " " * column + rest
-                rest = ""
-        found.append(line.rstrip())
-    return [*found, " " * column + rest] if rest else found
+
+        # Anything else is wrapped at spaces, below its last column.
+        while len(line) > width and (space := line.rfind(" ", column + 1, width + 1)) > column:
+            remainder = line[space + 1 :].lstrip()
+            line = line[:space]
+            if len(remainder) > width - column:
+                fitted_lines.append(line.rstrip())
+                line = " " * column + remainder
+                remainder = ""
+        fitted_lines.append(line.rstrip())
+    if remainder:
+        fitted_lines.append(" " * column + remainder)
+    return fitted_lines
 
 
 def labelled(label: str, command: str, *, indent: int, width: int) -> list[str]:
     """A command after its label, on as many lines of `width` as needed."""
     parts = broken(command, width - indent)
-    return [f"{label if at == 0 else '':<{indent}}{part}" for at, part in enumerate(parts)]
+    labels = [label, *[""] * (len(parts) - 1)]
+    return [f"{label:<{indent}}{part}" for label, part in zip(labels, parts, strict=True)]
 
 
 def _gaps(line: str) -> Iterator[int]:
     """The positions of spaces outside of quotes."""
     quote = ""
-    for place, letter in enumerate(line):
+    for position, letter in enumerate(line):
         if letter in "\"'" and quote in ("", letter):
             quote = "" if quote else letter
         elif letter == " " and not quote:
-            yield place
+            yield position

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bloomery.core.child import LONGEST, Child
+from bloomery.core.child import LONGEST_REASON, Child
 from bloomery.core.files import cache_folder, write_json
 from bloomery.hardware.machine import MASKS, Machine, Probe, visible_devices
 from bloomery.hardware.profile import Profile, build_profile, local_caches
@@ -174,7 +174,7 @@ def _run_child(
                 return
             else:  # it ended; before this probe it may do so on purpose, after one that failed
                 if started or child.code != 0 or spec is specs[0]:
-                    message = child.ending().replace(str(Path.home()), "~")[:LONGEST]
+                    message = child.ending().replace(str(Path.home()), "~")[:LONGEST_REASON]
                     results.append(Probe(name=spec.name, outcome="crashed", message=message))
                 return
             startup = 0.0
