@@ -325,7 +325,6 @@ def export(
     dtype: str | None = None,
     step: str = "best",
     weights: Sequence[float] | None = None,
-    vocabulary: str | Path | None = None,
     verify: bool = True,
     device: str = "auto",
 ) -> "Exported":
@@ -335,8 +334,8 @@ def export(
 
     `dtype`: of hf and merged weights (None keeps the model's; int8 and int4, also of vllm, quantize) and of GGUF
     (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M, q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of
-    BASE+ADAPTER+ADAPTER, merged (1 each by default). `vocabulary`: a text dataset; hf keeps only the
-    tokens that it uses. `verify`: read the export back, compare and run it.
+    BASE+ADAPTER+ADAPTER, merged (1 each by default). `verify`: read the export back,
+    compare and run it.
     """
     usual = "q8_0" if layout == "ollama" else "f16"
     # of GGUF
@@ -365,13 +364,6 @@ def export(
         fix = "use --to merged with BASE+ADAPTER+ADAPTER, or `bloomery merge` for full models"
         raise UserError("--weights are of several adapters", where="--weights", fix=fix, code=2)
     files = find_model(folder, step)
-    if vocabulary is not None:
-        if layout != "hf" or dtype is not None:
-            fix = "use --to hf without --type; then export that folder"
-            raise UserError("--vocabulary is of --to hf", where="--vocabulary", fix=fix, code=2)
-        from bloomery.export.vocabulary import export_cut
-
-        return export_cut(files.weights, Path(vocabulary), Path(out), verify=verify, use=use)
     if layout == "ollama":
         from bloomery.export.ollama import export_ollama
 

@@ -113,7 +113,6 @@ FLAGS = {
         "--quantize",
         "--quant",
         "--weights",
-        "--vocabulary",
         "--step",
         "--verify",
         "--no-verify",

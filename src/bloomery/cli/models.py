@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     metavar="LIST",
     help="Weights of the adapters of BASE+ADAPTER+ADAPTER.",
 )
-@click.option(
-    "--vocabulary", metavar="DATA", help="Keep only the tokens of this text dataset (hf)."
-)
 @step_option
 @click.option(
     "--verify/--no-verify", default=True, help="Read the export back, compare and run it."
@@ -67,7 +64,6 @@ def command(
     out: Path,
     dtype: str | None,
     weights: tuple[float, ...] | None,
-    vocabulary: str | None,
     step: str,
     verify: bool,
     devices: str,
@@ -97,7 +93,6 @@ def command(
             layout=layout,
             dtype=dtype,
             weights=weights,
-            vocabulary=vocabulary,
             step=step,
             verify=verify,
             device=devices,
