@@ -199,8 +199,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("layout", "kind", "fix"),
     [
-        ("gguf", "int8", "hf or merged"),
-        ("ollama", "int4", "hf or merged"),
+        ("adapter", "bfloat16", "hf or merged"),
         ("hf", "q8_0", "gguf"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from bloomery.core.errors import UserError
-from bloomery.export import DTYPES, GGUF_TYPES, INTEGERS, K_TYPES
+from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
     from bloomery.export.layouts import Exported
@@ -332,19 +332,16 @@ def export(
     llama.cpp), gguf-adapter (a LoRA for llama.cpp), ollama (a folder for `ollama create`) or vllm
     (a full or merged model in bfloat16).
 
-    `dtype`: of hf and merged weights (None keeps the model's; int8 and int4, also of vllm, quantize) and of GGUF
-    (f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M, q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of
-    BASE+ADAPTER+ADAPTER, merged (1 each by default). `verify`: read the export back,
-    compare and run it.
+    `dtype`: of hf and merged weights (None keeps the model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M,
+    q5_K_M, q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of BASE+ADAPTER+ADAPTER, merged (1 each
+    by default). `verify`: read the export back, compare and run it.
     """
     usual = "q8_0" if layout == "ollama" else "f16"
     # of GGUF
     kind = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(
         dtype or usual, dtype or usual
     )
-    floats = {"merged": DTYPES, "hf": DTYPES}
-    whole = {"merged": INTEGERS, "hf": INTEGERS, "vllm": INTEGERS}
-    allowed = (*floats.get(layout, ()), *whole.get(layout, ()))
+    allowed: tuple[str, ...] = DTYPES if layout in ("hf", "merged") else ()
     if layout.startswith(("gguf", "ollama")):
         allowed = (*DTYPES, *GGUF_TYPES, *K_TYPES)
     if dtype is not None and dtype not in allowed:
@@ -374,10 +371,6 @@ def export(
         if layout == "gguf-adapter":
             return export_gguf_adapter(files, Path(out), kind=kind)
         return export_gguf(files, Path(out), kind=kind, verify=verify, use=use)
-    if dtype in INTEGERS:
-        from bloomery.export.quantize import export_quantized
-
-        return export_quantized(files, Path(out), kind=dtype, verify=verify, use=use)
     if layout == "vllm":
         return layouts.export_vllm(files, Path(out), verify=verify, use=use)
     if layout == "adapter":

@@ -232,6 +232,14 @@ class TestRefusals:
         save_file(stored, tmp_path / "model.safetensors")
         self.refused(tmp_path, r"c_attn.weight is \[48, 145\]; config.json makes it \[48, 144\]")
 
+    def test_a_quantized_folder_is_refused_by_name(self, tmp_path: Path) -> None:
+        saved_reference("llama2", tmp_path)
+        stored = load_file(tmp_path / "model.safetensors")
+        del stored["model.layers.0.mlp.up_proj.weight"]
+        stored["model.layers.0.mlp.up_proj.weight_packed"] = torch.zeros(4, 4, dtype=torch.int32)
+        save_file(stored, tmp_path / "model.safetensors")
+        self.refused(tmp_path, "quantized")
+
     def test_a_tensor_without_a_place(self, tmp_path: Path) -> None:
         saved_reference("llama2", tmp_path)
         stored = load_file(tmp_path / "model.safetensors") | {

@@ -15,7 +15,7 @@ from bloomery.cli.common import (
     step_option,
 )
 from bloomery.core.units import format_bytes
-from bloomery.export import DTYPES, GGUF_TYPES, INTEGERS, K_TYPES
+from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
     from bloomery.api import Layout
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     "--quant",
     "dtype",
     metavar="TYPE",
-    type=click.Choice([*DTYPES, *INTEGERS, *GGUF_TYPES, *K_TYPES], case_sensitive=False),
+    type=click.Choice([*DTYPES, *GGUF_TYPES, *K_TYPES], case_sensitive=False),
     help="Type of the weights [default: as in the model; GGUF: f16].",
 )
 @click.option(
@@ -72,11 +72,10 @@ def command(
 
     hf: a full model for transformers and vLLM. adapter: a LoRA adapter for PEFT. merged: adapters merged into their
     base model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA
-    adapter for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16. hf,
-    merged and vllm also take --type int8 or int4, which transformers opens with compressed-tensors.
+    adapter for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16.
 
-    Types of hf, merged and vllm: float32, bfloat16, float16, int8, int4. Of GGUF files: f32, f16, bf16, q8_0, q4_0,
-    q4_K_M, q5_K_M, q6_K.
+    Types of hf and merged: float32, bfloat16, float16. Of GGUF files: f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
+    q6_K.
 
     Example: bloomery export last --to hf --out my-model
 

@@ -15,11 +15,9 @@ from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hub import PREFIX, is_hub_id
-from bloomery.model.adapters.settings import Base
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
 from bloomery.model.families import architecture_of
-from bloomery.model.io.stored import read_object
 from bloomery.monitor.events import DeviceStats, EvalDone, RunStarted, StepDone, read_events
 from bloomery.monitor.summary import Devices
 from bloomery.monitor.words import format_joules
@@ -132,17 +130,10 @@ def write_card(
         merge=merge,
         license_=license_of(*map(Path, known)),
         chat=bool(own_templates(load_tokenizer(folder).config)),
-        source=Base(str(sources[0].resolve()), "").name if _quantized(folder) else None,
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
     if training is not None and training.loss is not None:
         loss_plot(training.run).save(folder / PLOT)
-
-
-def _quantized(folder: Path) -> bool:
-    """Whether the weights of an exported folder are quantized."""
-    path = folder / "config.json"
-    return path.is_file() and "quantization_config" in read_object(path, fix="report this bug")
 
 
 def license_of(*folders: Path | None) -> str | None:
@@ -172,22 +163,13 @@ def model_card(
     merge: Merge | None = None,
     license_: str | None = None,
     chat: bool = False,
-    source: str | None = None,
 ) -> str:
     """Markdown with the metadata block that model hubs read. `base`: the model that an adapter is for. `chat`: the
-    tokenizer has a chat template. `source`: the model that was quantized.
+    tokenizer has a chat template.
     """
     task = "text-classification" if config.head == "values" else "text-generation"
-    origin = base or source if training is None else base or training.recipe.model.from_
-    relation = (
-        "adapter"
-        if base is not None
-        else "merge"
-        if merge
-        else "finetune"
-        if training
-        else "quantized"
-    )
+    origin = base if training is None else base or training.recipe.model.from_
+    relation = "adapter" if base is not None else "merge" if merge else "finetune"
     done = None if training is None else training.plan or training.recipe
     objective = None if done is None else done.objective.kind
     method = (

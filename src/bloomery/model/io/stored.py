@@ -389,9 +389,8 @@ def stored_parameters(
         if stored is None and headless and name == VALUES:
             continue
         if stored is None and f"{place.name}_packed" in found:
-            problem = "the weights are quantized (compressed-tensors), which Bloomery writes but does not read"
             raise UserError(
-                problem,
+                "the weights are quantized (compressed-tensors), which Bloomery does not read",
                 where=str(folder),
                 fix="use the model that it was made from, or transformers",
             )

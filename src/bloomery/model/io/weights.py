@@ -240,45 +240,26 @@ def write_model_piecewise(
     """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
     kind = str(dtype).removeprefix("torch.")
     write_json(folder / "config.json", config_to_hf(config) | {"dtype": kind, "torch_dtype": kind})
-    shapes, whole = stored_pieces(produce, config)
-    write_stored(
-        {name: (shape, dtype) for name, shape in shapes.items()},
-        whole,
-        folder,
-        shard_bytes=shard_bytes,
-    )
-
-
-def stored_pieces(
-    produce: Callable[[str], Tensor], config: ModelConfig
-) -> tuple[dict[str, tuple[int, ...]], Callable[[str], Tensor]]:
-    """The shape of each stored tensor by its name, and a function that makes it of our parameters."""
-    where = places(config)
+    # A stored tensor is made of one parameter, or of several where the family stores them fused.
+    locations = places(config)
     shapes = parameter_shapes(config)
-    parts: dict[str, list[str]] = {}
-    for name, place in where.items():
-        parts.setdefault(place.name, []).append(name)
-    stored = {name: where[ours[0]].stored_shape(shapes[ours[0]]) for name, ours in parts.items()}
-    return stored, lambda name: to_hf_names({ours: produce(ours) for ours in parts[name]}, config)[
-        name
-    ]
+    parameters_by_stored_name: dict[str, list[str]] = {}
+    for name, location in locations.items():
+        parameters_by_stored_name.setdefault(location.name, []).append(name)
+    specs: dict[str, Spec] = {
+        stored_name: (locations[names[0]].stored_shape(shapes[names[0]]), dtype)
+        for stored_name, names in parameters_by_stored_name.items()
+    }
 
+    def stored_tensor(stored_name: str) -> Tensor:
+        parameters = {name: produce(name) for name in parameters_by_stored_name[stored_name]}
+        return to_hf_names(parameters, config)[stored_name]
 
-def write_stored(
-    specs: Mapping[str, Spec],
-    produce: Callable[[str], Tensor],
-    folder: Path,
-    *,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Stored tensors one at a time, in shards with an index above `shard_bytes`."""
-    sizes = {name: dtype.itemsize * math.prod(shape) for name, (shape, dtype) in specs.items()}
-    _write_shards(
-        folder,
-        sizes,
-        shard_bytes,
-        lambda file, group: write_tensors(file, {name: specs[name] for name in group}, produce),
-    )
+    def write_shard(file: Path, stored_names: list[str]) -> None:
+        write_tensors(file, {name: specs[name] for name in stored_names}, stored_tensor)
+
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, (shape, _) in specs.items()}
+    _write_shards(folder, sizes, shard_bytes, write_shard)
 
 
 def _write_shards(
