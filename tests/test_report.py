@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 from bloomery.monitor.events import (
     EvalDone,
@@ -23,7 +22,6 @@ from bloomery.monitor.events import (
     StepDone,
     Warned,
 )
-from bloomery.recipe.schema import TrainTokenizer
 from bloomery.report import Bars, write_report
 from bloomery.report.charts import (
     Mark,
@@ -36,7 +34,6 @@ from bloomery.report.charts import (
     ticks,
 )
 from bloomery.report.record import check_claims, incidents_of, read_record, repeated_steps
-from bloomery.report.validation_text import HEAT_LEGEND, ScoredText, heat_level, scored_spans
 
 CANARY = "hf_CanaryCanaryCanaryCanary1234567890"
 VOID = {"meta", "br", "hr"}
@@ -430,59 +427,14 @@ def test_bars_are_proportional():
     assert widths == ["25.00", "100.00", "0.00"]
 
 
-def test_held_out_text_is_whole_and_broken_characters_share_a_stretch(tmp_path):
-    tokenizer = train_tokenizer(
-        iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path
-    )
-    text = "plain 日本 text"
-    tokens = [tokenizer.bos_id, *tokenizer.encode(text)]
-    told = scored_spans(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer)
-    assert "".join(one.text for one in told) == text
-    assert sum(one.nats for one in told) == len(tokens) - 1
-    assert next(one for one in told if one.text == "日").nats == 3
-
-
-def drawn(*columns):
-    return part(
-        "scored",
-        columns=[("a column", column) for column in columns],
-        legend=HEAT_LEGEND,
-        level=heat_level,
-    )
-
-
-def test_what_is_only_read_has_no_price(tmp_path):
-    tokenizer = train_tokenizer(
-        iter(["plain text only " * 20]), TrainTokenizer(vocab_size=270), tmp_path
-    )
-    tokens = tokenizer.encode("plain text")
-    mask = [index >= len(tokens) - 2 for index in range(len(tokens))]
-    told = scored_spans(tokens, np.ones(len(tokens) - 1, np.float32), tokenizer, mask)
-    assert [one.nats for one in told] == [1.0 if flag else None for flag in mask]
-    page = drawn(told, told)
-    assert "mean loss 1.00 nats per token" in page and page.count(
-        'class="read"'
-    ) == 1 + 2 * mask.count(False)
-
-
-def test_heat_grows_with_the_price():
-    assert [heat_level(nats) for nats in (None, 0.1, 0.7, 1.5, 3.0, 5.0, 7.0, 20.0)] == [
-        0,
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
-    page = drawn([ScoredText("<a>", 9.0)], [ScoredText("<a>", 0.1)])
-    assert '<span class="n6" title="9.00 nats">&lt;a&gt;</span>' in page
-
-
 def test_evaluations_of_a_killed_run_are_the_last_told(tmp_path):
     folder = run_folder(
         tmp_path, [STARTED, step_done(1), exam(1, 9.0), Resumed(step=0, path=""), exam(1, 8.0)]
     )
     assert [event.perplexity for event in read_record(folder).evals] == [8.0]
     assert json.loads((folder / "events.jsonl").read_text().splitlines()[2])["perplexity"] == 9.0
+
+
+def test_answers_are_text_and_no_markup():
+    page = part("responses", prompts=[("<q>", [("<r>", "<b>"), ("x", "<a>")])], note="")
+    assert all(f"&lt;{letter}&gt;" in page for letter in "qrba") and "<q>" not in page

@@ -189,7 +189,7 @@ FLAGS = {
     },
     "download": {"--dataset", "--to"},
     "watch": {"--once", "--json"},
-    "report": {"--data", "--prompt", "--template", "--out", "-d", "--devices"},
+    "report": {"--out"},
     "runs rm": {"-y", "--yes", "--dry-run", "--json"},
     "runs clean": {"-y", "--yes", "--dry-run", "--json"},
 }

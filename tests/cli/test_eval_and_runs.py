@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from bloomery.cli.common import text_flags
 from bloomery.cli.eval import command as eval_command
 from bloomery.cli.report import _run_of
 from bloomery.cli.report import command as report_command
@@ -197,17 +198,75 @@ def test_report_prints_where_it_is(tmp_path, monkeypatch):
     )
 
 
-def test_a_checkpoint_stands_for_its_run_and_a_model_for_itself(tmp_path, model, monkeypatch):
+def test_a_checkpoint_stands_for_its_run_and_a_model_for_none(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "one"
-    kept = run / "checkpoints" / "step-00000001"
-    kept.mkdir(parents=True)
+    checkpoint = run / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
     (run / "recipe.yaml").write_text("")
-    assert _run_of(str(kept)) is None  # as in a folder where a person keeps a recipe and models
+    # As in a folder where a person keeps a recipe and models.
+    with pytest.raises(UserError, match="not a run"):
+        _run_of(str(checkpoint))
     (run / "events.jsonl").write_text("")
-    assert _run_of(str(kept)) == _run_of(f"base+{kept}") == run.resolve()
+    assert _run_of(str(checkpoint)) == run.resolve()
     assert _run_of("last") == _run_of("one").resolve().relative_to(tmp_path)
-    assert _run_of(str(model)) is _run_of(f"{model}+{model}") is _run_of("no-such") is None
+    with pytest.raises(UserError, match="not a run") as refused:
+        _run_of(str(model))
+    assert refused.value.fix == f"to evaluate a model: bloomery eval {model} --data FILE"
+    with pytest.raises(UserError, match="no run 'no-such'"):
+        _run_of("no-such")
+
+
+def test_a_report_replaces_a_report_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path, "x", STARTED, STEP)
+    report = ["last", "--out", "mine.html"]
+    for _ in range(2):
+        result = CliRunner().invoke(report_command, report, catch_exceptions=False)
+        assert result.stdout.strip() == str(tmp_path / "mine.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.html", "runs"]
+    (tmp_path / "runs/x/report.html").write_text("mine")
+    with pytest.raises(UserError, match="no Bloomery report"):
+        CliRunner().invoke(report_command, ["last"], catch_exceptions=False)
+    assert (tmp_path / "runs/x/report.html").read_text() == "mine"
+
+
+def test_a_place_that_cannot_hold_a_report_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path, "x", STARTED, STEP)
+    os.mkfifo(tmp_path / "pipe")
+    for out, problem in (
+        ("pipe", "a device, a pipe"),
+        ("no/where.html", "folder not found"),
+        ("runs", "--out is a folder"),
+    ):
+        with pytest.raises(UserError, match=problem) as refused:
+            CliRunner().invoke(report_command, ["last", "--out", out], catch_exceptions=False)
+        assert refused.value.code == 2 and refused.value.fix
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_near_name_of_a_text_is_said_as_a_flag():
+    with pytest.raises(UserError) as refused, text_flags():
+        raise UserError("no", where="data.path: txet.py", fix="did you mean data.path=text.py?")
+    assert (refused.value.where, refused.value.fix) == ("txet.py", "did you mean --data text.py?")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags"),
+    [
+        (
+            "leave it out, set data.on_error to skip, or set data.chat.template to another",
+            "leave it out, or use another --template",
+        ),
+        ("mend it, or set data.on_error to skip", "mend it"),
+        ("name it: data.columns={messages: NAME}", "rename its column to messages"),
+    ],
+)
+def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):
+    with pytest.raises(UserError) as refused, text_flags():
+        raise UserError("no", where="a.jsonl:1", fix=recipe)
+    assert (refused.value.where, refused.value.fix, refused.value.code) == ("a.jsonl:1", flags, 1)
 
 
 def test_runs_and_the_monitor_need_no_torch():

@@ -122,8 +122,6 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
         logits = ours.double()(tokens())
         assert_close(logits, wrapped.double()(tokens()).logits, atol=1e-5, rtol=0)
         assert_close(logits, again(tokens()), atol=1e-5, rtol=0)
-    saved = sum(p.numel() for p in ours.parameters() if p.requires_grad)
-    assert settings.trained(ours.config) == saved
 
 
 @pytest.mark.parametrize("case", ["llama2", "llama3-gqa-tied"])

@@ -9,7 +9,6 @@ from bloomery.data.shards import open_split
 from bloomery.monitor.events import EvalDone, EventLog, RunEnded
 from bloomery.plan.store import write_plan
 from bloomery.report import write_report
-from bloomery.report.validation_text import compare_models
 from bloomery.runs.evaluate import evaluate, load_to_evaluate
 
 
@@ -32,31 +31,10 @@ def trained(prepared, tmp_path_factory):
     return run, plan
 
 
-def test_the_held_out_text_costs_less_after_training(trained):
-    run, plan = trained
-    told, _ = compare_models(plan, run.folder / "checkpoints", parameters=1)
-    assert told.step == 12 and "".join(part.text for part in told.before) == "".join(
-        part.text for part in told.after
-    )
-    before, after = (sum(part.nats or 0 for part in side) for side in (told.before, told.after))
-    assert after < 0.8 * before
-
-
-def test_the_report_shows_it_beside_memory_and_choices(trained):
+def test_the_report_shows_planned_and_measured_memory(trained):
     run, _ = trained
     text = write_report(run.folder).read_text()
-    assert "before training" in text and "after step 12" in text and 'class="n6"' in text
     assert "Memory per device" in text and "measured peak" in text
-
-
-def test_damaged_checkpoints_and_missing_text_are_said(trained, tmp_path):
-    run, plan = trained
-    assert compare_models(plan, tmp_path, 1)[0] == "there is no checkpoint"
-    elsewhere = plan.model_copy(
-        update={"data": plan.data.model_copy(update={"prepared": tmp_path})}
-    )
-    assert "no tokenizer.json" in compare_models(elsewhere, run.folder / "checkpoints", 1)[0]
-    assert "too large" in compare_models(plan, run.folder / "checkpoints", 10**12)[0]
 
 
 def test_eval_of_the_validation_split_counts_its_text(trained):

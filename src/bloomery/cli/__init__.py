@@ -54,7 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Download a model or dataset from the Hub.",
     ),
     "push": ("bloomery.cli.models:push_command", "Upload an exported model to the Hub."),
-    "report": ("bloomery.cli.report:command", "Write the HTML report of a run or model."),
+    "report": ("bloomery.cli.report:command", "Write the HTML report of a run."),
     "runs": ("bloomery.cli.runs:command", "List the runs in this folder, or delete some."),
     "completion": (
         "bloomery.cli.common:completion_command",

@@ -31,13 +31,6 @@ from bloomery.report.charts import (
     render,
 )
 from bloomery.report.record import RunRecord, check_claims, read_record
-from bloomery.report.validation_text import (
-    HEAT_LEGEND,
-    RESPONSES_NOTE,
-    ResponsePair,
-    ValidationText,
-    heat_level,
-)
 
 _LEGEND = {
     "kill": "killed or failed",
@@ -72,12 +65,10 @@ class Answers:
 
 def page(
     record: RunRecord,
-    validation_text: ValidationText | str,
     extras: Sequence[Bars | Answers],
     name: str,
-    responses: Sequence[ResponsePair] = (),
 ) -> str:
-    """The whole document. `validation_text` may be the reason why there is none."""
+    """The whole document."""
     summary = record.summary
     started = record.started
     lead = [
@@ -91,7 +82,6 @@ def page(
         )
         lead.append(f"{format_count(started.parameters)} parameters{trainable} on {started.device}")
     kinds = {mark.kind for mark in record.marks}
-    columns = "before training", "after training", "reference"
     folder = record.folder
     place = quote(str(Path("runs", folder.name)) if folder.parent.name == "runs" else folder.name)
     resume = f"bloomery resume {quote(name)}\n" if record.state != "done" else ""
@@ -127,17 +117,6 @@ def page(
             interval_chart(_intervals(event)) for event in record.tasks if event.value is not None
         ],
         **_samples(record),
-        prompts=[
-            (r.prompt, list(zip(columns, (r.before, r.after, r.reference), strict=True)))
-            for r in responses
-        ],
-        responses_note=RESPONSES_NOTE,
-        validation_text=validation_text,
-        after_step=""
-        if isinstance(validation_text, str)
-        else f"after step {validation_text.step:,}",
-        legend=HEAT_LEGEND,
-        level=heat_level,
         measured=check_claims(record),
         planned=claims_of(record.plan, record.expected, record.machine)
         if record.plan and record.machine

@@ -121,29 +121,26 @@ def load_to_evaluate(
 
     Raises UserError when there is none, or when it is damaged.
     """
-    return _load(find_model(model, step), 0, use, on_load)
+    return _load(find_model(model, step), use, on_load)
 
 
 def load_found(
     files: ModelFiles,
     *,
     where: str,
-    vocab_size: int = 0,
     use: Use | None = None,
     on_load: OnText = lambda _: None,
 ) -> tuple[Decoder, Tokenizer]:
-    """`load_to_evaluate` from `files`, with at least `vocab_size` tokens. Raises UserError for a reward model."""
-    decoder, tokenizer = _load(files, vocab_size, use, on_load)
+    """`load_to_evaluate` from `files`. Raises UserError for a reward model."""
+    decoder, tokenizer = _load(files, use, on_load)
     refuse_values(decoder.config, where=where)
     return decoder, tokenizer
 
 
-def _load(
-    files: ModelFiles, vocab_size: int, use: Use | None, on_load: OnText
-) -> tuple[Decoder, Tokenizer]:
+def _load(files: ModelFiles, use: Use | None, on_load: OnText) -> tuple[Decoder, Tokenizer]:
     use = use or Use.local()
     dtype = torch.float32 if use.device == "cpu" else None
-    decoder = load_used(files, use, dtype=dtype, vocab_size=vocab_size, on_load=on_load)
+    decoder = load_used(files, use, dtype=dtype, on_load=on_load)
     return decoder, load_tokenizer(files.tokenizer)
 
 

@@ -85,7 +85,6 @@ def load_used(
     use: Use,
     *,
     dtype: torch.dtype | None = None,
-    vocab_size: int = 0,
     on_load: OnText = lambda _: None,
     cached: tuple[int, int] = (1, CONTEXT),
 ) -> Decoder:
@@ -95,7 +94,7 @@ def load_used(
     loaded, its memory, and why results may differ from the run's. Raises UserError before allocating when it does not
     fit. `cached`: the slots of the KV cache, and the tokens of each at most.
     """
-    return _load(files, use, dtype, vocab_size, on_load, cached)[0]
+    return _load(files, use, dtype, on_load, cached)[0]
 
 
 def load_fitting(
@@ -105,14 +104,13 @@ def load_fitting(
 
     `parts`: the KV caches of how many models share the free memory.
     """
-    return _load(files, use, None, 0, on_load, (slots, None), parts)
+    return _load(files, use, None, on_load, (slots, None), parts)
 
 
 def _load(
     files: ModelFiles,
     use: Use,
     dtype: torch.dtype | None,
-    vocab_size: int,
     on_load: OnText,
     cached: tuple[int, int | None],
     parts: int = 1,
@@ -171,7 +169,6 @@ def _load(
         dtype=dtype,
         device=use.device,
         base=files.base,
-        vocab_size=vocab_size,
         arrange=arrange,
     )
     in_precision(decoder, precision or "float32")

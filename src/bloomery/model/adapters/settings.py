@@ -61,21 +61,6 @@ class Adaptation:
     dropout: float = 0.0
     dtype: str = "float32"
 
-    def trained(self, config: ModelConfig) -> int:
-        """How many numbers are learned."""
-        shapes = parameter_shapes(config)
-        sizes = {name: shapes[f"{name}.weight"] for name in self.pairs}
-        low = sum(
-            self.pairs[name].rank * sum(shape) + self.dora * shape[0]
-            for name, shape in sizes.items()
-        )
-        full = sum(
-            math.prod(shape)
-            for name, shape in shapes.items()
-            if name.rpartition(".")[0] in self.whole
-        )
-        return low + full
-
 
 def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     """Raises UserError when a name matches nothing, or two settings contradict each other."""

@@ -1,6 +1,6 @@
 """Completions of the recipe's sample prompts and of prompts from the validation set."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,22 +81,11 @@ def answer(
     """Sample with DRAWN up to the end token of the reference or of the tokenizer, at most `max_new_tokens`."""
     last = item.reference[-1]
     ends = [last] if tokenizer.token_bytes()[last] == 0 else []
-    return drawn(decoder, tokenizer, item.prompt, max_new_tokens=max_new_tokens, ends=ends)
-
-
-def drawn(
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    prompt: Sequence[int],
-    *,
-    max_new_tokens: int,
-    ends: Iterable[int] = (),
-) -> Completion:
-    """Sample with DRAWN up to one of `ends` or the tokenizer's end token, at most `max_new_tokens`."""
-    room = min(max_new_tokens, decoder.config.max_positions - len(prompt))
-    stops = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *ends)
-    ids = list(sample_tokens(decoder, prompt, replace(DRAWN, max_new_tokens=room, stop_ids=stops)))
-    return Completion(ids, len(ids) < room)
+    stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *ends)
+    limit = min(max_new_tokens, decoder.config.max_positions - len(item.prompt))
+    sampling = replace(DRAWN, max_new_tokens=limit, stop_ids=stop_ids)
+    ids = list(sample_tokens(decoder, item.prompt, sampling))
+    return Completion(ids, len(ids) < limit)
 
 
 def shown(tokenizer: Tokenizer, ids: list[int]) -> str:
