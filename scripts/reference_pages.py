@@ -370,7 +370,7 @@ def events_page() -> str:
 
 
 def _field(node: ast.AnnAssign, lines: list[str]) -> str:
-    """A row of the table: the comment behind a field is its meaning."""
+    """A row of the table: the comment behind a field, or alone on the line above it, is its meaning."""
     kind = ast.unparse(node.annotation).replace(" | None", " or null").replace("None", "null")
     default = (
         ""
@@ -379,7 +379,9 @@ def _field(node: ast.AnnAssign, lines: list[str]) -> str:
         if isinstance(node.value, ast.Call)
         else _as_json(node.value)
     )
-    about = lines[node.lineno - 1].partition("  # ")[2].replace("None", "null")
+    line_above = lines[node.lineno - 2].strip()
+    above = line_above.removeprefix("# ") if line_above.startswith("# ") else ""
+    about = (lines[node.lineno - 1].partition("  # ")[2] or above).replace("None", "null")
     return f"| `{ast.unparse(node.target)}` | {kind} | {default} | {about} |"
 
 
