@@ -69,7 +69,7 @@ def rank_main(job: dict[str, Any], rank: int, answers: Any) -> None:
     }
     import torch
 
-    from bloomery.parallel.mesh import join
+    from bloomery.parallel.process_group import join
     from bloomery.plan.types import RunPlan
     from bloomery.train.process import peak_memory_gib
 
@@ -117,9 +117,9 @@ def bloomery_side(plan: Any, mesh: Any) -> Any:
             position=first,
         )
         # what the loop asks after each step: stop, pause, save; memory and time of each rank
-        mesh.most(False, False)
-        mesh.any(False)
-        mesh.each(0.0, 0.0)
+        mesh.all_reduce_max(False, False)
+        mesh.any_rank(False)
+        mesh.all_gather_floats(0.0, 0.0)
         mesh.barrier()
         return time.perf_counter() - begun
 
@@ -142,9 +142,9 @@ def bare_side(plan: Any, mesh: Any) -> Any:
         fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention),
         build_objective(plan),
     )
-    if mesh.devices is not None:
+    if mesh.device_mesh is not None:
         for module in (*model.model.layers, model):
-            fully_shard(module, mesh=mesh.devices)
+            fully_shard(module, mesh=mesh.device_mesh)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     loader, size = (
@@ -169,7 +169,7 @@ def bare_side(plan: Any, mesh: Any) -> Any:
             parts = compute_loss(model, batch, objective, precision="float32")
             (parts.total / divisor).backward()
             total += parts.total.detach()
-        if together and mesh.devices is None:
+        if together and mesh.device_mesh is None:
             reduce_buckets([p.grad for p in model.parameters() if p.grad is not None])
         if together:
             dist.all_reduce(total)

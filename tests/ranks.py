@@ -157,7 +157,7 @@ def train_here(
     import torch
 
     from bloomery.monitor.events import StepDone
-    from bloomery.parallel.mesh import join
+    from bloomery.parallel.process_group import join
     from bloomery.plan.types import RunPlan
     from bloomery.train.loop import run
 
@@ -172,7 +172,7 @@ def train_here(
         events.append(event)
 
     def stop() -> bool:
-        return mesh.any(stop_after is not None and steps >= stop_after)
+        return mesh.any_rank(stop_after is not None and steps >= stop_after)
 
     resume = None if resume_from is None else Path(resume_from)
     run(plan, run_dir=Path(folder), emit=emit, stop=stop, resume_from=resume, mesh=mesh)

@@ -76,7 +76,7 @@ def test_ranks_share_the_rows_of_one(folder):
     whole = as_rows(loader(folder).batch(Cursor(3, 8), 8))
     for world in (2, 4):
         parts = [
-            as_rows(loader(folder, rank=rank, world=world).batch(Cursor(3, 8), 8))
+            as_rows(loader(folder, data_rank=rank, data_world=world).batch(Cursor(3, 8), 8))
             for rank in range(world)
         ]
         assert [parts[index % world][index // world] for index in range(8)] == whole
@@ -132,7 +132,7 @@ def test_validation_is_in_order_and_padded_to_one_shape(folder):
         tuple(row.tokens.tolist()) for row in expected
     ]
     two = [
-        list(loader(folder, split="validation", rank=rank, world=2).validation_batches(2))
+        list(loader(folder, split="validation", data_rank=rank, data_world=2).validation_batches(2))
         for rank in range(2)
     ]
     assert len(two[0]) == len(two[1])
@@ -170,7 +170,7 @@ def test_ranks_share_out_a_step_and_fill_it_up_with_padding(folder, world):
     micro_batches = -(-7 // (2 * world))
     seen: list[list[Batch]] = []
     for rank in range(world):
-        part = loader(folder, rank=rank, world=world)
+        part = loader(folder, data_rank=rank, data_world=world)
         with Prefetcher(part, Cursor(3, 4), sequences=2 * world, per_step=7) as ahead:
             seen.append([ahead.next() for _ in range(2 * micro_batches)])
     for step in range(2):

@@ -93,7 +93,10 @@ def test_sequences_are_numbered_through_the_micro_batch(folder):
 def test_pairs_are_neighbours_in_every_micro_batch_of_every_rank(folder, layout):
     path = folder("pairs")
     data = loader(path, layout)
-    batches = [loader(path, layout, rank=rank, world=2).batch(Cursor(3, 4), 4) for rank in range(2)]
+    batches = [
+        loader(path, layout, data_rank=rank, data_world=2).batch(Cursor(3, 4), 4)
+        for rank in range(2)
+    ]
     batches += [data.batch(Cursor(3, index), 1) for index in range(3)]
     for batch in batches:
         numbers = batch.sequences[batch.sequences >= 0].unique().tolist()

@@ -295,11 +295,11 @@ Thread 0x01 (most recent call first):
   File "/lib/threading.py", line 1 in wait
 Thread 0x02 (most recent call first):
   File "/lib/torch/distributed/distributed_c10d.py", line 3 in all_reduce
-  File "/src/bloomery/parallel/mesh.py", line 90 in _reduced
+  File "/src/bloomery/parallel/mesh.py", line 90 in _all_reduce_floats
   File "/src/bloomery/runs/worker.py", line 80 in main
 """
     place = training_place(stack)
-    assert place.waits and place.line == "_reduced (mesh.py:90)"
+    assert place.waits and place.line == "_all_reduce_floats (mesh.py:90)"
     assert not training_place(stack.replace("torch/distributed", "numpy")).waits
 
 

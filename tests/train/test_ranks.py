@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from bloomery.data.prepare.prepare import prepare
 from bloomery.monitor.events import EventLog
-from bloomery.parallel.mesh import join
+from bloomery.parallel.gradients import all_reduce_gradients
+from bloomery.parallel.process_group import join
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import LayoutPlan, ParallelPlan, RunPlan
 from bloomery.recipe.load import load_recipe
@@ -144,7 +145,7 @@ def summed(plan_json: str) -> list[list[float]]:
         parameters[0].grad = torch.ones(512, 1024).T
     else:
         parameters[1].grad = parameters[3].grad = None
-    mesh.sum_gradients(parameters)
+    all_reduce_gradients(parameters, mesh)
     return [sorted({float(value) for value in parameter.grad.unique()}) for parameter in parameters]
 
 

@@ -209,7 +209,7 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
                 for name, p in parameters
                 if p.grad is not None
             }
-            if own.mesh.first:
+            if own.mesh.first_rank:
                 save_file(found, Path(folder) / GRADIENTS)
             del own.optimizer.step
             update(lr_scale)

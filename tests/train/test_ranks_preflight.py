@@ -26,7 +26,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str) -> str:
     plan, run_dir = RunPlan.model_validate_json(plan_json), Path(folder)
     mesh = preflight.meet(plan.train)
     before, preflight.SHARED_SECONDS = (
-        (torch.__version__, Mesh.summed, preflight.read_manifest),
+        (torch.__version__, Mesh.all_reduce, preflight.read_manifest),
         0.2,
     )
     disk_usage, usage = shutil.disk_usage, shutil.disk_usage(folder)
@@ -46,13 +46,13 @@ def checked(plan_json: str, folder: str, break_rank_1: str) -> str:
         if mesh.rank == 1 and break_rank_1 == "plan":
             plan = plan.model_copy(update={"name": "another"})
         if mesh.rank == 1 and break_rank_1 == "sum":
-            Mesh.summed = lambda self, tensor: before[1](self, tensor).add_(1)
+            Mesh.all_reduce = lambda self, tensor: before[1](self, tensor).add_(1)
         found = preflight.check_ranks(mesh, plan, run_dir)
         return f"{found} {found.seconds:.3f}"
     except UserError as error:
         return str(error)
     finally:
-        torch.__version__, Mesh.summed, preflight.read_manifest = before
+        torch.__version__, Mesh.all_reduce, preflight.read_manifest = before
         preflight.shutil.disk_usage = disk_usage
 
 
@@ -79,6 +79,23 @@ def test_healthy_ranks_agree_in_a_fifth_of_a_second(prepared, tmp_path) -> None:
     told = ranks(2).call(checked, plan.model_dump_json(), str(tmp_path), "")
     assert all("2 ranks (2 on " in text and "all-reduce of" in text for text in told)
     assert min(float(text.split()[-1]) for text in told) < 0.2
+
+
+def exchanged_strings(plan_json: str, strings: list[str]) -> tuple[list[str], str]:
+    """On every rank: the strings of all, and that of rank 0."""
+    from bloomery.parallel.process_group import join
+    from bloomery.plan.types import RunPlan
+
+    mesh = join(RunPlan.model_validate_json(plan_json).train)
+    own = strings[mesh.rank]
+    return mesh.all_gather_str(own), mesh.broadcast_str(own)
+
+
+def test_strings_arrive_as_they_were_sent(prepared) -> None:
+    plan_json = on_ranks(tiny_plan(prepared), replicate=2).model_dump_json()
+    for strings in (["", "größer"], ["größer", ""], ["x" * 5000, "y" * 5000]):
+        cut = [string[:1024] for string in strings]
+        assert ranks(2).call(exchanged_strings, plan_json, strings) == [(cut, strings[0])] * 2
 
 
 def meet_at(plan_json: str, port: int) -> str:
@@ -109,10 +126,10 @@ def test_a_taken_port_is_named(prepared) -> None:
 
 def meet_without_rank_1(plan_json: str, port: int) -> str:
     """On every rank, rank 1 but for: what it says of the missing one."""
-    from bloomery.parallel import mesh, preflight
+    from bloomery.parallel import preflight, process_group
     from bloomery.plan.types import RunPlan
 
-    before, mesh.JOIN_SECONDS = mesh.JOIN_SECONDS, 1.0
+    before, process_group.JOIN_SECONDS = process_group.JOIN_SECONDS, 1.0
     if port:
         os.environ.pop("BLOOMERY_RENDEZVOUS")
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -122,7 +139,7 @@ def meet_without_rank_1(plan_json: str, port: int) -> str:
     except UserError as error:
         return str(error)
     finally:
-        mesh.JOIN_SECONDS = before
+        process_group.JOIN_SECONDS = before
     return "joined"
 
 

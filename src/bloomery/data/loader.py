@@ -215,8 +215,8 @@ class Loader:
         layout: Layout,
         seed: int,
         split: SplitName = "train",
-        rank: int = 0,
-        world: int = 1,
+        data_rank: int = 0,
+        data_world: int = 1,
         reference: Path | None = None,
         run: str = "",
     ) -> None:
@@ -229,8 +229,8 @@ class Loader:
         )
         self._reference = None if reference is None else Reference(reference, self.tokens, run)
         self._seed = seed
-        self._rank = rank
-        self._world = world
+        self._data_rank = data_rank
+        self._data_world = data_world
         weights = [part.weight if split == "train" else 1.0 for part in opened.record.parts]
         self._visits = [
             round(count * weight)
@@ -247,15 +247,17 @@ class Loader:
             raise UserError(problem, where=str(prepared), fix=fix)
 
     def batch(self, cursor: Cursor, size: int, *, filled: int | None = None) -> Batch:
-        """This rank's part of `size` places: every world-th, starting with its rank.
+        """This rank's part of `size` places: every data_world-th, starting with its data_rank.
 
         The first `filled` places (default: all) hold the next sequences, the others one of padding each: every rank
         computes batches of one shape, whatever number of sequences a step has.
         """
-        assert size % self._world == 0, f"{size} places cannot be divided by {self._world} ranks"
+        assert size % self._data_world == 0, (
+            f"{size} places cannot be divided by {self._data_world} ranks"
+        )
         assert cursor.seed == self._seed, "the cursor belongs to another run"
         end = cursor.consumed + (size if filled is None else filled)
-        indices = range(cursor.consumed + self._rank, cursor.consumed + size, self._world)
+        indices = range(cursor.consumed + self._data_rank, cursor.consumed + size, self._data_world)
         return self._stack(
             [
                 self._sequences.read(*self.place(index)) if index < end else self._sequences.empty()
@@ -281,8 +283,10 @@ class Loader:
         `limit`: the most sequences, of all ranks together, spread evenly over the split.
         """
         count = min(self.sequences, limit or self.sequences)
-        for start in range(0, count, sequences * self._world):
-            places = (start + self._rank + self._world * offset for offset in range(sequences))
+        for start in range(0, count, sequences * self._data_world):
+            places = (
+                start + self._data_rank + self._data_world * offset for offset in range(sequences)
+            )
             yield self._stack(
                 [
                     self._in_order(place * self.sequences // count)
@@ -302,9 +306,11 @@ class Loader:
         label among the split's tokens (-1: none). The last batch is padded.
         """
         counts = np.cumsum(self._sequences.counts)
-        for start in range(0, int(counts[-1]), sequences * self._world):
+        for start in range(0, int(counts[-1]), sequences * self._data_world):
             read = list[PackedSequence]()
-            for place in (start + self._rank + self._world * offset for offset in range(sequences)):
+            for place in (
+                start + self._data_rank + self._data_world * offset for offset in range(sequences)
+            ):
                 part = int(np.searchsorted(counts, place, side="right"))
                 index = place - int(counts[part - 1] if part else 0)
                 read.append(

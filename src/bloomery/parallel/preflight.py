@@ -20,8 +20,9 @@ from bloomery.core import __version__
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
-from bloomery.parallel import mesh as meshes
-from bloomery.parallel.mesh import Mesh, NotArrived, join
+from bloomery.parallel import process_group
+from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.process_group import RanksMissing, join
 from bloomery.plan.types import RunPlan, TrainPlan
 
 SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
@@ -60,11 +61,11 @@ def meet(plan: TrainPlan) -> Mesh:
         )
     try:
         return join(plan)
-    except NotArrived as error:
+    except RanksMissing as error:
         missing = " and ".join(f"rank {each}" for each in error.ranks[:3])
         more = f" and {len(error.ranks) - 3} more" if len(error.ranks) > 3 else ""
         raise UserError(
-            f"{missing}{more} of {plan.ranks} did not arrive within {format_seconds(meshes.JOIN_SECONDS)}",
+            f"{missing}{more} of {plan.ranks} did not arrive within {format_seconds(process_group.JOIN_SECONDS)}",
             where="the meeting of all ranks before the first step"
             + (f", at {address}" if address else ""),
             fix="read the output of that rank; start as many processes as the launcher names, with the same command",
@@ -97,14 +98,17 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
     if mesh.world == 1:
         return None
     began = time.perf_counter()
-    token = mesh.text(secrets.token_hex(8))
+    token = mesh.broadcast_str(secrets.token_hex(8))
     shared = run_dir / ".tmp-shared"
-    if mesh.first:
+    if mesh.first_rank:
         shared.write_text(token)
     mesh.barrier()
-    facts = [dict(json.loads(each)) for each in mesh.texts(json.dumps(_facts(plan, shared, token)))]
+    facts = [
+        dict(json.loads(each))
+        for each in mesh.all_gather_str(json.dumps(_facts(plan, shared, token)))
+    ]
     mesh.barrier()
-    if mesh.first:
+    if mesh.first_rank:
         shared.unlink(missing_ok=True)
     for check in CHECKS:
         if (error := check(facts)) is not None:
@@ -120,7 +124,7 @@ def check_ranks(mesh: Mesh, plan: RunPlan, run_dir: Path) -> Preflight | None:
 
 
 def _facts(plan: RunPlan, shared: Path, token: str) -> dict[str, Any]:
-    """Of this rank: less than mesh.TEXT_BYTES as JSON."""
+    """Of this rank: less than mesh.STRING_BYTES as JSON."""
     deadline = time.monotonic() + SHARED_SECONDS
     while (
         not (seen := shared.is_file() and shared.read_text() == token)
@@ -218,10 +222,10 @@ def _all_reduce(mesh: Mesh, facts: Sequence[Mapping[str, Any]]) -> tuple[int, fl
         numbers = torch.full((count,), float(mesh.rank + 1), device=mesh.device)
         mesh.barrier()
         began = time.perf_counter()
-        mesh.summed(numbers)
+        mesh.all_reduce(numbers)
         right = bool((numbers == mesh.world * (mesh.world + 1) / 2).all())  # waits for the device
         best = min(best, time.perf_counter() - began)
-    wrong = [rank for rank, (good,) in enumerate(mesh.each(right)) if not good]
+    wrong = [rank for rank, (good,) in enumerate(mesh.all_gather_floats(right)) if not good]
     if wrong:
         problem = f"{_named(facts, wrong)} received a wrong sum of all ranks"
         fix = "`bloomery doctor --probe`; on AMD check that iommu=pt is set, and NCCL_P2P_DISABLE=1"

@@ -24,6 +24,7 @@ from bloomery.core.text import expanded
 from bloomery.hardware.doctor.symptoms import Match, match
 from bloomery.hardware.machine import read_machine
 from bloomery.monitor.events import Event, Phase, RunStarted, Warned, follow
+from bloomery.parallel.environment import RENDEZVOUS
 from bloomery.runs.folder import RunFolder, host_name
 from bloomery.runs.launchers import QUIET_SECONDS, Board, rank_variables
 from bloomery.runs.signals import SAVE_SIGNAL, StopRequests, held_back
@@ -37,7 +38,6 @@ LAST_WORDS_SECONDS = 3.0  # after the first failed rank: the others report, then
 PEER_WORDS_SECONDS = 8.0
 STOP_SECONDS = 25.0  # from a stop request to a step boundary; batch systems kill after 30
 STOPPED = 75
-RENDEZVOUS = "BLOOMERY_RENDEZVOUS"  # variable: the file where the ranks of one machine meet
 STACKS = "stacks"  # folder of the run: stacks of ranks without progress
 STACK_SIGNAL = signal.SIGQUIT  # a rank then writes its stack there, even inside a collective
 LONGEST_LINE = 300  # characters shown of a log line

@@ -31,7 +31,9 @@ from bloomery.train.run import Diverged, OutOfMemory, Unsound
 
 LEAST_SECONDS = 120.0
 STEPS = 20  # of the median time: a longer step hangs
-MEET_SECONDS = 900.0  # until all ranks have arrived (`mesh.JOIN_SECONDS`) and are connected
+MEET_SECONDS = (
+    900.0  # until all ranks have arrived (`process_group.JOIN_SECONDS`) and are connected
+)
 FIRST_SECONDS = 1800.0  # before the first step: a compilation, a slow file system, the other ranks
 SAVE_SECONDS = 1800.0
 # variable: replaces LEAST_SECONDS; the others become ten times as long
@@ -220,17 +222,17 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
     if deadline is not None:
         deadline.arm()
     checked = check_ranks(mesh, plan, folder.path)
-    if mesh.first and checked is not None:
+    if mesh.first_rank and checked is not None:
         print(f"preflight: {checked} ({checked.seconds:.2f} s)", flush=True)
-    emit = emit if mesh.first else _no_event
-    if mesh.first:
+    emit = emit if mesh.first_rank else _no_event
+    if mesh.first_rank:
         clear_drafts(folder.checkpoints)
     checkpoint = agreed_checkpoint(
         mesh, folder.checkpoints, lambda reason: emit(Warned(reason=reason))
     )
     if resumed and checkpoint is None:
         emit(Resumed(path=""))
-    waiting = Waiting(folder.path / PAUSE, flag.watching(emit), mesh.most)
+    waiting = Waiting(folder.path / PAUSE, flag.watching(emit), mesh.all_reduce_max)
 
     def progress() -> bool:
         if deadline is not None:
@@ -254,7 +256,7 @@ def _train(folder: RunFolder, emit: Emit, flag: StopFlag, *, resumed: bool) -> i
             run_dir=folder.path,
             emit=emit_event,
             stop=stop,
-            save_asked=lambda: mesh.any(flag.take_save()),
+            save_asked=lambda: mesh.any_rank(flag.take_save()),
             resume_from=checkpoint,
             timer=Timer(began),
             mesh=mesh,

@@ -45,7 +45,8 @@ from bloomery.model.limits import DEQUANTIZED_ON_CPU, DEQUANTIZED_ON_GPU, PIECE_
 from bloomery.model.norms import RMSNormFunction, widened
 from bloomery.model.rope import Rotary
 from bloomery.parallel.apply import apply
-from bloomery.parallel.mesh import ALONE, Mesh, shard
+from bloomery.parallel.fsdp import apply_fsdp
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.estimate.memory import ONE_DEVICE, MeshSplit, kinds_of_stages, stage_config
 from bloomery.plan.types import RunPlan
 from bloomery.simulate.run import FLASH_LIKE
@@ -652,12 +653,11 @@ def _model_and_optimizer(
     if train.compile:
         compile_blocks(blocks, tracker)
     apply(model, train.model_copy(update={"compile": False, "offload_activations": False}))
-    ranks = ALONE
+    ranks = SINGLE_RANK
     if mesh is not None:
-        shard(model, train, mesh)
-        ranks = Mesh(
-            0, mesh.size() // mesh.size(mesh.ndim - 1), mesh.size(mesh.ndim - 1), "cpu", mesh
-        )
+        apply_fsdp(model, train, mesh)
+        num_shards = mesh.size(mesh.ndim - 1)
+        ranks = Mesh(replicate=mesh.size() // num_shards, shard=num_shards, device_mesh=mesh)
     optimizer = build_optimizer(model, plan.optimizer, mesh=ranks)
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))

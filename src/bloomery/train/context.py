@@ -23,7 +23,7 @@ from bloomery.model.counting import parameter_count
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, StepDone, Warned
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.store import note_model, read_identity
@@ -53,12 +53,12 @@ from bloomery.train.state import TrainState, build_state, go_back
 from bloomery.train.step import StepResult
 
 
-def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = ALONE) -> RunPlan:
+def with_base(plan: RunPlan, run_dir: Path, mesh: Mesh = SINGLE_RANK) -> RunPlan:
     """The plan with the folder of its adapter's base model: `run_dir/base` for a base with fresh weights."""
     if isinstance(plan.adapter, NoAdapter) or plan.model.source is not None:
         return plan
     folder = run_dir / "base"
-    if mesh.first and not folder.exists():  # written under another name, then renamed
+    if mesh.first_rank and not folder.exists():  # written under another name, then renamed
         draft = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
         config = plan.model.config
         shutil.rmtree(draft, ignore_errors=True)
@@ -157,9 +157,12 @@ class RunContext:
         model_and_optimizer = self.state.model_and_optimizer
         clock = self.mesh.clock
         sizes = axes(plan)
-        own = seconds - clock.waited, *(clock.of_axes().get(axis, 0.0) for axis in sizes)
+        own = (
+            seconds - clock.waited_seconds,
+            *(clock.seconds_by_axis().get(axis, 0.0) for axis in sizes),
+        )
         memory, works, *communication = zip(
-            *self.mesh.each(peak_memory_gib(plan.device), *own), strict=True
+            *self.mesh.all_gather_floats(peak_memory_gib(plan.device), *own), strict=True
         )
         self.emit(
             StepDone(
@@ -181,7 +184,7 @@ class RunContext:
         )
         if self.mesh.world > 1:
             for rank, times in self.stragglers.note(works).items():
-                host = self.mesh.texts(platform.node())[rank]
+                host = self.mesh.all_gather_str(platform.node())[rank]
                 reason = f"rank {rank} on {host} takes {times:.1f} times as long for a step as most: the others wait"
                 self.emit(Warned(step=self.step, reason=reason))
         if model_and_optimizer.health_check is not None:
@@ -202,7 +205,7 @@ def open_context(
     emit: Emit,
     resume_from: Path | None,
     stop: Callable[[], bool] = lambda: False,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_RANK,
     *,
     began: float,
 ) -> RunContext:
@@ -215,10 +218,10 @@ def open_context(
         "plain sdpa does not keep documents apart"
     )
     plan = with_base(plan, run_dir, mesh)
-    if isinstance(plan.objective, Distill) and mesh.first:
+    if isinstance(plan.objective, Distill) and mesh.first_rank:
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
     state = build_state(
-        plan, resume_from=resume_from, run_dir=run_dir if mesh.first else None, mesh=mesh
+        plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
     build_kernels(plan)
     check_attention(state.model, plan)
@@ -257,7 +260,7 @@ def open_context(
         health_check=HealthCheck(
             {name: p for name, p in named if p.requires_grad or not adapts}, is_adapter=adapts
         ),
-        recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first),
+        recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first_rank),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was interrupted is saved again with its result.
         saved_step=-1 if state.progress.eval_due else state.progress.step,
@@ -276,10 +279,10 @@ def follow(context: RunContext, checkpoint: Path | None) -> None:
     context.restored_step = None if checkpoint is None else context.step
     progress = context.state.progress
     checkpoints = context.saver.folder
-    lost = context.mesh.first and not restore_best(
+    lost = context.mesh.first_rank and not restore_best(
         checkpoints, step=context.step, best=progress.best_step
     )
-    if context.mesh.any(lost):
+    if context.mesh.any_rank(lost):
         missing = f"the best checkpoint, of step {progress.best_step}, is missing"
         context.emit(
             Warned(step=context.step, reason=f"{missing}: the next evaluation becomes the best")
@@ -339,7 +342,9 @@ def reference_files(
         return {}
     mesh = state.model_and_optimizer.mesh
     files = {split: reference_file(run_dir, split) for split in splits}
-    missing = {split: file for split, file in files.items() if mesh.number(not file.is_file())}
+    missing = {
+        split: file for split, file in files.items() if mesh.broadcast_bool(not file.is_file())
+    }
     if missing and resume_from is not None:
         go_back(state, plan, None)
     loaders = {split: open_loader(plan, split, mesh=mesh) for split in missing}
@@ -368,7 +373,7 @@ def open_loader(
     split: SplitName,
     reference: Path | None = None,
     run: str = "",
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_RANK,
 ) -> Loader:
     data = plan.data
     return Loader(
@@ -377,8 +382,8 @@ def open_loader(
         layout=data.layout,
         seed=plan.train.seed,
         split=split,
-        rank=mesh.rank,
-        world=mesh.world,
+        data_rank=mesh.data_rank,
+        data_world=mesh.data_world,
         reference=reference,
         run=run,
     )

@@ -9,7 +9,7 @@ from typing import Literal
 
 from bloomery.data.loader import Cursor
 from bloomery.monitor.events import Emit
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.context import BatchSource, RunContext, open_context
 from bloomery.train.evaluation.evaluation import evaluate_and_sample, keep_time
@@ -40,7 +40,7 @@ def run(
     save_asked: Callable[[], bool] = lambda: False,
     resume_from: Path | None = None,
     timer: Timer | None = None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_RANK,
     before_save: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Train for the planned length, or until `stop` returns True after a step, and save a checkpoint at the end.
@@ -104,7 +104,7 @@ def take_step(context: RunContext, source: BatchSource) -> Action:
     batches = [source.next() for _ in range(plan.accumulation)]
     waited = time.perf_counter() - begun
     lr_scale = planned_lr_scale(context.step, context.plan)
-    measured = context.mesh.first and context.health_check.due(
+    measured = context.mesh.first_rank and context.health_check.due(
         context.step + 1, context.plan.logging.every_steps
     )
     state.model_and_optimizer.health_check = context.health_check if measured else None

@@ -26,7 +26,7 @@ from bloomery.model.heads import Divergence, Head, LabelScores, Teacher, Values
 from bloomery.model.io.weights import load_decoder
 from bloomery.model.presets import read_config
 from bloomery.monitor.events import Emit, Phase
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.plan.unsupported import refuse_few_positions, refuse_other_words
@@ -87,7 +87,7 @@ def precompute(
     precision: str,
     run: str,
     progress: ReferenceProgress,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_RANK,
 ) -> None:
     """Write the log-probability of every loss token of the split; resumes a killed computation. Raises Stopped.
 
@@ -98,19 +98,21 @@ def precompute(
     with ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         writer = (
-            stack.enter_context(ReferenceWriter(path, loader.tokens, run)) if mesh.first else None
+            stack.enter_context(ReferenceWriter(path, loader.tokens, run))
+            if mesh.first_rank
+            else None
         )
         for number, (batch, stored) in enumerate(loader.stored_batches(batch_size)):
-            if mesh.number(time.monotonic() - last > REPORT_SECONDS):
+            if mesh.broadcast_bool(time.monotonic() - last > REPORT_SECONDS):
                 last = time.monotonic()
-                progress(number * batch_size * mesh.world)
-            places = [each.numpy() for each in mesh.gathered(stored)]
-            if mesh.number(writer is not None and all(map(writer.has, places))):
+                progress(number * batch_size * mesh.data_world)
+            places = [each.numpy() for each in mesh.all_gather(stored)]
+            if mesh.broadcast_bool(writer is not None and all(map(writer.has, places))):
                 continue
             scores_BT = scores_of(
                 model, to_device(batch, device), score_chunk=score_chunk, precision=precision
             )
-            scored = mesh.gathered(scores_BT.cpu())
+            scored = mesh.all_gather(scores_BT.cpu())
             if writer is not None:
                 for place, scores in zip(places, scored, strict=True):
                     writer.add(place, scores.numpy())
@@ -287,7 +289,7 @@ class Scoring:
 
 
 def build_objective(
-    plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher, mesh: Mesh = ALONE
+    plan: RunPlan, teacher: Callable[[RunPlan], Decoder] = load_teacher, mesh: Mesh = SINGLE_RANK
 ) -> Objective:
     """The plan's objective. `teacher` loads the model to distill."""
     scoring = Scoring(
@@ -373,7 +375,7 @@ def marked(
     precision: str,
     *,
     reference: Before | None = None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_RANK,
 ) -> Objective:
     """KTO. Its KL term is estimated over the whole step of all ranks, without dropout.
 
@@ -395,7 +397,7 @@ def marked(
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         batches = list(batches) if reference is None else reference(model, batches)
-        if len(batches) == 1 and mesh.world == 1 and not drops(model):
+        if len(batches) == 1 and mesh.data_world == 1 and not drops(model):
             return batches
         device = next(model.parameters()).device
         with eval_mode(model):
@@ -404,7 +406,7 @@ def marked(
                 kl(forward(model, batch, mismatched(batch), precision=precision), batch)
                 for batch in there
             ]
-        baseline = _at_least_0(mesh.summed(sum(sums[1:], start=sums[0])))
+        baseline = _at_least_0(mesh.all_reduce(sum(sums[1:], start=sums[0])))
         return [replace(batch, baseline=baseline) for batch in batches]
 
     def loss(scores_BT: Tensor, batch: Batch) -> LossParts:

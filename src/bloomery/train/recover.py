@@ -15,6 +15,7 @@ from bloomery.data.loader import Batch
 from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import Recovered, Warned
+from bloomery.parallel.fsdp import gather_full_tensors
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.fallback import smaller_micro_batch
 from bloomery.plan.store import write_plan
@@ -260,7 +261,7 @@ def _write(
         if weight.requires_grad
     )
     bad = next((name for name, weight in trained if not bool(weight.isfinite().all())), None)
-    if context.mesh.any(bad is not None):
+    if context.mesh.any_rank(bad is not None):
         context.saver.drain()
         raise Diverged(
             f"non-finite weights after step {context.step} ({bad or 'on another rank'}); no checkpoint was saved",
@@ -271,8 +272,8 @@ def _write(
     context.best_due = False
     context.state.progress.seconds = context.timer.elapsed
     with context.timer.aside() as seconds, context.state.averaged():
-        parts = context.mesh.whole(live_parts(), context.state.optimizer.is_split)
-        if context.mesh.first:
+        parts = gather_full_tensors(live_parts(), context.mesh, context.state.optimizer.is_split)
+        if context.mesh.first_rank:
             state = context.state.scalars()
             context.saver.save(context.step, parts, state, best=best, weights_only=weights_only)
         context.mesh.barrier()
@@ -281,6 +282,6 @@ def _write(
 
 def agreed_checkpoint(mesh: Mesh, folder: Path, on_damage: Callable[[str], None]) -> Path | None:
     """The newest valid checkpoint that the first rank finds, on every rank: others might see an older one."""
-    found = newest_valid(folder, on_damage=on_damage) if mesh.first else None
-    word = mesh.text("" if found is None else str(found))
+    found = newest_valid(folder, on_damage=on_damage) if mesh.first_rank else None
+    word = mesh.broadcast_str("" if found is None else str(found))
     return Path(word) if word else None

@@ -17,7 +17,8 @@ from bloomery.model.adapters.settings import Adaptation, Base, adaptation, base_
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import init_weights, quantize_model, read_model, write_model
 from bloomery.parallel.apply import apply
-from bloomery.parallel.mesh import ALONE, Mesh, shard
+from bloomery.parallel.fsdp import apply_fsdp
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
@@ -282,7 +283,7 @@ def build_state(
     *,
     resume_from: Path | None = None,
     run_dir: Path | None = None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_RANK,
 ) -> TrainState:
     """The state before the first step, or of a checkpoint: built on the meta device, sharded there, filled in place.
 
@@ -295,8 +296,8 @@ def build_state(
         model.model.embedding_noise = plan.train.neftune_alpha
     if not isinstance(plan.adapter, Peft):  # PEFT replaces modules first
         apply(model, plan.train)
-    if mesh.devices is not None:
-        shard(model, plan.train, mesh.devices, mesh.clock)
+    if mesh.device_mesh is not None:
+        apply_fsdp(model, plan.train, mesh.device_mesh, mesh.clock)
     model.to_empty(device=torch.device(plan.train.device))
     model.tie()
     # Whoever watches a gradient arrive (an optimizer inside backward, other ranks) must get it from autograd.

@@ -12,7 +12,8 @@ from bloomery.data.loader import Batch, mix
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import is_split, local
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.gradients import all_reduce_gradients
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import TrainPlan
 from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.forward import forward, to_device
@@ -79,7 +80,7 @@ class ModelAndOptimizer:
     average: WeightAverage | None = None
     # True outside a step: an update was interrupted, weights and states are inconsistent
     updating: bool = False
-    mesh: Mesh = ALONE
+    mesh: Mesh = SINGLE_RANK
 
 
 def compute_loss(
@@ -113,7 +114,7 @@ def train_step(
     mesh = model_and_optimizer.mesh
     device = next(model.parameters()).device
     own_count = sum(objective.count(batch) for batch in batches)
-    loss_tokens, count = mesh.total(
+    loss_tokens, count = mesh.all_reduce_sum(
         sum(float(batch.loss_mask.sum()) for batch in batches), own_count
     )
     count = max(1.0, count)
@@ -124,7 +125,7 @@ def train_step(
     sums = dict[str, Tensor]()
     fused_norm: Tensor | None = None  # computed by the fused optimizer, which frees the gradients
     for number, batch in enumerate(batches):
-        seed = mix(plan.seed, position, number, mesh.rank) >> 1
+        seed = mix(plan.seed, position, number, mesh.data_rank) >> 1
         # torch.manual_seed formats a traceback per kind of absent GPU
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
@@ -141,8 +142,9 @@ def train_step(
         total += parts.total.detach()
         sums = added(sums, parts.metrics)
     if method is not None and (penalty := method.penalty()) is not None:
-        (penalty * (factor / mesh.world)).backward()  # once per step, not part of the reported loss
-    mesh.sum_gradients(optimizer.parameters)
+        # once per step, not part of the reported loss
+        (penalty * (factor / mesh.data_world)).backward()
+    all_reduce_gradients(optimizer.parameters, mesh)
     gradients = [p.grad for p in optimizer.parameters if p.grad is not None]
     norm_now = global_norm(gradients, mesh) / factor if fused_norm is None else fused_norm
     total, sums = summed(total, sums, mesh)
@@ -202,7 +204,7 @@ def summed(total: Tensor, sums: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, 
     """
     if mesh.world == 1:
         return total, sums
-    flat = mesh.summed(
+    flat = mesh.all_reduce(
         torch.cat([total.reshape(1), *(some.reshape(-1).to(total) for some in sums.values())])
     )
     parts = flat[1:].split([some.numel() for some in sums.values()]) if sums else ()
@@ -211,7 +213,7 @@ def summed(total: Tensor, sums: dict[str, Tensor], mesh: Mesh) -> tuple[Tensor, 
     }
 
 
-def global_norm(gradients: Sequence[Tensor], mesh: Mesh = ALONE) -> Tensor:
+def global_norm(gradients: Sequence[Tensor], mesh: Mesh = SINGLE_RANK) -> Tensor:
     """The Euclidean norm over all gradients, float32: a bfloat16 norm would have three digits.
 
     Of gradients in shards, this rank's rows and then those of the others; one that every rank has counts once.

@@ -14,7 +14,7 @@ from bloomery.data.shards import DOCUMENTS_PER_UNIT, Split, open_split, read_man
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import Sampling, known_ids, sample_tokens
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.forward import eval_mode, precision_context
 
@@ -125,7 +125,12 @@ def open_prompts(plan: RunPlan, tokenizer: Tokenizer) -> Prompts:
 
 
 def samples(
-    model: Decoder, tokenizer: Tokenizer, prompts: Prompts, *, plan: RunPlan, mesh: Mesh = ALONE
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Prompts,
+    *,
+    plan: RunPlan,
+    mesh: Mesh = SINGLE_RANK,
 ) -> Iterator[tuple[str, str]]:
     """(prompt, completion) for each prompt, with a generator of its own and the same seed at every step.
 
@@ -145,7 +150,7 @@ def samples(
             text = tokenizer.decode(
                 list(
                     sample_tokens(
-                        model, ids, sampling, agree=mesh.number if mesh.world > 1 else None
+                        model, ids, sampling, agree=mesh.broadcast_float if mesh.world > 1 else None
                     )
                 )
             )

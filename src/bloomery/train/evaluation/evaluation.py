@@ -15,7 +15,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.decoding import NotFinite
 from bloomery.monitor.events import EvalDone, Phase, Recovered, Sampled, Warned
 from bloomery.monitor.summary import MEASURABLE_TOKENS
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.fallback import smaller_evaluation
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import EvalPlan, RunPlan
@@ -83,7 +83,7 @@ def evaluate(
     precision: str,
     token_bytes: np.ndarray,
     limit: int | None,
-    mesh: Mesh = ALONE,
+    mesh: Mesh = SINGLE_RANK,
 ) -> EvalResult | None:
     """Loss over the validation set, in batches of one shape, shared out over the ranks. None without loss tokens.
 
@@ -105,9 +105,9 @@ def evaluate(
             sums = added(sums, parts.metrics)
             tokens += int((batch.loss_mask > 0).sum())
             size += int(token_bytes[batch.labels[batch.loss_mask > 0].numpy()].sum())
-    total, *counts = mesh.total(total, count, tokens, size)
+    total, *counts = mesh.all_reduce_sum(total, count, tokens, size)
     count, tokens, size = (round(number) for number in counts)
-    sums = {name: mesh.summed(some) for name, some in sums.items()}
+    sums = {name: mesh.all_reduce(some) for name, some in sums.items()}
     if count == 0:
         return None
     scored = size if objective.per == "token" else None
@@ -264,16 +264,18 @@ def keep_time(context: RunContext) -> None:
     mesh = context.mesh
     timer = context.timer
     with interruptible(context), timer.aside():
-        if mesh.number(
+        if mesh.broadcast_bool(
             timer.costs is None and measured(context.plan, timer, step=context.step) is not None
         ):
             timer.costs = measure_costs(context)  # which may shrink the evaluation's micro-batch
         before = context.plan.train.steps
-        if mesh.first:
+        if mesh.first_rank:
             context.plan = with_next_block(context.plan, timer, step=context.step)
             write_plan(context.plan, context.run_dir / "plan.json")
         if mesh.world > 1:  # each rank has a clock of its own
-            context.plan = RunPlan.model_validate_json(mesh.text(context.plan.model_dump_json()))
+            context.plan = RunPlan.model_validate_json(
+                mesh.broadcast_str(context.plan.model_dump_json())
+            )
     if context.plan.train.steps not in (None, before):
         context.emit(
             Phase(

@@ -163,7 +163,7 @@ class _Update:
         for rows in self.slices:
             row_new[:, rows], of_columns = _square_sums(self._gradient_NRC[:, rows], -1, -2)
             col_new += of_columns
-        col_new = self._mesh.sum_over_shards(col_new)
+        col_new = self._mesh.all_reduce_shards(col_new)
         row = self._moved(
             states, "row_var", row_new.mul_(factor.square() / self._gradient_NRC.shape[-1]), weight
         )
@@ -173,7 +173,7 @@ class _Update:
         # The paper's R C / sum(R) as two factors: their product underflows float32 for small gradients.
         mean = row.mean(-2, keepdim=True)
         if self._mesh.shard > 1:
-            mean = self._mesh.sum_over_shards(row.sum(-2, keepdim=True)) / self._shape[-2]
+            mean = self._mesh.all_reduce_shards(row.sum(-2, keepdim=True)) / self._shape[-2]
         self._scales = (row / mean).rsqrt_().mul_(factor), col.rsqrt_()
 
     def _moved(self, states: list[State], slot: str, squares: Tensor, weight: float) -> Tensor:
@@ -195,7 +195,7 @@ class _Update:
             else:
                 squares_N += (by_columns * self._scales[0]).square_().sum(1)
             self._kept = by_columns if self._one else None
-        return (self._mesh.sum_over_shards(squares_N) / math.prod(self._shape)).sqrt_()
+        return (self._mesh.all_reduce_shards(squares_N) / math.prod(self._shape)).sqrt_()
 
     def _by_columns(self, rows: slice) -> Tensor:
         assert self._scales is not None

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from bloomery.core.errors import UserError
 from bloomery.model.io.parameters import local, part_of
 from bloomery.model.limits import INT8_BLOCK, MUON_STACK
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.estimate.states import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
 from bloomery.plan.unsupported import refuse_split_blocks
@@ -164,7 +164,7 @@ def across_shards(
         for rank in range(mesh.shard)
     ]
     held = [sum(rows[i][rank] * widths[i] for i in mine) for rank in range(mesh.shard)]
-    arrived = mesh.exchange(torch.cat([part.reshape(-1) for part in parts]), sent, held)
+    arrived = mesh.all_to_all_shards(torch.cat([part.reshape(-1) for part in parts]), sent, held)
     pieces = arrived.split([rows[i][rank] * widths[i] for rank in range(mesh.shard) for i in mine])
     count = len(mine)
     whole = [
@@ -177,7 +177,7 @@ def across_shards(
     ]
     back = [result[rank].reshape(-1) for rank in range(mesh.shard) for result in results]
     outgoing = torch.cat(back).to(parts[0].dtype) if back else parts[0].new_empty(0)
-    returned = mesh.exchange(outgoing, held, sent).split([part.numel() for part in parts])
+    returned = mesh.all_to_all_shards(outgoing, held, sent).split([part.numel() for part in parts])
     return [flat.view_as(part) for flat, part in zip(returned, parts, strict=True)]
 
 
@@ -411,7 +411,7 @@ def _decay_groups(
 
 
 def build_optimizer(
-    model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mesh: Mesh = ALONE
+    model: nn.Module, plan: OptimizerPlan, *, seed: int = 0, mesh: Mesh = SINGLE_RANK
 ) -> OptimizersContainer:
     """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bloomery.model.acting import kind_of
 from bloomery.model.io.parameters import first_row
 from bloomery.model.limits import CPU_PIECE, GPU_PIECE
-from bloomery.parallel.mesh import ALONE, Mesh
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 
 _HALF = 1 << 15
 
@@ -91,11 +91,11 @@ class Shards:
     """The whole parameters of which optimizers update this rank's rows; others are whole on every rank."""
 
     whole: Mapping[nn.Parameter, nn.Parameter]
-    mesh: Mesh = ALONE
+    mesh: Mesh = SINGLE_RANK
 
     def across(self, part: nn.Parameter) -> Mesh:
         """The ranks that hold its rows: this one alone for a parameter that every rank has whole."""
-        return self.mesh if part in self.whole else ALONE
+        return self.mesh if part in self.whole else SINGLE_RANK
 
     def shape(self, part: nn.Parameter) -> torch.Size:
         """Of the whole parameter."""

@@ -1,0 +1,234 @@
+"""FSDP2: the ranks of a replica hold the rows of its weights, gradients and optimizer states in turn."""
+
+import ctypes
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from bloomery.model.adapters.settings import shares_head
+from bloomery.model.decoder import Decoder
+from bloomery.model.io.parameters import full
+from bloomery.model.norms import LayerNorm, RMSNorm
+from bloomery.parallel.clock import CommunicationClock
+from bloomery.parallel.mesh import Mesh
+from bloomery.plan.types import TrainPlan
+
+# What a CPU gathers or reduces at once, up to this size, goes through one buffer of all layers.
+SHARED_BUFFER_BYTES = 2**24
+# Of mallopt(3). Larger tensors of a shard are memory mappings of their own.
+M_MMAP_THRESHOLD = -3
+MMAP_THRESHOLD_BYTES = 65536
+
+
+def apply_fsdp(
+    model: Decoder,
+    plan: TrainPlan,
+    device_mesh: DeviceMesh,
+    clock: CommunicationClock | None = None,
+) -> None:
+    """Shard the model in place: each block, the embeddings where the head does not share them, and the rest.
+
+    Must run after checkpointing and compilation, before weights are read. Weights compute as on one device: matrices of
+    blocks are gathered in the dtype of matmuls; embeddings, head and last norm in their own, so that the residual
+    stream keeps its dtype. Gradients are summed in float32. Frozen weights are in the dtype of matmuls already, and
+    adapters are gathered as they are. `clock` counts the collectives.
+    """
+    trains_all_weights = all(parameter.requires_grad for parameter in model.parameters())
+    matmul_dtype = None
+    if trains_all_weights:
+        matmul_dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision)
+    block_policy = MixedPrecisionPolicy(
+        param_dtype=matmul_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    own_dtype_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+
+    # 1. Blocks. Their norms are small: every rank has them in full, and their gradients are summed like a replica's.
+    last_block = model.model.layers[-1]
+    for block in model.model.layers:
+        norm_weights = {
+            weight
+            for module in block.modules()
+            if isinstance(module, RMSNorm | LayerNorm)
+            for weight in module.parameters()
+        }
+        fully_shard(
+            block,
+            mesh=device_mesh,
+            mp_policy=block_policy,
+            ignored_params=norm_weights,
+            # Backward begins with the last block, right after its forward: it stays gathered.
+            reshard_after_forward=block is not last_block,
+        )
+
+    # 2. Embeddings and the rest. A head that shares the matrix of the embeddings must be in one unit with them.
+    embedding: Any = model.model.embed_tokens
+    if not shares_head(model.config):
+        fully_shard(embedding, mesh=device_mesh, mp_policy=own_dtype_policy)
+        embedding.set_unshard_in_backward(False)  # its gradient does not depend on its weight
+    fully_shard(model, mesh=device_mesh, mp_policy=own_dtype_policy, reshard_after_forward=False)
+    # The output of a head is a view, and nothing writes into it.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+    # 3. Sums instead of means: the loss is divided by the count of all ranks before backward. Pre-multiplied sums,
+    # which FSDP2 would use for a factor, do not exist in gloo.
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    if clock is not None:
+        _replace_collectives(units, clock, device=plan.device, has_replicas=device_mesh.ndim > 1)
+
+
+def gather_full_tensors(
+    tensors_by_file: Mapping[str, Mapping[str, Tensor]],
+    mesh: Mesh,
+    is_rows_of_rank: Callable[[str], bool],
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint, in full on the CPU of rank 0; {} on the others.
+
+    `is_rows_of_rank`: whether the plain tensor of that name has the rows of this rank alone; those of DTensors are
+    known. Tensor by tensor: a device holds one full tensor at a time, the host of rank 0 all of them.
+    """
+    if mesh.shard == 1:
+        if not mesh.first_rank:
+            return {}
+        return {file: dict(tensors) for file, tensors in tensors_by_file.items()}
+
+    full_by_file: dict[str, dict[str, Tensor]] = {}
+    for file, tensors in tensors_by_file.items():
+        for name, tensor in tensors.items():
+            is_rows = is_rows_of_rank(name)
+            full_tensor = _gather_rows(tensor, mesh) if is_rows else full(tensor.detach())
+            if mesh.first_rank:
+                full_by_file.setdefault(file, {})[name] = full_tensor.cpu()
+            del full_tensor
+    return full_by_file
+
+
+def _gather_rows(rows: Tensor, mesh: Mesh) -> Tensor:
+    """The tensor whose rows the ranks of a replica hold in turn, some of them fewer than others."""
+    rows = rows.detach().contiguous()
+    row_counts = [torch.zeros((), dtype=torch.int64, device=rows.device) for _ in range(mesh.shard)]
+    dist.all_gather(row_counts, torch.tensor(len(rows), device=rows.device), group=mesh.shard_group)
+
+    # A gather needs tensors of one size: all are padded to the largest, and cut again.
+    most_rows = max(map(int, row_counts))
+    padded = rows.new_zeros(most_rows, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in row_counts]
+    dist.all_gather(gathered, padded, group=mesh.shard_group)
+    return torch.cat([part[: int(count)] for part, count in zip(gathered, row_counts, strict=True)])
+
+
+def return_freed_memory() -> None:
+    """Make glibc return each freed tensor to the system from here on: it would keep what FSDP2 frees between layers.
+
+    Fresh memory costs a page fault every 4 KiB, a quarter of a step: a run without shards keeps the default. The
+    environment variable MALLOC_MMAP_THRESHOLD_ has the last word.
+    """
+    if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
+    c_library = ctypes.CDLL(None)
+    if hasattr(c_library, "mallopt"):  # musl has none
+        c_library.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+
+
+def _replace_collectives(
+    units: Sequence[FSDPModule], clock: CommunicationClock, *, device: str, has_replicas: bool
+) -> None:
+    """Give FSDP2 collectives that the clock counts, and on a CPU those that spare memory."""
+    # Renamed in torch 2.13.
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    # Any: torch describes its interface by classes to inherit from.
+    timed_gather: Any = _TimedCollective(clock, all_gather)
+    timed_scatter: Any = _TimedCollective(clock, reduce_scatter)
+    if device == "cpu":
+        host = _HostCollectives()
+        timed_gather = _TimedCollective(clock, all_gather, host.allocate_gathered)
+        timed_scatter = _TimedCollective(clock, host.reduce_scatter, host.allocate_reduced)
+
+    for unit in units:
+        if device == "cpu":
+            # Nothing overlaps on a CPU: gathering a layer ahead would only cost memory.
+            unit.set_modules_to_backward_prefetch([unit])
+        unit.set_custom_all_gather(timed_gather)
+        unit.set_custom_reduce_scatter(timed_scatter)
+        if has_replicas:
+            unit.set_all_reduce_hook(
+                lambda gradients: clock.measure_since_last("replicate", gradients.device.type)
+            )
+
+
+@final
+@dataclass(frozen=True)
+class _TimedCollective:
+    """A collective with the interface that FSDP2 wants (its `Comm`): it allocates the tensors, then calls."""
+
+    clock: CommunicationClock
+    collective: Callable[..., dist.Work | None]
+    empty: Callable[..., Tensor] = torch.empty
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, **settings: Any
+    ) -> dist.Work | None:
+        with self.clock.measure("shard", input_tensor.device.type):
+            return self.collective(output_tensor, input_tensor, **settings)
+
+
+@final
+class _HostCollectives:
+    """Collectives for a CPU, where they are over when the call returns.
+
+    Layers are gathered and reduced in turn, so that small ones can share one buffer: fresh memory costs a page fault
+    every 4 KiB. Large inputs are freed at once; FSDP2 keeps them a layer longer, for devices that still read them.
+    """
+
+    def __init__(self) -> None:
+        self._shared_buffer = torch.empty(0, dtype=torch.uint8)
+        self._allocates_sums = False
+
+    def allocate_gathered(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialized [size] for gathered weights, which FSDP2 copies out before it gathers anything else.
+
+        Up to SHARED_BUFFER_BYTES in the memory that all layers share, above in memory of its own.
+        """
+        num_bytes = size * dtype.itemsize
+        if num_bytes > SHARED_BUFFER_BYTES:
+            return torch.empty(size, dtype=dtype, device=device)
+        if num_bytes > len(self._shared_buffer):
+            self._shared_buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._shared_buffer[:num_bytes].view(dtype)
+
+    def allocate_reduced(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks twice for each layer: for its gradients, then for the rows of their sums that this rank keeps."""
+        is_for_sums = self._allocates_sums
+        self._allocates_sums = not is_for_sums
+        if is_for_sums:
+            return torch.empty(size, dtype=dtype, device=device)
+        return self.allocate_gathered(size, dtype=dtype, device=device)
+
+    def reduce_scatter(
+        self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
+        """Sum `gradients` where they are, and free them: gloo's own reduce-scatter would sum a copy.
+
+        Memory that layers share is not freed.
+        """
+        assert not self._allocates_sums, "the rows of the sums have memory of their own"
+        dist.all_reduce(gradients, op=op, group=group)
+        output.copy_(gradients.chunk(group.size())[group.rank()])
+        if gradients.untyped_storage().nbytes() > SHARED_BUFFER_BYTES:
+            gradients.untyped_storage().resize_(0)

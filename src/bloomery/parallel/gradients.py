@@ -1,0 +1,74 @@
+"""Gradients of parameters that every rank holds in full: their sum over the ranks, in float32."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bloomery.model.io.parameters import is_split
+from bloomery.parallel.mesh import Mesh
+
+# Small gradients are summed together, in a float32 copy of 25 MiB: DistributedDataParallel's bucket.
+BUCKET_NUMBERS = 25 * 2**20 // 4
+# A float32 gradient of so many numbers is summed where it is: on a CPU, two copies soon cost more than a call.
+IN_PLACE_NUMBERS = {"cpu": 2**18, "cuda": BUCKET_NUMBERS}
+
+
+def all_reduce_gradients(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Sum gradients over all ranks, in place. FSDP2 has summed those of shards during backward.
+
+    A gradient that some ranks have counts as zero on the others; one that no rank has stays None.
+    """
+    if mesh.world == 1:
+        return
+    full_parameters = [parameter for parameter in parameters if not is_split(parameter)]
+    if full_parameters:
+        with mesh.clock.measure("shard" if mesh.shard > 1 else "replicate", mesh.device):
+            _all_reduce_full(full_parameters, mesh)
+
+
+def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
+    # Ranks must call the same collectives: they agree first on the parameters that have a gradient anywhere.
+    has_gradient = torch.tensor(
+        [parameter.grad is not None for parameter in parameters], dtype=torch.uint8
+    )
+    dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+
+    bucket = list[Tensor]()
+    bucket_numbers = 0
+    under_way = list[dist.Work]()
+    for parameter, exists in zip(parameters, has_gradient.tolist(), strict=True):
+        if not exists:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+        # Size and dtype of the parameter decide, which are equal on every rank; the layout of a gradient may differ,
+        # where one rank had none. A large one travels while the next is copied.
+        is_large = parameter.numel() >= IN_PLACE_NUMBERS[mesh.device]
+        if is_large and parameter.dtype == torch.float32:
+            parameter.grad = parameter.grad.contiguous()
+            under_way.append(dist.all_reduce(parameter.grad, async_op=True))
+            continue
+
+        bucket.append(parameter.grad)
+        bucket_numbers += parameter.numel()
+        if bucket_numbers >= BUCKET_NUMBERS:
+            _all_reduce_bucket(bucket)
+            bucket = []
+            bucket_numbers = 0
+
+    if bucket:
+        _all_reduce_bucket(bucket)
+    for work in under_way:
+        work.wait()
+
+
+def _all_reduce_bucket(gradients: list[Tensor]) -> None:
+    """Sum gradients of any dtype and layout in float32, in place."""
+    flat = torch.cat([gradient.reshape(-1).to(torch.float32) for gradient in gradients])
+    dist.all_reduce(flat)
+    sums = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, summed in zip(gradients, sums, strict=True):
+        gradient.copy_(summed.view_as(gradient))
