@@ -38,23 +38,23 @@ FAR = 3.0
 # Random weights are noise, and training shows in their change: the sum of all update-to-weight ratios bounds how far
 # they can have moved, in units of their own size. Below a half the weights are still mostly noise.
 MOVED = 0.5
-# of the distance from the first loss to the token entropy: even a poor run has it after 50 steps
+# Share of the distance from the first loss to the token entropy: even a poor run has it after 50 steps.
 FALLEN = 0.1
 
 # The logits of a random model have a standard deviation of 0.02 sqrt(width) and less: ln V + 0.0002 width nats at most,
 # which is below 1.2 ln V up to a width of 8,192. A first loss far below ln V means that labels leak.
 FIRST_HIGH = 1.5
 FIRST_LOW = 0.7
-# bytes per token: on its training dataset a byte-level vocabulary of 300 has 1.6, 2,048 has 3
+# Bytes per token: on its training dataset a byte-level vocabulary of 300 has 1.6, one of 2,048 has 3.
 TINY_TOKENS = 1.5
-REPEATS = 0.3
-# repeated tokens help as much as new ones up to there (Muennighoff et al., arXiv:2305.16264)
+REPEATS = 0.3  # of the documents
+# Repeated tokens help as much as new ones up to there (Muennighoff et al., arXiv:2305.16264)
 EPOCHS = 4
 
 SECONDS = 30.0  # of steps before a speed is checked: less is noise
 
 # Each threshold is a share of the time that is worth an edit of the recipe.
-# the loader reads memory-mapped shards ahead of the step; in healthy runs it is below 1%
+# The loader reads memory-mapped shards ahead of the step; in healthy runs it is below 1%.
 DATA = 0.1
 RETRIES = 0.1  # of the steps: each stops the device and frees all cached memory
 CORES = 0.15  # of the wall clock; the training thread feeds a GPU, too
@@ -91,24 +91,24 @@ def _masked(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
 
 
 def _labels(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
-    following = middle([health.labels_next for health in history.health])
-    if following is None or following >= NEXT:
+    share_next = middle([health.labels_next for health in history.health])
+    if share_next is None or share_next >= NEXT:
         return
-    own = middle(health.labels_own for health in history.health) or 0.0
-    after = middle(health.labels_after for health in history.health) or 0.0
-    if own > 0.9:
-        where = "off by one: each label is the input token at the same position"
-        evidence = f"{own:.0%} of the labels are the token at their position, {following:.0%} the next token"
-    elif after > 0.9:
-        where = "off by one: each label is the token after the next"
-        evidence = f"{after:.0%} of the labels are the token after the next, {following:.0%} the next token"
+    share_own = middle(health.labels_own for health in history.health) or 0.0
+    share_after = middle(health.labels_after for health in history.health) or 0.0
+    if share_own > 0.9:
+        problem = "off by one: each label is the input token at the same position"
+        evidence = f"{share_own:.0%} of the labels are the token at their position, {share_next:.0%} the next token"
+    elif share_after > 0.9:
+        problem = "off by one: each label is the token after the next"
+        evidence = f"{share_after:.0%} of the labels are the token after the next, {share_next:.0%} the next token"
     else:
-        where = "not the next tokens: the tokens or the labels were shuffled"
-        evidence = f"{following:.0%} of the labels are the next token"
+        problem = "not the next tokens: the tokens or the labels were shuffled"
+        evidence = f"{share_next:.0%} of the labels are the next token"
     fix = "labels[t] must be tokens[t + 1] of the same document: compare them with"
     yield Diagnosis(
         "labels",
-        f"the labels are {where}",
+        f"the labels are {problem}",
         evidence,
         f"{fix} `bloomery prepare RECIPE --preview 3`",
     )
@@ -127,11 +127,11 @@ def _shuffled(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
         return
     if floor is not None and loss < 0.95 * floor:
         return
-    known = f"; loss {loss:.2f}, token entropy {floor:.2f}" if floor is not None else ""
+    loss_text = f"; loss {loss:.2f}, token entropy {floor:.2f}" if floor is not None else ""
     yield Diagnosis(
         "shuffled",
         "the tokens of the dataset look shuffled",
-        f"pairs of adjacent tokens repeat {median(samples):.1f} times as often as by chance (text: 2 to 20){known}",
+        f"pairs of adjacent tokens repeat {median(samples):.1f} times as often as by chance (text: 2 to 20){loss_text}",
         "check the tokens that the model reads: `bloomery prepare RECIPE --preview 3`",
     )
 
@@ -140,32 +140,36 @@ def _frozen(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     samples = [v for v in history.healthy_rate if v.unchanged_share is not None][-10:]
     if len(samples) < 3:
         return
-    without = median(health.no_gradient_share or 0.0 for health in samples)
-    share = max(without, median(health.unchanged_share or 0.0 for health in samples))
+    no_gradient_share = median(health.no_gradient_share or 0.0 for health in samples)
+    share = max(no_gradient_share, median(health.unchanged_share or 0.0 for health in samples))
     if share < FROZEN:
         return
     name = f", for example {samples[-1].unchanged}" if samples[-1].unchanged else ""
-    if without >= 0.9 * share:
-        why = "no gradient reaches them"
+    if no_gradient_share >= 0.9 * share:
+        reason = "no gradient reaches them"
         fix = "check for requires_grad=False, detach() and no_grad()"
     elif facts.precision == "bfloat16-pure":
-        why = "their updates are lost in rounding to bfloat16"
+        reason = "their updates are lost in rounding to bfloat16"
         fix = "set train.precision=bfloat16"
     else:
-        why = "they have gradients but no update"
+        reason = "they have gradients but no update"
         fix = "check that the optimizer has these parameters"
     evidence = f"unchanged in {len(samples)} sampled steps{name}"
-    yield Diagnosis("frozen", f"{share:.0%} of the parameters do not change: {why}", evidence, fix)
+    yield Diagnosis(
+        "frozen", f"{share:.0%} of the parameters do not change: {reason}", evidence, fix
+    )
 
 
 def _first_loss(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
-    begin = history.begin
+    first_loss = history.begin
     size = facts.vocab_size
-    if begin is None or size is None or size < 2:
+    if first_loss is None or size is None or size < 2:
         return
     chance = log(size)
-    evidence = f"first loss {begin:.2f}, uniform over {size:,} tokens: ln {size:,} = {chance:.2f}"
-    if facts.fresh and begin < FIRST_LOW * chance:
+    evidence = (
+        f"first loss {first_loss:.2f}, uniform over {size:,} tokens: ln {size:,} = {chance:.2f}"
+    )
+    if facts.fresh and first_loss < FIRST_LOW * chance:
         fix = "check the attention mask and the shift of the labels"
         yield Diagnosis(
             "first-loss",
@@ -173,9 +177,9 @@ def _first_loss(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
             evidence,
             fix,
         )
-    elif begin > FIRST_HIGH * chance:
-        other = "use the tokenizer of these weights: set tokenizer.from=same"
-        fix = "lower model.initializer_range" if facts.fresh else other
+    elif first_loss > FIRST_HIGH * chance:
+        tokenizer_fix = "use the tokenizer of these weights: set tokenizer.from=same"
+        fix = "lower model.initializer_range" if facts.fresh else tokenizer_fix
         yield Diagnosis(
             "first-loss", "initial loss is above that of a uniform guess", evidence, fix
         )
@@ -190,31 +194,31 @@ def _fell_little(history: RunHistory, facts: PlanFacts) -> bool:
         or len(history.losses) < ENOUGH
     ):
         return False
-    # the loss of token frequencies alone
+    # The floor is the loss of a model that knows nothing but how frequent each token is.
     floor = facts.unigram_nats if facts.unigram_nats is not None else history.begin * 2 / 3
-    way = max(0.0, history.begin - floor)
-    return history.loss > history.begin - FALLEN * max(way, 0.05 * history.begin)
+    distance = max(0.0, history.begin - floor)
+    return history.loss > history.begin - FALLEN * max(distance, 0.05 * history.begin)
 
 
 def _stuck(history: RunHistory, facts: PlanFacts) -> bool:
     """Hardly below the first loss, well above the lowest loss, or long at the token entropy."""
-    begin = history.begin
+    first_loss = history.begin
     loss = history.loss
     lowest = history.lowest
     if (
         not facts.falls
-        or begin is None
+        or first_loss is None
         or loss is None
         or lowest is None
         or history.step < facts.warmup_steps + ENOUGH
     ):
         return False
-    long = history.step >= facts.warmup_steps + LONG
+    is_long = history.step >= facts.warmup_steps + LONG
     rose = len(history.losses) >= 2 * ENOUGH and loss > lowest + max(
-        0.25 * (begin - lowest), 0.02 * begin
+        0.25 * (first_loss - lowest), 0.02 * first_loss
     )
     counting = (
-        long
+        is_long
         and facts.unigram_nats is not None
         and loss > 0.98 * facts.unigram_nats
         and history.flat
@@ -270,13 +274,15 @@ def _too_high(changes: str, history: RunHistory, facts: PlanFacts) -> Diagnosis:
 def _rate_too_low(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     """From how far the weights can move: so far, and by the end of the run at the peak learning rate."""
     ratio = history.ratio
-    (key, rate) = _rate_key(facts)
-    flat = _fell_little(history, facts) or _stuck(history, facts)
-    if not facts.fresh or not ratio or not history.recent or not flat or history.path >= MOVED:
+    key, rate = _rate_key(facts)
+    is_flat = _fell_little(history, facts) or _stuck(history, facts)
+    if not facts.fresh or not ratio or not history.recent or not is_flat or history.path >= MOVED:
         return
-    now = history.recent[-1].learning_rate
-    left = max(0, (facts.steps or history.step) - history.step)
-    reach = history.path + left * ratio * (facts.learning_rate / now if now else 1.0)
+    current_rate = history.recent[-1].learning_rate
+    steps_left = max(0, (facts.steps or history.step) - history.step)
+    reach = history.path + steps_left * ratio * (
+        facts.learning_rate / current_rate if current_rate else 1.0
+    )
     if reach >= MOVED and history.step < facts.warmup_steps + LONG:
         return
     yield Diagnosis(
@@ -292,28 +298,28 @@ def _gradient(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     norms = [step.grad_norm for step in history.recent if step.grad_norm is not None]
     if len(norms) < FEW:
         return
-    now = median(norms[-FEW:])
-    then = median(history.first_norms)
-    if now == 0:
+    recent_norm = median(norms[-FEW:])
+    first_norm = median(history.first_norms)
+    if recent_norm == 0:
         evidence = f"gradient norm 0 in the last {FEW} steps; {_curve(history, facts)}"
         fix = "check for detach() and no_grad()"
         yield Diagnosis("gradient", "no gradient flows back from the loss", evidence, fix)
-    elif now > 10 * then > 0:
+    elif recent_norm > 10 * first_norm > 0:
         fix = (
             f"set {_rate_key(facts)[0]} to a tenth of its value"
             if facts.clip
             else "set train.max_grad_norm=1.0"
         )
-        grew = (
-            f"gradient norm {then:.2g} in the first steps, {now:.2g} now; {_curve(history, facts)}"
-        )
+        grew = f"gradient norm {first_norm:.2g} in the first steps, {recent_norm:.2g} now; {_curve(history, facts)}"
         yield Diagnosis("gradient", "the gradient explodes", grew, fix)
     elif facts.clip is not None and sum(norm > 10 * facts.clip for norm in norms) >= 0.95 * len(
         norms
     ):
-        cut = f"gradient norm {now:.2g}; train.max_grad_norm={facts.clip:g} keeps {facts.clip / now:.1%} of it"
-        fix = f"set train.max_grad_norm={_rounded(now)}, or check the dataset for outliers"
-        yield Diagnosis("clipped", "gradient clipping removes most of every gradient", cut, fix)
+        share_kept = facts.clip / recent_norm
+        evidence = f"gradient norm {recent_norm:.2g}; train.max_grad_norm={facts.clip:g} keeps {share_kept:.1%} of it"
+        fix = f"set train.max_grad_norm={_rounded(recent_norm)}, or check the dataset for outliers"
+        problem = "gradient clipping removes most of every gradient"
+        yield Diagnosis("clipped", problem, evidence, fix)
 
 
 def _warmup(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
@@ -349,15 +355,18 @@ def _overfitting(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if len(evaluations) < 4 or history.loss is None:
         return
     best_at, best = min(evaluations, key=lambda pair: pair[1])
-    after = [loss for at, loss in evaluations if at > best_at]
-    if len(after) < 2 or min(after[-2:]) < best + 0.05 or history.loss >= best:
+    later_losses = [loss for eval_step, loss in evaluations if eval_step > best_at]
+    if len(later_losses) < 2 or min(later_losses[-2:]) < best + 0.05 or history.loss >= best:
         return
-    read = (history.step * facts.tokens_per_step) / facts.text_tokens if facts.text_tokens else 0.0
-    times = f"; {read:.1f} epochs" if read > EPOCHS else ""
+    num_epochs = (
+        (history.step * facts.tokens_per_step) / facts.text_tokens if facts.text_tokens else 0.0
+    )
+    times = f"; {num_epochs:.1f} epochs" if num_epochs > EPOCHS else ""
     yield Diagnosis(
         "overfitting",
         "overfitting: the validation loss rises",
-        f"validation loss {best:.2f} at step {best_at:,}, {after[-1]:.2f} now; training loss {history.loss:.2f}{times}",
+        f"validation loss {best:.2f} at step {best_at:,}, {later_losses[-1]:.2f} now; "
+        f"training loss {history.loss:.2f}{times}",
         "use the best checkpoint (`--step best`), set eval.early_stopping_patience=3, or add data",
     )
     yield from _repeats(history, facts)
@@ -403,22 +412,29 @@ def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
         samples = [sample for sample in history.gpus if sample.device == device]
         reasons = [sample.throttled for sample in samples if sample.throttled]
         hottest = max((sample.temperature or 0.0 for sample in samples), default=0.0)
-        busy = [s for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)]
-        clocks = [s.clock_mhz or 0.0 for s in busy]
-        now = busy[-FEW:]
-        hot = len(now) == FEW and median(s.temperature or 0.0 for s in now) >= THROTTLING_CELSIUS
-        silent = not reasons and all(s.throttled != "" for s in now)
+        busy_samples = [
+            s for s in samples if s.clock_mhz and (s.utilization is None or s.utilization > 50)
+        ]
+        clocks = [s.clock_mhz or 0.0 for s in busy_samples]
+        recent_samples = busy_samples[-FEW:]
+        is_hot = (
+            len(recent_samples) == FEW
+            and median(s.temperature or 0.0 for s in recent_samples) >= THROTTLING_CELSIUS
+        )
+        unreported = not reasons and all(s.throttled != "" for s in recent_samples)
         if len(reasons) > 0.1 * len(samples):
             share = len(reasons) / len(samples)
             evidence = (
                 f"reported in {share:.0%} of the samples ({reasons[-1]}), at up to {hottest:.0f} °C"
             )
-        elif silent and hot and median(clocks[-FEW:]) < COOLED * max(clocks):
+        elif unreported and is_hot and median(clocks[-FEW:]) < COOLED * max(clocks):
             evidence = f"clock fell from {max(clocks):,.0f} to {median(clocks[-FEW:]):,.0f} MHz at {hottest:.0f} °C"
         else:
             continue
-        heat = hottest >= THROTTLING_CELSIUS
-        problem = f"thermal throttling of GPU {device}" if heat else f"GPU {device} is throttled"
+        too_warm = hottest >= THROTTLING_CELSIUS
+        problem = (
+            f"thermal throttling of GPU {device}" if too_warm else f"GPU {device} is throttled"
+        )
         fix = "improve the airflow, or lower the power limit (`rocm-smi --setpoweroverdrive`, `nvidia-smi -pl`)"
         yield Diagnosis(f"heat-{device}", problem, evidence, fix)
 
@@ -426,11 +442,9 @@ def _heat(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
 def _cores(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     health = [v for v in history.health if v.core_wait_seconds is not None and v.seconds > 0][-FEW:]
     seconds = sum(v.seconds for v in health)
-    waited = sum(v.core_wait_seconds or 0.0 for v in health)
-    if seconds >= SECONDS / 3 and waited > CORES * seconds:
-        evidence = (
-            f"the training thread waited for a core for {waited / seconds:.0%} of {seconds:,.0f} s"
-        )
+    waited_seconds = sum(v.core_wait_seconds or 0.0 for v in health)
+    if seconds >= SECONDS / 3 and waited_seconds > CORES * seconds:
+        evidence = f"the training thread waited for a core for {waited_seconds / seconds:.0%} of {seconds:,.0f} s"
         fix = "end other programs, or use fewer threads: OMP_NUM_THREADS=1 before the command"
         yield Diagnosis(
             "cores",
@@ -444,21 +458,25 @@ def _compiling(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     if not facts.compiled or not facts.steps or history.began is None:
         return
     typical = median(step.step_seconds for step in history.recent)
-    took = history.began.step_seconds - typical
-    whole = facts.steps * typical
-    if took > SECONDS and took > COMPILING * (whole + took):
+    compile_seconds = history.began.step_seconds - typical
+    all_seconds = facts.steps * typical
+    if compile_seconds > SECONDS and compile_seconds > COMPILING * (all_seconds + compile_seconds):
         problem = "torch.compile costs more time than it saves"
         fix = "set train.compile=false"
-        evidence = f"first step {history.began.step_seconds:,.0f} s, all {facts.steps:,} steps {whole:,.0f} s"
+        evidence = f"first step {history.began.step_seconds:,.0f} s, all {facts.steps:,} steps {all_seconds:,.0f} s"
         yield Diagnosis("compile", problem, evidence, fix)
 
 
 def _graphs(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     """Shapes are fixed: no graph is compiled after the first evaluation."""
-    early = history.compiled_graphs
-    last = history.health[-1].graphs if history.health else None
-    if early is not None and last is not None and last > 2 * early + 4:
-        evidence = f"{early} graphs at the start, {last} at step {history.health[-1].step:,}"
+    early_graphs = history.compiled_graphs
+    latest_graphs = history.health[-1].graphs if history.health else None
+    if (
+        early_graphs is not None
+        and latest_graphs is not None
+        and latest_graphs > 2 * early_graphs + 4
+    ):
+        evidence = f"{early_graphs} graphs at the start, {latest_graphs} at step {history.health[-1].step:,}"
         fix = "set train.compile=false, and report the shape that changes"
         yield Diagnosis("recompiled", "torch.compile recompiles again and again", evidence, fix)
 
@@ -472,12 +490,12 @@ def _crowded(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
     ]
     if len(counts) < 2:
         return
-    retries = sum(max(0, after - before) for (_, before), (_, after) in pairwise(counts))
+    retries = sum(max(0, later - earlier) for (_, earlier), (_, later) in pairwise(counts))
     steps = counts[-1][0].step - counts[0][0].step
-    last = counts[-1][0]
+    latest = counts[-1][0]
     if retries > RETRIES * max(steps, FEW):
         fragmented = (
-            f"{last.fragmentation or 0:.0%} of {last.reserved_gib or 0:.1f} GiB is fragmented"
+            f"{latest.fragmentation or 0:.0%} of {latest.reserved_gib or 0:.1f} GiB is fragmented"
         )
         yield Diagnosis(
             "crowded",
@@ -489,17 +507,17 @@ def _crowded(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
 
 def _between(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     saving = 0.0 if facts.saves_in_background else history.saving_seconds
-    less = "raise eval.every or lower eval.tokens"
+    eval_fix = "raise eval.every or lower eval.tokens"
     for cause, name, seconds, fix in (
-        ("evaluation", "evaluations take", history.evaluation_seconds, less),
+        ("evaluation", "evaluations take", history.evaluation_seconds, eval_fix),
         ("saving", "saving checkpoints takes", saving, "raise checkpoint.every"),
     ):
-        whole = history.steps_seconds + history.evaluation_seconds + saving
-        if seconds > BETWEEN * whole:
+        run_seconds = history.steps_seconds + history.evaluation_seconds + saving
+        if seconds > BETWEEN * run_seconds:
             yield Diagnosis(
                 cause,
-                f"{name} {seconds / whole:.0%} of the run",
-                f"{seconds:,.0f} of {whole:,.0f} s",
+                f"{name} {seconds / run_seconds:.0%} of the run",
+                f"{seconds:,.0f} of {run_seconds:,.0f} s",
                 fix,
             )
 
@@ -519,15 +537,14 @@ def _recomputing(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
 def _late(history: RunHistory, facts: PlanFacts, *, explained: bool) -> Iterator[Diagnosis]:
     if facts.step_seconds is None:
         return
-    high = facts.step_seconds[1]
-    took = median(step.step_seconds for step in history.recent)
-    if took > LATE * high:
-        why = "" if explained else ", for no measured reason"
-        evidence = (
-            f"{took:.3g} s per step, planned at most {high:.3g} s: {took / high:.1f} times as long"
-        )
+    planned_most = facts.step_seconds[1]
+    seconds = median(step.step_seconds for step in history.recent)
+    if seconds > LATE * planned_most:
+        cause = "" if explained else ", for no measured reason"
+        times = seconds / planned_most
+        evidence = f"{seconds:.3g} s per step, planned at most {planned_most:.3g} s: {times:.1f} times as long"
         fix = "measure this machine with `bloomery bench RECIPE`, then plan again"
-        yield Diagnosis("late", f"steps are slower than planned{why}", evidence, fix)
+        yield Diagnosis("late", f"steps are slower than planned{cause}", evidence, fix)
 
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -552,7 +569,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
 
 
 def _apply(rules: str, history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
-    return [found for rule in RULES[rules] for found in rule(history, facts)]
+    return [diagnosis for rule in RULES[rules] for diagnosis in rule(history, facts)]
 
 
 def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
@@ -560,32 +577,31 @@ def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
 
     Rules with direct evidence first; the loss curve is only interpreted when none of them applies.
     """
-    direct = next(
-        (found for rule in RULES["direct"] if (found := list(rule(history, facts)))), None
-    )
-    if direct is not None:
-        return direct
-    found = _apply("curve", history, facts)
-    if not found and _stuck(history, facts):
-        found = _apply("plateau", history, facts)
-        if not found:
+    for rule in RULES["direct"]:
+        if evident := list(rule(history, facts)):
+            return evident
+
+    diagnoses = _apply("curve", history, facts)
+    if not diagnoses and _stuck(history, facts):
+        diagnoses = _apply("plateau", history, facts)
+        if not diagnoses:
             evidence = (
                 f"{_curve(history, facts)}; labels, loss mask, gradients and update sizes are ok"
             )
             fix = "check `bloomery prepare RECIPE --preview 3`; then try train.seed=1 and a tenth of the learning rate"
-            found = [
+            diagnoses = [
                 Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)
             ]
-        found += _apply("plateau, too", history, facts)
-    return [*found, *_apply("overfit", history, facts)]
+        diagnoses += _apply("plateau, too", history, facts)
+    return [*diagnoses, *_apply("overfit", history, facts)]
 
 
 def why_slow(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
     """Avoidable costs of time, after 30 seconds of steps; empty where there are none."""
     if sum(step.step_seconds for step in history.recent) < SECONDS or len(history.recent) < FEW:
         return _apply("slow at once", history, facts)
-    found = _apply("slow", history, facts)
-    return [*found, *_late(history, facts, explained=bool(found))]
+    diagnoses = _apply("slow", history, facts)
+    return [*diagnoses, *_late(history, facts, explained=bool(diagnoses))]
 
 
 def diagnose(events: Iterable[Event], facts: PlanFacts) -> list[Diagnosis]:
@@ -615,13 +631,13 @@ class Diagnoser:
         if not steps and not (isinstance(event, EvalDone) and event.step >= ENOUGH):
             return
         self._known = self._known or self._facts()
-        for found in (
+        for diagnosis in (
             *why_not_learning(self._history, self._known),
             *why_slow(self._history, self._known),
         ):
-            if found.cause not in self._warned:
-                self._warned.add(found.cause)
-                yield Warned(step=self._history.step, reason=str(found), cause=found.cause)
+            if diagnosis.cause not in self._warned:
+                self._warned.add(diagnosis.cause)
+                yield Warned(step=self._history.step, reason=str(diagnosis), cause=diagnosis.cause)
 
     def _read(self, event: Event) -> None:
         self._history.add(event)

@@ -59,7 +59,7 @@ class Phase(Event):
 class StepDone(Event):
     """One optimizer step, written for every step."""
 
-    # nats per loss token, or per `loss_unit`; None: not finite, and the step was skipped
+    # Nats per loss token, or per `loss_unit`; None: not finite, and the step was skipped.
     loss: float | None
     learning_rate: float
     grad_norm: float | None  # before clipping
@@ -71,7 +71,7 @@ class StepDone(Event):
     memory_gib: float  # peak, of the fullest rank
     loss_tokens: int | None = None  # labels that are not masked
     metrics: dict[str, float] = field(default_factory=dict)  # of the objective: means over the step
-    # of `step_seconds`, by axis of the mesh
+    # A part of `step_seconds`, by axis of the mesh.
     communication_seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -85,13 +85,13 @@ class StepHealth(Event):
     update_ratio: float | None = None  # RMS of a matrix's update / RMS of the matrix, the median
     unchanged_share: float | None = None  # of parameters in tensors that the step did not change
     unchanged: str = ""  # the largest of these tensors
-    # of parameters in tensors whose gradient is absent or zero
+    # Share of the parameters in tensors whose gradient is absent or zero.
     no_gradient_share: float | None = None
-    # share of the labels that are the next token: 1 unless labels are wrong
+    # Share of the labels that are the next token: 1 unless labels are wrong.
     labels_next: float | None = None
     labels_own: float | None = None  # that are the input token at their position
     labels_after: float | None = None  # that are the token after the next
-    # how often two pairs of adjacent tokens are the same, relative to chance
+    # How often two pairs of adjacent tokens are the same, relative to chance.
     pair_excess: float | None = None
     seconds: float = 0.0
     core_wait_seconds: float | None = None  # in which the training thread waited for a CPU core
@@ -107,7 +107,7 @@ class EvalDone(Event):
     bits_per_byte: float | None  # None for objectives without a next-token loss
     tokens: int  # evaluated
     seconds: float
-    # of the objective: means over the validation set
+    # Metrics of the objective: means over the validation set.
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -140,7 +140,7 @@ class Sampled(Event):
 
     prompt: str
     completion: str
-    # the prompt was a user message in the chat template; else the completion continues its text
+    # The prompt was a user message in the chat template; otherwise the completion continues its text.
     chat: bool = False
 
     @property
@@ -157,7 +157,7 @@ class Saved(Event):
     bytes: int
     seconds: float
     best: bool = False  # has the lowest validation loss so far
-    # nothing to resume from: the best weights, of a step without a checkpoint
+    # The best weights, of a step without a checkpoint: nothing resumes from them.
     weights_only: bool = False
 
 
@@ -167,7 +167,7 @@ class DeviceStats(Event):
 
     device: int  # index of the GPU; -1 is the CPU
     name: str = ""
-    # covered by the sample: utilization and power are means, temperature is the peak
+    # Covered by the sample: utilization and power are means, temperature is the peak.
     seconds: float = 0.0
     utilization: float | None = None  # percent of the time
     memory_gib: float | None = None  # in use by all processes
@@ -176,7 +176,7 @@ class DeviceStats(Event):
     power: float | None = None  # watts
     clock_mhz: float | None = None
     throttled: str | None = None  # reasons; "" when it is not throttled
-    # the device whose `power` includes this one: two dies of one board
+    # The device whose `power` includes this one: two dies of one board.
     shared_with: int | None = None
     allocated_gib: float | None = None  # by tensors of the training process, at the end of a step
     reserved_gib: float | None = None  # by the caching allocator
@@ -250,9 +250,9 @@ def _finite(value: object) -> object:
     """JSON has no NaN: a value that is not finite is null, which readers show as "skipped"; a metric is left out."""
     if isinstance(value, dict):
         return {
-            key: one
-            for key, one in value.items()
-            if not isinstance(one, float) or math.isfinite(one)
+            key: metric
+            for key, metric in value.items()
+            if not isinstance(metric, float) or math.isfinite(metric)
         }
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -306,19 +306,23 @@ def from_json(line: str) -> Event | None:
         )
     if kind is None or not _REQUIRED[kind] <= entry.keys():
         return None
-    known = {key: value for key, value in entry.items() if key in _ACCEPTED[kind]}
-    return kind(**known) if all(_fits(value, kind, key) for key, value in known.items()) else None
+    known_fields = {key: value for key, value in entry.items() if key in _ACCEPTED[kind]}
+    return (
+        kind(**known_fields)
+        if all(_fits(value, kind, key) for key, value in known_fields.items())
+        else None
+    )
 
 
 def _fits(value: Any, kind: type[Event], key: str) -> bool:
     """Whether the field may have this value; of a dictionary every value is checked."""
     types = _VALUE_TYPES[kind].get(key)
-    inside = (
+    values_fit = (
         types is None
         or not isinstance(value, dict)
-        or all(isinstance(one, types) for one in value.values())
+        or all(isinstance(inner, types) for inner in value.values())
     )
-    return inside and isinstance(value, _ACCEPTED[kind][key])
+    return values_fit and isinstance(value, _ACCEPTED[kind][key])
 
 
 @final
@@ -374,7 +378,7 @@ class EventLog:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Harmless when repeated."""
+        """The second call does nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -413,18 +417,16 @@ class Tail:
                 self._rest = b""
             yield from self._events(lines)
         if whole:
-            last = self._rest
+            last_line = self._rest
             self._rest = b""
-            yield from self._events([last])
+            yield from self._events([last_line])
 
     def _events(self, lines: Iterable[bytes]) -> Iterator[Event]:
         """In order; damaged, too long and unknown lines are counted and left out."""
         for line in filter(None, lines):
-            event = (
-                from_json(line.decode("utf-8", errors="replace"))
-                if len(line) <= LONGEST_LINE
-                else None
-            )
+            event = None
+            if len(line) <= LONGEST_LINE:
+                event = from_json(line.decode("utf-8", errors="replace"))
             self.read_lines += 1
             self.unknown_lines += event is None
             if event is not None:
@@ -440,9 +442,9 @@ def follow(
     """
     tail = Tail(path, start)
     while True:
-        ended = until()
+        has_ended = until()
         yield from tail.read()
-        if ended:
+        if has_ended:
             return
         time.sleep(poll_seconds)
 
@@ -452,7 +454,9 @@ def last_per_step(events: Iterable[Event], kind: type[E]) -> list[E]:
     by_step: dict[int, E] = {}
     for event in events:
         if isinstance(event, Resumed | Recovered):
-            by_step = {step: kept for step, kept in by_step.items() if step <= event.step}
+            by_step = {
+                step: event_kept for step, event_kept in by_step.items() if step <= event.step
+            }
         elif isinstance(event, kind):
             by_step[event.step] = event
     return [by_step[step] for step in sorted(by_step)]

@@ -29,7 +29,7 @@ class PlanFacts:
 
     vocab_size: int | None = None
     fresh: bool = True  # random initial weights
-    # a loss in nats per token must fall; the loss of a pair may stay near its first value
+    # A loss in nats per token must fall; the loss of a pair may stay near its first value.
     falls: bool = True
     steps: int | None = None
     tokens_per_step: int = 0
@@ -86,7 +86,7 @@ class RunHistory:
     loss_steps: "array[int]" = field(default_factory=lambda: array("I"))  # the step of each of them
     health: deque[StepHealth] = field(default_factory=lambda: deque(maxlen=RECENT))
     gpus: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
-    # of the training process
+    # PyTorch's memory in the training process.
     allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> validation loss
     attention: str = ""
@@ -108,22 +108,7 @@ class RunHistory:
             case StepDone():
                 self._add_step(event)
             case StepHealth():
-                # The path counts each ratio for all steps since the previous one: ratios change slowly.
-                since = event.step - (self.health[-1].step if self.health else self.began_at)
-                ratio = event.update_ratio or 0.0
-                before = self.moved[-1]
-                self.moved.append(
-                    Moved(
-                        event.step, before.path + ratio * max(1, since), max(before.largest, ratio)
-                    )
-                )
-                if (
-                    event.graphs is not None
-                    and self.compiled_graphs is None
-                    and event.step >= self.began_at + FEW
-                ):
-                    self.compiled_graphs = event.graphs
-                self.health.append(event)
+                self._add_health(event)
             case EvalDone(loss=float() as loss):
                 self.evaluations[event.step] = loss
                 self.evaluation_seconds += event.seconds
@@ -142,33 +127,50 @@ class RunHistory:
 
     def _add_step(self, event: StepDone) -> None:
         self.began = self.began or event
-        self.step, self.first = event.step, event if event.step == 1 else self.first
+        self.step = event.step
+        if event.step == 1:
+            self.first = event
         self.recent.append(event)
         self.steps_seconds += event.step_seconds
-        self.peak_rate, self.peak_gib = (
-            max(self.peak_rate, event.learning_rate),
-            max(self.peak_gib, event.memory_gib),
-        )
+        self.peak_rate = max(self.peak_rate, event.learning_rate)
+        self.peak_gib = max(self.peak_gib, event.memory_gib)
         if event.loss is not None:
             self.losses.append(event.loss)
             self.loss_steps.append(event.step)
         if event.grad_norm is not None and len(self.first_norms) < FEW:
             self.first_norms.append(event.grad_norm)
 
+    def _add_health(self, event: StepHealth) -> None:
+        # The path counts each ratio for all steps since the previous one: ratios change slowly.
+        steps_since = event.step - (self.health[-1].step if self.health else self.began_at)
+        ratio = event.update_ratio or 0.0
+        previous = self.moved[-1]
+        path = previous.path + ratio * max(1, steps_since)
+        self.moved.append(Moved(event.step, path, max(previous.largest, ratio)))
+        # Compilation is over after a few steps of this process; later graphs are recompilations.
+        is_settled = event.step >= self.began_at + FEW
+        if event.graphs is not None and self.compiled_graphs is None and is_settled:
+            self.compiled_graphs = event.graphs
+        self.health.append(event)
+
     def _go_back(self, step: int) -> None:
         """Discards the steps after `step`; seconds are kept."""
-        kept = bisect_right(self.loss_steps, step)
-        del self.losses[kept:], self.loss_steps[kept:]
+        num_kept = bisect_right(self.loss_steps, step)
+        del self.losses[num_kept:], self.loss_steps[num_kept:]
         past = [moved for moved in self.moved if moved.step <= step] or [Moved()]
         self.moved = deque(past, maxlen=RECENT)
-        self.recent = deque((done for done in self.recent if done.step <= step), maxlen=RECENT)
+        self.recent = deque(
+            (step_done for step_done in self.recent if step_done.step <= step), maxlen=RECENT
+        )
         self.health = deque(
             (health for health in self.health if health.step <= step), maxlen=RECENT
         )
         self.allocator = deque(
             (sample for sample in self.allocator if sample.step <= step), maxlen=RECENT
         )
-        self.evaluations = {at: loss for at, loss in self.evaluations.items() if at <= step}
+        self.evaluations = {
+            eval_step: loss for eval_step, loss in self.evaluations.items() if eval_step <= step
+        }
         self.first = self.first if step else None
         self.step = step
 
@@ -195,7 +197,7 @@ class RunHistory:
     def lowest(self) -> float | None:
         """The lowest mean of FEW consecutive steps."""
         blocks = range(0, len(self.losses) - FEW + 1, FEW)
-        return min((fmean(self.losses[at : at + FEW]) for at in blocks), default=None)
+        return min((fmean(self.losses[start : start + FEW]) for start in blocks), default=None)
 
     @property
     def flat(self) -> bool:
@@ -204,14 +206,13 @@ class RunHistory:
         half = len(self.losses) // 2
         if half < 2 * FEW:
             return False
-        return fmean(self.losses[-tenth:]) > 0.99 * fmean(
-            self.losses[half - tenth // 2 : half + tenth - tenth // 2]
-        )
+        middle_losses = self.losses[half - tenth // 2 : half + tenth - tenth // 2]
+        return fmean(self.losses[-tenth:]) > 0.99 * fmean(middle_losses)
 
     @property
     def healthy_rate(self) -> list[StepHealth]:
         """The health of steps with a learning rate of at least 1% of the peak: others hardly change the weights."""
-        rates = {done.step: done.learning_rate for done in self.recent}
+        rates = {step_done.step: step_done.learning_rate for step_done in self.recent}
         return [
             v for v in self.health if rates.get(v.step, self.peak_rate) >= 0.01 * self.peak_rate
         ]
@@ -224,8 +225,8 @@ class RunHistory:
 
 def middle(values: Iterable[float | None]) -> float | None:
     """The median of the known values."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return median(known_values) if known_values else None
 
 
 def history_of(events: Iterable[Event]) -> RunHistory:

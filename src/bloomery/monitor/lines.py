@@ -51,10 +51,9 @@ _PHASE_TEXTS = {
 
 def titled(title: str, *texts: str) -> list[str]:
     """The title in the first columns of the first line, the texts in the others."""
-    return [
-        f"{title if at == 0 else '':<{TITLE}}{text}".rstrip()
-        for at, text in enumerate(texts or ("",))
-    ]
+    first_text, *other_texts = texts or ("",)
+    first_line = f"{title:<{TITLE}}{first_text}".rstrip()
+    return [first_line, *(f"{'':<{TITLE}}{text}".rstrip() for text in other_texts)]
 
 
 def _columns(loss_unit: str, memory: bool) -> dict[str, int]:
@@ -154,7 +153,7 @@ class NotebookView:
         self._facts = facts
         self._run = run
         self._drawn = time.monotonic()
-        # in every notebook
+        # IPython is there in every notebook.
         self._handle = import_module("IPython.display").display(self, display_id=True)
 
     def write(self, event: Event) -> None:
@@ -239,7 +238,7 @@ class PlainView:
             case Saved() if event.step == self._summary.step:
                 self._at(event.step).notes.append(incident_text(event) or "")
             case Saved() | Sampled() | Recovered() | Warned() if line is not None and (
-                # an asynchronous checkpoint of an earlier step
+                # An asynchronous checkpoint may be that of an earlier step.
                 line.step == event.step or isinstance(event, Saved)
             ):
                 line.after.append(event)
@@ -253,8 +252,8 @@ class PlainView:
         """A line among the steps, in their columns."""
         self._flush()
         lines = textwrap.wrap(text, self._width - TITLE) or [""]
-        for at, line in zip([str(step)] + [""] * len(lines), lines, strict=False):
-            self._write(f"{at:>6}     {line}")
+        for label, line in zip([str(step)] + [""] * len(lines), lines, strict=False):
+            self._write(f"{label:>6}     {line}")
 
     def close(self) -> None:
         self._flush()
@@ -265,15 +264,15 @@ class PlainView:
                 trainable = (
                     f" ({event.trainable:,} trainable)" if event.trainable is not None else ""
                 )
-                where = f"on {devices_of(event)}, attention: {event.attention}"
-                where += f", {event.epochs}" if event.epochs else ""
-                self._titled("model", f"{event.parameters:,} parameters{trainable} {where}")
+                place = f"on {devices_of(event)}, attention: {event.attention}"
+                place += f", {event.epochs}" if event.epochs else ""
+                self._titled("model", f"{event.parameters:,} parameters{trainable} {place}")
             case Phase():
                 self._print_phase(event)
             case Sampled():  # the first lines as they are, long ones cut
-                room = self._width - TITLE
+                columns = self._width - TITLE
                 text = event.whole.expandtabs(4).splitlines()[:_SAMPLE_LINES]
-                cut = [line if len(line) <= room else line[: room - 1] + "…" for line in text]
+                cut = [line if len(line) <= columns else line[: columns - 1] + "…" for line in text]
                 for line in titled("sample", *cut) if cut else ():
                     self._write(line)
             case Warned():
@@ -284,7 +283,7 @@ class PlainView:
                 if isinstance(event, Resumed):
                     self._since.clear()
                 news = incident_text(event) or ""
-                # written while later steps were computed
+                # The checkpoint was written while later steps were computed.
                 if isinstance(event, Saved) and event.step < self._last_step:
                     best = self._summary.best
                     if best is not None and best.step > event.step:  # the best no more
@@ -295,18 +294,17 @@ class PlainView:
 
     def _print_phase(self, event: Phase) -> None:
         name, printed_at = self._phase
-        ended = 0 < event.total <= event.done
-        if event.name == name and not ended and event.time - printed_at < _PHASE_SECONDS:
+        is_complete = 0 < event.total <= event.done
+        if event.name == name and not is_complete and event.time - printed_at < _PHASE_SECONDS:
             return
-        self._phase = ("" if ended else event.name, event.time)
-        share = (
-            f"{min(event.done / event.total, 1):>4.0%}"
-            if event.total
-            else _PHASE_TEXTS.get(event.name, "")
-        )
+        self._phase = ("" if is_complete else event.name, event.time)
         if event.name == "length":
-            share = f"{event.total:,.0f} steps fit in train.max_time"
-        self._titled(event.name, share)
+            text = f"{event.total:,.0f} steps fit in train.max_time"
+        elif event.total:
+            text = f"{min(event.done / event.total, 1):>4.0%}"
+        else:
+            text = _PHASE_TEXTS.get(event.name, "")
+        self._titled(event.name, text)
 
     def _titled(self, title: str, text: str) -> None:
         for line in titled(title, *textwrap.wrap(text, self._width - TITLE)):
@@ -323,7 +321,7 @@ class PlainView:
         seconds = sum(event.step_seconds for event in steps)
         tokens = sum(event.tokens_per_second * event.step_seconds for event in steps)
         speed = tokens / seconds if seconds else self._summary.tokens_per_second
-        left = self._summary.eta_seconds
+        seconds_left = self._summary.eta_seconds
         if losses:
             self._curve.append(fmean(losses))
         skipped = not self._curve or (bool(steps) and steps[-1].loss is None)
@@ -332,7 +330,11 @@ class PlainView:
             "tokens": in_millions(self._summary.tokens),
             "loss": "skipped" if skipped else f"{self._curve[-1]:.2f}",
             "tokens/s": "" if speed is None else f"{speed:,.0f}",
-            "ETA": "" if left is None else f"{left:.0f} s" if left < 10 else format_seconds(left),
+            "ETA": ""
+            if seconds_left is None
+            else f"{seconds_left:.0f} s"
+            if seconds_left < 10
+            else format_seconds(seconds_left),
             "GiB": f"{self._summary.peak_gib:.2f}" if steps else "",
         }
         self._line = _Line(step, cells)
@@ -354,8 +356,10 @@ class PlainView:
             f"{line.cells.get(title, line.evaluation):>{width}}" for title, width in columns
         )
         notes = ", ".join(line.notes)
-        room = max(min(_BARS, self._width - len(row) - len(notes) - 5), 0)
-        self._write(f"{row}   {sparkline(self._curve, room):<{room}}  {notes}".rstrip())
+        bar_columns = max(min(_BARS, self._width - len(row) - len(notes) - 5), 0)
+        self._write(
+            f"{row}   {sparkline(self._curve, bar_columns):<{bar_columns}}  {notes}".rstrip()
+        )
         self._last_step = line.step
         for event in line.after:
             self._print(event)

@@ -1,5 +1,6 @@
 """A run as one picture of text: a running job or a finished one."""
 
+import math
 import textwrap
 import time
 from collections import deque
@@ -59,69 +60,81 @@ def plot(
     across = [x for x, _ in (*line, *marks)]
     if len(line) < 2 or columns < 10 or height < 2:
         return []
-    first = min(across)
-    last = max(across)
-    span = max(last - first, 1e-9)
+
+    # The scale of both axes. Above `top` everything is drawn at the upper edge.
+    first_x = min(across)
+    last_x = max(across)
+    span = max(last_x - first_x, 1e-9)
 
     def means(points: Sequence[Point], intervals: int) -> np.ndarray:
         """One value per interval; an empty one is interpolated, or NaN at the ends."""
         x, y = np.array(points, dtype=float).T
-        at = np.minimum(((x - first) / span * intervals).astype(int), intervals - 1)
-        counts = np.bincount(at, minlength=intervals)
-        known = counts.nonzero()[0]
-        values = np.bincount(at, weights=y, minlength=intervals)[known] / counts[known]
-        return np.interp(np.arange(intervals), known, values, left=np.nan, right=np.nan)
+        interval = np.minimum(((x - first_x) / span * intervals).astype(int), intervals - 1)
+        counts = np.bincount(interval, minlength=intervals)
+        filled = counts.nonzero()[0]
+        values = np.bincount(interval, weights=y, minlength=intervals)[filled] / counts[filled]
+        return np.interp(np.arange(intervals), filled, values, left=np.nan, right=np.nan)
 
     curve = means(line, columns * (1 if plain else 2))
     heights = [*curve[~np.isnan(curve)].tolist(), *(y for _, y in marks)]
-    low = min(heights)
-    high = max(heights)
-    high = high if top is None else min(max(top, low), high)
-    room = (high - low) or abs(high) * 0.1 or 1.0
+    lowest = min(heights)
+    highest = max(heights) if top is None else min(max(top, lowest), max(heights))
+    value_range = (highest - lowest) or abs(highest) * 0.1 or 1.0
 
-    # The cells between two adjacent columns are filled, so that the line has no gap.
-    fine = height * (1 if plain else 4)
+    # The line: a braille cell has two columns and four rows of dots. The cells between two adjacent
+    # columns are filled, so that the line has no gap.
+    num_levels = height * (1 if plain else 4)
     bits = [[0] * columns for _ in range(height)]
-    before: int | None = None
-    for at, value in enumerate(curve.tolist()):
-        if value != value:
+    previous_level: int | None = None
+    for column, value in enumerate(curve.tolist()):
+        if math.isnan(value):
             continue
-        level = min(int((value - low) / room * fine), fine - 1)
-        start = level if before is None else before + (level > before) - (level < before)
-        for up in range(min(start, level), max(start, level) + 1):
-            down = fine - 1 - up
+        level = min(int((value - lowest) / value_range * num_levels), num_levels - 1)
+        start = level
+        if previous_level is not None:
+            start = previous_level + (level > previous_level) - (level < previous_level)
+        for filled_level in range(min(start, level), max(start, level) + 1):
+            dot_row = num_levels - 1 - filled_level
             if plain:
-                bits[down][at] = ord("*")
+                bits[dot_row][column] = ord("*")
             else:
-                bits[down // 4][at // 2] |= 0x2800 | _DOTS[at % 2][down % 4]
-        before = level
-    for x, y in marks:
-        row = height - 1 - min(int((y - low) / room * height), height - 1)
-        bits[row][min(int((x - first) / span * columns), columns - 1)] = ord("o")
+                bits[dot_row // 4][column // 2] |= 0x2800 | _DOTS[column % 2][dot_row % 4]
+        previous_level = level
 
+    # The marks, over the line.
+    for x, y in marks:
+        row = height - 1 - min(int((y - lowest) / value_range * height), height - 1)
+        bits[row][min(int((x - first_x) / span * columns), columns - 1)] = ord("o")
+
+    # The rows as text, with the scale on the left and the steps below.
     scale = {
-        0: high,
-        height // 2: low + room * (height - 1 - height // 2) / max(height - 1, 1),
-        height - 1: low,
+        0: highest,
+        height // 2: lowest + value_range * (height - 1 - height // 2) / max(height - 1, 1),
+        height - 1: lowest,
     }
-    rows = [
-        f"{f'{scale[at]:.4g}' if at in scale else '':>{_LABEL - 1}} {'|' if plain else '│'}"
-        + "".join(chr(cell or 32) for cell in row).rstrip()
-        for at, row in enumerate(bits)
-    ]
-    start_step = f"{first:,.0f}"
-    end_step = f"{last:,.0f}"
+    border = "|" if plain else "│"
+    rows = []
+    for row_index, cells in enumerate(bits):
+        label = f"{scale[row_index]:.4g}" if row_index in scale else ""
+        drawn = "".join(chr(cell or 32) for cell in cells).rstrip()
+        rows.append(f"{label:>{_LABEL - 1}} {border}{drawn}")
+    start_step = f"{first_x:,.0f}"
+    end_step = f"{last_x:,.0f}"
     rows.append(f"{'step':>{_LABEL - 1}}  {start_step}{end_step:>{columns - len(start_step)}}")
-    levels = " .:-=+*#" if plain else BARS
+
+    # The strips of bars, each from zero to its own peak. Intervals without a value stay blank.
+    bar_letters = " .:-=+*#" if plain else BARS
     for name, points in (strips or {}).items():
-        if points:
-            values = means(points, columns)
-            most = float(np.nanmax(values))
-            shares = values * ((len(levels) - 1) / most if most > 0 else 0.0)
-            bars = "".join(
-                " " if share != share else levels[max(round(share), 0)] for share in shares.tolist()
-            )
-            rows.append(f"{name:>{_LABEL - 1}}  {bars}".rstrip())
+        if not points:
+            continue
+        values = means(points, columns)
+        peak = float(np.nanmax(values))
+        heights_of_bars = values * ((len(bar_letters) - 1) / peak if peak > 0 else 0.0)
+        bars = "".join(
+            " " if math.isnan(bar) else bar_letters[max(round(bar), 0)]
+            for bar in heights_of_bars.tolist()
+        )
+        rows.append(f"{name:>{_LABEL - 1}}  {bars}".rstrip())
     return rows
 
 
@@ -131,9 +144,9 @@ def settled_top(line: Sequence[Point]) -> float | None:
     if start < 10:
         return None
     rest = [y for _, y in line[start:]]
-    low = min(y for _, y in line)
-    high = max(y for _, y in line)
-    return max(rest) if max(rest) - low < 0.6 * (high - low) else None
+    lowest = min(y for _, y in line)
+    highest = max(y for _, y in line)
+    return max(rest) if max(rest) - lowest < 0.6 * (highest - lowest) else None
 
 
 _TITLE = 11  # columns
@@ -185,7 +198,8 @@ class WatchedRun:
                     points[:] = [point for point in points if point[0] <= event.step]
                 # Of an error that the run has left behind, the first line is enough.
                 self.incidents = deque(
-                    ((at, text.partition("\n")[0]) for at, text in self.incidents), _KEPT
+                    ((incident, text.partition("\n")[0]) for incident, text in self.incidents),
+                    _KEPT,
                 )
             case Sampled():
                 self.samples.append(event)
@@ -237,29 +251,32 @@ def frame(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: 
         incidents = _incidents(run, width, 16, now=now)
         samples = _samples(run, width, 8)
     else:
-        # one of them between blocks
-        room = screen.height - len(head) - len(figures) - len(devices) - 4
-        if room < _LEAST_ROOM and len(all_devices) > 2 and width >= 2 * _SHORT:
+        # Four blank lines stand between the blocks.
+        free_lines = screen.height - len(head) - len(figures) - len(devices) - 4
+        if free_lines < _LEAST_ROOM and len(all_devices) > 2 and width >= 2 * _SHORT:
             devices = short_device_lines(all_devices, width)
-            room = screen.height - len(head) - len(figures) - len(devices) - 4
+            free_lines = screen.height - len(head) - len(figures) - len(devices) - 4
         wordy = bool(run.incidents) and len(run.incidents[-1][1]) > 2 * width - 40
-        lowest = 2 if wordy and room < _LEAST_ROOM else 3
+        lowest = 2 if wordy and free_lines < _LEAST_ROOM else 3
         chart = _chart(
-            run, screen, max(lowest, min(12, room // 2 - 3)), strips=room >= _ROOM_FOR_STRIPS
+            run,
+            screen,
+            max(lowest, min(12, free_lines // 2 - 3)),
+            strips=free_lines >= _ROOM_FOR_STRIPS,
         )
-        left = max(room - len(chart), 0)
+        lines_left = max(free_lines - len(chart), 0)
         incidents = _incidents(
-            run, width, min(12, max(left // 2, 2)), newest=max(left - 2, 2), now=now
+            run, width, min(12, max(lines_left // 2, 2)), newest=max(lines_left - 2, 2), now=now
         )
-        samples = _samples(run, width, max(left - len(incidents) - 1, 0))
+        samples = _samples(run, width, max(lines_left - len(incidents) - 1, 0))
     blocks = [head, chart, figures, devices, samples, incidents]
-    shown = []
+    fitted_lines = []
     for line in [line for block in blocks if block for line in ("", *block)][1:][: screen.height]:
         line = harmless(line).replace("\t", " ").replace("\n", " ")
         if screen.plain:
             line = line.translate(_ASCII).encode("ascii", errors="replace").decode()
-        shown.append(line if cell_len(line) <= width else set_cell_size(line, width))
-    return shown
+        fitted_lines.append(line if cell_len(line) <= width else set_cell_size(line, width))
+    return fitted_lines
 
 
 def picture(run: WatchedRun, facts: RunFacts, screen: Screen, *, state: str, now: float) -> Group:
@@ -286,7 +303,7 @@ def _head(
     works = state in ("starting", "running")
     doing = f" · {phase.name}" if phase is not None and works and phase.name != "length" else ""
     progress = f"{state}{doing} · step {summary.step:,}" + (f" of {steps:,}" if steps else "")
-    whole = f"{facts.name} · {progress}" if facts.name else progress
+    full_title = f"{facts.name} · {progress}" if facts.name else progress
 
     lives = works or state in ("stopping", "paused")
     times = format_seconds(
@@ -300,16 +317,19 @@ def _head(
             times += (
                 f" ({time.strftime('%H:%M' if end[:3] == today[:3] else '%a %d %b %H:%M', end)})"
             )
-    done = float(summary.step)
+    progress_done = float(summary.step)
     total = float(summary.steps or 0)
     if phase is not None and phase.total and not summary.last:
-        done = phase.done
+        progress_done = phase.done
         total = phase.total
-    share = min(done / total, 1.0) if total else 0.0
-    room = max(screen.width - len(times) - 8, 4)
-    full = int(share * room)
-    bar = f"{'█' * full}{'░' * (room - full)} {share:>4.0%}  {times}"
-    return [*([whole] if cell_len(whole) <= screen.width else [facts.name, progress]), bar]
+    share = min(progress_done / total, 1.0) if total else 0.0
+    bar_width = max(screen.width - len(times) - 8, 4)
+    filled_cells = int(share * bar_width)
+    bar = f"{'█' * filled_cells}{'░' * (bar_width - filled_cells)} {share:>4.0%}  {times}"
+    return [
+        *([full_title] if cell_len(full_title) <= screen.width else [facts.name, progress]),
+        bar,
+    ]
 
 
 def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True) -> list[str]:
@@ -319,9 +339,15 @@ def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True)
         if e.loss is not None
     ]
     top = settled_top(run.curve)
-    below = {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
+    strip_curves = {"lr": run.rates, "tokens/s": run.speeds} if strips else {}
     drawn = plot(
-        run.curve, evals, below, width=screen.width, height=height, top=top, plain=screen.plain
+        run.curve,
+        evals,
+        strip_curves,
+        width=screen.width,
+        height=height,
+        top=top,
+        plain=screen.plain,
     )
     legend = f"training loss, {run.summary.unit}"
     legend += "   o validation loss" if evals else ""
@@ -331,25 +357,30 @@ def _chart(run: WatchedRun, screen: Screen, height: int, *, strips: bool = True)
 
 def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
     summary = run.summary
-    last = run.summary.last
-    if last is None:
+    last_step = run.summary.last
+    if last_step is None:
         return []
     speed = summary.tokens_per_second or 0.0
     latest = summary.evaluation
     best = summary.best
-    used = facts.utilization(speed)
+    utilization = facts.utilization(speed)
     joules = summary.devices.joules
-    each = summary.joules_per_token
-    loss = "skipped" if last.loss is None else f"{last.loss:.4f}"
+    energy_per_token = summary.joules_per_token
+    loss = "skipped" if last_step.loss is None else f"{last_step.loss:.4f}"
     limit = f" of {facts.memory_limit_gib:.1f}" if facts.memory_limit_gib else ""
     energy = (
         ""
         if joules is None
-        else format_joules(joules) + (f", {each:.3g} J/token" if each is not None else "")
+        else format_joules(joules)
+        + (f", {energy_per_token:.3g} J/token" if energy_per_token is not None else "")
     )
     pairs = [
         ("loss", loss if summary.smoothed is None else f"{loss}, smoothed {summary.smoothed:.4f}"),
-        ("speed", f"{speed:,.0f} tokens/s" + (f", MFU {used:.1%}" if used is not None else "")),
+        (
+            "speed",
+            f"{speed:,.0f} tokens/s"
+            + (f", MFU {utilization:.1%}" if utilization is not None else ""),
+        ),
         (
             "val loss" if latest is None or latest.bits_per_byte is None else "val bpb",
             "none yet" if latest is None else f"{eval_text(latest)} at step {latest.step:,}",
@@ -359,9 +390,9 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
             "" if best is None or best == latest else f"{eval_text(best)} at step {best.step:,}",
         ),
         ("tokens", in_millions(summary.tokens)),
-        ("memory", f"{last.memory_gib:.2f}{limit} GiB"),
-        ("lr", f"{last.learning_rate:.3g}"),
-        ("grad norm", "skipped" if last.grad_norm is None else f"{last.grad_norm:.3f}"),
+        ("memory", f"{last_step.memory_gib:.2f}{limit} GiB"),
+        ("lr", f"{last_step.learning_rate:.3g}"),
+        ("grad norm", "skipped" if last_step.grad_norm is None else f"{last_step.grad_norm:.3f}"),
         ("data wait", f"{summary.data_wait or 0:.1%} of step time"),
         ("energy", energy),
         ("checkpoint", "none yet" if run.saved is None else f"step {run.saved.step:,}"),
@@ -369,7 +400,7 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
     half = width // 2
     rows: list[str] = []
     for cell in [f"{title:<{_TITLE}}{text}" for title, text in pairs if text]:
-        # a longer cell has a line of its own
+        # A longer cell has a line of its own.
         if rows and len(rows[-1]) < half and len(cell) <= width - half:
             rows[-1] = f"{rows[-1]:<{half}}{cell}"
         else:
@@ -377,39 +408,42 @@ def _figures(run: WatchedRun, facts: RunFacts, width: int) -> list[str]:
     return rows
 
 
-def _samples(run: WatchedRun, width: int, room: int) -> list[str]:
+def _samples(run: WatchedRun, width: int, num_lines: int) -> list[str]:
     """The first lines of the newest samples; long lines wrap, spaces unchanged."""
-    found: list[str] = []
-    shown = [*run.samples] if room >= _SAMPLES * 5 else [*run.samples][-1:]
-    for sample in shown:
-        whole = sample.whole.expandtabs(4).splitlines()
-        text = [
-            part for line in whole for part in [*chop_cells(line, max(width - _TITLE, 10))] or [""]
-        ]
-        found += [
-            f"{f'at {sample.step:,}' if at == 0 else '':<{_TITLE}}{line}"
-            for at, line in enumerate(text[: max(room // len(shown), 1)])
-        ]
-    return found[:room]
+    lines: list[str] = []
+    samples = [*run.samples] if num_lines >= _SAMPLES * 5 else [*run.samples][-1:]
+    for sample in samples:
+        sample_lines = sample.whole.expandtabs(4).splitlines()
+        parts: list[str] = []
+        for line in sample_lines:
+            parts += [*chop_cells(line, max(width - _TITLE, 10))] or [""]
+        title = f"at {sample.step:,}"
+        for part in parts[: max(num_lines // len(samples), 1)]:
+            lines.append(f"{title:<{_TITLE}}{part}")
+            title = ""
+    return lines[:num_lines]
 
 
-def _incidents(run: WatchedRun, width: int, room: int, newest: int = 0, *, now: float) -> list[str]:
+def _incidents(
+    run: WatchedRun, width: int, num_lines: int, newest: int = 0, *, now: float
+) -> list[str]:
     """The newest incidents, the newest last. With little room an incident has two lines, the newest up to `newest`."""
-    found: list[str] = []
+    lines: list[str] = []
     today = all(
         time.localtime(event.time)[:3] == time.localtime(now)[:3] for event, _ in run.incidents
     )
     stamped, indent = ("%H:%M", 7) if today else ("%d %b %H:%M", 14)
     for event, text in reversed(run.incidents):
-        most = max(4 if room >= 8 else 2, 0 if found else newest)
+        max_wrapped = max(4 if num_lines >= 8 else 2, 0 if lines else newest)
         stamp = time.strftime(stamped, time.localtime(event.time))
         wrapped = textwrap.wrap(f"step {event.step:,}: {text}", max(width - indent, 20))
-        shown = [
-            f"{stamp if at == 0 else '':<{indent}}{line}" for at, line in enumerate(wrapped[:most])
+        incident_lines = [
+            f"{stamp if at == 0 else '':<{indent}}{line}"
+            for at, line in enumerate(wrapped[:max_wrapped])
         ]
-        if len(wrapped) > most:
-            shown[-1] = shown[-1][: width - 1] + "…"
-        if found and len(found) + len(shown) > room:
+        if len(wrapped) > max_wrapped:
+            incident_lines[-1] = incident_lines[-1][: width - 1] + "…"
+        if lines and len(lines) + len(incident_lines) > num_lines:
             break
-        found = shown + found
-    return found
+        lines = incident_lines + lines
+    return lines

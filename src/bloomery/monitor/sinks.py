@@ -67,7 +67,7 @@ _DEVICE_FIGURES = (
     "fragmentation",
 )
 _ID_LOCK = threading.Lock()  # the first tracker of a run creates its id
-# sections shown as settings
+# Sections of the plan that a tracker shows as settings.
 _COMPARED = ("model", "data", "optimizer", "train", "checkpoint", "eval", "sample")
 
 
@@ -138,15 +138,16 @@ class TrackerSink:
         self._events: queue.Queue[Event | None] = queue.Queue(WAITING_EVENTS)
         self._lost = False
         self._thread = threading.Thread(target=self._track, name=self._name, daemon=True)
-        self._stdout, self._muted = sys.stdout, cast(TextIO, _Muted(sys.stdout, self._thread))
+        self._stdout = sys.stdout
+        self._muted = cast(TextIO, _Muted(self._stdout, self._thread))
         sys.stdout = self._muted
         self._thread.start()
 
     def write(self, event: Event) -> None:
-        wanted = isinstance(event, RunEnded | Resumed) or (
+        is_wanted = isinstance(event, RunEnded | Resumed) or (
             scalars(event) and on_schedule(event, self._every)
         )
-        if not wanted or not self._thread.is_alive():
+        if not is_wanted or not self._thread.is_alive():
             return
         try:
             self._events.put_nowait(without_secrets(event))
@@ -166,7 +167,7 @@ class TrackerSink:
         if sys.stdout is self._muted:
             sys.stdout = self._stdout
         if self._thread.is_alive():
-            # exit handlers of its library may hang, too: registered last, called first
+            # Exit handlers of its library may hang, too. What is registered last is called first.
             atexit.register(atexit._clear)
             self._warn(
                 f"{self._name} timed out after {FINISH_SECONDS:.0f} s; its last events may be missing"
@@ -295,11 +296,11 @@ def _wandb_mode(environment: Mapping[str, str]) -> str | None:
     if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY"):
         return None
     try:
-        known = netrc.netrc().hosts
+        known_servers = netrc.netrc().hosts
     except (OSError, netrc.NetrcParseError):
-        known = {}
+        known_servers = {}
     server = environment.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].strip("/")
-    return None if server in known else "offline"
+    return None if server in known_servers else "offline"
 
 
 def trackio(run_info: Mapping[str, Any]) -> Tracker:
@@ -319,12 +320,14 @@ def mlflow(run_info: Mapping[str, Any]) -> Tracker:
     client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", run_info["project"])
     experiment = client.get_experiment_by_name(name)
-    found = []
+    known_runs = []
     if experiment is not None and run_info["resumed"]:
-        mine = f"tags.`bloomery.id` = '{run_info['id']}'"
-        found = client.search_runs([experiment.experiment_id], filter_string=mine, max_results=1)
-    if found:  # the run of the same id; its parameters never change
-        run_id = str(found[0].info.run_id)
+        id_filter = f"tags.`bloomery.id` = '{run_info['id']}'"
+        known_runs = client.search_runs(
+            [experiment.experiment_id], filter_string=id_filter, max_results=1
+        )
+    if known_runs:  # the run of the same id; its parameters never change
+        run_id = str(known_runs[0].info.run_id)
         client.update_run(run_id, status="RUNNING")
     else:
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
@@ -336,8 +339,8 @@ def mlflow(run_info: Mapping[str, Any]) -> Tracker:
             entities.Param(key, str(value)[:LONGEST_PARAMETER])
             for key, value in run_info["config"].items()
         ]
-        for first in range(0, len(parameters), PARAMETERS_AT_ONCE):
-            client.log_batch(run_id, params=parameters[first : first + PARAMETERS_AT_ONCE])
+        for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
+            client.log_batch(run_id, params=parameters[start : start + PARAMETERS_AT_ONCE])
 
     def log(figures: dict[str, float], step: int, when: float) -> None:
         metrics = [
@@ -489,8 +492,8 @@ class CommandSink:
         )
         self._failures = self._failures + 1 if problem else 0
         if problem:
-            more = "; not called again" if self._failures == _HOOK_FAILURES else ""
-            self._warn(f"the hook {self._command[0]} {problem}{more}")
+            ending = "; not called again" if self._failures == _HOOK_FAILURES else ""
+            self._warn(f"the hook {self._command[0]} {problem}{ending}")
 
     def _run(self, line: bytes) -> str:
         """The problem, or "". The event is a file, so a hook that does not read it blocks nothing."""
@@ -516,9 +519,9 @@ class CommandSink:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 return f"timed out after {_HOOK_SECONDS:.0f} s"
-        last = harmless(output.decode(errors="replace")).strip().splitlines()[-1:] or [""]
+        last_line = harmless(output.decode(errors="replace")).strip().splitlines()[-1:] or [""]
         return (
-            f"failed with exit code {process.returncode}: {last[0]}"[:300]
+            f"failed with exit code {process.returncode}: {last_line[0]}"[:300]
             if process.returncode
             else ""
         )
@@ -531,14 +534,14 @@ def _last_output(process: "subprocess.Popen[bytes]", pipe: int, deadline: float)
     """The last bytes that a process writes before it ends or times out, without waiting for its children."""
     output = b""
     total = 0
-    ended = False
-    ready = select.poll()
-    ready.register(pipe, select.POLLIN)
+    has_ended = False
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
     while time.monotonic() < deadline:
-        # before the poll, so that its output is in the pipe
-        ended = ended or process.poll() is not None
-        if not ready.poll(0 if ended else _POLL_MILLISECONDS):
-            if ended:
+        # Asked before the poll, so that all of its output is in the pipe.
+        has_ended = has_ended or process.poll() is not None
+        if not poll.poll(0 if has_ended else _POLL_MILLISECONDS):
+            if has_ended:
                 break
             continue
         chunk = os.read(pipe, _CHUNK)
@@ -592,7 +595,7 @@ def write_metrics(
 def metrics_of(summary: RunSummary) -> dict[str, Any]:
     """Figures of the run so far, for programs."""
     joules = summary.devices.joules
-    last = summary.last
+    last_step = summary.last
     ended = summary.ended
     return {
         "status": ended.status if ended else None,
@@ -600,7 +603,7 @@ def metrics_of(summary: RunSummary) -> dict[str, Any]:
         "step": summary.step,
         "max_steps": summary.steps,
         "tokens": summary.tokens,
-        "loss": last.loss if last else None,
+        "loss": last_step.loss if last_step else None,
         "smoothed_loss": summary.smoothed,
         "eval": asdict(summary.evaluation) if summary.evaluation else None,
         "best_eval": asdict(summary.best) if summary.best else None,

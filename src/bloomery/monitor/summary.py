@@ -131,8 +131,8 @@ class Devices:
     @property
     def joules(self) -> float | None:
         """Of every device whose power is known; None without any."""
-        known = [device.joules for device in self.by_number.values() if device.power_seconds]
-        return sum(known) if known else None
+        known_joules = [device.joules for device in self.by_number.values() if device.power_seconds]
+        return sum(known_joules) if known_joules else None
 
     @property
     def covered_seconds(self) -> float:
@@ -150,10 +150,10 @@ class Elapsed:
 
     def add(self, event: Event) -> float:
         """The seconds from the first event to this one."""
-        # of other threads and processes, out of order
+        # Other threads and processes write these, out of order.
         if isinstance(event, Saved | Warned | DeviceStats | TaskDone):
             return self.seconds
-        # a new process: the previous one was killed
+        # A new process after steps without an end: the previous one was killed.
         if isinstance(event, RunStarted) and self._stepped:
             self._before = None
         self.seconds += max(0.0, event.time - self._before) if self._before is not None else 0.0
@@ -173,7 +173,7 @@ class RunSummary:
     """Mutable: the state of one run after the events that `add` was given."""
 
     steps: int | None = None
-    # steps as printed; a run with train.max_time estimates them again and again
+    # Steps as printed. A run with train.max_time estimates them again and again.
     announced: int | None = None
     step: int = 0
     tokens: int = 0
@@ -189,9 +189,9 @@ class RunSummary:
     clock: Elapsed = field(default_factory=Elapsed)
     trained_seconds: float = 0.0
     steps_run: int = 0  # with those repeated after a kill
-    # seconds of the first step of each compiled process
+    # Seconds of the first step of each compiled process.
     compiling_steps: list[float] = field(default_factory=list)
-    # from a process's start to its restored state
+    # Seconds from a process's start to its restored state.
     resume_seconds: list[float] = field(default_factory=list)
     preparation_seconds: float = 0.0  # of the dataset, before training
     smoothed: float | None = None
@@ -324,8 +324,10 @@ class RunSummary:
         """Of all processes: their first steps without the usual time of a step. None: uncompiled."""
         if not self.compiling_steps:
             return None
-        usual = statistics.median(step.step_seconds for step in self.recent) if self.recent else 0.0
-        return sum(max(0.0, seconds - usual) for seconds in self.compiling_steps)
+        usual_seconds = (
+            statistics.median(step.step_seconds for step in self.recent) if self.recent else 0.0
+        )
+        return sum(max(0.0, seconds - usual_seconds) for seconds in self.compiling_steps)
 
     @property
     def data_wait(self) -> float | None:
@@ -338,19 +340,18 @@ class RunSummary:
         """From the wall clock of the recent steps, evaluations and checkpoints included, slow first steps excluded."""
         if not self.steps or len(self.recent) < 2:
             return None
-        usual = 3 * statistics.median(step.step_seconds for step in self.recent)
-        slow = sum(
-            1 for _ in itertools.takewhile(lambda step: step.step_seconds > usual, self.recent)
+        slow_seconds = 3 * statistics.median(step.step_seconds for step in self.recent)
+        num_slow = sum(
+            1
+            for _ in itertools.takewhile(lambda step: step.step_seconds > slow_seconds, self.recent)
         )
-        counted = list(self.recent)[max(slow - 1, 0) :]
+        counted = list(self.recent)[max(num_slow - 1, 0) :]
         clock = Elapsed()
         for step in counted:
             clock.add(step)
-        return (
-            max(self.steps - self.step, 0)
-            * clock.seconds
-            / max(counted[-1].step - counted[0].step, 1)
-        )
+        steps_left = max(self.steps - self.step, 0)
+        steps_counted = max(counted[-1].step - counted[0].step, 1)
+        return steps_left * clock.seconds / steps_counted
 
     @property
     def joules_per_token(self) -> float | None:
@@ -379,12 +380,12 @@ def summary_of(events: Iterable[Event]) -> RunSummary:
 
 def sparkline(values: Iterable[float], width: int) -> str:
     """Bars of the last `width` values, scaled to all of them; equal values are low bars."""
-    shown = list(values)
-    low = min(shown, default=0.0)
-    high = max(shown, default=0.0)
-    scale = (len(BARS) - 2) / (high - low) if high > low else 0.0
+    points = list(values)
+    lowest = min(points, default=0.0)
+    highest = max(points, default=0.0)
+    scale = (len(BARS) - 2) / (highest - lowest) if highest > lowest else 0.0
     return "".join(
-        BARS[round((value - low) * scale)] for value in shown[max(len(shown) - width, 0) :]
+        BARS[round((value - lowest) * scale)] for value in points[max(len(points) - width, 0) :]
     )
 
 

@@ -28,7 +28,7 @@ _PHASES = {
     "tokens": "tokenizing the dataset",
     "checksums": "writing checksums",
 }
-# cells of a device that a narrow screen omits: the memory of PyTorch, then the clock
+# Cells of a device that a narrow screen omits: first the memory of PyTorch, then the clock.
 _OPTIONAL = (7, 4)
 _LEFT_ALIGNED = (6, 7)  # the other cells are numbers
 
@@ -39,13 +39,9 @@ def incident_text(event: Event) -> str | None:
         case StepDone(loss=None):
             return "loss or gradient not finite: step skipped"
         case Saved():
-            return (
-                "best weights"
-                if event.weights_only
-                else BEST_CHECKPOINT
-                if event.best
-                else "checkpoint"
-            )
+            if event.weights_only:
+                return "best weights"
+            return BEST_CHECKPOINT if event.best else "checkpoint"
         case Resumed(path=""):
             return f"no checkpoint yet: restarted from step 0 in {format_seconds(event.seconds)}"
         case Resumed():
@@ -70,15 +66,15 @@ def progress_text(event: RunStarted | Phase | StepDone, steps: int | None = None
     if isinstance(event, Phase):
         if event.name == "length":
             return ""
-        # the last phase of preparing
+        # Checksums are the last phase of preparing.
         if event.name == "checksums" and 0 < event.total <= event.done:
             return "loading PyTorch and the model"
         return _PHASES.get(event.name, event.name) + (
             f" {event.done / event.total:.0%}" if event.total else ""
         )
     loss = "" if event.loss is None else f" · loss {event.loss:.2f}"
-    whole = f" of {steps:,}" if steps else ""
-    return f"step {event.step:,}{whole}{loss} · {event.tokens_per_second:,.0f} tokens/s"
+    of_steps = f" of {steps:,}" if steps else ""
+    return f"step {event.step:,}{of_steps}{loss} · {event.tokens_per_second:,.0f} tokens/s"
 
 
 def eval_text(evaluation: EvalDone, digits: int = 3) -> str:
@@ -88,16 +84,16 @@ def eval_text(evaluation: EvalDone, digits: int = 3) -> str:
     if evaluation.loss is None:
         return "not finite"
     accuracy = evaluation.metrics.get("accuracy")
-    return f"{evaluation.loss:.{digits}f}" + (
-        "" if accuracy is None else f", accuracy {accuracy:.{digits - 2}%}"
-    )
+    loss = f"{evaluation.loss:.{digits}f}"
+    return loss if accuracy is None else f"{loss}, accuracy {accuracy:.{digits - 2}%}"
 
 
 def devices_of(event: RunStarted) -> str:
     """The device; of several their number, with the axes of the mesh: "8 x MI300X (replicate 2, shard 4)"."""
     if event.world_size == 1:
         return event.device
-    return f"{event.world_size} x {event.device} ({', '.join(f'{axis} {size}' for axis, size in event.mesh.items())})"
+    axes = ", ".join(f"{axis} {size}" for axis, size in event.mesh.items())
+    return f"{event.world_size} x {event.device} ({axes})"
 
 
 def log_line(event: Event) -> str:
@@ -114,9 +110,8 @@ def log_line(event: Event) -> str:
             devices = devices_of(event)
             return f"bloomery {event.version}: {event.parameters:,} parameters on {devices}, {event.attention}"
         case Phase():
-            return f"{event.name} {event.done:,.0f}" + (
-                f" of {event.total:,.0f}" if event.total else ""
-            )
+            total = f" of {event.total:,.0f}" if event.total else ""
+            return f"{event.name} {event.done:,.0f}{total}"
         case StepDone():
             return (
                 f"step {event.step}  loss {number(event.loss)}  grad_norm {number(event.grad_norm)}"
@@ -127,13 +122,12 @@ def log_line(event: Event) -> str:
             return f"step {event.step}  update-to-weight ratio {figure(event.update_ratio, '.2g', '') or 'unknown'}"
         case EvalDone():
             bits = figure(event.bits_per_byte, ".4f", " bits per byte")
-            perplexity = (
-                f"  perplexity {number(event.perplexity)}"
-                if not event.metrics or event.perplexity
-                else ""
-            )
-            figures = f"loss {number(event.loss)}{perplexity}{'  ' if bits else ''}{bits}{listed(event.metrics)}"
-            return f"evaluation at step {event.step}  {figures}"
+            figures = f"loss {number(event.loss)}"
+            if not event.metrics or event.perplexity:
+                figures += f"  perplexity {number(event.perplexity)}"
+            if bits:
+                figures += f"  {bits}"
+            return f"evaluation at step {event.step}  {figures}{listed(event.metrics)}"
         case Sampled():
             return f"sample {event.prompt!r} -> {event.completion!r}"
         case Saved():
@@ -154,23 +148,25 @@ def log_line(event: Event) -> str:
 def device_lines(devices: Iterable[DeviceSummary], width: int = 100) -> list[str]:
     """One line per device with its newest values in aligned columns; unknown values are left out."""
     rows = [_cells(device) for device in devices]
-    shown = [at for at in range(len(rows[0])) if any(row[at] for row in rows)] if rows else []
-    for optional in (None, *_OPTIONAL):
-        shown = [at for at in shown if at != optional]
-        widths = {at: max(len(row[at]) for row in rows) for at in shown}
-        found = [
-            "  ".join(
-                [f"{row[0]:<9}"]
-                + [
-                    f"{row[at]:{'<' if at in _LEFT_ALIGNED else '>'}{widths[at]}}"
-                    for at in shown[1:]
-                ]
-            ).rstrip()
-            for row in rows
-        ]
-        if max(map(len, found), default=0) <= width:
+    columns: list[int] = []
+    if rows:
+        columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows)]
+
+    # All columns at first; then without the optional ones, until the widest line fits.
+    lines: list[str] = []
+    for omitted in (None, *_OPTIONAL):
+        columns = [column for column in columns if column != omitted]
+        widths = {column: max(len(row[column]) for row in rows) for column in columns}
+        lines = []
+        for row in rows:
+            cells = [f"{row[0]:<9}"]
+            for column in columns[1:]:
+                alignment = "<" if column in _LEFT_ALIGNED else ">"
+                cells.append(f"{row[column]:{alignment}{widths[column]}}")
+            lines.append("  ".join(cells).rstrip())
+        if max(map(len, lines), default=0) <= width:
             break
-    return [line[:width] for line in found]
+    return [line[:width] for line in lines]
 
 
 def short_device_lines(devices: Iterable[DeviceSummary], width: int = 80) -> list[str]:
@@ -187,21 +183,21 @@ def short_device_lines(devices: Iterable[DeviceSummary], width: int = 80) -> lis
 
 
 def _cells(device: DeviceSummary) -> tuple[str, ...]:
-    now = device.latest
-    whole = f" of {now.memory_total_gib:.1f}" if now.memory_total_gib else ""
+    sample = device.latest
+    of_total = f" of {sample.memory_total_gib:.1f}" if sample.memory_total_gib else ""
     pytorch = ""
-    if now.reserved_gib is not None and now.allocated_gib is not None:
-        pytorch = f"tensors {now.allocated_gib:.1f}, reserved {now.reserved_gib:.1f}"
+    if sample.reserved_gib is not None and sample.allocated_gib is not None:
+        pytorch = f"tensors {sample.allocated_gib:.1f}, reserved {sample.reserved_gib:.1f}"
     return (
-        "cpu" if now.device == CPU_DEVICE else f"gpu {now.device}",
-        figure(now.utilization, ".0f", "%"),
-        figure(now.temperature, ".0f", " °C"),
-        f"with GPU {now.shared_with}"
-        if now.shared_with is not None
-        else figure(now.power, ",.0f", " W"),
-        figure(now.clock_mhz, ",.0f", " MHz"),
-        figure(now.memory_gib, ".1f", f"{whole} GiB"),
-        f"throttled: {now.throttled}" if now.throttled else "",
+        "cpu" if sample.device == CPU_DEVICE else f"gpu {sample.device}",
+        figure(sample.utilization, ".0f", "%"),
+        figure(sample.temperature, ".0f", " °C"),
+        f"with GPU {sample.shared_with}"
+        if sample.shared_with is not None
+        else figure(sample.power, ",.0f", " W"),
+        figure(sample.clock_mhz, ",.0f", " MHz"),
+        figure(sample.memory_gib, ".1f", f"{of_total} GiB"),
+        f"throttled: {sample.throttled}" if sample.throttled else "",
         pytorch,
     )
 
