@@ -19,7 +19,7 @@ from bloomery.model.io.quantized import (
     quantize_nf4,
     quantize_scales,
 )
-from bloomery.model.limits import BLOCK, storage_bytes
+from bloomery.model.limits import WEIGHTS_BLOCK, storage_bytes
 
 ORACLE = json.loads((Path(__file__).parent / "quantised_by_bitsandbytes.json").read_text())["cases"]
 CPU = torch.device("cpu")
@@ -122,8 +122,10 @@ def test_int8_by_hand():
 
 
 def test_zeros_stay_zeros():
-    codes, scales = quantize_nf4(torch.zeros(BLOCK))
-    assert torch.equal(read(codes, scales, BLOCK, torch.float32), torch.zeros(BLOCK))
+    codes, scales = quantize_nf4(torch.zeros(WEIGHTS_BLOCK))
+    assert torch.equal(
+        read(codes, scales, WEIGHTS_BLOCK, torch.float32), torch.zeros(WEIGHTS_BLOCK)
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from bloomery.model.decoder import MLP, Attention, Backbone, Block, Decoder
 from bloomery.model.heads import capped
 from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
 from bloomery.model.io.weights import QuantizedLinear
-from bloomery.model.limits import BLOCK
+from bloomery.model.limits import WEIGHTS_BLOCK
 from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.rope import Rotary
@@ -319,7 +319,7 @@ def _unsupported(decoder: Decoder) -> str | None:
         if isinstance(module, LoraLinear):
             good = not module.dora and (module.stored is None or module.stored.base == "int8")
         elif isinstance(module, QuantizedWeight):
-            good = module.base == "int8" and module.inputs % BLOCK == 0
+            good = module.base == "int8" and module.inputs % WEIGHTS_BLOCK == 0
         elif isinstance(module, nn.Linear):
             good = type(module) is nn.Linear and module.weight.dtype in KINDS
         else:

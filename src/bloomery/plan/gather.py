@@ -45,14 +45,13 @@ from bloomery.hub import PREFIX, cached_model, data_place, is_hub_id
 from bloomery.model.config import ModelConfig
 from bloomery.model.families import architecture_of, text_part
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
+from bloomery.model.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.model.presets import build_config, known_config, read_config, stated_config
 from bloomery.model.published import published_config, similar_names
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.types import DatasetFacts
 from bloomery.plan.unsupported import (
-    refuse_few_positions,
     refuse_misfits,
-    refuse_other_words,
     refuse_recipe,
     refuse_untrained,
 )
@@ -384,8 +383,8 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, float]:
     ):
         teacher = None
     if tokenizer is not None and teacher is not None:
-        refuse_few_positions(read_config(teacher), recipe.data.sequence_length, where=str(teacher))
-        refuse_other_words(load_tokenizer(teacher), tokenizer, where=str(teacher))
+        refuse_teacher_length(read_config(teacher), recipe.data.sequence_length, where=str(teacher))
+        refuse_teacher_tokenizer(load_tokenizer(teacher), tokenizer, where=str(teacher))
     examples = [row.example for row in documents if row.example is not None]
     template, kept = _template(recipe, kinds, examples, tokenizer)
     return template, kinds.texts, kept

@@ -10,19 +10,14 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.errors import UserError
 from bloomery.hardware.profile import Profile
+from bloomery.model.limits import refuse_split_int8_blocks, split_int8_block
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.memory import MeshSplit, gathered_layers, mesh_memory
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import StepShape
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
-from bloomery.plan.unsupported import (
-    AXES,
-    divided_block,
-    refusals,
-    refuse_split_blocks,
-    refuse_unsupported,
-)
+from bloomery.plan.unsupported import AXES, refusals, refuse_unsupported
 from bloomery.recipe.schema import Parallel, Recipe, Train
 
 HIDDEN = (0.50, 0.85, 1.0)  # of what could run behind computing: low, typical, high
@@ -281,7 +276,7 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         )
         refuse_unsupported(recipe, model.config, replicate=split.replicate, shard=split.shard)
         if split.shard > 1 and int8_states:
-            refuse_split_blocks(model.learning, split.shard)
+            refuse_split_int8_blocks(model.learning, split.shard)
         both = "shard" if split.replicate == 1 else "shard and replicate"
         yield "pipeline" if stages > 1 else "replicate" if split.shard == 1 else both, split
         return
@@ -299,10 +294,10 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         for name, split in splits
         if not ("replicate" in refused and split.replicate > 1)
         and not ("shard" in refused and split.shard > 1)
-        and not (int8_states and split.shard > 1 and divided_block(model.learning, split.shard))
+        and not (int8_states and split.shard > 1 and split_int8_block(model.learning, split.shard))
     ]
     if not allowed:  # of int8 states, where only shards would train
-        refuse_split_blocks(model.learning, fabric.devices)
+        refuse_split_int8_blocks(model.learning, fabric.devices)
     yield from allowed
     if workload.vendor == "cpu":
         return

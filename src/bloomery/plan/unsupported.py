@@ -4,21 +4,19 @@ The matrix: every feature by every axis of the mesh, tested or refused with a re
 LoRA; PEFT is not imported.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_count
-from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.hardware.profile import Profile
 from bloomery.hub import cached_model
 from bloomery.model.adapters.settings import method_settings, named, refuse_untrained_rows
 from bloomery.model.config import ModelConfig
 from bloomery.model.counting import parameter_count
-from bloomery.model.limits import INT8_BLOCK, INT8_SMALLEST, Dequantizer, storage_bytes
+from bloomery.model.limits import Dequantizer, storage_bytes
 from bloomery.model.presets import CONTEXT_KEYS
 from bloomery.model.published import published_config
 from bloomery.plan.choices import refuse_transformers_misfits
@@ -329,32 +327,6 @@ def refuse_untrained(name: str) -> None:
         raise UserError(f"{name} is planned, not trained: {reason}", where="model.from", fix=fix)
 
 
-def refuse_few_positions(teacher: ModelConfig, length: int, *, where: str) -> None:
-    """Raises UserError when sequences are longer than the teacher's learned positions."""
-    if teacher.positions == "learned" and length > teacher.max_positions:
-        problem = f"sequence length exceeds the teacher's {teacher.max_positions:,} learned positions: {length:,}"
-        fix = f"set data.sequence_length={teacher.max_positions}, or choose another teacher"
-        raise UserError(problem, where=where, fix=fix)
-
-
-def refuse_other_words(teacher: Tokenizer, student: Tokenizer, *, where: str) -> None:
-    """Raises UserError when the tokenizers differ."""
-    if teacher.hash == student.hash:
-        return
-    shared = min(teacher.vocab_size, student.vocab_size)
-    other = next((i for i in range(shared) if teacher.decode([i]) != student.decode([i])), None)
-    if other is None and teacher.vocab_size == student.vocab_size:
-        return
-    difference = f"{teacher.vocab_size:,} ids, not {student.vocab_size:,}"
-    if other is not None:
-        difference = f"id {other} is {teacher.decode([other])!r}, not {student.decode([other])!r}"
-    raise UserError(
-        f"the teacher has another tokenizer: {difference}",
-        where=where,
-        fix="choose a teacher of the same family, with the same tokenizer",
-    )
-
-
 Axis = Literal["replicate", "shard"]
 AXES: tuple[Axis, ...] = ("replicate", "shard")
 
@@ -503,25 +475,3 @@ def refuse_unsupported(
                     break
             problem = f"not supported over {size} devices with parallel.{axis}: {'; '.join(found)}"
             raise UserError(problem, where=f"parallel.{axis}", fix=fix, code=2)
-
-
-def divided_block(shapes: Mapping[str, Sequence[int]], shard: int) -> str | None:
-    """The first parameter with a block of an int8 state, whose numbers share a scale, that belongs to two devices."""
-    for name, shape in shapes.items():
-        rows = -(-shape[0] // shard)
-        if math.prod(shape) >= INT8_SMALLEST and rows * math.prod(shape[1:]) % INT8_BLOCK:
-            return name
-    return None
-
-
-def refuse_split_blocks(shapes: Mapping[str, Sequence[int]], shard: int) -> None:
-    """Raises UserError where a block of an int8 state would belong to two devices."""
-    if (name := divided_block(shapes, shard)) is not None:
-        problem = f"int8 states need {INT8_BLOCK} numbers of a parameter together; {shard} devices divide "
-        fix = "set optimizer.state_dtype=bfloat16, or another parallel.shard"
-        raise UserError(
-            f"{problem}{name} {list(shapes[name])} elsewhere",
-            where="optimizer.state_dtype",
-            fix=fix,
-            code=2,
-        )

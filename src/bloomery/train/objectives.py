@@ -24,12 +24,12 @@ from bloomery.model.config import ModelConfig
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Divergence, Head, LabelScores, Teacher, Values
 from bloomery.model.io.weights import load_decoder
+from bloomery.model.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.model.presets import read_config
 from bloomery.monitor.events import Emit, Phase
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.plan.unsupported import refuse_few_positions, refuse_other_words
 from bloomery.recipe.schema import Distill, Kto, OrPo, Preference, Sft, SimPo
 from bloomery.train.forward import drops, eval_mode, forward, product_dtype, to_device
 from bloomery.train.losses import (
@@ -150,7 +150,7 @@ def load_teacher(plan: RunPlan) -> Decoder:
     """
     assert isinstance(plan.objective, Distill)
     folder = local_model(plan.objective.teacher)
-    refuse_other_words(
+    refuse_teacher_tokenizer(
         load_tokenizer(folder), load_tokenizer(plan.data.prepared), where=str(folder)
     )
     attention = teacher_attention(read_config(folder), plan, where=str(folder))
@@ -163,7 +163,7 @@ def teacher_attention(config: ModelConfig, plan: RunPlan, *, where: str) -> str:
     Raises UserError when the sequences are longer than the teacher's learned positions.
     """
     length = plan.data.sequence_length
-    refuse_few_positions(config, length, where=where)
+    refuse_teacher_length(config, length, where=where)
     windows = [
         window for window in map(config.window, range(config.num_layers)) if window is not None
     ]

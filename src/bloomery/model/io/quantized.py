@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.model.limits import (
-    BLOCK,
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_ON_GPU,
     SCALES_BLOCK,
+    WEIGHTS_BLOCK,
     buffer_bytes,
 )
 from bloomery.model.norms import working_dtype
@@ -47,7 +47,7 @@ LEAST = 1e-38  # a block of zeros is divided by this
 
 def quantize_nf4(values_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes, two in a byte with the first one above (uint8 [N / 2]), and the largest size in each block (float32)."""
-    blocks, scales = _blocks(values_N, BLOCK)
+    blocks, scales = _blocks(values_N, WEIGHTS_BLOCK)
     values = _normed(blocks, scales)
     levels = nf4_levels(values_N.device)
     # The number of bounds below each value, half way between the levels: torch.bucketize takes three times as long on
@@ -69,7 +69,7 @@ def dequantize_nf4(codes: Tensor, scales: Tensor, into_N: Tensor) -> None:
 
 def quantize_int8(values_N: Tensor) -> tuple[Tensor, Tensor]:
     """Codes from -127 to 127 (int8 [N]), and what a step of one is worth in each block (float32)."""
-    blocks, largest = _blocks(values_N, BLOCK)
+    blocks, largest = _blocks(values_N, WEIGHTS_BLOCK)
     codes = (_normed(blocks, largest) * 127.0).round_().to(torch.int8)
     return codes.view(-1)[: len(values_N)], largest / 127.0
 
@@ -114,7 +114,7 @@ def _normed(blocks: Tensor, scales: Tensor) -> Tensor:
     return blocks * scales.clamp_min(LEAST).reciprocal()[:, None]
 
 
-def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = BLOCK) -> None:
+def _scaled(values_N: Tensor, scales: Tensor, into_N: Tensor, *, size: int = WEIGHTS_BLOCK) -> None:
     """into = values times the scale of their block; the values are not needed afterwards."""
     whole = len(values_N) // size * size
     values_N[:whole].view(-1, size).mul_(scales[: whole // size, None])
@@ -180,10 +180,13 @@ def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
         scales = stored.scales.view(torch.float32)
     if stored.reader == "bitsandbytes":
         weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-            codes, scales, BLOCK, "nf4", shape, dtype
+            codes, scales, WEIGHTS_BLOCK, "nf4", shape, dtype
         )
         return weight
-    if stored.reader == "compiled" and scales.numel() * BLOCK == stored.outputs * stored.inputs:
+    if (
+        stored.reader == "compiled"
+        and scales.numel() * WEIGHTS_BLOCK == stored.outputs * stored.inputs
+    ):
         values: Tensor = _one_kernel(codes.dtype)(codes, scales, nf4_levels(codes.device), dtype)
         return values.view(shape)
     read = _READ[codes.dtype]
@@ -193,7 +196,7 @@ def dequantized(stored: Buffers, dtype: torch.dtype) -> Tensor:
     for first in range(0, len(flat), piece):
         part = flat[first : first + piece]
         some = codes[first // in_a_byte : -(-(first + len(part)) // in_a_byte)]
-        read(some, scales[first // BLOCK : -(-(first + len(part)) // BLOCK)], part)
+        read(some, scales[first // WEIGHTS_BLOCK : -(-(first + len(part)) // WEIGHTS_BLOCK)], part)
     return flat.view(shape)
 
 
@@ -205,11 +208,11 @@ def _one_kernel(codes: torch.dtype) -> Callable[..., Tensor]:
 
 def _nf4_at_once(codes: Tensor, scales: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     values = levels.index_select(0, torch.stack([codes >> 4, codes & 15], dim=1).view(-1).int())
-    return (values.view(-1, BLOCK) * scales[:, None]).to(dtype)
+    return (values.view(-1, WEIGHTS_BLOCK) * scales[:, None]).to(dtype)
 
 
 def _int8_at_once(codes: Tensor, scales: Tensor, _levels: Tensor, dtype: torch.dtype) -> Tensor:
-    return (codes.float().view(-1, BLOCK) * scales[:, None]).to(dtype)
+    return (codes.float().view(-1, WEIGHTS_BLOCK) * scales[:, None]).to(dtype)
 
 
 def ready(reader: str) -> str:
@@ -349,7 +352,11 @@ class QuantizedWeight(nn.Module):
     @property
     def rows_at_once(self) -> int:
         """`fill` takes pieces of a multiple of so many rows: whole blocks."""
-        return next(rows for rows in (1, 2, 4, 8, 16, 32, BLOCK) if rows * self.inputs % BLOCK == 0)
+        return next(
+            rows
+            for rows in (1, 2, 4, 8, 16, 32, WEIGHTS_BLOCK)
+            if rows * self.inputs % WEIGHTS_BLOCK == 0
+        )
 
     @torch.no_grad()
     def fill(self, pieces: Iterable[Tensor], *, name: str) -> None:

@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
 from bloomery.model.io.parameters import local, part_of
-from bloomery.model.limits import INT8_BLOCK, MUON_STACK
+from bloomery.model.limits import INT8_BLOCK, MUON_STACK, refuse_split_int8_blocks
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.estimate.states import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
-from bloomery.plan.unsupported import refuse_split_blocks
 from bloomery.train.optim.adafactor import Adafactor
 from bloomery.train.optim.adamw import ChunkedAdamW, StatePlacement
 from bloomery.train.optim.common import Gate, Rounding, Shards, exact_norm
@@ -430,7 +429,9 @@ def build_optimizer(
     spec = OPTIMIZERS[plan.kind]
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards)
     if plan.state_dtype == "int8" and shards.whole:
-        refuse_split_blocks({name: shards.shape(part) for part, name in names.items()}, mesh.shard)
+        refuse_split_int8_blocks(
+            {name: shards.shape(part) for part, name in names.items()}, mesh.shard
+        )
     placement = StatePlacement(away=plan.offload)
     chunked = partial(_chunked, plan=plan, rounding=rounding, placement=placement)
     if plan.fused_backward:
